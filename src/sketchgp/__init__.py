@@ -1,0 +1,33 @@
+"""sketchgp: randomized preconditioners and solvers for GPyTorch models on many points.
+
+``sketchgp.accelerate(model)`` makes an existing model converge; see the README for the rest.
+"""
+
+from . import settings
+from .accelerate import accelerate, restore
+from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
+from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
+from .report import SolveReport, record_solves
+from .solvers import Cholesky, ConjugateGradients, FullProblem, Solution
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cholesky",
+    "ConjugateGradients",
+    "ConvergenceWarning",
+    "FullProblem",
+    "GreedyCholesky",
+    "InputError",
+    "NumericalError",
+    "Nystrom",
+    "NystromEigenPro",
+    "RPCholesky",
+    "SketchGPError",
+    "Solution",
+    "SolveReport",
+    "accelerate",
+    "record_solves",
+    "restore",
+    "settings",
+]

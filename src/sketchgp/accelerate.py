@@ -1,0 +1,139 @@
+"""``accelerate(model)``: an existing GPyTorch model, made to converge, in place; ``restore(model)`` undoes it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from gpytorch.likelihoods import GaussianLikelihood
+from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
+from gpytorch.models import ExactGP
+
+from .errors import InputError
+from .models.acceleration import Acceleration
+from .models.added_diag import connect_masked_operator
+from .models.mixins import (
+    ATTRIBUTE,
+    AcceleratedLikelihood,
+    AcceleratedModel,
+    accelerated_class,
+    is_accelerated,
+    plain_class,
+)
+from .operators.kernel_matrix import ENGINES
+from .preconditioners import Preconditioner, RPCholesky
+from .solvers import Cholesky, ConjugateGradients
+
+Model = TypeVar("Model", bound=ExactGP)
+_MATMULS = (*ENGINES, "gpytorch")
+
+
+def accelerate(
+    model: Model,
+    preconditioner: Preconditioner | str | None = "auto",
+    solver: ConjugateGradients | Cholesky | str = "auto",
+    matmul: str = "auto",
+) -> Model:
+    """Give a GPyTorch model sketchgp's preconditioner, solver and kernel products, in place.
+
+    The model stays what it was: same object, same parameters and state_dict, same calls; training by any marginal
+    likelihood, prediction, fantasies, pickling, copying and moving between devices work as before.  Nothing outside
+    this model and its likelihood changes.  Models whose covariance GPyTorch inverts by structure (Kronecker
+    multitask, linear kernels, inducing points) keep GPyTorch's way.  Up to ``max_cholesky_size`` (800) points
+    GPyTorch factorizes the matrix itself, accelerated or not.  Calling it again replaces the earlier choices.
+
+    :param model: any ``gpytorch.models.ExactGP`` (BoTorch's ``SingleTaskGP`` is one).
+    :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,
+        :class:`NystromEigenPro`, None for none, or ``"auto"``: ``RPCholesky()``.
+    :param solver: :class:`ConjugateGradients`, :class:`Cholesky`, or ``"auto"``: ``ConjugateGradients()``.
+    :param matmul: ``"dense"`` stores the kernel matrix for each solve, ``"tiled"`` never does, ``"auto"`` stores it
+        where it fits the memory budget, ``"gpytorch"`` leaves the products to GPyTorch.
+    :returns: the model.
+    :raises InputError: if an argument is not one of these; the model is then as it was.
+    """
+    if not isinstance(model, ExactGP):
+        raise InputError(
+            f"accelerate expects a gpytorch.models.ExactGP, got {type(model).__name__}"
+            + ("; accelerate each model of its .models." if hasattr(model, "models") else ".")
+        )
+    likelihood = model.likelihood
+    if not isinstance(likelihood, _GaussianLikelihoodBase):
+        raise InputError(f"accelerate expects a Gaussian likelihood, got {type(likelihood).__name__}.")
+    if isinstance(preconditioner, str):
+        if preconditioner != "auto":
+            raise InputError(f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}.")
+        preconditioner = RPCholesky()
+    if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
+        raise InputError(f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}.")
+    if isinstance(solver, str):
+        if solver != "auto":
+            raise InputError(f"solver expects ConjugateGradients(...), Cholesky() or 'auto', got {solver!r}.")
+        solver = ConjugateGradients()
+    if not isinstance(solver, ConjugateGradients | Cholesky):
+        raise InputError(f"solver expects ConjugateGradients(...), Cholesky() or 'auto', got {solver!r}.")
+    if matmul not in _MATMULS:
+        raise InputError(f"matmul expects one of {', '.join(map(repr, _MATMULS))}, got {matmul!r}.")
+    _check_data(model, preconditioner)
+
+    acceleration = Acceleration(preconditioner, solver, matmul)
+    connect_masked_operator()
+    for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
+        if not is_accelerated(module):
+            module.__class__ = accelerated_class(type(module), mixin)
+        module.__dict__[ATTRIBUTE] = acceleration
+    model._clear_cache()
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Make an accelerated model an ordinary GPyTorch model again, in place; its parameters stay as they are.
+
+    :returns: the model.
+    :raises InputError: if the model is not accelerated.
+    """
+    if not is_accelerated(model):
+        raise InputError("restore expects a model that accelerate was called on.")
+    for module in (model, model.likelihood):
+        if is_accelerated(module):
+            module.__class__ = plain_class(type(module))
+            module.__dict__.pop(ATTRIBUTE, None)
+    model._clear_cache()
+    return model
+
+
+def acceleration_of(model: Any) -> Acceleration:
+    """The choices and caches of an accelerated model.
+
+    :raises InputError: if the model is not accelerated.
+    """
+    if not is_accelerated(model):
+        raise InputError("An accelerated model is expected; call sketchgp.accelerate(model) first.")
+    return model.__dict__[ATTRIBUTE]
+
+
+def _check_data(model: ExactGP, preconditioner: Preconditioner | None) -> None:
+    inputs = model.train_inputs
+    if inputs is None or model.train_targets is None:
+        return
+    if any(x.shape[-2] == 0 for x in inputs):
+        raise InputError("accelerate expects a model with at least one training point.")
+    for number, x in enumerate(inputs):
+        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            raise InputError(f"The model's training inputs (number {number}) hold NaN or infinity.")
+    if bool(torch.isinf(model.train_targets).any()):
+        raise InputError("The model's training targets hold infinity.")
+    parameter = next(model.parameters(), None)
+    if parameter is not None and inputs[0].is_floating_point() and parameter.dtype != inputs[0].dtype:
+        raise InputError(
+            f"The model's parameters are {parameter.dtype} and its training inputs {inputs[0].dtype}; "
+            "convert both: model.double() or model.float()."
+        )
+    if inputs[0].device != model.train_targets.device:
+        raise InputError(
+            f"Training inputs are on {inputs[0].device} and targets on {model.train_targets.device}; use one device."
+        )
+    likelihood = model.likelihood
+    if isinstance(likelihood, GaussianLikelihood) and not bool((likelihood.noise > 0).all()):
+        raise InputError(f"The likelihood's noise must be positive, it is {float(likelihood.noise.min())}.")
+    if preconditioner is not None:
+        preconditioner.validate(inputs[0].shape[-2])

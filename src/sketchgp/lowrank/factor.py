@@ -1,0 +1,54 @@
+"""What every low-rank method returns, and the one formula that turns a sketch of K into a factor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import NumericalError
+
+
+@dataclass
+class LowRank:
+    """``K ~ F F^T`` for one n x n matrix.
+
+    ``factor`` is F, ``(n, r)``; ``pivots`` ``(r,)`` the columns of K it is made of (None for a dense sketch);
+    ``residual`` ``(n,)`` the diagonal of ``K - F F^T``, whose sum bounds the condition number of the
+    preconditioned system by ``1 + sum(residual) / noise``.
+    """
+
+    factor: Tensor
+    pivots: Tensor | None
+    residual: Tensor
+
+    @property
+    def trace(self) -> float:
+        """Trace of ``K - F F^T``."""
+        return float(self.residual.sum())
+
+
+def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
+    """F with ``F F^T = Y (W + shift I)^-1 Y^T`` for ``Y = K M`` (..., n, r) and ``W = M^T K M`` (..., r, r).
+
+    M selects columns (pivoted methods) or is a dense test matrix.  ``W`` is singular to working precision when
+    columns are nearly dependent; the shift starts at ``resolution * trace(W)`` and grows tenfold until the
+    Cholesky factorization succeeds.  Differentiable in both arguments.
+
+    :raises NumericalError: if W is far from positive semidefinite, or holds NaN.
+    """
+    if sketch.shape[-1] == 0:
+        return sketch
+    core = (core + core.mT) / 2
+    scale = core.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    eye = torch.eye(core.shape[-1], dtype=core.dtype, device=core.device)
+    shift = resolution
+    while shift < 1e-2:
+        root, info = torch.linalg.cholesky_ex(core + shift * scale * eye)
+        if not bool(info.any()):
+            return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
+        shift *= 10
+    raise NumericalError(
+        "The kernel matrix between the pivots is not positive semidefinite; check the kernel and its inputs for NaN."
+    )

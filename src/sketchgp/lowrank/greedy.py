@@ -1,0 +1,43 @@
+"""Greedily pivoted partial Cholesky: always the column whose diagonal has most left (GPyTorch's default)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operators.access import Access
+from .factor import LowRank
+
+
+@torch.no_grad()
+def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None, tol: float = 0.0) -> LowRank:
+    """Partial Cholesky factor of one matrix with diagonal (complete) pivoting.
+
+    Deterministic.  Good when the residual is spread evenly; it chases outliers otherwise, and is slower than
+    :func:`~sketchgp.lowrank.rpcholesky` because pivots come one at a time.  O(n rank^2) operations.
+
+    :param matrix: the symmetric positive semidefinite matrix.
+    :param rank: the most columns to take.
+    :param weights: ``(n,)``; stop when ``sum(weights * residual) <= tol``.
+    :returns: the factor in float64 with its pivots.
+    """
+    residual = matrix.diagonal().clone()
+    n, device = matrix.n, matrix.device
+    floor = matrix.resolution * float(residual.sum())
+    rank = min(rank, n)
+    factor = torch.zeros(n, rank, dtype=torch.float64, device=device)
+    pivots = torch.zeros(rank, dtype=torch.long, device=device)
+    done = 0
+    while done < rank:
+        if float(residual.sum()) <= floor or (weights is not None and float((residual * weights).sum()) <= tol):
+            break
+        best = residual.argmax()
+        new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]
+        if not new[best] > 0:
+            break
+        new = new / new[best].sqrt()
+        factor[:, done], pivots[done] = new, best
+        residual = (residual - new.square()).clamp_(min=0)
+        residual[best] = 0
+        done += 1
+    return LowRank(factor[:, :done].contiguous() if done < rank else factor, pivots[:done], residual)

@@ -1,0 +1,46 @@
+"""Nystrom approximations whose test matrix does not look at K: uniform columns, and Gaussian combinations of columns.
+
+References: Williams and Seeger (2001) for uniform columns; Frangella, Tropp, Udell, "Randomized Nystrom
+preconditioning" (arXiv:2110.02820), Algorithm 2.1, for the Gaussian sketch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operators.access import Access
+from .factor import LowRank, nystrom_factor
+
+
+@torch.no_grad()
+def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) -> LowRank:
+    """Nystrom approximation from ``rank`` distinct columns chosen uniformly.
+
+    Cheapest, and right when all columns matter alike; it misses small clusters.  O(n rank^2) operations.
+    """
+    pivots = torch.randperm(matrix.n, generator=generator)[:rank].to(matrix.device)
+    factor = nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), matrix.resolution)
+    return LowRank(factor, pivots, _residual(matrix, factor))
+
+
+def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64."""
+    gaussian = torch.randn(n, rank, dtype=torch.float64, generator=generator).to(device)
+    return torch.linalg.qr(gaussian).Q
+
+
+@torch.no_grad()
+def gaussian_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) -> LowRank:
+    """Nystrom approximation from ``rank`` random combinations of all columns.
+
+    The best of the sketches for a given rank, but it reads all n^2 entries: one product with ``rank`` columns.
+    """
+    test = gaussian_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device)
+    sketch = matrix.matmul(test)
+    factor = nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)
+    return LowRank(factor, None, _residual(matrix, factor))
+
+
+def _residual(matrix: Access, factor: Tensor) -> Tensor:
+    return (matrix.diagonal() - factor.square().sum(dim=1)).clamp_(min=0)

@@ -1,0 +1,120 @@
+"""Randomly pivoted Cholesky (RPCholesky): columns of K drawn with probability proportional to what is left.
+
+References: Chen, Epperly, Tropp, Webber, "Randomly pivoted Cholesky" (arXiv:2207.06503), Algorithms 1 and 2 (block);
+Epperly, Tropp, Webber, "Embrace rejection" (arXiv:2410.03969), Algorithm 2.1 (accelerated).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operators.access import Access
+from .factor import LowRank
+
+
+@torch.no_grad()
+def rpcholesky(
+    matrix: Access,
+    rank: int,
+    *,
+    generator: torch.Generator,
+    method: str = "accelerated",
+    block_size: int | None = None,
+    weights: Tensor | None = None,
+    tol: float = 0.0,
+) -> LowRank:
+    """Partial Cholesky factor of one matrix with random pivots.
+
+    ``"accelerated"`` proposes a block of pivots and thins it by rejection, which gives the law of choosing pivots
+    one at a time (the law of the papers' theorems) at block speed.  ``"block"`` keeps the whole block; it is as
+    fast, but wastes columns where points cluster.  Reads ``(rank + 1) n`` entries of K, O(n rank) memory,
+    O(n rank^2) operations.
+
+    :param matrix: the symmetric positive semidefinite matrix.
+    :param rank: the most columns to take; fewer are taken when the rest of the trace is negligible.
+    :param generator: CPU generator that all random choices come from.
+    :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1).
+    :param weights: ``(n,)`` positive; stop when ``sum(weights * residual) <= tol``.
+    :param tol: see ``weights``.
+    :returns: the factor in float64 with its pivots, in the order of their choice.
+    """
+    diagonal = matrix.diagonal()
+    n, device = matrix.n, matrix.device
+    floor = matrix.resolution * float(diagonal.sum())
+    rank = min(rank, n)
+    block = block_size or max(1, min(100, rank // 10))
+    factor = torch.zeros(n, rank, dtype=torch.float64, device=device)
+    pivots: list[Tensor] = []
+    residual, done, failures = diagonal.clone(), 0, 0
+    while done < rank and failures < 50:
+        left = float(residual.sum())
+        if left <= floor or (weights is not None and float((residual * weights).sum()) <= tol):
+            break
+        size = min(block, rank - done) if method == "block" else block
+        proposals = _draw(residual, size, generator)
+        if method == "block":
+            proposals = torch.unique(proposals)
+        rows = factor[proposals, :done]
+        schur = matrix.block(proposals, proposals) - rows @ rows.mT
+        if method == "block":
+            root, kept = _shifted_cholesky(schur, matrix.resolution), torch.arange(len(proposals), device=device)
+        else:
+            kept, root = _reject(schur, residual[proposals], rank - done, generator)
+        if not len(kept):
+            failures += 1
+            continue
+        failures = 0
+        chosen = proposals[kept]
+        new = matrix.columns(chosen) - factor[:, :done] @ rows[kept].mT
+        new = torch.linalg.solve_triangular(root, new.mT, upper=False).mT
+        factor[:, done : done + len(chosen)] = new
+        residual = (residual - new.square().sum(dim=1)).clamp_(min=0)
+        residual[chosen] = 0
+        pivots.append(chosen)
+        done += len(chosen)
+    chosen_all = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=device)
+    return LowRank(factor[:, :done].contiguous() if done < rank else factor, chosen_all, residual)
+
+
+def _draw(residual: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Indices drawn independently with probability proportional to ``residual``, by inverting the cumulative sum."""
+    cumulative = residual.cumsum(0)
+    points = torch.rand(size, dtype=torch.float64, generator=generator).to(residual.device) * cumulative[-1]
+    return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(residual) - 1)
+
+
+def _shifted_cholesky(schur: Tensor, resolution: float) -> Tensor:
+    eye = torch.eye(len(schur), dtype=schur.dtype, device=schur.device)
+    shift, scale = resolution, float(schur.diagonal().sum())
+    while True:
+        root, info = torch.linalg.cholesky_ex((schur + schur.mT) / 2 + shift * scale * eye)
+        if not int(info) or shift > 1:
+            return root
+        shift *= 10
+
+
+def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rejection-sampled Cholesky of the proposals' residual block.
+
+    Proposal j is kept with probability (its diagonal after eliminating the kept ones before it) / (its diagonal
+    when it was drawn).  Returns the kept positions and the Cholesky factor of their block.
+    """
+    device = schur.device
+    work, limit = schur.cpu().clone(), bounds.cpu()
+    uniform = torch.rand(len(limit), dtype=torch.float64, generator=generator)
+    kept: list[int] = []
+    factor = torch.zeros_like(work)
+    current = work.diagonal().clone()
+    for j in range(len(limit)):
+        if len(kept) == most:
+            break
+        if current[j] > 0 and uniform[j] * limit[j] < current[j]:
+            column = (work[:, j] - factor[:, : len(kept)] @ factor[j, : len(kept)]) / current[j].sqrt()
+            factor[:, len(kept)] = column
+            current = current - column.square()
+            current[j] = 0
+            kept.append(j)
+    positions = torch.tensor(kept, dtype=torch.long)
+    root = factor[positions, : len(kept)].tril()
+    return positions.to(device), root.to(device)

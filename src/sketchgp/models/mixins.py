@@ -1,0 +1,88 @@
+"""Classes that an accelerated model and likelihood are given in place of their own, per instance.
+
+The technique is that of ``torch.nn.utils.parametrize``: a subclass of the instance's class is made on the fly, so
+isinstance, state_dict keys and every method stay as they were.  Pickling and copying rebuild the subclass by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpytorch import settings
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator.operators import AddedDiagLinearOperator
+
+from .acceleration import Acceleration
+from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator
+
+ATTRIBUTE = "_sketchgp"  # where instances keep their Acceleration
+_subclasses: dict[tuple[type, type], type] = {}
+
+
+class _Accelerated:
+    """What both mixins share: how instances are rebuilt."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        mixin, base = type(self).__bases__
+        return _blank, (mixin, base), super().__reduce_ex__(2)[2]  # type: ignore[index]
+
+
+class AcceleratedModel(_Accelerated):
+    """A model whose prior covariance is a :class:`KernelMatrix` wherever its kernel is a plain one."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
+        return result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        prior = super().forward(*args, **kwargs)  # type: ignore[misc]
+        acceleration: Acceleration = self.__dict__[ATTRIBUTE]
+        if type(prior) is not MultivariateNormal or acceleration.matmul == "gpytorch" or not prior.islazy:
+            return prior
+        covariance = prior.lazy_covariance_matrix
+        if covariance.shape[-1] <= settings.max_cholesky_size.value():
+            return prior
+        converted = as_kernel_matrix(covariance, acceleration.matmul)
+        return prior if converted is covariance else MultivariateNormal(prior.mean, converted)
+
+
+class AcceleratedLikelihood(_Accelerated):
+    """A likelihood whose ``K + noise`` is solved by sketchgp."""
+
+    def marginal(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
+        marginal = super().marginal(function_dist, *args, **kwargs)  # type: ignore[misc]
+        covariance = marginal.lazy_covariance_matrix
+        if type(covariance) is not AddedDiagLinearOperator:
+            return marginal
+        accelerated = AcceleratedAddedDiagLinearOperator(
+            covariance._linear_op, covariance._diag_tensor, acceleration=self.__dict__[ATTRIBUTE]
+        )
+        if isinstance(marginal, MultitaskMultivariateNormal):
+            return type(marginal)(marginal.mean, accelerated, interleaved=marginal._interleaved)
+        return type(marginal)(marginal.mean, accelerated)
+
+
+def accelerated_class(base: type, mixin: type) -> type:
+    """The subclass of ``base`` with ``mixin`` in front, made once."""
+    key = (base, mixin)
+    if key not in _subclasses:
+        _subclasses[key] = type(f"Accelerated{base.__name__}", (mixin, base), {"__module__": base.__module__})
+    return _subclasses[key]
+
+
+def plain_class(accelerated: type) -> type:
+    """The class an accelerated instance had before."""
+    return accelerated.__bases__[1]
+
+
+def is_accelerated(instance: Any) -> bool:
+    """Whether the instance's class was swapped for an accelerated one."""
+    return isinstance(instance, _Accelerated)
+
+
+def _blank(mixin: type, base: type) -> Any:
+    """An empty instance of the accelerated subclass, for unpickling and copying."""
+    connect_masked_operator()
+    cls = accelerated_class(base, mixin)
+    return cls.__new__(cls)

@@ -1,0 +1,6 @@
+"""Floor 1: matrices that are never stored."""
+
+from .kernel_matrix import KernelMatrix
+from .low_rank_plus_diagonal import LowRankPlusDiagonal
+
+__all__ = ["KernelMatrix", "LowRankPlusDiagonal"]

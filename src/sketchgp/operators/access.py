@@ -1,0 +1,162 @@
+"""Columns, blocks and diagonal of any symmetric ``LinearOperator``, in float64: what low-rank methods read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from linear_operator import to_dense
+from linear_operator.operators import (
+    ConstantMulLinearOperator,
+    DenseLinearOperator,
+    LinearOperator,
+    MulLinearOperator,
+    PsdSumLinearOperator,
+    SumLinearOperator,
+)
+from torch import Tensor
+
+from .kernel_matrix import KernelMatrix
+from .tiles import spans
+
+_SUMS = (SumLinearOperator, PsdSumLinearOperator)
+_CONVERTED = 2**22  # entries of a stored matrix that are converted to float64 at once
+
+
+class Access:
+    """Reads parts of one symmetric ``(..., n, n)`` operator, differentiably where autograd is on.
+
+    :param operator: the matrix; a ``KernelMatrix`` is evaluated in float64, others in their own dtype and then
+        converted.
+    """
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.source_dtype = operator.dtype
+        self.exact = isinstance(operator, KernelMatrix)
+        self.operator = operator.type(torch.float64) if self.exact else operator.evaluate_kernel()
+
+    @property
+    def n(self) -> int:
+        """Number of rows."""
+        return self.operator.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.operator.batch_shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.operator.device
+
+    @property
+    def resolution(self) -> float:
+        """Relative size of the rounding errors in the entries."""
+        return torch.finfo(torch.float64 if self.exact else self.source_dtype).eps
+
+    def diagonal(self) -> Tensor:
+        """``(..., n)``."""
+        return self.operator.diagonal(dim1=-1, dim2=-2).to(torch.float64)
+
+    def columns(self, indices: Tensor) -> Tensor:
+        """``(..., n, r)`` for indices ``(..., r)`` (one set a batch element) or ``(r,)``."""
+        return columns(self.operator, indices).to(torch.float64)
+
+    def block(self, rows: Tensor, columns_: Tensor) -> Tensor:
+        """``(..., p, q)`` for indices ``(..., p)`` and ``(..., q)``."""
+        if isinstance(self.operator, KernelMatrix):
+            return self.operator.block(rows, columns_)
+        return _gather_rows(self.columns(columns_), rows)
+
+    def matmul(self, rhs: Tensor) -> Tensor:
+        """``K rhs`` for rhs ``(..., n, t)`` in float64, differentiable."""
+        return (self.operator @ rhs.to(self.operator.dtype)).to(torch.float64)
+
+    def element(self, index: tuple[int, ...]) -> Access:
+        """One matrix of the batch, without gradients."""
+        if isinstance(self.operator, KernelMatrix):
+            return Access(self.operator.element(index))
+        with torch.no_grad():
+            return Access(self.operator[index])
+
+
+def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
+    """Dense columns of ``operator``: ``(..., n, r)``.  Sums and products are taken part by part."""
+    if isinstance(operator, KernelMatrix):
+        return operator.columns(indices)
+    if isinstance(operator, DenseLinearOperator):
+        return _gather_columns(operator.tensor, indices)
+    if isinstance(operator, _SUMS):
+        return sum((columns(part, indices) for part in operator.linear_ops[1:]), columns(operator.linear_ops[0], indices))
+    if isinstance(operator, MulLinearOperator):
+        return columns(operator.left_linear_op, indices) * columns(operator.right_linear_op, indices)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return columns(operator.base_linear_op, indices) * operator.expanded_constant
+    if indices.dim() == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return to_dense(operator[..., :, indices])
+    identity = torch.zeros(*indices.shape[:-1], operator.shape[-1], indices.shape[-1], dtype=operator.dtype,
+                           device=operator.device)  # fmt: skip
+    return operator @ identity.scatter_(-2, indices.unsqueeze(-2), 1.0)
+
+
+def _gather_columns(matrix: Tensor, indices: Tensor) -> Tensor:
+    if indices.dim() == 1:
+        return matrix.index_select(-1, indices)
+    batch = torch.broadcast_shapes(matrix.shape[:-2], indices.shape[:-1])
+    matrix = matrix.expand(*batch, *matrix.shape[-2:])
+    index = indices.unsqueeze(-2).expand(*batch, matrix.shape[-2], indices.shape[-1])
+    return matrix.gather(-1, index)
+
+
+def _gather_rows(matrix: Tensor, indices: Tensor) -> Tensor:
+    return _gather_columns(matrix.mT, indices).mT
+
+
+class AccurateProduct:
+    """``v -> K v`` with float64 arithmetic, whatever dtype K has; nothing of size n x n is made in float64.
+
+    A ``KernelMatrix`` is evaluated anew in float64 by tiles; a stored float32 matrix is taken as it is, rows by rows.
+    """
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self._terms = list(self._split(operator, 1.0))
+
+    def _split(self, operator: LinearOperator, scale: float | Tensor) -> Iterator[tuple[float | Tensor, LinearOperator]]:
+        operator = operator.evaluate_kernel()
+        if isinstance(operator, _SUMS):
+            for part in operator.linear_ops:
+                yield from self._split(part, scale)
+        elif isinstance(operator, ConstantMulLinearOperator):
+            yield from self._split(operator.base_linear_op, scale * operator.expanded_constant.to(torch.float64))
+        elif isinstance(operator, KernelMatrix):
+            options = {**operator._options(), "engine": "tiled"}
+            yield scale, KernelMatrix(*operator.detach().type(torch.float64)._args, **options)
+        elif isinstance(operator, DenseLinearOperator):
+            yield scale, operator
+        else:
+            yield scale, operator.detach().type(torch.float64)
+
+    @torch.no_grad()
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """``K vectors`` for vectors ``(..., n, t)`` in float64."""
+        total: Tensor | None = None
+        for scale, operator in self._terms:
+            if isinstance(operator, DenseLinearOperator):
+                product = _dense_product(operator.tensor, vectors)
+            else:
+                product = operator._matmul(vectors)
+            product = product * scale if torch.is_tensor(scale) or scale != 1.0 else product
+            total = product if total is None else total + product
+        assert total is not None
+        return total
+
+
+def _dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
+    if matrix.dtype == torch.float64:
+        return matrix @ vectors
+    batch = torch.Size(matrix.shape[:-2]).numel()
+    step = max(1, _CONVERTED // max(1, batch * matrix.shape[-1]))
+    parts = [matrix[..., rows, :].to(torch.float64) @ vectors for rows in spans(matrix.shape[-2], step)]
+    return torch.cat(parts, dim=-2)

@@ -1,0 +1,160 @@
+"""``P = F F^T + diag(d)``: product, solve, log determinant and samples at O(n r) each, after O(n r^2) set-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linear_operator.operators import DenseLinearOperator, LinearOperator
+from torch import Tensor
+
+from ..errors import NumericalError
+from .tiles import spans
+
+_ROWS = 8192  # rows of F scaled at once, so that no second n x r array is made
+
+
+class _Logdet(torch.autograd.Function):
+    """log det P, with dP/dF = 2 P^-1 F = 2 D^-1 F C^-1 and dP/dd = diag(P^-1), where C = I + F^T D^-1 F."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, diagonal: Tensor, root: Tensor) -> Tensor:
+        ctx.save_for_backward(factor, diagonal, root)
+        return 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + diagonal.log().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        factor, diagonal, root = ctx.saved_tensors
+        half = torch.cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
+        of_diagonal = (1 - (factor * half).sum(-1)) / diagonal
+        return 2 * half * grad[..., None, None], of_diagonal * grad[..., None], None
+
+
+class LowRankPlusDiagonal(LinearOperator):
+    """``F F^T + diag(d)``, symmetric positive definite.
+
+    Solves use the Woodbury identity with ``C = I + F^T D^-1 F`` (r x r, Cholesky), in the factor's dtype; with a
+    float64 factor a float32 caller therefore gets float64 accuracy, rounded at the end.
+
+    :param factor: F, ``(..., n, r)``; r may be 0.
+    :param diagonal: d, ``(..., n)``, positive.
+    :param out_dtype: dtype the operator shows to its callers (default: the factor's).
+    """
+
+    def __init__(self, factor: Tensor, diagonal: Tensor, out_dtype: torch.dtype | None = None) -> None:
+        super().__init__(factor, diagonal, out_dtype=out_dtype)
+        self.factor, self.diagonal_part, self.out_dtype = factor, diagonal, out_dtype
+        self._root_cache: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of columns of F."""
+        return self.factor.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.out_dtype or self.factor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.factor.device
+
+    def _size(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self.factor.shape[:-2], self.diagonal_part.shape[:-1])
+        return torch.Size((*batch, self.factor.shape[-2], self.factor.shape[-2]))
+
+    @torch.no_grad()
+    def capacitance_root(self) -> Tensor:
+        """Lower Cholesky factor of ``I + F^T D^-1 F``, ``(..., r, r)``.
+
+        :raises NumericalError: if it is not positive definite (F or d holds NaN, or d is not positive).
+        """
+        if self._root_cache is None:
+            factor, diagonal = self.factor, self.diagonal_part
+            inner = torch.zeros(*self.batch_shape, self.rank, self.rank, dtype=factor.dtype, device=factor.device)
+            for rows in spans(factor.shape[-2], _ROWS):
+                part = factor[..., rows, :]
+                inner += (part / diagonal[..., rows, None]).mT @ part
+            inner.diagonal(dim1=-2, dim2=-1).add_(1)
+            root, info = torch.linalg.cholesky_ex(inner)
+            if bool(info.any()) or not bool(torch.isfinite(root).all()):
+                raise NumericalError(
+                    "The preconditioner F F^T + diag(d) is not positive definite in "
+                    f"{factor.dtype}; check the noise (it must be positive) and the inputs for NaN."
+                )
+            self._root_cache = root
+        return self._root_cache
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if rhs.dim() == 1:
+            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
+        work = rhs.to(self.factor.dtype)
+        return (self.factor @ (self.factor.mT @ work) + self.diagonal_part.unsqueeze(-1) * work).to(rhs.dtype)
+
+    def apply_inverse(self, rhs: Tensor) -> Tensor:
+        """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
+        scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
+        if self.rank:
+            inner = torch.cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
+            scaled = scaled - (self.factor @ inner) / self.diagonal_part.unsqueeze(-1)
+        return scaled.to(rhs.dtype)
+
+    def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
+        return self.apply_inverse(rhs)
+
+    def log_determinant(self) -> Tensor:
+        """``log det P`` of shape ``(...)``, differentiable in F and d."""
+        factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:])
+        diagonal = self.diagonal_part.expand(*self.batch_shape, -1)
+        return _Logdet.apply(factor, diagonal, self.capacitance_root()).to(self.dtype)
+
+    def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
+        """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from standard normal z1 (..., r, s), z2 (..., n, s)."""
+        return (self.factor @ low_rank_noise + self.diagonal_part.sqrt().unsqueeze(-1) * full_noise).to(self.dtype)
+
+    @torch.no_grad()
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        options: dict[str, Any] = {"dtype": self.factor.dtype, "device": self.device}
+        z1 = torch.randn(*self.batch_shape, self.rank, num_samples, **options)
+        z2 = torch.randn(*self.batch_shape, self.shape[-1], num_samples, **options)
+        return self.sample(z1, z2).movedim(-1, 0)
+
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        left, right = (v.to(self.factor.dtype) for v in (left_vecs, right_vecs))
+        of_factor = left @ (right.mT @ self.factor) + right @ (left.mT @ self.factor)
+        of_diagonal = (left * right).sum(-1)
+        return _sum_to(of_factor, self.factor.shape), _sum_to(of_diagonal, self.diagonal_part.shape)
+
+    def _diagonal(self) -> Tensor:
+        return (self.factor.square().sum(-1) + self.diagonal_part).to(self.dtype)
+
+    def to_dense(self) -> Tensor:
+        return (self.factor @ self.factor.mT + torch.diag_embed(self.diagonal_part)).to(self.dtype)
+
+    def _transpose_nonbatch(self) -> LowRankPlusDiagonal:
+        return self
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
+        factor = self.factor.expand(*batch_shape, *self.factor.shape[-2:])
+        return self.__class__(factor, self.diagonal_part.expand(*batch_shape, -1), out_dtype=self.out_dtype)
+
+    def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
+        factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:]).unsqueeze(dim)
+        diagonal = self.diagonal_part.expand(*self.batch_shape, -1).unsqueeze(dim)
+        return self.__class__(factor, diagonal, out_dtype=self.out_dtype)
+
+    def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
+        factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:]).permute(*dims, -2, -1)
+        diagonal = self.diagonal_part.expand(*self.batch_shape, -1).permute(*dims, -1)
+        return self.__class__(factor, diagonal, out_dtype=self.out_dtype)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
+        return self.to_dense()[(*batch_indices, row_index, col_index)]
+
+
+def _sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:
+    """Sum over the batch dimensions along which a tensor of this shape was broadcast."""
+    return gradient.sum_to_size(shape)

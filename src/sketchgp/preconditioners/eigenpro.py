@@ -1,0 +1,55 @@
+"""The Nystrom EigenPro preconditioner: the top eigensystem of a subsample, everything below it flattened."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..lowrank import top_eigensystem
+from ..operators.access import Access
+from .base import Preconditioner, Selection, _check_count
+
+
+@dataclass(frozen=True)
+class NystromEigenPro(Preconditioner):
+    """``P = F F^T + (lambda + noise) I``: EigenPro's correction of the spectrum, as a preconditioner for CG.
+
+    The top q eigenpairs ``(l_i, e_i)`` of ``K(Xs, Xs)`` on s uniformly chosen points are extended to all points:
+    ``F = K(X, Xs) E D^(1/2)`` with ``D = l^-1 - l_{q+1} l^-2``, and the rest of the spectrum is taken as
+    ``lambda = (n / s) l_{q+1}``.  Cost ``s^3 + n s q``; F is n x q, smaller than a Nystrom factor made of s columns.
+    Choose it when few directions dominate and memory is short; :class:`RPCholesky` resolves more of the tail.
+
+    Reference: Ma and Belkin (arXiv:1806.06144), section 4; EigenPro 3 (Abedsoltan, Belkin, Pandit), section 4.
+
+    :param rank: q, or None (a quarter of the subsample).
+    :param subsample_size: s, or None (``20 sqrt(n)``, at least 4 q, at most n and 10,000).
+    :param seed: seed of the subsample.
+    """
+
+    subsample_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count(self, "subsample_size")
+
+    def _select(self, matrix: Access, noise: Tensor) -> Selection:
+        n = matrix.n
+        wanted = self.subsample_size or min(10_000, max(math.ceil(20 * math.sqrt(n)), 4 * (self.rank or 1)))
+        size = min(n, max(wanted, (self.rank or 0) + 1))
+        rank = self.rank if self.rank is not None else max(1, min(size // 4, self.rank_for(n, matrix.device)))
+        generator = torch.Generator().manual_seed(self.seed)
+        top = top_eigensystem(matrix, rank, size, generator=generator)
+        weights = (1 / top.values - top.tail / top.values.square()).clamp_(min=0)
+        coefficients = top.vectors * weights.sqrt()
+        factor = matrix.columns(top.indices) @ coefficients
+        total = matrix.diagonal().sum()
+        left = float((matrix.diagonal() - factor.square().sum(dim=1)).clamp_(min=0).sum() / total)
+        return Selection(factor, top.indices, left, top.tail * n / len(top.indices), coefficients)
+
+    def factor(self, matrix: Access, selection: Selection) -> Tensor:
+        assert selection.pivots is not None and selection.coefficients is not None
+        return matrix.columns(selection.pivots) @ selection.coefficients

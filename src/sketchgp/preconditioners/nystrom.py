@@ -1,0 +1,63 @@
+"""Nystrom preconditioners with a test matrix that does not look at K: Gaussian, or uniform columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..lowrank import LowRank, gaussian_nystrom, gaussian_test_matrix, nystrom_factor, uniform_nystrom
+from ..operators.access import Access
+from .base import Preconditioner, Selection, _selection
+
+
+@dataclass(frozen=True)
+class Nystrom(Preconditioner):
+    """``P = F F^T + noise`` with ``F F^T = Y (M^T Y)^-1 Y^T`` and ``Y = K M``.
+
+    ``sketch="gaussian"``: M is random and dense; the most accurate for a rank, at the price of a product of K with
+    r columns.  ``sketch="uniform"``: M picks r columns uniformly; the cheapest, and it misses small clusters.
+
+    References: Frangella, Tropp, Udell (arXiv:2110.02820), Algorithm 2.1; Williams and Seeger (2001).
+
+    :param rank: columns of F, or None (automatic: doubled until ``sum(residual / noise) <= 1`` or the bound of
+        :class:`Preconditioner`).
+    :param sketch: ``"gaussian"`` or ``"uniform"``.
+    :param seed: seed of all random choices.
+    """
+
+    sketch: str = "gaussian"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sketch not in ("gaussian", "uniform"):
+            raise InputError(f"Nystrom: sketch expects 'gaussian' or 'uniform', got {self.sketch!r}.")
+
+    @property
+    def name(self) -> str:
+        return f"Nystrom[{self.sketch}]"
+
+    def _approximate(self, matrix: Access, rank: int) -> LowRank:
+        generator = torch.Generator().manual_seed(self.seed)
+        method = gaussian_nystrom if self.sketch == "gaussian" else uniform_nystrom
+        return method(matrix, rank, generator=generator)
+
+    def _select(self, matrix: Access, noise: Tensor) -> Selection:
+        bound = self.rank_for(matrix.n, matrix.device)
+        rank = bound if self.rank is not None else max(1, bound // 8)
+        while True:
+            low_rank = self._approximate(matrix, rank)
+            if rank >= bound or float((low_rank.residual / noise).sum()) <= 1:
+                return _selection(low_rank, matrix)
+            rank = min(2 * rank, bound)
+
+    def factor(self, matrix: Access, selection: Selection) -> Tensor:
+        if self.sketch == "uniform":
+            return super().factor(matrix, selection)
+        rank = selection.factor.shape[-1]
+        test = gaussian_test_matrix(matrix.n, rank, torch.Generator().manual_seed(self.seed), matrix.device)
+        sketch = matrix.matmul(test)
+        return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)

@@ -1,0 +1,96 @@
+"""What a linear solve did: :class:`SolveReport`, and :func:`record_solves` to collect them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_recorders: list[list[SolveReport]] = []
+_lock = threading.Lock()
+
+
+@dataclass
+class SolveReport:
+    """One linear solve ``(K + noise) value = rhs`` with ``columns`` right-hand sides.
+
+    ``residual`` is the *true* relative residual ``||rhs - (K + noise) value|| / ||rhs||`` of the returned value,
+    one number a column, recomputed with float64 products when the solve ended; ``history`` holds the residuals
+    of the recurrence, ``(iterations + 1, columns)``, which rounding can make smaller than the true ones.
+    Batched systems are flattened: a batch of b systems with t columns counts b t columns.
+    """
+
+    solver: str
+    preconditioner: str
+    n: int
+    columns: int
+    iterations: int
+    matmuls: int
+    residual: Tensor
+    history: Tensor
+    tol: float
+    converged: bool
+    reason: str
+    seconds: float
+    setup_seconds: float = 0.0
+    rank: int = 0
+    dtype: str = "float64"
+    device: str = "cpu"
+    peak_memory: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def max_residual(self) -> float:
+        """The largest true relative residual over the columns (0 for a solve without columns)."""
+        return float(self.residual.max()) if self.residual.numel() else 0.0
+
+    def __str__(self) -> str:
+        state = "converged" if self.converged else "NOT converged"
+        return (
+            f"{self.solver} ({self.preconditioner}): {state}, {self.reason}; n = {self.n}, {self.columns} column(s), "
+            f"{self.iterations} iterations, {self.matmuls} products, residual {self.max_residual:.2e} "
+            f"(tolerance {self.tol:.0e}), {self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
+            f"{self.dtype} on {self.device}"
+        )
+
+
+@contextmanager
+def record_solves() -> Iterator[list[SolveReport]]:
+    """Collect the report of every linear solve that sketchgp does inside the block, in all threads.
+
+    Solves that GPyTorch does by its own Cholesky factorization (n at most ``max_cholesky_size``) leave no report.
+
+    :yields: a list that grows by one :class:`SolveReport` a solve.
+    """
+    solves: list[SolveReport] = []
+    with _lock:
+        _recorders.append(solves)
+    try:
+        yield solves
+    finally:
+        with _lock:
+            _recorders[:] = [r for r in _recorders if r is not solves]
+
+
+def record(report: SolveReport) -> None:
+    """Hand a report to every open :func:`record_solves` block."""
+    with _lock:
+        for solves in _recorders:
+            solves.append(report)
+
+
+def peak_memory(device: torch.device) -> int:
+    """High-water mark in bytes: allocated memory on CUDA; on the CPU, of the whole process since it started."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,65 @@
+"""Settings as context managers, in GPyTorch's style: ``with sketchgp.settings.memory_budget(2**30): ...``."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+
+from .errors import InputError
+
+_FALLBACK_MEMORY = 4 * 2**30  # bytes assumed to be free where the system does not say
+
+
+def available_memory(device: torch.device | str = "cpu") -> int:
+    """Memory that is free now on ``device``, in bytes (4 GiB is assumed where the system does not say)."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, OSError, ValueError):
+        return _FALLBACK_MEMORY
+
+
+class memory_budget(AbstractContextManager):
+    """Bytes that one stored matrix (a dense kernel matrix, or a low-rank factor) may take.
+
+    Without it, each may take a quarter of the memory that is free on its device.  It decides between the
+    ``"dense"`` and ``"tiled"`` products of ``matmul="auto"``, and bounds the automatic rank.
+
+    :param budget: bytes, a positive integer.
+    :raises InputError: if the budget is not positive.
+    """
+
+    _stack: list[int] = []
+
+    def __init__(self, budget: int) -> None:
+        if not budget > 0:
+            raise InputError(f"memory_budget expects a positive number of bytes, got {budget!r}.")
+        self.budget = int(budget)
+
+    def __enter__(self) -> memory_budget:
+        self._stack.append(self.budget)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.remove(self.budget)
+
+    @classmethod
+    def value(cls, device: torch.device | str = "cpu") -> int:
+        """The budget in force, in bytes."""
+        return cls._stack[-1] if cls._stack else available_memory(device) // 4
