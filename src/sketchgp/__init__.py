@@ -6,6 +6,8 @@
 from . import settings
 from .accelerate import accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
+from .fit import FitHistory, fit
+from .predict import Prediction, predict
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .report import SolveReport, record_solves
 from .solvers import Cholesky, ConjugateGradients, FullProblem, Solution
@@ -16,17 +18,21 @@ __all__ = [
     "Cholesky",
     "ConjugateGradients",
     "ConvergenceWarning",
+    "FitHistory",
     "FullProblem",
     "GreedyCholesky",
     "InputError",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",
+    "Prediction",
     "RPCholesky",
     "SketchGPError",
     "Solution",
     "SolveReport",
     "accelerate",
+    "fit",
+    "predict",
     "record_solves",
     "restore",
     "settings",

@@ -72,6 +72,13 @@ class PreconditionerCache:
             built._root_cache = self._built.capacitance_root()
             return built
 
+    def pivots(self, operator: Any, noise: Tensor) -> Tensor | None:
+        """Indices of the training points behind the factor, (r,) or (..., r); None for a dense sketch."""
+        with self._lock, torch.no_grad():
+            self.get(operator, noise)
+            assert self._selection is not None
+            return self._selection.pivots
+
     def take_seconds(self) -> float:
         """Time spent building since this was last asked."""
         with self._lock:

@@ -1,0 +1,222 @@
+"""``predict(model, x)``: posterior mean and variance at many points, in chunks, with what the solves did."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch import settings
+from gpytorch.models import ExactGP
+from gpytorch.models.exact_prediction_strategies import prediction_strategy
+from gpytorch.utils.memoize import add_to_cache
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .accelerate import acceleration_of
+from .errors import InputError
+from .inference import LowRankVariance
+from .models.added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
+from .models.mixins import AcceleratedModel
+from .operators import KernelMatrix
+from .operators.tiles import spans
+from .report import SolveReport, record_solves
+from .solvers.problem import check_tensor
+
+_VARIANCES = (None, "auto", "exact", "low_rank")
+_CHECK_POINTS = 16
+_MEAN_ROWS = 8192
+_VARIANCE_ROWS = 256
+_EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
+
+
+@dataclass
+class Prediction:
+    """Posterior at m points.  ``variance`` is of the latent function, ``observation_variance`` has the noise added.
+
+    ``variance_method`` is ``"exact"`` (one linear solve a point), ``"low_rank"``
+    (:class:`sketchgp.inference.LowRankVariance`) or ``"none"``; ``variance_check`` compares the low-rank variance
+    with exact ones: ``{"points": int, "median_ratio": float, "max_ratio": float}``, ratios low rank / exact.
+    ``report`` is of the solve behind the mean, None where that had been done before.
+    """
+
+    mean: Tensor
+    variance: Tensor | None
+    observation_variance: Tensor | None
+    variance_method: str
+    variance_check: dict[str, Any] | None
+    report: SolveReport | None
+
+
+@dataclass
+class _Conditioning:
+    """The training side of a model with a plain kernel: ``K + noise`` and the inputs behind it."""
+
+    model: Any
+    operator: AcceleratedAddedDiagLinearOperator
+    kernel_matrix: KernelMatrix
+    residual_targets: Tensor
+
+    @classmethod
+    def of(cls, model: Any) -> _Conditioning | None:
+        """None where the covariance has structure of its own, a batch, several inputs, or missing targets."""
+        inputs = list(model.train_inputs)
+        if len(inputs) != 1 or inputs[0].dim() != 2 or model.train_targets.dim() != 1:
+            return None
+        if bool(torch.isnan(model.train_targets).any()):
+            return None
+        prior = _prior(model, inputs[0])
+        if prior is None:
+            return None
+        operator = model.likelihood(prior, inputs).lazy_covariance_matrix
+        if not isinstance(operator, AcceleratedAddedDiagLinearOperator) or operator.batch_shape:
+            return None
+        return cls(model, operator, operator._linear_op, model.train_targets - prior.mean)
+
+    def block(self, a: Tensor, b: Tensor | None) -> Tensor:
+        """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None."""
+        matrix = self.kernel_matrix
+        if b is None:
+            return matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
+        return matrix._with(a, b, False).type(torch.float64).to_dense()
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """x as the kernel sees it (its active dimensions selected)."""
+        prior = _prior(self.model, x)
+        assert prior is not None
+        return prior.lazy_covariance_matrix.x1
+
+
+def _prior(model: Any, x: Tensor) -> Any:
+    """The prior at x with a KernelMatrix as its covariance, whatever n is; None for a structured covariance."""
+    prior = super(AcceleratedModel, model).forward(x)  # type: ignore[misc]
+    if not prior.islazy:
+        return None
+    matmul = acceleration_of(model).matmul
+    covariance = as_kernel_matrix(prior.lazy_covariance_matrix, "auto" if matmul == "gpytorch" else matmul)
+    return type(prior)(prior.mean, covariance) if isinstance(covariance, KernelMatrix) else None
+
+
+def predict(
+    model: ExactGP,
+    x: Tensor,
+    variance: str | None = "auto",
+    batch_size: int | None = None,
+    progress: bool | None = None,
+) -> Prediction:
+    """Posterior mean and variance of an accelerated model at many test points.
+
+    Unlike ``model(x)`` it never makes an m x n or m x m array: the mean goes by chunks of tiles, and so do variances.
+
+    :param model: a model that :func:`accelerate` was called on; it is put into eval mode.
+    :param x: test inputs ``(m, d)``, of the training inputs' dtype and device.
+    :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
+        inducing points (FITC, which lies above the exact variance nearly always) and compares 16 test points
+        with exact solves done together with the mean's; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
+        1e10 (CUDA: 1e13); None gives the mean alone.
+    :param batch_size: test points at once (default 8192 for the mean, 256 for exact variances).
+    :param progress: show a progress bar (default: only in a terminal).
+    :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
+        asked of a covariance with structure of its own.
+    """
+    acceleration_of(model)
+    if variance not in _VARIANCES:
+        raise InputError(f"variance expects one of {_VARIANCES}, got {variance!r}.")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise InputError(f"batch_size expects a positive integer or None, got {batch_size!r}.")
+    if model.train_inputs is None or model.train_targets is None:
+        raise InputError("predict expects a model with training data.")
+    train = model.train_inputs[0]
+    check_tensor("x", x, (2,))
+    if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:
+        raise InputError(
+            f"x expects shape (m, {train.shape[-1]}), {train.dtype} on {train.device}, as the training inputs; "
+            f"got {tuple(x.shape)}, {x.dtype} on {x.device}."
+        )
+    model.eval()
+    show = sys.stderr.isatty() if progress is None else progress
+    with torch.no_grad(), record_solves() as solves:
+        conditioning = _Conditioning.of(model)
+        if variance == "auto":
+            small = train.shape[-2] ** 2 * len(x) <= _EXACT_WORK.get(x.device.type, 1e10)
+            variance = "exact" if small or conditioning is None else "low_rank"
+        if variance == "low_rank" and conditioning is None:
+            raise InputError('variance="low_rank" expects a plain kernel and one set of training inputs; use "exact".')
+        exact_at = None
+        if variance == "low_rank" and model.prediction_strategy is None:
+            assert conditioning is not None
+            exact_at = _condition(model, conditioning, x)
+        mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
+        report = solves[0] if solves else None
+        if variance is None:
+            return Prediction(mean, None, None, "none", None, report)
+        if variance == "exact":
+            latent, check = _exact_variance(model, x, batch_size or _VARIANCE_ROWS, show), None
+        else:
+            assert conditioning is not None
+            latent, check = _low_rank_variance(conditioning, x, exact_at)
+        return Prediction(mean, latent, latent + _noise(model, x, latent), variance, check, report)
+
+
+def _condition(model: Any, conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve for the mean's weights and for a few test points at once; returns those points and their variances."""
+    points = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_CHECK_POINTS].to(x.device)]
+    inputs, matrix = conditioning.inputs(points), conditioning.kernel_matrix
+    cross = matrix._with(matrix.x1, inputs, False).to_dense()
+    rhs = torch.cat([conditioning.residual_targets.unsqueeze(-1), cross], dim=-1)
+    with settings.cg_tolerance(settings.eval_cg_tolerance.value()):
+        weights = conditioning.operator.evaluate_kernel().solve(rhs)
+    model.prediction_strategy = prediction_strategy(
+        train_inputs=list(model.train_inputs),
+        train_prior_dist=model.forward(*model.train_inputs),
+        train_labels=model.train_targets,
+        likelihood=model.likelihood,
+    )
+    policy = settings.observation_nan_policy.value()
+    add_to_cache(model.prediction_strategy, "mean_cache", weights[:, 0].contiguous(), policy)
+    explained = (cross.double() * weights[:, 1:].double()).sum(dim=0)
+    return inputs, conditioning.block(inputs, None) - explained
+
+
+def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
+    parts = []
+    with settings.skip_posterior_variances(True):
+        for part in tqdm(list(spans(len(x), rows)), desc="mean", disable=not show or len(x) <= rows, leave=False):
+            parts.append(model(x[part]).mean)
+    return torch.cat(parts, dim=-1)
+
+
+def _exact_variance(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
+    parts = []
+    for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
+        parts.append(model(x[part]).variance)
+    return torch.cat(parts, dim=-1)
+
+
+def _low_rank_variance(
+    conditioning: _Conditioning, x: Tensor, exact_at: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, dict[str, Any] | None]:
+    matrix, noise = conditioning.kernel_matrix, conditioning.operator._noise_vector()
+    acceleration = acceleration_of(conditioning.model)
+    pivots = None if acceleration.cache is None else acceleration.cache.pivots(matrix, noise)
+    if pivots is None:
+        count = min(matrix.shape[-1], int(10 * matrix.shape[-1] ** 0.5))
+        pivots = torch.randperm(matrix.shape[-1], generator=torch.Generator().manual_seed(0))[:count].to(x.device)
+    low_rank = LowRankVariance(conditioning.block, matrix.x1, noise.double(), matrix.x1[pivots])
+    latent = low_rank(conditioning.inputs(x)).to(x.dtype)
+    if exact_at is None:
+        return latent, None
+    points, exact = exact_at
+    ratio = low_rank(points) / exact
+    check = {"points": len(points), "median_ratio": float(ratio.median()), "max_ratio": float(ratio.max())}
+    return latent, check
+
+
+def _noise(model: Any, x: Tensor, latent: Tensor) -> Tensor:
+    """Noise variance of a new observation at x: what the likelihood adds to a latent variance."""
+    try:
+        noise = model.likelihood._shaped_noise_covar(latent.shape, [x])
+        return noise.diagonal(dim1=-1, dim2=-2).expand_as(latent)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"The likelihood gives no noise for new points ({error}); use variance=None.") from error
