@@ -7,8 +7,8 @@ from . import settings
 from .accelerate import accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
 from .fit import FitHistory, fit
-from .predict import Prediction, predict
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
+from .predict import Prediction, predict
 from .report import SolveReport, record_solves
 from .solvers import Cholesky, ConjugateGradients, FullProblem, Solution
 

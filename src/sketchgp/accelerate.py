@@ -59,15 +59,13 @@ def accelerate(
     likelihood = model.likelihood
     if not isinstance(likelihood, _GaussianLikelihoodBase):
         raise InputError(f"accelerate expects a Gaussian likelihood, got {type(likelihood).__name__}.")
-    if isinstance(preconditioner, str):
-        if preconditioner != "auto":
-            raise InputError(f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}.")
+    if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = RPCholesky()
     if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
-        raise InputError(f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}.")
-    if isinstance(solver, str):
-        if solver != "auto":
-            raise InputError(f"solver expects ConjugateGradients(...), Cholesky() or 'auto', got {solver!r}.")
+        raise InputError(
+            f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}."
+        )
+    if isinstance(solver, str) and solver == "auto":
         solver = ConjugateGradients()
     if not isinstance(solver, ConjugateGradients | Cholesky):
         raise InputError(f"solver expects ConjugateGradients(...), Cholesky() or 'auto', got {solver!r}.")

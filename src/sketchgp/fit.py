@@ -68,9 +68,9 @@ def fit(
     :raises NumericalError: if the first loss is not finite.
     """
     acceleration = acceleration_of(model)
-    for name, value in (("iterations", iterations), ("num_probes", num_probes)):
-        if not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} expects a positive integer, got {value!r}.")
+    for name, count in (("iterations", iterations), ("num_probes", num_probes)):
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"{name} expects a positive integer, got {count!r}.")
     if not learning_rate > 0:
         raise InputError(f"learning_rate expects a positive number, got {learning_rate!r}.")
     if model.train_inputs is None or model.train_targets is None:
@@ -86,9 +86,10 @@ def fit(
     model.train()
     acceleration.probe_seed, probes_before = seed, acceleration.probe_seed
     try:
-        with settings.num_trace_samples(num_probes), tqdm(
-            total=iterations, desc="marginal likelihood", unit="step", disable=not progress, leave=False
-        ) as bar:
+        with (
+            settings.num_trace_samples(num_probes),
+            tqdm(total=iterations, desc="marginal likelihood", unit="step", disable=not progress, leave=False) as bar,
+        ):
             for step in range(iterations):
                 optimizer.zero_grad()
                 with warnings.catch_warnings():

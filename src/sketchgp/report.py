@@ -49,6 +49,24 @@ class SolveReport:
         """The largest true relative residual over the columns (0 for a solve without columns)."""
         return float(self.residual.max()) if self.residual.numel() else 0.0
 
+    def advice(self) -> str:
+        """Why the solve ended short of its tolerance, and one thing to try."""
+        head = (
+            f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: largest true "
+            f"relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}. "
+        )
+        if self.reason == "stagnated":
+            return head + f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
+        if self.reason == "was rounded":
+            return head + "The float64 iterate meets it, its rounding to float32 does not; use float64 if it matters."
+        if self.reason == "ran out of iterations" and self.preconditioner == "none":
+            return head + "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
+        if self.reason == "ran out of iterations":
+            return head + f"Raise the preconditioner's rank (now {self.rank}) or max_iterations."
+        if self.solver == "Cholesky":
+            return head + f"{self.dtype} cannot hold the solution; use a float64 model and data."
+        return head + "The value returned is the last iterate; solve again from it with initial=."
+
     def __str__(self) -> str:
         state = "converged" if self.converged else "NOT converged"
         return (

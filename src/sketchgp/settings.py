@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
@@ -43,7 +44,7 @@ class memory_budget(AbstractContextManager):
     :raises InputError: if the budget is not positive.
     """
 
-    _stack: list[int] = []
+    _stack: ClassVar[list[int]] = []
 
     def __init__(self, budget: int) -> None:
         if not budget > 0:

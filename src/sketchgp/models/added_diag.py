@@ -161,10 +161,10 @@ def as_kernel_matrix(operator: Any, matmul: str) -> Any:
         return SumLinearOperator(*(as_kernel_matrix(part, matmul) for part in operator.linear_ops))
     if type(operator) is ConstantMulLinearOperator:
         return ConstantMulLinearOperator(as_kernel_matrix(operator.base_linear_op, matmul), operator._constant)
-    if type(operator) is MulLinearOperator:
-        if operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device):
-            parts = [as_kernel_matrix(op, matmul) for op in (operator.left_linear_op, operator.right_linear_op)]
-            return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
+    fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
+    if type(operator) is MulLinearOperator and fits:
+        parts = [as_kernel_matrix(op, matmul) for op in (operator.left_linear_op, operator.right_linear_op)]
+        return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
     return operator
 
 

@@ -85,4 +85,4 @@ def _blank(mixin: type, base: type) -> Any:
     """An empty instance of the accelerated subclass, for unpickling and copying."""
     connect_masked_operator()
     cls = accelerated_class(base, mixin)
-    return cls.__new__(cls)
+    return object.__new__(cls)

@@ -87,7 +87,9 @@ def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
     if isinstance(operator, DenseLinearOperator):
         return _gather_columns(operator.tensor, indices)
     if isinstance(operator, _SUMS):
-        return sum((columns(part, indices) for part in operator.linear_ops[1:]), columns(operator.linear_ops[0], indices))
+        return sum(
+            (columns(part, indices) for part in operator.linear_ops[1:]), columns(operator.linear_ops[0], indices)
+        )
     if isinstance(operator, MulLinearOperator):
         return columns(operator.left_linear_op, indices) * columns(operator.right_linear_op, indices)
     if isinstance(operator, ConstantMulLinearOperator):
@@ -115,15 +117,17 @@ def _gather_rows(matrix: Tensor, indices: Tensor) -> Tensor:
 
 
 class AccurateProduct:
-    """``v -> K v`` with float64 arithmetic, whatever dtype K has; nothing of size n x n is made in float64.
+    """``v -> K v`` in float64 arithmetic, whatever dtype K has; nothing n x n is made in float64.
 
-    A ``KernelMatrix`` is evaluated anew in float64 by tiles; a stored float32 matrix is taken as it is, rows by rows.
+    A ``KernelMatrix`` is evaluated anew in float64 by tiles; a stored float32 matrix is taken as it is, by rows.
     """
 
     def __init__(self, operator: LinearOperator) -> None:
         self._terms = list(self._split(operator, 1.0))
 
-    def _split(self, operator: LinearOperator, scale: float | Tensor) -> Iterator[tuple[float | Tensor, LinearOperator]]:
+    def _split(
+        self, operator: LinearOperator, scale: float | Tensor
+    ) -> Iterator[tuple[float | Tensor, LinearOperator]]:
         operator = operator.evaluate_kernel()
         if isinstance(operator, _SUMS):
             for part in operator.linear_ops:

@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
-from gpytorch import settings as gpytorch_settings
-from gpytorch.kernels import Kernel, ScaleKernel
+from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
-from linear_operator import to_dense
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..errors import InputError
 from ..settings import memory_budget
+from .generic import Forward, GenericTiles, is_plain
 from .radial import RadialTiles, Scales, recognise
 from .tiles import spans, tile_shape
 
 ENGINES = ("auto", "dense", "tiled")
-
-
-class _Forward(nn.Module):
-    """``kernel.forward`` as a module, so that the parameters can be swapped for the operator's own tensors."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__()
-        self.kernel = kernel
-
-    def forward(self, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
-        with gpytorch_settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return to_dense(self.kernel.forward(x1, x2, **options))
-
-
-class _GenericTiles:
-    """Tiles of any kernel, by calling it; gradients by autograd, tile by tile."""
-
-    outputscale: float | Tensor = 1.0
-
-    def __init__(self, evaluate: Any, x1: Tensor, x2: Tensor, parameters: list[Tensor]) -> None:
-        self.evaluate, self.x1, self.x2, self.parameters = evaluate, x1, x2, parameters
-        self._gradients: list[Tensor | None] | None = None
-
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        return self.evaluate(self.x1[..., rows, :].detach(), self.x2[..., columns, :].detach())
-
-    def add_gradient(self, rows: slice, columns: slice, weights: Tensor) -> None:
-        inputs = [self.x1, self.x2, *self.parameters]
-        if self._gradients is None:
-            self._gradients = [torch.zeros_like(t) if t.requires_grad else None for t in inputs]
-        with torch.enable_grad():
-            tile = self.evaluate(self.x1[..., rows, :], self.x2[..., columns, :])
-            if not tile.requires_grad:
-                return
-            wanted = [t for t in inputs if t.requires_grad]
-            found = iter(torch.autograd.grad(tile, wanted, weights.expand_as(tile), allow_unused=True))
-        for total, tensor in zip(self._gradients, inputs, strict=True):
-            if tensor.requires_grad and (gradient := next(found)) is not None and total is not None:
-                total += gradient
-
-    def gradients(self, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        assert self._gradients is not None
-        return tuple(g for g in self._gradients if g is not None)
 
 
 class _Evaluate(torch.autograd.Function):
@@ -154,15 +108,15 @@ class KernelMatrix(LinearOperator):
         named = {f"kernel.{name}": value for name, value in zip(self.names, parameters, strict=True)}
         return lambda *args, **options: functional_call(module, named, args, options)
 
-    def _tiles(self, shape: tuple[int, int], live: list[Tensor] | None = None) -> RadialTiles | _GenericTiles:
+    def _tiles(self, shape: tuple[int, int], live: list[Tensor] | None = None) -> RadialTiles | GenericTiles:
         tensors = live if live is not None else [t.detach() for t in (self.x1, self.x2, *self.parameters)]
         x1, x2, *parameters = tensors
         profile = recognise(self.kernel) if self.x1.dim() == self.x2.dim() == 2 else None
         if profile is not None and self.x1.is_floating_point():
             scales = self._functional(Scales(self.kernel), tuple(parameters))
             return RadialTiles(profile, scales, x1, x2, shape, self.same)
-        evaluate = self._functional(_Forward(self.kernel), tuple(parameters))
-        return _GenericTiles(evaluate, x1, x2, parameters)
+        evaluate = self._functional(Forward(self.kernel), tuple(parameters))
+        return GenericTiles(evaluate, x1, x2, parameters)
 
     def _tile_shape(self) -> tuple[int, int]:
         *batch, n, m = self.shape
@@ -291,7 +245,7 @@ class KernelMatrix(LinearOperator):
             return part.type(self.dtype).detach()
 
     def _diagonal(self) -> Tensor:
-        evaluate = self._functional(_Forward(self.kernel), self.parameters)
+        evaluate = self._functional(Forward(self.kernel), self.parameters)
         return evaluate(self.x1, self.x2, diag=True).expand(self.shape[:-1])
 
     def evaluate_kernel(self) -> KernelMatrix:
@@ -339,35 +293,10 @@ class KernelMatrix(LinearOperator):
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         if self.batch_shape:
-            return self.to_dense()[(*batch_indices, row_index, col_index)]
-        evaluate = self._functional(_Forward(self.kernel), self.parameters)
+            index = (*batch_indices, row_index, col_index)
+            return self.to_dense()[index]
+        evaluate = self._functional(Forward(self.kernel), self.parameters)
         return evaluate(self.x1[row_index], self.x2[col_index], diag=True)
-
-
-def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
-    """Whether ``kernel`` gives one plain number a pair, found by evaluating it on two points.
-
-    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products, KeOps) are not.
-    """
-    if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
-        return False
-    for part in kernel.modules():
-        if isinstance(part, Kernel) and type(part).prediction_strategy not in (
-            Kernel.prediction_strategy,
-            ScaleKernel.prediction_strategy,
-        ):
-            return False
-    with torch.no_grad(), gpytorch_settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        value = kernel.forward(x1[..., :2, :], x2[..., :2, :])
-    return _is_dense(value)
-
-
-def _is_dense(value: Any) -> bool:
-    if torch.is_tensor(value) or type(value) is DenseLinearOperator:
-        return True
-    plain = ("SumLinearOperator", "MulLinearOperator", "ConstantMulLinearOperator", "PsdSumLinearOperator")
-    return type(value).__name__ in plain and all(_is_dense(part) for part in value._args)
 
 
 def _take(x: Tensor, indices: Tensor) -> Tensor:

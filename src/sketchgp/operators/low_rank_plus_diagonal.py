@@ -109,7 +109,7 @@ class LowRankPlusDiagonal(LinearOperator):
         return _Logdet.apply(factor, diagonal, self.capacitance_root()).to(self.dtype)
 
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
-        """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from standard normal z1 (..., r, s), z2 (..., n, s)."""
+        """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
         return (self.factor @ low_rank_noise + self.diagonal_part.sqrt().unsqueeze(-1) * full_noise).to(self.dtype)
 
     @torch.no_grad()
@@ -152,7 +152,8 @@ class LowRankPlusDiagonal(LinearOperator):
         return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
-        return self.to_dense()[(*batch_indices, row_index, col_index)]
+        index = (*batch_indices, row_index, col_index)
+        return self.to_dense()[index]
 
 
 def _sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:

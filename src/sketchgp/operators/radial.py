@@ -164,7 +164,9 @@ class RadialTiles:
         if self.same:  # entries of the diagonal are exactly at distance 0
             start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
             if start < stop:
-                t[start - rows.start : stop - rows.start, start - columns.start : stop - columns.start].fill_diagonal_(0)
+                t[start - rows.start : stop - rows.start, start - columns.start : stop - columns.start].fill_diagonal_(
+                    0
+                )
         return t, spare
 
     def tile(self, rows: slice, columns: slice) -> Tensor:

@@ -51,5 +51,6 @@ class NystromEigenPro(Preconditioner):
         return Selection(factor, top.indices, left, top.tail * n / len(top.indices), coefficients)
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
-        assert selection.pivots is not None and selection.coefficients is not None
+        assert selection.pivots is not None
+        assert selection.coefficients is not None
         return matrix.columns(selection.pivots) @ selection.coefficients

@@ -68,7 +68,7 @@ class Cholesky:
             history=residual.reshape(1, -1).cpu(),
             tol=tol,
             converged=bool((residual <= tol).all()),
-            reason="direct solve",
+            reason="solved directly",
             seconds=time.perf_counter() - start,
             dtype=str(system.dtype).removeprefix("torch."),
             device=str(device),
@@ -76,12 +76,7 @@ class Cholesky:
         )
         record(report)
         if not report.converged:
-            warnings.warn(
-                f"A direct solve with n = {n} left a relative residual of {report.max_residual:.1e}: {rhs.dtype} cannot "
-                "hold the solution; convert the model and its data to float64.",
-                ConvergenceWarning,
-                stacklevel=2,
-            )
+            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
         return value, report, None
 
 

@@ -136,7 +136,7 @@ class ConjugateGradients:
         report = state.report(name, setup_seconds)
         record(report)
         if not report.converged:
-            warnings.warn(_advice(report), ConvergenceWarning, stacklevel=3)
+            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
         return state.value.to(rhs.dtype), report, state.lanczos_matrices() if lanczos_columns else None
 
 
@@ -353,19 +353,3 @@ class _Run:
             peak_memory=peak_memory(device),
             notes=self.notes,
         )
-
-
-def _advice(report: SolveReport) -> str:
-    head = (
-        f"A linear solve with n = {report.n} {report.reason} after {report.iterations} iterations: largest true "
-        f"relative residual {report.max_residual:.1e}, tolerance {report.tol:.0e}. "
-    )
-    if report.reason == "stagnated":
-        return head + f"{report.dtype} cannot do better; convert the model and its data to float64, or raise the noise."
-    if report.reason == "was rounded":
-        return head + "The float64 iterate meets it, its rounding to float32 does not; use float64 if it matters."
-    if report.reason == "ran out of iterations":
-        if report.preconditioner == "none":
-            return head + "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
-        return head + f"Raise the preconditioner's rank (now {report.rank}) or max_iterations."
-    return head + "The value returned is the last iterate; solve again from it with initial=."

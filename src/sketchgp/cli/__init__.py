@@ -1,0 +1,46 @@
+"""The command line: ``python -m sketchgp demo | fit | predict``, one module a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..errors import SketchGPError
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each command's module adds its own part."""
+    from . import demo, fit, predict
+
+    parser = argparse.ArgumentParser(
+        prog="python -m sketchgp",
+        description="Gaussian processes on large data: a demonstration, and a regression for your own table.",
+    )
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    for command in (demo, fit, predict):
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    :param arguments: the words after ``python -m sketchgp``; those of this process when None.
+    :returns: 0 when all went well; 2 for bad input (one line on stderr, no traceback); 130 when stopped by
+        Ctrl-C.
+    """
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except SketchGPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has left
+        sys.stderr.close()
+        return 1

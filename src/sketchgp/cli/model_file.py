@@ -1,0 +1,196 @@
+"""Saved regressions: tensors, numbers and text only, so that loading a file never runs code from it."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .atomic import replacing
+from .regression import KERNELS, Regression, Scaling
+
+__all__ = ["SavedModel", "load_model", "save_model"]
+
+FORMAT = "sketchgp regression"
+VERSION = 1
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A fitted regression with what is needed to predict rows of a table.
+
+    :param model: the GP, in eval mode, conditioned on the training rows.
+    :param weights: ``(K + noise I)^-1 (y - mean)``, ``(n,)``, so that a mean needs no new solve.
+    :param kernel: name of the kernel, a key of ``regression.KERNELS``.
+    :param features: column names, in the order of the model's inputs.
+    :param target: column name.
+    :param scaling: of the columns.
+    :param residual: the true relative residual of ``weights``.
+    """
+
+    model: Regression
+    weights: Tensor
+    kernel: str
+    features: tuple[str, ...]
+    target: str
+    scaling: Scaling
+    residual: float
+
+
+def save_model(path: str | Path, saved: SavedModel) -> None:
+    """Writes the model by a temporary file and a rename, so that the path never holds half a file.
+
+    :raises InputError: the folder does not exist or cannot be written.
+    """
+    path = Path(path)
+    contents = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kernel": saved.kernel,
+        "features": list(saved.features),
+        "target": saved.target,
+        "x_mean": saved.scaling.x_mean,
+        "x_std": saved.scaling.x_std,
+        "y_mean": saved.scaling.y_mean,
+        "y_std": saved.scaling.y_std,
+        "train_x": saved.model.train_inputs[0].detach().cpu().contiguous(),
+        "train_y": saved.model.train_targets.detach().cpu().contiguous(),
+        "weights": saved.weights.detach().cpu().contiguous(),
+        "residual": saved.residual,
+        "hyperparameters": {name: value.detach().cpu().clone() for name, value in saved.model.state_dict().items()},
+    }
+    with replacing(path, "wb") as file:
+        torch.save(contents, file)
+
+
+def load_model(path: str | Path) -> SavedModel:
+    """Reads and checks a file written by ``save_model``; unpickles nothing but tensors, numbers and text.
+
+    :raises InputError: the file is missing, damaged, of another kind or of a newer version, or its parts do
+        not fit together; the message names the file and the part.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder, not a saved model")
+    if not zipfile.is_zipfile(path):  # torch.save writes a zip archive; torch.load would try older formats as well
+        raise InputError(f"{path}: not a model saved by sketchgp, or cut short")
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(f"{path}: not a model saved by sketchgp (it is foreign, or damaged)") from error
+    except (
+        RuntimeError,
+        ValueError,
+        EOFError,
+        KeyError,
+        OSError,
+        zipfile.BadZipFile,
+        UnicodeDecodeError,
+    ) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise InputError(f"{path}: not a model saved by sketchgp, or damaged ({reason})") from error
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        raise InputError(f"{path}: not a model saved by sketchgp")
+    version = contents.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise InputError(f"{path}: damaged: the format version is {version!r}")
+    if version > VERSION:
+        raise InputError(
+            f"{path}: written by a newer sketchgp (format {version}; this one reads up to {VERSION}): upgrade sketchgp"
+        )
+    return _Checked(path, contents).saved_model()
+
+
+class _Checked:
+    """Takes the fields of a file one by one, each with its type and shape checked."""
+
+    def __init__(self, path: Path, contents: dict[str, Any]):
+        self.path = path
+        self.contents = contents
+
+    def fail(self, what: str) -> InputError:
+        return InputError(f"{self.path}: damaged: {what}")
+
+    def take(self, name: str, kind: type) -> Any:
+        if name not in self.contents:
+            raise self.fail(f"the field {name!r} is missing")
+        value = self.contents[name]
+        if not isinstance(value, kind):
+            raise self.fail(f"the field {name!r} is a {type(value).__name__}, expected {kind.__name__}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = float(self.take(name, float))
+        if value - value != 0.0:
+            raise self.fail(f"the field {name!r} is {value}")
+        return value
+
+    def tensor(self, name: str, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        value: Tensor = self.take(name, Tensor)
+        self.check_tensor(name, value, dtypes)
+        matches = value.dim() == len(shape) and all(
+            expected is None or size == expected for size, expected in zip(value.shape, shape, strict=True)
+        )
+        if not matches:
+            raise self.fail(f"the tensor {name!r} has shape {tuple(value.shape)}, expected {shape}")
+        return value
+
+    def check_tensor(self, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        if value.layout != torch.strided or value.dtype not in dtypes:
+            raise self.fail(f"the tensor {name!r} has type {value.dtype}, expected one of {dtypes}")
+        if not bool(torch.isfinite(value).all()):
+            raise self.fail(f"the tensor {name!r} holds values that are not finite")
+
+    def saved_model(self) -> SavedModel:
+        kernel = self.take("kernel", str)
+        if kernel not in KERNELS:
+            raise self.fail(f"unknown kernel {kernel!r}; the known ones are {', '.join(KERNELS)}")
+        features = self.take("features", list)
+        if not features or not all(isinstance(name, str) for name in features) or len(set(features)) < len(features):
+            raise self.fail("the field 'features' is not a list of different names")
+        train_x = self.tensor("train_x", (None, len(features)), _DTYPES)
+        dtype = (train_x.dtype,)
+        train_y = self.tensor("train_y", (train_x.shape[0],), dtype)
+        weights = self.tensor("weights", (train_x.shape[0],), dtype)
+        scaling = Scaling(
+            x_mean=self.tensor("x_mean", (len(features),), (torch.float64,)),
+            x_std=self.tensor("x_std", (len(features),), (torch.float64,)),
+            y_mean=self.number("y_mean"),
+            y_std=self.number("y_std"),
+        )
+        if train_x.shape[0] < 2 or scaling.y_std <= 0 or bool((scaling.x_std <= 0).any()):
+            raise self.fail("no training rows, or a deviation that is not positive")
+        return SavedModel(
+            model=self.model(train_x, train_y, kernel),
+            weights=weights,
+            kernel=kernel,
+            features=tuple(features),
+            target=self.take("target", str),
+            scaling=scaling,
+            residual=self.number("residual"),
+        )
+
+    def model(self, train_x: Tensor, train_y: Tensor, kernel: str) -> Regression:
+        model = Regression(train_x, train_y, kernel)
+        state = self.take("hyperparameters", dict)
+        expected = model.state_dict()
+        if set(state) != set(expected):
+            different = ", ".join(sorted(set(map(str, state)) ^ set(expected)))
+            raise self.fail(f"other hyperparameters than a {kernel} model has: {different}")
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != expected[name].shape:
+                raise self.fail(f"the hyperparameter {name!r} is not a tensor of shape {tuple(expected[name].shape)}")
+            # The bounds of a constraint are infinite by nature; all else must be a finite number.
+            if not bool(torch.isfinite(value).all()) and not torch.equal(value, expected[name]):
+                raise self.fail(f"the hyperparameter {name!r} holds values that are not finite")
+        model.load_state_dict(state)
+        return model.eval()

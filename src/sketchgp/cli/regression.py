@@ -1,0 +1,106 @@
+"""The regression behind ``demo``, ``fit`` and ``predict``: an ordinary ExactGP on standardised columns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import gpytorch
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+__all__ = ["KERNELS", "Regression", "Scaling", "copy_hyperparameters", "negative_log_density", "rmse"]
+
+KERNELS = {
+    "matern12": lambda d: gpytorch.kernels.MaternKernel(nu=0.5, ard_num_dims=d),
+    "matern32": lambda d: gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=d),
+    "matern52": lambda d: gpytorch.kernels.MaternKernel(nu=2.5, ard_num_dims=d),
+    "rbf": lambda d: gpytorch.kernels.RBFKernel(ard_num_dims=d),
+}
+
+
+class Regression(gpytorch.models.ExactGP):
+    """Constant mean, scaled kernel with one lengthscale a feature (ARD), learned noise.
+
+    Nothing in it knows of sketchgp: it is the model a GPyTorch user would write.
+
+    :param x: training features, ``(n, d)``, standardised.
+    :param y: training targets, ``(n,)``, standardised.
+    :param kernel: one of ``KERNELS``.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, kernel: str = "matern52"):
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(KERNELS[kernel](x.shape[-1]))
+        # Standardised rows are about sqrt(2 d) apart: start with lengthscales of that order.
+        self.covar_module.base_kernel.lengthscale = math.sqrt(x.shape[-1])
+        self.covar_module.outputscale = 1.0
+        self.likelihood.noise = 0.1
+        self.to(x)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def copy_hyperparameters(model: Regression, x: Tensor, y: Tensor, kernel: str) -> Regression:
+    """A new model, in eval mode, with the hyperparameters of ``model`` and other training data."""
+    copy = Regression(x, y, kernel)
+    copy.load_state_dict(model.state_dict())
+    return copy.eval()
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Means and deviations of the training rows, in float64; ``x_mean`` and ``x_std`` are ``(d,)``."""
+
+    x_mean: Tensor
+    x_std: Tensor
+    y_mean: float
+    y_std: float
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, target: str) -> Scaling:
+        """The scaling of training data ``x`` ``(n, d)`` and ``y`` ``(n,)``.
+
+        :param target: name of the target, for messages.
+        :raises InputError: fewer than two rows, a target that is constant (there is nothing to learn), or
+            values so large that their deviation overflows.
+        """
+        if x.shape[0] < 2:
+            raise InputError(f"{x.shape[0]} training row(s); at least 2 are needed")
+        if bool((y == y[0]).all()):
+            raise InputError(f"column {target!r}: the target has one value ({y[0].item():g}) in all training rows")
+        scaling = cls(x.mean(0), x.std(0), y.mean().item(), y.std().item())
+        if not (torch.isfinite(scaling.x_std).all() and math.isfinite(scaling.y_std)):
+            raise InputError("values above about 1e150 overflow the standard deviation; rescale the columns")
+        return scaling
+
+    def scale_x(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Features ``(n, d)`` to mean 0 and deviation 1 over the training rows."""
+        return ((x.double() - self.x_mean) / self.x_std).to(dtype)
+
+    def scale_y(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Targets ``(n,)`` to mean 0 and deviation 1 over the training rows."""
+        return ((y.double() - self.y_mean) / self.y_std).to(dtype)
+
+    def unscale_mean(self, mean: Tensor) -> Tensor:
+        """A standardised mean ``(m,)`` in the target's own units, float64."""
+        return mean.double() * self.y_std + self.y_mean
+
+    def unscale_std(self, variance: Tensor) -> Tensor:
+        """A standardised variance ``(m,)`` as a deviation in the target's own units, float64."""
+        return variance.double().clamp_min(0).sqrt() * self.y_std
+
+
+def rmse(mean: Tensor, y: Tensor) -> float:
+    """Root mean squared error of a prediction ``(m,)``."""
+    return (mean.double() - y.double()).square().mean().sqrt().item()
+
+
+def negative_log_density(mean: Tensor, variance: Tensor, y: Tensor) -> float:
+    """Mean over the rows of -log N(y | mean, variance), in nats; all ``(m,)``, the noise in the variance."""
+    mean, variance, y = mean.double(), variance.double(), y.double()
+    return (0.5 * (2 * math.pi * variance).log() + 0.5 * (y - mean).square() / variance).mean().item()

@@ -1,0 +1,161 @@
+"""The steps of the commands: split the rows, tune on a subset, condition on all rows, predict."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import gpytorch
+import torch
+from gpytorch.models.exact_prediction_strategies import prediction_strategy
+from linear_operator.utils.memoize import add_to_cache
+from torch import Tensor
+
+from ..accelerate import accelerate
+from ..fit import fit
+from ..predict import predict
+from ..report import SolveReport, record_solves
+from .model_file import SavedModel
+from .regression import Regression, negative_log_density, rmse
+from .results import PeakMemory, Row
+
+__all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tune"]
+
+CHECK_ROWS = 16
+
+
+def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Random disjoint row numbers ``(train, test)``; the test part has ``round(n * test_fraction)`` rows."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    size = round(n * test_fraction)
+    return order[size:], order[:size]
+
+
+def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: int) -> Regression:
+    """A regression on all rows, its hyperparameters tuned on a random subset of them.
+
+    :param x: ``(n, d)``, standardised.
+    :param y: ``(n,)``, standardised.
+    :param kernel: a key of ``regression.KERNELS``.
+    :param subset: number of rows to tune on; all when n is not larger.
+    :param iterations: steps of Adam.
+    :param seed: of the subset and of the probes.
+    :returns: the model, accelerated, in eval mode and conditioned on all rows.
+    """
+    n = x.shape[0]
+    rows = torch.randperm(n, generator=torch.Generator().manual_seed(seed + 1))[:subset]
+    model = Regression(x[rows], y[rows], kernel)
+    accelerate(model)
+    which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
+    print(f"tuning the hyperparameters by marginal likelihood on {which} ...")
+    start = time.perf_counter()
+    history = fit(model, iterations=iterations, seed=seed)
+    print(
+        f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} "
+        "-> "
+        f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
+    )
+    model.set_train_data(x, y, strict=False)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Predictions of test rows, ``mean`` and ``variance`` (noise included), both ``(m,)``, and their row.
+
+    ``solve`` is the report of the mean's solve, None where GPyTorch factorised a small matrix;
+    ``variance_check`` is ``(points, smallest, median, largest)`` ratio of low-rank to exact variances, None where
+    all are exact.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    row: Row
+    solve: SolveReport | None
+    variance_check: tuple[int, float, float, float] | None
+
+
+def evaluate(
+    model: Regression,
+    x: Tensor,
+    y: Tensor,
+    what: str,
+    variance: str = "auto",
+    rows_for_nll: int | None = None,
+) -> Outcome:
+    """Mean and variance of test rows by an accelerated model, and the row of the table.
+
+    :param model: accelerated, in eval mode.
+    :param x: test features ``(m, d)``.
+    :param y: test targets ``(m,)``.
+    :param what: name of the row.
+    :param variance: as in ``sketchgp.predict``; low-rank variances are compared with exact ones at a few
+        rows.
+    :param rows_for_nll: use only the first so many test rows for the NLL (for a comparison on the same rows).
+    """
+    with PeakMemory() as memory, record_solves() as solves:
+        start = time.perf_counter()
+        predict(model, x, variance=None)
+        middle = time.perf_counter()
+        prediction = predict(model, x, variance=variance)
+        end = time.perf_counter()
+    solve = solves[0] if solves else None
+    part = slice(rows_for_nll)
+    assert prediction.variance is not None
+    assert prediction.observation_variance is not None
+    row = Row(
+        what=what,
+        n=model.train_targets.shape[0],
+        iterations=None if solve is None else solve.iterations,
+        residual=None if solve is None else solve.max_residual,
+        mean_seconds=middle - start,
+        variance_seconds=end - middle,
+        memory=memory.peak,
+        rmse=rmse(prediction.mean, y),
+        nll=negative_log_density(prediction.mean[part], prediction.observation_variance[part], y[part]),
+    )
+    check = None
+    if prediction.variance_method == "low_rank":
+        exact = predict(model, x[:CHECK_ROWS], variance="exact").variance
+        assert exact is not None
+        ratio = prediction.variance[:CHECK_ROWS].double() / exact.double()
+        check = (len(ratio), ratio.min().item(), ratio.median().item(), ratio.max().item())
+    return Outcome(prediction.mean, prediction.observation_variance, row, solve, check)
+
+
+def describe(outcome: Outcome) -> str:
+    """Lines on the solve and on the variances, indented, to print under a step's announcement."""
+    lines = []
+    if outcome.solve is None:
+        lines.append("  solved by GPyTorch's Cholesky factorisation, as it does for few rows")
+    else:
+        lines.append(f"  {outcome.solve}")
+    if outcome.variance_check is not None:
+        points, smallest, median, largest = outcome.variance_check
+        lines.append(
+            f"  variances: low-rank; ratio to the exact variance at {points} held-out rows: "
+            f"median {median:.2f}, from {smallest:.2f} to {largest:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def predict_saved(saved: SavedModel, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (noise included) ``(m,)`` of standardised rows ``x`` ``(m, d)``, from saved weights.
+
+    The model of ``saved`` is accelerated in place. The weights go where GPyTorch keeps the solution of
+    ``(K + noise I) w = y - mean``, so the mean needs no solve.
+    """
+    model = accelerate(saved.model)
+    inputs = list(model.train_inputs)
+    with torch.no_grad():
+        model.prediction_strategy = prediction_strategy(
+            train_inputs=inputs,
+            train_prior_dist=model.forward(*inputs),
+            train_labels=model.train_targets,
+            likelihood=model.likelihood,
+        )
+    policy = gpytorch.settings.observation_nan_policy.value()
+    add_to_cache(model.prediction_strategy, "mean_cache", saved.weights, policy)
+    prediction = predict(model, x)
+    assert prediction.observation_variance is not None
+    return prediction.mean, prediction.observation_variance
