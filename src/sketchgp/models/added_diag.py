@@ -88,11 +88,15 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         return Inverse(built), built, built.log_determinant()
 
     def _probe_vectors_and_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        acceleration = self.acceleration
-        if acceleration is None or acceleration.probe_seed is None:
+        if self.acceleration is None:
+            return None, None
+        seed = self.acceleration.probe_seed
+        if seed is None and settings.deterministic_probes.on():
+            seed = 0
+        if seed is None:
             return None, None
         count = settings.num_trace_samples.value()
-        generator = torch.Generator().manual_seed(acceleration.probe_seed)
+        generator = torch.Generator().manual_seed(seed)
 
         def normal(rows: int) -> Tensor:
             values = torch.randn(rows, count, dtype=torch.float64, generator=generator)
