@@ -17,6 +17,7 @@ from .generic import Forward, GenericTiles, is_plain
 from .radial import RadialTiles, Scales, recognise
 from .tiles import spans, tile_shape
 
+Tiles = RadialTiles | GenericTiles
 ENGINES = ("auto", "dense", "tiled")
 
 
@@ -108,13 +109,14 @@ class KernelMatrix(LinearOperator):
         named = {f"kernel.{name}": value for name, value in zip(self.names, parameters, strict=True)}
         return lambda *args, **options: functional_call(module, named, args, options)
 
-    def _tiles(self, shape: tuple[int, int], live: list[Tensor] | None = None) -> RadialTiles | GenericTiles:
-        tensors = live if live is not None else [t.detach() for t in (self.x1, self.x2, *self.parameters)]
+    def _tiles(self, shape: tuple[int, int], live: list[Tensor] | None = None, same: bool | None = None) -> Tiles:
+        """Tiles of at most ``shape``; of the ``live`` tensors, for gradients, or of the operator's own."""
+        tensors = [t.detach() for t in (self.x1, self.x2, *self.parameters)] if live is None else live
         x1, x2, *parameters = tensors
-        profile = recognise(self.kernel) if self.x1.dim() == self.x2.dim() == 2 else None
-        if profile is not None and self.x1.is_floating_point():
+        profile = recognise(self.kernel) if x1.dim() == x2.dim() == 2 else None
+        if profile is not None:
             scales = self._functional(Scales(self.kernel), tuple(parameters))
-            return RadialTiles(profile, scales, x1, x2, shape, self.same)
+            return RadialTiles(profile, scales, x1, x2, shape, self.same if same is None else same)
         evaluate = self._functional(Forward(self.kernel), tuple(parameters))
         return GenericTiles(evaluate, x1, x2, parameters)
 
@@ -203,13 +205,8 @@ class KernelMatrix(LinearOperator):
         half = symmetric and not self.batch_shape
         if half:
             height = width = _square(height, width)
-        same = self.same
-        if same and (live[0].requires_grad or live[1].requires_grad):
-            self.same = False  # x1 and x2 then have gradients of their own
-        try:
-            tiles = self._tiles((height, width), live)
-        finally:
-            self.same = same
+        separate = live[0].requires_grad or live[1].requires_grad  # x1 and x2 then have gradients of their own
+        tiles = self._tiles((height, width), live, same=self.same and not separate)
         for rows, columns in self._spans(height, width, half):
             block = weights(rows, columns)
             if half and columns.start > rows.start:

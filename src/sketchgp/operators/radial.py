@@ -124,7 +124,10 @@ class Scales(nn.Module):
 class RadialTiles:
     """Tiles of ``k(x1, x2)`` for a recognised kernel.
 
-    :param x1: (n, d), already divided by nothing; :param x2: (m, d); of one dtype and device.
+    :param scales: gives the lengthscale and the outputscale, differentiably.
+    :param x1: ``(n, d)``; :param x2: ``(m, d)``; of one dtype and device.
+    :param shape: the largest rows and columns of a tile.
+    :param same: whether x1 and x2 are the same points: distances on the diagonal are then exactly 0.
     """
 
     def __init__(
