@@ -48,7 +48,7 @@ class GenericTiles:
             if not tile.requires_grad:
                 return
             wanted = [t for t in inputs if t.requires_grad]
-            found = iter(torch.autograd.grad(tile, wanted, weights.expand_as(tile), allow_unused=True))
+            found = iter(torch.autograd.grad(tile, wanted, weights.sum_to_size(tile.shape), allow_unused=True))
         for total, tensor in zip(self._gradients, inputs, strict=True):
             if tensor.requires_grad and (gradient := next(found)) is not None and total is not None:
                 total += gradient

@@ -28,11 +28,11 @@ class _Evaluate(torch.autograd.Function):
     def forward(ctx: Any, options: dict[str, Any], *args: Tensor) -> Tensor:
         ctx.options = options
         ctx.save_for_backward(*args)
-        return KernelMatrix(*args, **options)._evaluate()
+        return _part(options, args)._evaluate()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        matrix = KernelMatrix(*ctx.saved_tensors, **ctx.options)
+        matrix = _part(ctx.options, ctx.saved_tensors)
         return (None, *matrix._derivative(lambda rows, columns: grad[..., rows, columns].clone()))
 
 
@@ -67,6 +67,8 @@ class KernelMatrix(LinearOperator):
         self.x1, self.x2, self.parameters = x1, x2, parameters
         self.kernel, self.names, self.engine, self.same = kernel, names, engine, same
         self._stored: Tensor | None = None
+        self._sibling: RadialTiles | None = None
+        self._coincident: Tensor | None = None
 
     @classmethod
     def of(cls, kernel: Kernel, x1: Tensor, x2: Tensor | None = None, engine: str = "auto") -> KernelMatrix:
@@ -116,7 +118,9 @@ class KernelMatrix(LinearOperator):
         profile = recognise(self.kernel) if x1.dim() == x2.dim() == 2 else None
         if profile is not None:
             scales = self._functional(Scales(self.kernel), tuple(parameters))
-            return RadialTiles(profile, scales, x1, x2, shape, self.same if same is None else same)
+            sibling = self._sibling if live is None else None
+            same = self.same if same is None else same
+            return RadialTiles(profile, scales, x1, x2, shape, same, self._coincident, sibling)
         evaluate = self._functional(Forward(self.kernel), tuple(parameters))
         return GenericTiles(evaluate, x1, x2, parameters)
 
@@ -186,6 +190,11 @@ class KernelMatrix(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+        if not self.batch_shape and (left_vecs.dim() > 2 or right_vecs.dim() > 2):  # one matrix: more columns
+            batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
+            left_vecs, right_vecs = (
+                v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).reshape(v.shape[-2], -1) for v in (left_vecs, right_vecs)
+            )
         fold = self.same and not (self.x1.requires_grad or self.x2.requires_grad) and left_vecs.dim() == 2
         if fold:  # K is symmetric, so the weights may be made so: only the upper triangle is then visited
             left_vecs, right_vecs = (
@@ -220,16 +229,26 @@ class KernelMatrix(LinearOperator):
     def to_dense(self) -> Tensor:
         """The whole matrix ``(..., n, m)``, differentiable; the backward pass goes by tiles."""
         if torch.is_grad_enabled() and any(t.requires_grad for t in self._args):
-            return _Evaluate.apply(self._options(), *self._args)
+            return _Evaluate.apply({**self._options(), "coincident": self._coincident}, *self._args)
         return self._evaluate()
 
     def columns(self, indices: Tensor) -> Tensor:
         """``k(x1, x2[indices])``, dense and differentiable: ``(..., n, r)`` for ``indices`` of shape (..., r)."""
-        return self._with(self.x1, _take(self.x2, indices), same=False).to_dense()
+        part = self._with(self.x1, _take(self.x2, indices), same=False)
+        if self._sibling is None:
+            empty = self._with(self.x1, self.x2[..., :0, :], same=False)._tiles((0, 0))
+            self._sibling = empty if isinstance(empty, RadialTiles) else None
+        part._sibling = self._sibling
+        if self.same and indices.dim() == 1:
+            part._coincident = torch.stack([indices, torch.arange(len(indices), device=indices.device)])
+        return part.to_dense()
 
     def block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """``k(x1[rows], x2[columns])``, dense and differentiable; indices as in :meth:`columns`."""
-        return self._with(_take(self.x1, rows), _take(self.x2, columns), same=False).to_dense()
+        part = self._with(_take(self.x1, rows), _take(self.x2, columns), same=False)
+        if self.same and rows.dim() == columns.dim() == 1:
+            part._coincident = (rows.unsqueeze(1) == columns).nonzero().mT
+        return part.to_dense()
 
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
         """One matrix of the batch (its parameters carry no gradient)."""
@@ -294,6 +313,12 @@ class KernelMatrix(LinearOperator):
             return self.to_dense()[index]
         evaluate = self._functional(Forward(self.kernel), self.parameters)
         return evaluate(self.x1[row_index], self.x2[col_index], diag=True)
+
+
+def _part(options: dict[str, Any], args: tuple[Tensor, ...]) -> KernelMatrix:
+    matrix = KernelMatrix(*args, **{key: value for key, value in options.items() if key != "coincident"})
+    matrix._coincident = options["coincident"]
+    return matrix
 
 
 def _take(x: Tensor, indices: Tensor) -> Tensor:

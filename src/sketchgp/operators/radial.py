@@ -127,6 +127,8 @@ class RadialTiles:
     :param scales: gives the lengthscale and the outputscale, differentiably.
     :param x1: ``(n, d)``; :param x2: ``(m, d)``; of one dtype and device.
     :param shape: the largest rows and columns of a tile.
+    :param coincident: ``(2, p)`` rows and columns of further pairs at distance exactly 0.
+    :param sibling: tiles with the same x1, whose prepared left side is shared.
     :param same: whether x1 and x2 are the same points: distances on the diagonal are then exactly 0.
     """
 
@@ -138,24 +140,30 @@ class RadialTiles:
         x2: Tensor,
         shape: tuple[int, int],
         same: bool,
+        coincident: Tensor | None = None,
+        sibling: RadialTiles | None = None,
     ) -> None:
         self.profile, self.scales, self.x1, self.x2, self.same = profile, scales, x1, x2, same
+        self.coincident = coincident
+        f = profile.factor
         with torch.no_grad():
-            self.centre = x1.mean(dim=0, keepdim=True) if x1.shape[0] else x1.new_zeros(1, x1.shape[1])
-            self.a, self.b, self.outputscale = (t.detach() for t in self._scaled(x1, x2))
-            f = profile.factor
-            ones = self.a.new_ones
-            square_a, square_b = (t.square().sum(dim=1, keepdim=True) for t in (self.a, self.b))
-            self.left = torch.cat([self.a * (-2 * f), square_a * f, ones(len(self.a), 1)], dim=1)
-            self.right = torch.cat([self.b, ones(len(self.b), 1), square_b * f], dim=1).mT
+            if sibling is None:
+                self.centre = x1.mean(dim=0, keepdim=True) if x1.shape[0] else x1.new_zeros(1, x1.shape[1])
+                self.a, self.outputscale = (t.detach() for t in self._scaled(x1))
+                square = self.a.square().sum(dim=1, keepdim=True) * f
+                self.left = torch.cat([self.a * (-2 * f), square, torch.ones_like(square)], dim=1)
+            else:
+                self.centre, self.a, self.outputscale = sibling.centre, sibling.a, sibling.outputscale
+                self.left = sibling.left
+            self.b = self.a if same else self._scaled(x2)[0].detach()
+            square = self.b.square().sum(dim=1, keepdim=True) * f
+            self.right = torch.cat([self.b, torch.ones_like(square), square], dim=1).mT
         self._buffers = [x1.new_empty(shape[0] * shape[1]) for _ in range(3)]
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _scaled(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         lengthscale, outputscale = self.scales()
-        ratio = self.profile.sharpness / lengthscale
-        a = (x1 - self.centre) * ratio
-        return a, a if self.same else (x2 - self.centre) * ratio, outputscale
+        return (x - self.centre) * (self.profile.sharpness / lengthscale), outputscale
 
     def _buffer(self, index: int, rows: slice, columns: slice) -> Tensor:
         height, width = rows.stop - rows.start, columns.stop - columns.start
@@ -170,6 +178,10 @@ class RadialTiles:
                 t[start - rows.start : stop - rows.start, start - columns.start : stop - columns.start].fill_diagonal_(
                     0
                 )
+        if self.coincident is not None:
+            i, j = self.coincident
+            inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
+            t[i[inside] - rows.start, j[inside] - columns.start] = 0
         return t, spare
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
@@ -198,7 +210,8 @@ class RadialTiles:
         assert self._sums is not None
         sum_a, sum_b, sum_scale = self._sums
         with torch.enable_grad():
-            a, b, outputscale = self._scaled(self.x1, self.x2)
+            a, outputscale = self._scaled(self.x1)
+            b = a if self.same else self._scaled(self.x2)[0]
             factor = 2 * self.outputscale
             grad_a, grad_b = sum_a.to(a.dtype) * factor, sum_b.to(a.dtype) * factor
             pairs = [(a, grad_a + grad_b)] if self.same else [(a, grad_a), (b, grad_b)]
