@@ -1,0 +1,221 @@
+"""What every benchmark shares: data, the record of the machine, JSON and tables."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DATA_VARIABLE = "SKETCHGP_DATA"
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+# ---------------------------------------------------------------------------------------------- data
+def data_directory(given: str | None) -> Path:
+    """The directory with the NAME.npz files: ``--data`` if given, else the environment variable.
+
+    Raises:
+        SystemExit: when neither is given or the directory does not exist, with what to do.
+    """
+    chosen = given or os.environ.get(DATA_VARIABLE)
+    if not chosen:
+        raise SystemExit(
+            f"No data directory: pass --data DIRECTORY or set the environment variable {DATA_VARIABLE}. "
+            "It must hold NAME.npz files with arrays X (n, d) and y (n,); see benchmarks/README.md."
+        )
+    directory = Path(chosen)
+    if not directory.is_dir():
+        raise SystemExit(f"The data directory {chosen!r} does not exist or is not a directory.")
+    return directory
+
+
+def load_arrays(directory: Path, name: str) -> dict[str, np.ndarray]:
+    """All arrays of NAME.npz. Raises SystemExit when the file or one of X, y is missing."""
+    path = directory / f"{name}.npz"
+    if not path.is_file():
+        raise SystemExit(f"There is no {name}.npz in the data directory; see benchmarks/README.md.")
+    with np.load(path, allow_pickle=False) as archive:
+        arrays = {key: archive[key] for key in archive.files}
+    for key in ("X", "y"):
+        if key not in arrays:
+            raise SystemExit(f"{name}.npz has no array {key!r} (it holds: {', '.join(sorted(arrays))}).")
+    return arrays
+
+
+def has_data(directory: Path, name: str) -> bool:
+    return (directory / f"{name}.npz").is_file()
+
+
+def standardise(train: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Subtract the mean and divide by the deviation of ``train``, column by column, in float64.
+
+    A constant column becomes zeros. Returns ``train`` and each of ``others``, standardised alike.
+    """
+    train = np.asarray(train, dtype=np.float64)
+    mean, deviation = train.mean(axis=0), train.std(axis=0)
+    # Rounding leaves a constant column a deviation of about 1e-16 of its size, not exactly 0.
+    constant = deviation <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
+    scale = np.where(constant, 1.0, deviation)
+    results = []
+    for part in (train, *others):
+        moved = (np.asarray(part, dtype=np.float64) - mean) / scale
+        results.append(np.where(constant, 0.0, moved))
+    return tuple(results)
+
+
+def subsample(arrays: dict[str, np.ndarray], n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """X and y of ``n`` rows drawn without replacement (all rows, in order, when there are fewer)."""
+    x, y = arrays["X"], arrays["y"]
+    if len(x) > n:
+        rows = np.sort(np.random.RandomState(seed).choice(len(x), n, replace=False))
+        x, y = x[rows], y[rows]
+    return x, y
+
+
+def targets(y: np.ndarray, positive: int | None) -> np.ndarray:
+    """Regression targets as they are; for classification (``positive`` given) that class +1, the rest -1."""
+    if positive is None:
+        return np.asarray(y, dtype=np.float64)
+    return np.where(np.asarray(y) == positive, 1.0, -1.0)
+
+
+# ------------------------------------------------------------------------------------------- machine
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    with contextlib.suppress(ImportError):  # found on the path, not installed
+        return getattr(importlib.import_module(package), "__version__", None)
+    return None
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def now() -> str:
+    """Date and time of a measurement, UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def describe(info: dict[str, Any]) -> str:
+    """The machine's record in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
+    return (
+        f"{info['processor']}, {info['cores']} cores, {info['torch_threads']} torch threads; {versions}; "
+        f"{info['date']}."
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know to compare times: processor, cores, threads, versions, date."""
+    packages = ("torch", "gpytorch", "linear_operator", "sketchgp", "numpy")
+    return {
+        "processor": _processor(),
+        "cores": _usable_cores(),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "versions": {name: _version(name) for name in packages},
+        "date": now(),
+    }
+
+
+def load_average() -> float | None:
+    """Load of the last minute: far above 1 before a run means that times were taken on a busy machine."""
+    with contextlib.suppress(OSError, AttributeError):
+        return round(os.getloadavg()[0], 2)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- JSON
+def results_directory(given: str | None, quick: bool) -> Path:
+    """Where results go: ``--out``, or ``results``, or ``results/quick`` for a smoke test."""
+    directory = Path(given) if given else (RESULTS / "quick" if quick else RESULTS)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, (np.floating, float)):
+        number = float(value)
+        return float(f"{number:.6g}") if math.isfinite(number) else None
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write atomically (a killed run leaves the older file); six digits; not-a-number becomes null."""
+    text = json.dumps(_plain(content), indent=1, allow_nan=False)
+    temporary = path.with_suffix(path.suffix + ".part")
+    temporary.write_text(_one_line_lists(text) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _one_line_lists(text: str) -> str:
+    """Put every list of plain values on one line; the structure around them keeps its indentation."""
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The earlier content, or an empty dictionary."""
+    if not path.is_file():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def thinned(history: Sequence[float]) -> dict[str, list[Any]]:
+    """The residual after iterations 0 to 10, every fifth, and the last; three digits."""
+    last = len(history) - 1
+    kept = [i for i in range(len(history)) if i <= 10 or i % 5 == 0 or i == last]
+    return {"iteration": kept, "residual": [float(f"{history[i]:.3g}") for i in kept]}
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Median of the numbers present; None when there is none."""
+    present = [value for value in values if value is not None and math.isfinite(value)]
+    return float(np.median(present)) if present else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; every cell as given, None as a dash."""
+    cells = [[("-" if cell is None else str(cell)) for cell in row] for row in [header, *rows]]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("---" for _ in header) + "|")
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a table: ``digits`` significant digits, a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.{digits}g}" if not 1e3 <= abs(value) < 1e6 else f"{value:,.0f}"

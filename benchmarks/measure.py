@@ -1,0 +1,107 @@
+"""Independent measurements: true residuals, the work of GPyTorch's own CG, peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import gpytorch
+import linear_operator
+import torch
+from torch import Tensor
+
+
+def true_residual(kernel: gpytorch.kernels.Kernel, x: Tensor, y: Tensor, noise: float, solution: Tensor) -> float:
+    """``||y - (K + noise I) w|| / ||y||`` in float64, independently of any solver.
+
+    K is formed from GPyTorch's kernel a few rows at a time (at most about 128 MB), never whole.
+
+    Args:
+        kernel: any GPyTorch kernel; used in a float64 copy.
+        x: (n, d). y, solution: (n,).
+    """
+    exact = copy.deepcopy(kernel).double()
+    x, y, w = x.detach().double(), y.detach().double().reshape(-1), solution.detach().double().reshape(-1)
+    rows = max(1, int(1.6e7 // len(x)))
+    squared = 0.0
+    with torch.no_grad():
+        for start in range(0, len(x), rows):
+            part = slice(start, start + rows)
+            product = exact(x[part], x).to_dense() @ w
+            squared += float((y[part] - product - noise * w[part]).square().sum())
+    return math.sqrt(squared) / float(y.norm())
+
+
+@dataclass
+class CountedSolve:
+    """One call of GPyTorch's ``linear_cg``."""
+
+    n: int
+    columns: int
+    products: int = 0  # matrix products, the one for the starting residual included
+    history: list[float] = field(default_factory=list)  # recurrence residual, mean over columns; needs P
+    seconds: float = 0.0
+
+    @property
+    def iterations(self) -> int:
+        return max(0, self.products - 1)
+
+
+@contextlib.contextmanager
+def counted_gpytorch_cg() -> Iterator[list[CountedSolve]]:
+    """Collect what every ``linear_cg`` run inside the block did; the arithmetic is left untouched.
+
+    GPyTorch reports nothing about its solves, so the function's name in ``linear_operator.utils`` is
+    replaced, for the time of the block, by one that counts the products and notes the norm of the
+    residual each time the preconditioner is applied to it (once before the first iteration, then once
+    at the end of each).
+    """
+    original = linear_operator.utils.linear_cg
+    solves: list[CountedSolve] = []
+
+    @functools.wraps(original)
+    def counted(matmul_closure: Callable | Tensor, rhs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        product = matmul_closure.matmul if torch.is_tensor(matmul_closure) else matmul_closure
+        record = CountedSolve(n=rhs.shape[-2] if rhs.dim() > 1 else len(rhs), columns=rhs[0].numel())
+        preconditioner: Callable[[Tensor], Tensor] | None = kwargs.get("preconditioner")
+
+        def multiply(vectors: Tensor) -> Tensor:
+            record.products += 1
+            return product(vectors)
+
+        def precondition(residual: Tensor) -> Tensor:
+            record.history.append(float(residual.norm(dim=-2).mean()))
+            assert preconditioner is not None
+            return preconditioner(residual)
+
+        if preconditioner is not None:
+            kwargs["preconditioner"] = precondition
+        started = time.perf_counter()
+        try:
+            return original(multiply, rhs, *args, **kwargs)
+        finally:
+            record.seconds = time.perf_counter() - started
+            solves.append(record)
+
+    linear_operator.utils.linear_cg = counted
+    try:
+        yield solves
+    finally:
+        linear_operator.utils.linear_cg = original
+
+
+def peak_memory_mb() -> float | None:
+    """Largest resident memory of this process so far, in MB (None where the system does not tell)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if platform.system() == "Darwin" else 2**10), 1)

@@ -1,0 +1,57 @@
+"""What every test shares: seeds, GPyTorch's own defaults, the data directory, skipping without a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import gpytorch
+import linear_operator
+import pytest
+import torch
+
+# Importing BoTorch switches GPyTorch to Cholesky up to 4096 points, for the whole process. Without the defaults being
+# put back, whether a test runs CG at all would depend on which tests ran before it.
+_DEFAULTS = [
+    (linear_operator.settings._fast_covar_root_decomposition, "_default", True),
+    (linear_operator.settings._fast_log_prob, "_default", True),
+    (linear_operator.settings._fast_solves, "_default", True),
+    (linear_operator.settings.cholesky_max_tries, "_global_value", 3),
+    (linear_operator.settings.max_cholesky_size, "_global_value", 800),
+    (gpytorch.settings.max_eager_kernel_size, "_global_value", 512),
+]
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    """Seed torch, put GPyTorch's defaults back, and fail a test that leaves another default dtype behind."""
+    torch.manual_seed(0)
+    for setting, attribute, value in _DEFAULTS:
+        setattr(setting, attribute, value)
+    before = torch.get_default_dtype()
+    yield
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    assert after == before, f"the test left torch's default dtype at {after}"
+
+
+@pytest.fixture(scope="session")
+def data_directory() -> Path:
+    """The directory of larger data sets that SKETCHGP_DATA names; skips where it is not set."""
+    name = os.environ.get("SKETCHGP_DATA")
+    if not name:
+        pytest.skip("SKETCHGP_DATA does not name a directory of data sets")
+    path = Path(name)
+    if not path.is_dir():
+        pytest.skip(f"SKETCHGP_DATA={name} is not a directory")
+    return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``cuda`` where torch sees no device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,279 @@
+"""The commands as a user runs them: fit, predict and demo, on small data, and one line for every fault."""
+
+import csv
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from sketchgp.cli import main
+
+N = 240
+
+
+def make_rows(seed=0, n=N):
+    generator = np.random.default_rng(seed)
+    length, width = generator.uniform(10, 20, n), generator.uniform(-1, 1, n)
+    price = 1000 + 50 * np.sin(length) + 30 * width + generator.normal(0, 2, n)
+    return {"length": length, "width": width, "price": price}
+
+
+def write_csv(path, columns):
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return str(path)
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_csv(tmp_path / "data.csv", make_rows())
+
+
+def run(capsys, *words):
+    """Exit code, stdout and stderr of one command."""
+    capsys.readouterr()
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def fails(capsys, *words):
+    """The one line that a command ends with when its input is wrong."""
+    code, _, error = run(capsys, *words)
+    assert code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+QUICK = ["--iterations", 15, "--subset", 150]
+
+
+def test_fit_then_predict_a_csv(tmp_path, data, capsys):
+    model = tmp_path / "model.pt"
+    code, out, _ = run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
+    assert code == 0
+    assert "216 training and 24 held-out rows" in out
+    assert "random subset of 150 of the 216 training rows" in out
+    assert "the training mean" in out
+    assert f"saved: {model}" in out
+
+    fresh = make_rows(seed=1, n=40)
+    output = tmp_path / "predictions.csv"
+    code, out, _ = run(capsys, "predict", model, write_csv(tmp_path / "new.csv", fresh), "--output", output)
+    assert code == 0
+    with open(output, newline="") as file:
+        rows = list(csv.DictReader(file))
+    mean, std = np.array([[float(row["mean"]), float(row["std"])] for row in rows]).T
+    error = np.sqrt(np.mean((mean - fresh["price"]) ** 2))
+    assert error < 8 < fresh["price"].std() / 3  # the noise has deviation 2
+    assert np.all((std > 1) & (std < 20))
+    assert np.mean(np.abs(mean - fresh["price"]) < 3 * std) > 0.9
+    assert f"RMSE {error:.4g}" in out
+
+    del fresh["price"]
+    code, out, _ = run(capsys, "predict", model, write_csv(tmp_path / "new.csv", fresh))
+    assert code == 0
+    assert "RMSE" not in out
+    shown = [line.split() for line in out.splitlines() if line.split()[:1] == ["1"]]
+    np.testing.assert_allclose([float(shown[0][1]), float(shown[0][2])], [mean[0], std[0]], rtol=1e-3)
+    assert "30 more rows" in out
+
+
+def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
+    """The saved weights give the mean; the variance is exact at this size: both against dense float64."""
+    from sketchgp.cli.model_file import load_model
+    from sketchgp.cli.steps import predict_saved
+
+    model = tmp_path / "model.pt"
+    assert run(capsys, "fit", data, "--target", "price", "--save", model, "--float64", *QUICK)[0] == 0
+    saved = load_model(model)
+    x = torch.randn(7, 2, dtype=torch.float64)
+    mean, variance = predict_saved(saved, x)
+    gp = load_model(model).model
+    train_x, train_y = gp.train_inputs[0], gp.train_targets
+    noise = gp.likelihood.noise.item()
+    with torch.no_grad():
+        system = gp.covar_module(train_x).to_dense() + noise * torch.eye(len(train_x))
+        cross = gp.covar_module(x, train_x).to_dense()
+        constant = gp.mean_module.constant
+        expected = constant + cross @ torch.linalg.solve(system, train_y - constant)
+        prior = gp.covar_module(x).to_dense().diagonal() + noise
+        expected_variance = prior - (cross * torch.linalg.solve(system, cross.T).T).sum(-1)
+    torch.testing.assert_close(mean, expected, atol=3e-3, rtol=0)
+    torch.testing.assert_close(variance, expected_variance, atol=0, rtol=2e-2)
+
+
+def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
+    from dataclasses import replace
+
+    from sketchgp.cli.model_file import load_model
+    from sketchgp.cli.steps import predict_saved
+
+    model = tmp_path / "model.pt"
+    run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
+    saved = load_model(model)
+    x = torch.randn(7, 2)
+    mean, _ = predict_saved(saved, x)
+    other, _ = predict_saved(replace(load_model(model), weights=torch.zeros_like(saved.weights)), x)
+    constant = saved.model.mean_module.constant.item()
+    torch.testing.assert_close(other, torch.full((7,), constant), atol=1e-6, rtol=0)
+    assert (mean - constant).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kernel", ["matern12", "matern32", "rbf"])
+def test_other_kernels_and_npz(tmp_path, capsys, kernel):
+    rows = make_rows()
+    path = tmp_path / "data.npz"
+    np.savez(path, X=np.stack([rows["length"], rows["width"]], 1), y=rows["price"])
+    model = tmp_path / "model.pt"
+    code, out, _ = run(capsys, "fit", path, "--target", "y", "--kernel", kernel, "--save", model, *QUICK)
+    assert code == 0
+    assert "y by 2 feature(s) (x0, x1)" in out
+    code, out, _ = run(capsys, "predict", model, path)
+    assert code == 0
+    assert kernel in out
+
+
+def test_parquet(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table(make_rows()), path)
+    code, out, _ = run(capsys, "fit", path, "--target", "price", *QUICK)
+    assert code == 0
+    assert "price by 2 feature(s) (length, width)" in out
+
+
+def test_features_and_drop(tmp_path, capsys):
+    rows = make_rows()
+    path = write_csv(tmp_path / "data.csv", {"id": ["a"] * N, **rows, "one": [1.0] * N})
+    code, out, _ = run(capsys, "fit", path, "--target", "price", "--drop", "id", *QUICK)
+    assert code == 0
+    assert "constant in the training rows: one" in out
+    assert "price by 2 feature(s) (length, width)" in out
+    code, out, _ = run(capsys, "fit", path, "--target", "price", "--features", "width", *QUICK)
+    assert code == 0
+    assert "price by 1 feature(s) (width)" in out
+
+
+def test_no_held_out_rows(tmp_path, data, capsys):
+    model = tmp_path / "model.pt"
+    code, out, _ = run(
+        capsys, "fit", data, "--target", "price", "--test-fraction", 0, "--save", model, *QUICK
+    )
+    assert code == 0
+    assert "240 training and 0 held-out rows" in out
+    assert run(capsys, "predict", model, data)[0] == 0
+
+
+def test_same_seed_same_result(data, capsys):
+    def result(seed):
+        lines = run(capsys, "fit", data, "--target", "price", "--seed", seed, *QUICK)[1].splitlines()
+        return lines[-1]
+
+    assert result(3) == result(3)
+    assert result(3) != result(4)
+
+
+def test_fit_faults(tmp_path, data, capsys):
+    assert "absent.csv: no such file" in fails(capsys, "fit", tmp_path / "absent.csv", "--target", "y")
+    error = fails(capsys, "fit", data, "--target", "prise")
+    assert (
+        "--target: no column 'prise' (did you mean 'price'?); the columns are length, width, price" in error
+    )
+    assert "--features: no column 'w'" in fails(capsys, "fit", data, "--target", "price", "--features", "w")
+    assert "'price' is the target" in fails(capsys, "fit", data, "--target", "price", "--features", "price")
+    assert "'price' is the target" in fails(capsys, "fit", data, "--target", "price", "--drop", "price")
+    assert "named twice" in fails(capsys, "fit", data, "--target", "price", "--features", "width,width")
+    assert "no columns are left" in fails(capsys, "fit", data, "--target", "price", "--drop", "width,length")
+    assert "does not exist" in fails(
+        capsys, "fit", data, "--target", "price", "--save", tmp_path / "no" / "m.pt"
+    )
+
+
+def test_fit_faults_in_the_data(tmp_path, capsys):
+    def error(columns):
+        return fails(capsys, "fit", write_csv(tmp_path / "data.csv", columns), "--target", "y")
+
+    assert "1 row(s) of data; at least 2" in error({"a": [1], "y": [2]})
+    assert "'y': the target has one value (2)" in error({"a": range(30), "y": [2] * 30})
+    assert "every feature is constant" in error({"a": [1] * 30, "y": range(30)})
+    assert "line 4, column 'a': 'x'" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
+    assert "--drop cut" in error({"cut": ["Ideal", "Good"], "y": [1, 2]})
+
+
+def test_predict_faults(tmp_path, data, capsys):
+    model = tmp_path / "model.pt"
+    assert "model.pt: no such file" in fails(capsys, "predict", model, data)
+    run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
+    rows = make_rows(n=5)
+    del rows["width"]
+    error = fails(capsys, "predict", model, write_csv(tmp_path / "new.csv", rows))
+    assert "1 column(s) that are not there: width" in error
+    assert "not a model saved by sketchgp" in fails(capsys, "predict", data, data)
+    assert "cannot be written" in fails(capsys, "predict", model, data, "--output", tmp_path / "no" / "p.csv")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["fit", "data.csv"], ["fit", "d.csv", "--target", "y", "--test-fraction", "1"], ["draw"]]
+)
+def test_wrong_words(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_without_a_traceback(data, capsys, monkeypatch):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sketchgp.cli.fit.tune", stop)
+    code, _, error = run(capsys, "fit", data, "--target", "price")
+    assert (code, error) == (130, "stopped\n")
+
+
+def test_module_runs(data, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sketchgp", "fit", tmp_path / "absent.csv", "--target", "y"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("absent.csv: no such file")
+    assert "Traceback" not in done.stderr
+
+
+def test_quick_demo(tmp_path, capsys):
+    code, out, _ = run(capsys, "demo", "--quick", "--output", tmp_path)
+    assert code == 0
+    table = [line for line in out.splitlines() if line.startswith(("sketchgp, ", "GPyTorch, "))]
+    assert [line.split("  ")[0].strip() for line in table] == [
+        "sketchgp, all rows",
+        "sketchgp, a part",
+        "GPyTorch, its defaults",
+    ]
+    for line in table:
+        assert float(line.split()[-2]) < 0.3  # RMSE; predicting the mean scores 1
+    assert "tuned on a random subset of 500 of the 1,800 training rows" in out
+    assert (tmp_path / "sketchgp-demo.png").read_bytes()[:4] == b"\x89PNG"
+    assert "Result:" in out
+
+
+def test_demo_without_matplotlib_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sketchgp.plotting.importlib.util.find_spec", lambda name: None)
+    code, out, _ = run(capsys, "demo", "--quick", "--output", tmp_path)
+    assert code == 0
+    assert "no picture: matplotlib is missing" in out
+    assert "Result:" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_demo_needs_a_folder(tmp_path, capsys):
+    assert "no such folder" in fails(capsys, "demo", "--output", tmp_path / "absent")

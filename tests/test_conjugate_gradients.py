@@ -1,0 +1,606 @@
+"""Conjugate gradients against dense float64 solves: accuracy, stopping, honesty of the residual, Lanczos matrices."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from linear_operator.operators import DenseLinearOperator
+from problems import GENERIC, RADIAL, dense, normal, points, relative, set_scales, with_spectrum
+
+import sketchgp
+from sketchgp import (
+    ConjugateGradients,
+    ConvergenceWarning,
+    FullProblem,
+    GreedyCholesky,
+    InputError,
+    Nystrom,
+    NystromEigenPro,
+    NumericalError,
+    RPCholesky,
+    record_solves,
+)
+from sketchgp.operators import KernelMatrix
+from sketchgp.preconditioners import PreconditionerCache
+from sketchgp.solvers import System
+
+PRECONDITIONERS = [None, RPCholesky(40), GreedyCholesky(40), Nystrom(40), Nystrom(40, sketch="uniform"),
+                   NystromEigenPro(20, subsample_size=80)]  # fmt: skip
+
+
+def _kernel(dtype=torch.float64, lengthscale=0.5, outputscale=1.3):
+    return set_scales(ScaleKernel(RBFKernel(ard_num_dims=3)), outputscale, lengthscale).to(dtype)
+
+
+def _problem(n=200, columns=None, noise=1e-2, dtype=torch.float64, kernel=None, seed=0):
+    kernel = _kernel(dtype) if kernel is None else kernel
+    shape = (n,) if columns is None else (n, columns)
+    return FullProblem(kernel, points(n, dtype=dtype), normal(*shape, seed=seed + 1, dtype=dtype), noise)
+
+
+def _matrix(problem):
+    """``K + noise`` in float64 from the float64 forms of the problem's inputs and raw parameters."""
+    dtype = problem.x.dtype
+    matrix = dense(problem.kernel.double(), problem.x.double()) + torch.diag(problem.noise_vector)
+    problem.kernel.to(dtype)
+    return matrix
+
+
+def _true_residual(problem, value, matrix=None):
+    y = problem.y.double().reshape(len(problem.y), -1)
+    matrix = _matrix(problem) if matrix is None else matrix
+    norm = y.norm(dim=0)
+    return (y - matrix @ value.double().reshape(y.shape)).norm(dim=0) / torch.where(norm > 0, norm, 1)
+
+
+@contextmanager
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        yield
+
+
+# --- accuracy -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [None, 3, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "matern32", "matern52-ard", "rational-quadratic", "sum"])
+def test_against_a_dense_solve(name, dtype, columns):
+    kernel = set_scales({**RADIAL, **GENERIC}[name]()).to(dtype)
+    problem = _problem(columns=columns, noise=0.1, dtype=dtype, kernel=kernel)
+    tol = 1e-10 if dtype == torch.float64 else 1e-5
+    solution = ConjugateGradients(tol=tol).solve(problem)
+    assert solution.report.converged
+    assert solution.value.dtype == dtype
+    assert solution.value.shape == problem.y.shape
+    matrix = _matrix(problem)
+    assert float(_true_residual(problem, solution.value, matrix).max()) <= 1.01 * tol
+    expected = torch.linalg.solve(matrix, problem.y.double())
+    condition = float(torch.linalg.cond(matrix))
+    assert relative(solution.value, expected) < condition * tol
+
+
+@pytest.mark.parametrize("matmul", ["dense", "tiled"])
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS, ids=lambda p: "none" if p is None else p.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_preconditioner(preconditioner, dtype, matmul):
+    problem = _problem(columns=2, noise=1e-2, dtype=dtype)
+    solution = ConjugateGradients(tol=1e-4).solve(problem, preconditioner=preconditioner, matmul=matmul)
+    report = solution.report
+    assert report.converged
+    assert report.rank == (0 if preconditioner is None else preconditioner.rank)
+    assert float(_true_residual(problem, solution.value).max()) <= 1.01e-4
+    if preconditioner is not None:
+        plain = ConjugateGradients(tol=1e-4).solve(problem, preconditioner=None).report
+        assert report.iterations < plain.iterations
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_seeds_change_the_work_not_the_answer(seed):
+    problem = _problem(noise=1e-3)
+    solution = ConjugateGradients(tol=1e-9).solve(problem, preconditioner=RPCholesky(30, seed=seed))
+    assert relative(solution.value, torch.linalg.solve(_matrix(problem), problem.y)) < 1e-5
+
+
+def test_noise_of_its_own_for_each_point():
+    noise = torch.logspace(-4, 1, 200, dtype=torch.float64)
+    problem = _problem(noise=noise, columns=2)
+    solution = ConjugateGradients(tol=1e-9).solve(problem)
+    matrix = dense(_kernel(), problem.x) + torch.diag(noise)
+    assert relative(solution.value, torch.linalg.solve(matrix, problem.y)) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+def test_one_and_two_points(n, preconditioner):
+    problem = _problem(n=n)
+    solution = ConjugateGradients(tol=1e-10).solve(problem, preconditioner=preconditioner)
+    assert relative(solution.value, torch.linalg.solve(_matrix(problem), problem.y)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["uci_airfoil", "uci_skillcraft", "abalone"])
+def test_real_data(name, data_directory):
+    with np.load(data_directory / f"{name}.npz", allow_pickle=False) as arrays:
+        x, y = (torch.from_numpy(arrays[key][:1200]).double() for key in ("X", "y"))
+    _check_real(x, y)
+
+
+def test_bundled_diamonds():
+    data = sketchgp.datasets.load_diamonds() if hasattr(sketchgp, "datasets") else None
+    if data is None:
+        from sketchgp.datasets import load_diamonds
+
+        data = load_diamonds()
+    chosen = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))[:1200]
+    _check_real(data.x[chosen], data.y[chosen])
+
+
+def _check_real(x, y):
+    x = (x - x.mean(0)) / x.std(0).clamp(min=1e-12)
+    y = (y.reshape(-1) - y.mean()) / y.std()
+    for dtype, tol in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+        kernel = ScaleKernel(MaternKernel(nu=2.5)).to(dtype)
+        kernel.base_kernel.lengthscale = 2.0
+        problem = FullProblem(kernel, x.to(dtype), y.to(dtype), 1e-2)
+        solution = ConjugateGradients(tol=tol).solve(problem)
+        assert solution.report.converged, solution.report
+        residual = float(_true_residual(problem, solution.value).max())
+        # duplicated rows are at distance sqrt(eps), not 0, in the product; hence the second term
+        assert residual <= 1.01 * tol + 1e-9
+        assert solution.report.max_residual == pytest.approx(residual, rel=0.01, abs=1e-9)
+
+
+# --- stopping -------------------------------------------------------------------------------------------------
+
+
+def test_each_column_stops_by_itself():
+    """A hard column beside many easy ones: its iterations are those it needs alone, and the easy ones are met too."""
+    problem = _problem(noise=1e-4)
+    values, vectors = torch.linalg.eigh(_matrix(problem))
+    hard, easy = normal(200, 1, seed=9), vectors[:, -2:-1]  # an eigenvector is solved in one step
+    alone = ConjugateGradients(tol=1e-8).solve(
+        FullProblem(_kernel(), problem.x, hard, 1e-4), preconditioner=None).report  # fmt: skip
+    many = torch.cat([easy.expand(-1, 30), hard, torch.zeros(200, 5, dtype=torch.float64)], dim=1)
+    block = ConjugateGradients(tol=1e-8).solve(FullProblem(_kernel(), problem.x, many, 1e-4), preconditioner=None)
+    assert block.report.converged
+    assert abs(block.report.iterations - alone.iterations) <= 2
+    assert relative(block.value, torch.linalg.solve(_matrix(problem), many)) < 1e-4
+    assert block.report.residual.shape == (36,)
+    assert torch.equal(block.value[:, 31:], torch.zeros(200, 5, dtype=torch.float64))
+    assert float(block.report.history[2:, :30].max()) < 1e-6
+    assert values[0] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [None, 3])
+def test_zero_right_hand_side(dtype, columns):
+    problem = _problem(columns=columns, dtype=dtype)
+    problem.y.zero_()
+    solution = ConjugateGradients().solve(problem)
+    assert torch.equal(solution.value, problem.y)
+    assert (solution.report.iterations, solution.report.converged) == (0, True)
+    assert solution.report.max_residual == 0
+
+
+def test_no_columns():
+    problem = FullProblem(_kernel(), points(20), normal(20, 0), 0.1)
+    solution = ConjugateGradients().solve(problem)
+    assert solution.value.shape == (20, 0)
+    assert solution.report.converged
+    assert solution.report.max_residual == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_warm_start(dtype):
+    problem = _problem(columns=2, noise=0.1, dtype=dtype)
+    tol = 1e-4
+    first = ConjugateGradients(tol=tol).solve(problem)
+    again = ConjugateGradients(tol=tol).solve(problem, initial=first.value)
+    assert again.report.iterations == 0
+    assert again.report.converged
+    assert torch.equal(again.value, first.value)
+    assert again.report.residual == pytest.approx(first.report.residual, rel=1e-3)
+    elsewhere = ConjugateGradients(tol=tol).solve(problem, initial=100 * normal(200, 2, seed=8, dtype=dtype))
+    assert float(_true_residual(problem, elsewhere.value).max()) <= 1.01 * tol
+    near = first.value + 1e-3 * normal(200, 2, seed=8, dtype=dtype)
+    closer = ConjugateGradients(tol=tol).solve(problem, initial=near, preconditioner=None)
+    cold = ConjugateGradients(tol=tol).solve(problem, preconditioner=None)
+    assert closer.report.iterations < cold.report.iterations
+
+
+def test_a_warm_start_in_float64_is_reported_as_it_is_returned():
+    """The residual is that of the float32 value handed back, not of the float64 start it was rounded from."""
+    problem = _problem(noise=1e-6, dtype=torch.float32)
+    exact = torch.linalg.solve(_matrix(problem), problem.y.double())
+    with quiet():
+        solution = ConjugateGradients(tol=1e-3).solve(problem, initial=exact)
+    true = float(_true_residual(problem, solution.value).max())
+    assert solution.report.max_residual == pytest.approx(true, rel=0.05)
+    assert solution.report.converged == (true <= 1e-3)
+
+
+@pytest.mark.parametrize("factor", [1e12, 1e-12])
+@pytest.mark.parametrize("what", ["kernel and noise", "targets", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("preconditioner", [None, RPCholesky(30)], ids=["plain", "rpcholesky"])
+def test_scaling_changes_nothing(preconditioner, dtype, what, factor):
+    scale = factor if what != "targets" else 1.0
+    targets = factor if what != "kernel and noise" else 1.0
+    kernel = _kernel(dtype, outputscale=1.0 * scale)
+    y = normal(200, 2, seed=1, dtype=dtype)
+    solver = ConjugateGradients(tol=1e-5 if dtype == torch.float64 else 1e-4)
+    base = solver.solve(FullProblem(_kernel(dtype, outputscale=1.0), points(200, dtype=dtype), y, 1e-3), preconditioner)
+    other = solver.solve(FullProblem(kernel, points(200, dtype=dtype), y * targets, 1e-3 * scale), preconditioner)
+    assert base.report.converged
+    assert other.report.converged
+    assert abs(other.report.iterations - base.report.iterations) <= (0 if dtype == torch.float64 else 2)
+    assert relative(other.value.double() * (scale / targets), base.value) < 0.05
+
+
+@pytest.mark.parametrize("factor", [1e30, 1e-30])
+def test_extreme_targets_in_float32(factor):
+    """Near the ends of float32's range, where the vectors of the recurrence would leave it."""
+    y = normal(200, seed=1, dtype=torch.float32)
+    solver = ConjugateGradients(tol=1e-5)
+    base, other = (
+        solver.solve(FullProblem(_kernel(torch.float32), points(200, dtype=torch.float32), y * f, 1e-2), None)
+        for f in (1.0, factor)
+    )
+    assert other.report.converged
+    assert abs(other.report.iterations - base.report.iterations) <= 2
+    assert relative(other.value.double() / factor, base.value) < 1e-3
+
+
+# --- the residual is the true one -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [None, 5, 66])
+@pytest.mark.parametrize("limit", [3, 30, 1000])
+@pytest.mark.parametrize("noise", [1e-1, 1e-4, 1e-8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("preconditioner", [None, RPCholesky(25)], ids=["plain", "rpcholesky"])
+def test_reported_residual_is_the_true_one(preconditioner, dtype, noise, limit, columns):
+    problem = _problem(n=120, columns=columns, noise=noise, dtype=dtype)
+    with quiet():
+        solution = ConjugateGradients(tol=1e-6, max_iterations=limit).solve(problem, preconditioner)
+    report, true = solution.report, _true_residual(problem, solution.value)
+    # float64 products of entries that agree to 1e-15 of the largest
+    slack = 1e-13 * float(solution.value.double().norm() / problem.y.double().norm()) * 200
+    assert torch.allclose(report.residual, true, rtol=1e-6, atol=slack)
+    assert report.converged == bool((report.residual <= 1e-6).all())
+    assert report.iterations <= limit
+    assert report.history.shape == (report.iterations + 1, report.columns)
+    reasons = ("reached the tolerance",) if report.converged else ("ran out of iterations", "stagnated", "was rounded")
+    assert report.reason in reasons
+
+
+def test_float32_refinement_where_the_plain_recurrence_fails():
+    """Products in float32 alone stop at a true residual far above the tolerance, whatever their recurrence says."""
+    problem = _problem(n=400, noise=1e-5, dtype=torch.float32)
+    matrix = _matrix(problem)
+    tol = 1e-3
+    fast = matrix.float()
+
+    def recurrence(steps):
+        w, r = torch.zeros(400), problem.y.clone()
+        p, rr = r.clone(), r @ r
+        for _ in range(steps):
+            product = fast @ p
+            alpha = rr / (p @ product)
+            w, r = w + alpha * p, r - alpha * product
+            new = r @ r
+            p, rr = r + (new / rr) * p, new
+            if float(r.norm() / problem.y.norm()) <= tol:
+                break
+        return w
+
+    plain = float(_true_residual(problem, recurrence(3000), matrix).max())
+    with quiet():
+        report = ConjugateGradients(tol=tol, max_iterations=3000).solve(problem).report
+    assert plain > 5 * tol
+    # the float64 iterate meets the tolerance; its rounding to float32 may not, which is said
+    assert report.reason in ("reached the tolerance", "was rounded")
+    assert report.max_residual < plain or report.reason == "was rounded"
+
+
+def test_float32_refinement_reaches_the_tolerance():
+    problem = _problem(n=300, noise=1e-4, dtype=torch.float32, columns=2)
+    solution = ConjugateGradients(tol=1e-3).solve(problem)
+    assert solution.report.converged
+    assert float(_true_residual(problem, solution.value).max()) <= 1.01e-3
+
+
+def test_rounding_is_reported():
+    problem = _problem(n=300, noise=1e-7, dtype=torch.float32)
+    with pytest.warns(ConvergenceWarning, match=r"was rounded .* use float64"):
+        solution = ConjugateGradients(tol=1e-5, max_iterations=5000).solve(problem)
+    assert solution.report.reason == "was rounded"
+    assert not solution.report.converged
+    assert solution.report.max_residual > 1e-5
+
+
+def test_stagnation_is_reported():
+    problem = _problem(n=300, noise=1e-13, kernel=_kernel(lengthscale=2.0))
+    with pytest.warns(ConvergenceWarning, match="stagnated"):
+        solution = ConjugateGradients(tol=1e-14, max_iterations=20_000).solve(problem)
+    assert solution.report.reason == "stagnated"
+    assert relative(solution.report.residual, _true_residual(problem, solution.value)) < 0.5
+
+
+@pytest.mark.parametrize("precision", ["auto", "float64"])
+def test_precision(precision):
+    problem = _problem(n=200, noise=1e-3, dtype=torch.float32)
+    report = ConjugateGradients(tol=1e-4, precision=precision).solve(problem).report
+    assert report.converged
+    assert report.dtype == "float32"
+
+
+def test_max_iterations():
+    problem = _problem(noise=1e-4)
+    with pytest.warns(ConvergenceWarning, match=r"n = 200 ran out of iterations after 7 .* residual \d.*Use a precond"):
+        solution = ConjugateGradients(max_iterations=7).solve(problem, preconditioner=None)
+    report = solution.report
+    assert (report.iterations, report.reason, report.converged) == (7, "ran out of iterations", False)
+    assert len(report.history) == 8
+    with pytest.warns(ConvergenceWarning, match=r"Raise the preconditioner's rank \(now 3\) or max_iterations"):
+        ConjugateGradients(max_iterations=7).solve(problem, preconditioner=RPCholesky(3))
+
+
+# --- callbacks and interruptions ------------------------------------------------------------------------------
+
+
+def test_callback_sees_each_iteration_and_can_stop():
+    problem, seen = _problem(noise=1e-4, columns=2), []
+
+    def callback(state):
+        seen.append(state)
+        return state.iteration == 6
+
+    with pytest.warns(ConvergenceWarning, match=r"stopped by the callback after 6 .* initial="):
+        solution = ConjugateGradients().solve(problem, preconditioner=None, callback=callback)
+    assert [state.iteration for state in seen] == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(torch.stack([state.residual for state in seen]), solution.report.history[1:])
+    assert all(a.seconds <= b.seconds for a, b in zip(seen, seen[1:], strict=False))
+    assert relative(solution.report.residual, _true_residual(problem, solution.value)) < 1e-9
+    limited = ConjugateGradients(max_iterations=6)
+    with quiet():
+        assert relative(limited.solve(problem, preconditioner=None).value, solution.value) < 1e-12
+
+
+def test_interrupt_in_the_callback_keeps_the_iterate():
+    problem = _problem(noise=1e-4)
+
+    def callback(state):
+        if state.iteration == 5:
+            raise KeyboardInterrupt
+
+    with pytest.warns(ConvergenceWarning, match="interrupted after 5 iterations"):
+        solution = ConjugateGradients().solve(problem, preconditioner=None, callback=callback)
+    assert solution.report.reason == "interrupted"
+    with quiet():
+        expected = ConjugateGradients(max_iterations=5).solve(problem, preconditioner=None)
+    assert relative(solution.value, expected.value) < 1e-12
+    rest = ConjugateGradients(tol=1e-6).solve(problem, initial=solution.value)
+    assert rest.report.converged
+
+
+class _Interrupting(DenseLinearOperator):
+    """A matrix one of whose products is interrupted."""
+
+    def _matmul(self, rhs):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 4:
+            raise KeyboardInterrupt
+        return super()._matmul(rhs)
+
+
+def test_interrupt_in_a_product_keeps_the_iterate():
+    problem = _problem(noise=1e-4)
+    matrix = dense(problem.kernel, problem.x)
+    system = System(_Interrupting(matrix), problem.noise_vector)
+    # detach made another object; its products are counted from its own first one
+    with pytest.warns(ConvergenceWarning, match="interrupted after 3 iterations"):
+        value, report, _ = ConjugateGradients().run(system, problem.y.unsqueeze(-1), None)
+    assert relative(report.residual, _true_residual(problem, value)) < 1e-9
+    with quiet():
+        expected = ConjugateGradients(max_iterations=3).solve(problem, preconditioner=None).value
+    assert relative(value[:, 0], expected) < 1e-12
+
+
+def test_an_interrupted_training_step_stops():
+    """Where Lanczos matrices were asked for, a half-done solve would give a wrong gradient."""
+    problem = _problem(noise=1e-4)
+    system = System(_Interrupting(dense(problem.kernel, problem.x)), problem.noise_vector)
+    with pytest.raises(KeyboardInterrupt):
+        ConjugateGradients().run(system, problem.y.unsqueeze(-1), None, lanczos_columns=1)
+
+
+def test_an_error_in_the_callback_is_the_users():
+    def callback(state):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ConjugateGradients().solve(_problem(), callback=callback)
+
+
+# --- matrices that are not what was promised ------------------------------------------------------------------
+
+
+def _run(matrix, rhs, noise=1e-3, **options):
+    vector = torch.full((matrix.shape[-1],), noise, dtype=matrix.dtype)
+    return ConjugateGradients(**options).run(System(DenseLinearOperator(matrix), vector), rhs, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("negative", [1, 25, 50])
+def test_indefinite_matrix(negative, dtype):
+    values = torch.linspace(1, 2, 50, dtype=torch.float64)
+    values[:negative] *= -1
+    matrix = with_spectrum(values).to(dtype)
+    with pytest.warns(ConvergenceWarning):
+        value, report, _ = _run(matrix, normal(50, 2, dtype=dtype), max_iterations=500)
+    assert not report.converged
+    assert bool(torch.isfinite(value).all())
+    assert any("non-positive curvature" in note for note in report.notes)
+
+
+def test_nan_is_an_error():
+    matrix = with_spectrum(torch.linspace(1, 2, 20, dtype=torch.float64))
+    with pytest.raises(NumericalError, match="right-hand side"):
+        _run(matrix, torch.full((20, 1), float("nan"), dtype=torch.float64))
+    matrix[3, 4] = float("nan")
+    with pytest.raises(NumericalError, match="NaN or infinity"):
+        _run(matrix, normal(20, 1))
+
+
+# --- batches and Lanczos matrices -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("preconditioner", [None, RPCholesky(10)], ids=["plain", "rpcholesky"])
+def test_batches_of_systems(preconditioner, dtype):
+    kernel = _kernel(dtype)
+    x = torch.stack([points(60, seed=s, dtype=dtype) * (s + 1) for s in range(3)])
+    noise = torch.tensor([[0.1], [1e-3], [1.0]], dtype=dtype).expand(3, 60)
+    operator = KernelMatrix.of(kernel, x)
+    built = None if preconditioner is None else preconditioner.build(operator, noise)
+    rhs = normal(3, 60, 4, dtype=dtype)
+    value, report, _ = ConjugateGradients(tol=1e-4).run(System(operator, noise), rhs, built)
+    assert value.shape == rhs.shape
+    assert report.converged
+    assert report.columns == 12
+    matrices = kernel.double()(x.double()).to_dense().detach() + torch.diag_embed(noise.double())
+    residual = (rhs.double() - matrices @ value.double()).norm(dim=-2) / rhs.double().norm(dim=-2)
+    assert float(residual.max()) <= 1.01e-4
+    assert torch.allclose(report.residual, residual.reshape(-1), rtol=1e-3, atol=1e-8)
+
+
+def test_a_batch_of_right_hand_sides_for_one_matrix():
+    problem = _problem(n=60)
+    rhs = normal(2, 60, 3)
+    value, report, _ = ConjugateGradients(tol=1e-8).run(problem.system(), rhs, RPCholesky(10).build(
+        problem.system().operator, problem.noise_vector))  # fmt: skip
+    assert relative(value, torch.linalg.solve(_matrix(problem), rhs)) < 1e-6
+    assert report.columns == 6
+
+
+def _quadrature(lanczos):
+    """``e1^T log(T) e1`` of each Lanczos matrix."""
+    values, vectors = torch.linalg.eigh(lanczos.double())
+    return (vectors[..., 0, :].square() * values.log()).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("preconditioner", [None, RPCholesky(8)], ids=["plain", "rpcholesky"])
+def test_log_determinant_from_lanczos_matrices(preconditioner, dtype):
+    """Probes that are a full orthogonal basis make stochastic Lanczos quadrature exact."""
+    n = 40
+    problem = _problem(n=n, noise=0.1, dtype=dtype)
+    system, matrix = problem.system(), _matrix(problem)
+    if preconditioner is None:
+        built, start, probes = None, 0.0, torch.eye(n, dtype=torch.float64)
+    else:
+        built = preconditioner.build(system.operator, problem.noise_vector)
+        values, vectors = torch.linalg.eigh(built.to_dense())
+        probes = vectors * values.sqrt()  # P^(1/2) e_i up to a rotation: quadrature of P^(-1/2) A P^(-1/2)
+        start = float(built.log_determinant())
+    solver = ConjugateGradients(tol=1e-9 if dtype == torch.float64 else 1e-4, max_iterations=n)
+    with quiet():
+        _, _, lanczos = solver.run(system, probes.to(dtype), built, lanczos_columns=n)
+    assert lanczos.shape[0] == n
+    assert lanczos.dtype == dtype
+    # probe i has norm 1 in the inner product of P^-1, so each quadrature has weight 1
+    found = start + float(_quadrature(lanczos).sum())
+    expected = float(torch.linalg.slogdet(matrix).logabsdet)
+    assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float64 else 1e-3)
+
+
+def test_lanczos_matrices_of_columns_that_end_early():
+    """Rows past a column's end are unit rows, which add nothing to a logarithm; later columns give no matrix."""
+    values = torch.tensor([1.0, 2.0, 4.0] + [8.0] * 17, dtype=torch.float64)
+    matrix, noise = with_spectrum(values), 0.5
+    basis = torch.linalg.eigh(matrix).eigenvectors
+    rhs = torch.stack([basis[:, 0], basis[:, 0] + basis[:, 1], basis.sum(1), normal(20, seed=4)], dim=1)
+    _, _, lanczos = _run(matrix, rhs, noise=noise, tol=1e-10, lanczos_columns=None) if False else ConjugateGradients(
+        tol=1e-10).run(System(DenseLinearOperator(matrix), torch.full((20,), noise, dtype=torch.float64)), rhs, None,
+                       lanczos_columns=3)  # fmt: skip
+    assert lanczos.shape == (3, 4, 4)
+    assert torch.allclose(lanczos, lanczos.mT)
+    unit = rhs[:, :3] / rhs[:, :3].norm(dim=0)
+    system = matrix + noise * torch.eye(20)
+    exact = ((basis.mT @ unit).square() * torch.linalg.eigvalsh(system).log().unsqueeze(1)).sum(0)
+    assert relative(_quadrature(lanczos), exact) < 1e-9
+    assert torch.allclose(lanczos[0, 1:, 1:], torch.eye(3, dtype=torch.float64))
+    assert torch.allclose(lanczos[0, 0, 1:], torch.zeros(3, dtype=torch.float64))
+
+
+def test_lanczos_matrices_of_zero_columns():
+    system = _problem(n=20).system()
+    _, _, lanczos = ConjugateGradients().run(system, torch.zeros(20, 2, dtype=torch.float64), None, lanczos_columns=2)
+    assert torch.equal(lanczos, torch.ones(2, 1, 1, dtype=torch.float64))
+
+
+def test_lanczos_matrices_of_a_batch():
+    x = torch.stack([points(30, seed=s) for s in range(2)])
+    operator, noise = KernelMatrix.of(_kernel(), x), torch.full((2, 30), 0.2, dtype=torch.float64)
+    rhs = torch.eye(30, dtype=torch.float64).expand(2, 30, 30)
+    _, _, lanczos = ConjugateGradients(tol=1e-10).run(System(operator, noise), rhs, None, lanczos_columns=30)
+    matrices = _kernel()(x).to_dense().detach() + 0.2 * torch.eye(30)
+    assert relative(_quadrature(lanczos).sum(0), torch.linalg.slogdet(matrices).logabsdet) < 1e-7
+
+
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tol", [0, 1, -1e-3, float("nan"), 5])
+def test_refuses_tolerances(tol):
+    with pytest.raises(InputError, match="tol expects"):
+        ConjugateGradients(tol=tol)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "10"])
+def test_refuses_iteration_limits(limit):
+    with pytest.raises(InputError, match="max_iterations expects"):
+        ConjugateGradients(max_iterations=limit)
+
+
+def test_refuses_other_arguments():
+    with pytest.raises(InputError, match="precision expects"):
+        ConjugateGradients(precision="float16")
+    with pytest.raises(InputError, match="preconditioner expects"):
+        ConjugateGradients().solve(_problem(), preconditioner="rpcholesky")
+    with pytest.raises(InputError, match="preconditioner expects"):
+        ConjugateGradients().solve(_problem(), preconditioner=RPCholesky)
+    with pytest.raises(InputError, match="initial expects y's shape"):
+        ConjugateGradients().solve(_problem(), initial=torch.zeros(3))
+    with pytest.raises(InputError, match="matmul expects"):
+        ConjugateGradients().solve(_problem(), matmul="sparse")
+
+
+def test_defaults():
+    report = ConjugateGradients().solve(_problem()).report
+    assert report.tol == 1e-3
+    assert report.preconditioner == "RPCholesky"
+
+
+def test_progress_bar_on_request(capsys):
+    ConjugateGradients().solve(_problem(), progress=True)
+    ConjugateGradients().solve(_problem())
+    assert "error" not in capsys.readouterr().err.lower()
+
+
+def test_cached_preconditioner_serves_the_solver():
+    problem = _problem(noise=1e-3)
+    cache = PreconditionerCache(RPCholesky(40))
+    system = problem.system()
+    built = cache.get(system.operator, problem.noise_vector)
+    with record_solves() as solves:
+        value, _, _ = ConjugateGradients(tol=1e-8).run(system, problem.y.unsqueeze(-1), built, name="RPCholesky")
+    assert solves[0].rank == 40
+    assert relative(value[:, 0], torch.linalg.solve(_matrix(problem), problem.y)) < 1e-4

@@ -1,0 +1,152 @@
+"""The pages say what is so: links lead somewhere, code runs, names and arguments exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpytorch
+import pytest
+import torch
+
+import sketchgp
+from test_floors import FLOORS, SOURCE
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub and mkdocs make of the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(linked), f"{page.name} links to {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_names_and_arguments_exist(page):
+    for name in re.findall(r"\bsketchgp\.([A-Za-z_]\w*)", page.read_text(encoding="utf-8")):
+        assert hasattr(sketchgp, name) or name in FLOORS, f"{page.name} speaks of sketchgp.{name}"
+    for block in python_blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "sketchgp"
+            ):
+                thing = getattr(sketchgp, node.func.attr)
+                keywords = {word.arg: None for word in node.keywords if word.arg}
+                inspect.signature(thing).bind(*[None] * len(node.args), **keywords)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_settings_of_gpytorch_exist(page):
+    for name in re.findall(r"\bgpytorch\.settings\.([a-z_]+)", page.read_text(encoding="utf-8")):
+        assert hasattr(gpytorch.settings, name), f"{page.name} speaks of gpytorch.settings.{name}"
+
+
+class MyExactGP(gpytorch.models.ExactGP):
+    def __init__(self, train_x, train_y, likelihood):
+        super().__init__(train_x, train_y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+    def forward(self, x):
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def names_for_the_pages() -> dict[str, object]:
+    """What the pages take for granted: a small problem on more points than GPyTorch gives to Cholesky."""
+    x = torch.rand(900, 2)
+    y = torch.sin(6 * x[:, 0]) + x[:, 1] + 0.1 * torch.randn(900)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    return {
+        "torch": torch,
+        "gpytorch": gpytorch,
+        "sketchgp": sketchgp,
+        "MyExactGP": MyExactGP,
+        "likelihood": likelihood,
+        "model": MyExactGP(x, y, likelihood),
+        "kernel": kernel,
+        "x": x,
+        "y": y,
+        "train_x": x,
+        "train_y": y,
+        "test_x": torch.rand(20, 2),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_code_runs(page, capsys):
+    """The Python blocks of a page, in order, in one namespace."""
+    blocks = python_blocks(page)
+    if not blocks:
+        pytest.skip("no code on this page")
+    names = names_for_the_pages()
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+    capsys.readouterr()
+
+
+def test_readme_lists_every_part_of_the_package():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    parts = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    files = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
+    missing = [part for part in parts if f"`{part}/`" not in text] + [f for f in files if f"`{f}`" not in text]
+    assert not missing, f"README.md, 'Where each thing lives', lacks {missing}"
+
+
+def test_contributing_has_the_same_floors():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", text, flags=re.MULTILINE)
+    listed = {name.strip("`/").removesuffix(".py"): int(floor) for floor, names in rows for name in names.split(", ")}
+    assert listed == {name: floor for name, floor in FLOORS.items() if name != "__init__"}
+
+
+def test_contents_lists_every_page():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name in navigation, f"mkdocs.yml lacks {name}"
+        assert name == "index.md" or f"({name}" in text, f"docs/index.md lacks {name}"
+
+
+def test_help_of_the_command_line_has_what_the_readme_shows():
+    for command, words in {
+        "demo": ["--quick"],
+        "fit": ["--target", "--kernel", "--save"],
+        "predict": [],
+    }.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "sketchgp", command, "--help"], capture_output=True, text=True, check=True
+        )
+        for word in words:
+            assert word in done.stdout

@@ -1,0 +1,34 @@
+"""Every script in examples/ runs to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(script, tmp_path):
+    if "botorch" in script.name:
+        pytest.importorskip("botorch", reason="BoTorch is not installed")
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONWARNINGS": "default"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+    assert "ConvergenceWarning" not in done.stderr

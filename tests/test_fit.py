@@ -1,0 +1,350 @@
+"""``fit``: Adam's path with exact marginal likelihoods, followed closely; ends well however it ends."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, dense, iterative, posterior, relative
+
+pytestmark = TORCH_WARNINGS
+
+
+def build(name: str = "scale-rbf-ard", dtype: torch.dtype = torch.float64, **choices: Any) -> tuple[Any, Any]:
+    """An accelerated model and its test inputs."""
+    model, test = SOLVED[name].build(dtype)
+    return sketchgp.accelerate(model, **choices), test
+
+
+def dense_adam(name: str, iterations: int, learning_rate: float) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of Adam on the exact marginal likelihood, and the parameters after each step."""
+    model, _ = SOLVED[name].build()
+    model.train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    losses, steps = [], []
+    with dense():
+        for _ in range(iterations):
+            optimizer.zero_grad()
+            steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            loss = -mll(model(*model.train_inputs), model.train_targets).sum()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+    return losses, steps
+
+
+def parameters(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "name", ["scale-rbf-ard", "fixed-noise", "additive-kernel", "batch", "hadamard", "lcm", "deep", "ski"]
+)
+def test_follows_dense_adam(name: str) -> None:
+    losses, steps = dense_adam(name, 12, 0.1)
+    model, _ = build(name)
+    with iterative(tol=1e-6):
+        history = sketchgp.fit(model, iterations=12, learning_rate=0.1, num_probes=40, tol=0)
+    assert len(history.losses) == 12
+    assert history.reason == "ran all iterations"
+    assert max(abs(a - b) for a, b in zip(history.losses, losses, strict=True)) < 1e-2
+    expected = steps[history.best_step]
+    assert float((parameters(model) - expected).abs().max()) < 0.1 * float((expected - steps[0]).abs().max())
+
+
+def test_float32_with_the_default_tolerance() -> None:
+    losses, _ = dense_adam("scale-rbf-ard", 12, 0.1)
+    model, _ = build(dtype=torch.float32)
+    with gpytorch.settings.max_cholesky_size(20):
+        history = sketchgp.fit(model, iterations=12, tol=0)
+    assert max(abs(a - b) for a, b in zip(history.losses, losses, strict=True)) < 2e-2
+
+
+def test_the_loss_is_the_same_function_at_every_step() -> None:
+    """With the probes fixed, two runs agree to the bit and a step back gives the loss back."""
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed + len(runs))  # the global generator plays no part
+        model, _ = build(preconditioner=sketchgp.RPCholesky(rank=15))
+        with iterative(tol=1e-6):
+            runs.append(sketchgp.fit(model, iterations=4, num_probes=5, seed=seed).losses)
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_best_parameters_are_kept() -> None:
+    """Steps far too long: the last step is not the best one."""
+    model, test = build()
+    seen: list[torch.Tensor] = []
+
+    def remember(step: int, loss: float) -> None:
+        assert step == len(seen)
+        seen.append(parameters(model))
+
+    with iterative(tol=1e-6):
+        history = sketchgp.fit(model, iterations=9, learning_rate=1.5, callback=remember, tol=0)
+    assert history.best_step == min(range(9), key=history.losses.__getitem__)
+    assert history.best_loss == min(history.losses)
+    assert 0 < history.best_step < 8, "the data must make the test meaningful"
+    assert torch.equal(parameters(model), seen[history.best_step])
+    plain, _ = SOLVED["scale-rbf-ard"].build()
+    plain.load_state_dict(model.state_dict())
+    with dense():
+        expected = posterior(plain, test)[0]
+    with iterative():
+        assert relative(posterior(model, test)[0], expected) < 1e-6
+
+
+def test_leaves_the_model_ready_to_predict() -> None:
+    model, _ = build()
+    trainer = model._sketchgp
+    with iterative(tol=1e-4):
+        history = sketchgp.fit(model, iterations=3)
+    assert not model.training
+    assert not model.likelihood.training
+    assert model.prediction_strategy is None
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert trainer is model._sketchgp
+    assert trainer.probe_seed is None
+    assert len(history.seconds) == len(history.losses) == 3
+    assert all(0 < a <= b for a, b in zip(history.seconds, history.seconds[1:], strict=False))
+
+
+def test_one_build_a_step() -> None:
+    model, test = build()
+    with iterative(tol=1e-4):
+        history = sketchgp.fit(model, iterations=5, tol=0)
+        assert model._sketchgp.cache.builds == len(history.losses) == 5
+        posterior(model, test)
+    assert model._sketchgp.cache.builds <= 6
+
+
+def test_parameters_without_gradient_stay() -> None:
+    model, _ = build()
+    fixed = model.covar_module.raw_outputscale.requires_grad_(False)
+    before, moving = fixed.clone(), model.likelihood.noise_covar.raw_noise.detach().clone()
+    with iterative(tol=1e-4):
+        sketchgp.fit(model, iterations=3)
+    assert torch.equal(fixed, before)
+    assert not torch.equal(model.likelihood.noise_covar.raw_noise, moving)
+
+
+def test_a_marginal_likelihood_of_ones_own() -> None:
+    """Priors enter through the given mll."""
+    losses = []
+    for own in (False, True):
+        model, _ = build()
+        mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model) if own else None
+        with iterative(tol=1e-6):
+            losses.append(sketchgp.fit(model, mll, iterations=3).losses)
+    assert losses[0] == losses[1]
+    model, _ = build()
+    model.covar_module.register_prior("outputscale_prior", gpytorch.priors.GammaPrior(2.0, 0.15), "outputscale")
+    with iterative(tol=1e-6):
+        assert sketchgp.fit(model, iterations=3).losses != losses[0]
+
+
+def test_missing_targets() -> None:
+    model, test = build()
+    targets = model.train_targets.clone()
+    targets[::7] = torch.nan
+    model.set_train_data(targets=targets)
+    with iterative(tol=1e-6), gpytorch.settings.observation_nan_policy("mask"):
+        history = sketchgp.fit(model, iterations=6, tol=0)
+        assert history.losses[-1] < history.losses[0]
+        assert torch.isfinite(posterior(model, test)[0]).all()
+
+
+# --- ways to end ------------------------------------------------------------------------------------------------
+
+
+def test_stops_when_the_loss_has_settled() -> None:
+    model, _ = build()
+    with iterative(tol=1e-4):
+        history = sketchgp.fit(model, iterations=60, learning_rate=0.3, tol=5e-3)
+    assert history.reason == "the loss has settled"
+    assert 10 <= len(history.losses) < 60
+
+
+def test_a_callback_can_stop_it() -> None:
+    model, _ = build()
+    calls: list[tuple[int, float]] = []
+
+    def stop(step: int, loss: float) -> bool:
+        calls.append((step, loss))
+        return step == 2
+
+    with iterative(tol=1e-4):
+        history = sketchgp.fit(model, iterations=9, callback=stop)
+    assert history.reason == "stopped by the callback"
+    assert calls == list(enumerate(history.losses))
+    assert len(calls) == 3
+
+
+def test_ctrl_c_keeps_the_best() -> None:
+    model, _ = build()
+    seen: list[torch.Tensor] = []
+
+    def interrupt(step: int, loss: float) -> None:
+        seen.append(parameters(model))
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with iterative(tol=1e-6), pytest.warns(UserWarning, match="interrupted after 6 steps"):
+        history = sketchgp.fit(model, iterations=9, learning_rate=1.5, callback=interrupt, tol=0)
+    assert history.reason == "interrupted"
+    assert len(history.losses) == 6
+    assert history.best_step == min(range(6), key=history.losses.__getitem__)
+    assert torch.equal(parameters(model), seen[history.best_step])
+    assert not model.training
+    assert model._sketchgp.probe_seed is None
+
+
+def test_ctrl_c_inside_a_solve_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During the fourth step, in the middle of a product."""
+    from sketchgp.solvers import System
+
+    model, _ = build()
+    best = {}
+
+    def remember(step: int, loss: float) -> None:
+        best[step] = parameters(model)
+        if step == 2:
+
+            def interrupted(*args: Any) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(System, "product", interrupted)
+
+    with iterative(tol=1e-6), pytest.warns(UserWarning, match="interrupted after 3 steps"):
+        history = sketchgp.fit(model, iterations=9, callback=remember)
+    assert torch.equal(parameters(model), best[history.best_step])
+
+
+def test_ctrl_c_before_the_first_loss_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sketchgp.solvers import System
+
+    model, _ = build()
+    before = parameters(model)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(System, "product", interrupted)
+    with iterative(tol=1e-6), pytest.raises(KeyboardInterrupt):
+        sketchgp.fit(model, iterations=9)
+    assert torch.equal(parameters(model), before)
+    assert not model.training
+
+
+def test_an_error_in_the_callback_keeps_the_best_and_is_passed_on() -> None:
+    model, _ = build()
+    seen = []
+
+    def fail(step: int, loss: float) -> None:
+        seen.append(parameters(model))
+        if step == 3:
+            raise ZeroDivisionError
+
+    with iterative(tol=1e-4), pytest.raises(ZeroDivisionError):
+        sketchgp.fit(model, iterations=9, callback=fail)
+    assert any(torch.equal(parameters(model), kept) for kept in seen)
+    assert model._sketchgp.probe_seed is None
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_the_best_kept() -> None:
+    """Later than the first step; here a callback spoils a parameter, as a long step may."""
+    model, _ = build()
+    seen = []
+
+    def spoil(step: int, loss: float) -> None:
+        seen.append(parameters(model))
+        if step == 3:
+            model.covar_module.base_kernel.raw_lengthscale.data.fill_(torch.nan)
+
+    with iterative(tol=1e-4):
+        history = sketchgp.fit(model, iterations=9, callback=spoil)
+    assert "not finite" in history.reason
+    assert len(history.losses) == 4
+    assert all(map(math.isfinite, history.losses))
+    assert torch.equal(parameters(model), seen[history.best_step])
+
+
+def test_a_first_loss_that_is_not_finite_is_an_error() -> None:
+    model, _ = build()
+    targets = model.train_targets.clone()
+    targets[0] = torch.nan
+    model.set_train_data(targets=targets)
+    before = parameters(model)
+    with iterative(tol=1e-4), pytest.raises(sketchgp.NumericalError):
+        sketchgp.fit(model, iterations=3)
+    assert torch.equal(parameters(model), before)
+
+
+def test_solves_that_do_not_converge_warn() -> None:
+    model, _ = build(preconditioner=None, solver=sketchgp.ConjugateGradients(max_iterations=2))
+    with (
+        gpytorch.settings.max_cholesky_size(20),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        sketchgp.fit(model, iterations=3)
+    assert any(issubclass(w.category, sketchgp.ConvergenceWarning) for w in caught)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"iterations": 0},
+        {"iterations": -3},
+        {"iterations": 2.5},
+        {"iterations": None},
+        {"num_probes": 0},
+        {"num_probes": 1.0},
+        {"learning_rate": 0},
+        {"learning_rate": -0.1},
+        {"learning_rate": math.nan},
+        {"learning_rate": "fast"},
+        {"seed": "one"},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_and_change_nothing(wrong: dict[str, Any]) -> None:
+    model, test = build()
+    with iterative():
+        posterior(model, test)
+    before, strategy = parameters(model), model.prediction_strategy
+    with iterative(), pytest.raises(sketchgp.InputError, match=next(iter(wrong))):
+        sketchgp.fit(model, **{"iterations": 2, **wrong})
+    assert torch.equal(parameters(model), before)
+    assert model.prediction_strategy is strategy
+    assert not model.training
+
+
+def test_a_plain_model_is_refused() -> None:
+    model, _ = SOLVED["scale-rbf-ard"].build()
+    with pytest.raises(sketchgp.InputError, match="accelerate"):
+        sketchgp.fit(model)
+    assert model.training
+
+
+def test_a_model_without_data_or_parameters_is_refused() -> None:
+    model, _ = build()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(sketchgp.InputError, match="parameter"):
+        sketchgp.fit(model)
+    model, _ = build()
+    model.train_inputs = model.train_targets = None
+    with pytest.raises(sketchgp.InputError, match="data"):
+        sketchgp.fit(model)

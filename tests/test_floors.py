@@ -1,0 +1,135 @@
+"""The structure of the package: imports go down only, GPyTorch begins at floor 6, no file grows without end.
+
+The source is read, not imported, so this also covers imports inside functions and under ``TYPE_CHECKING``.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "sketchgp"
+FLOORS = {
+    "errors": 0,
+    "report": 0,
+    "settings": 0,
+    "operators": 1,
+    "lowrank": 2,
+    "preconditioners": 3,
+    "solvers": 4,
+    "inference": 5,
+    "models": 6,
+    "accelerate": 6,
+    "fit": 6,
+    "predict": 6,
+    "cli": 7,
+    "__main__": 7,
+    "plotting": 7,
+    "datasets": 7,
+    "__init__": 8,  # re-exports the rest; nothing inside the package may import from it
+}
+GPYTORCH = {"gpytorch", "linear_operator", "botorch"}
+MAX_LINES = 400
+
+
+def imports(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str, str | None]]:
+    """``(line, module, name or None)`` of every import in a file, relative ones made absolute."""
+    package = ["sketchgp", *path.relative_to(source).parent.parts]
+    found: list[tuple[int, str, str | None]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [] if node.level == 0 else package[: len(package) - node.level + 1]
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(node.lineno, module, alias.name) for alias in node.names]
+    return found
+
+
+def top(parts: tuple[str, ...]) -> str:
+    """The folder or file directly under the package that a path belongs to."""
+    return parts[0].removesuffix(".py")
+
+
+def violations(source: Path) -> list[str]:
+    """Every breach of the rules under ``source``, one line each."""
+    broken = []
+    for path in sorted(source.rglob("*.py")):
+        where = path.relative_to(source)
+        part = top(where.parts)
+        if part not in FLOORS:
+            broken.append(f"{where}: '{part}' has no floor; give it one here and in CONTRIBUTING.md")
+            continue
+        floor = FLOORS[part]
+        text = path.read_text(encoding="utf-8")
+        if (lines := text.count("\n")) > MAX_LINES:
+            broken.append(f"{where}: {lines} lines, at most {MAX_LINES}: split it by duty")
+        for line, module, name in imports(ast.parse(text), path, source):
+            root, *inside = module.split(".")
+            if root in GPYTORCH and floor < 6 and part != "operators":
+                broken.append(f"{where}:{line}: imports {root} below floor 6 (only operators/ may)")
+            if root != "sketchgp":
+                continue
+            if inside:
+                target = inside[0]
+            else:  # "from sketchgp import name": a file of ours, or something that __init__ re-exports
+                target = name if name in FLOORS else "__init__"
+            if target not in FLOORS:
+                broken.append(f"{where}:{line}: imports {module}, which has no floor")
+            elif FLOORS[target] > floor:
+                broken.append(f"{where}:{line}: floor {floor} imports {target} from floor {FLOORS[target]}")
+    return broken
+
+
+def test_imports_go_down_only():
+    assert SOURCE.is_dir()
+    broken = violations(SOURCE)
+    assert not broken, "\n".join(broken)
+
+
+def test_no_file_for_odds_and_ends():
+    names = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
+    assert not [path for path in SOURCE.rglob("*.py") if path.name in names]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("solvers/cg.py", "from sketchgp.models import exact", "floor 4 imports models from floor 6"),
+        ("solvers/cg.py", "from ..models.exact import Model", "floor 4 imports models from floor 6"),
+        ("solvers/cg.py", "from .. import accelerate", "floor 4 imports accelerate from floor 6"),
+        ("lowrank/nystrom.py", "def f():\n    import sketchgp.solvers.cg", "floor 2 imports solvers"),
+        ("report.py", "from sketchgp import RPCholesky", "floor 0 imports __init__ from floor 8"),
+        ("report.py", "from .operators import KernelMatrix", "floor 0 imports operators from floor 1"),
+        ("inference/mll.py", "from gpytorch.settings import debug", "imports gpytorch below floor 6"),
+        ("lowrank/greedy.py", "import linear_operator.settings", "imports linear_operator below floor 6"),
+        ("solvers/cg.py", "import torch\n" * (MAX_LINES + 1), f"{MAX_LINES + 1} lines"),
+        ("oddments.py", "", "'oddments' has no floor"),
+        ("fit.py", "import sketchgp.oddments", "imports sketchgp.oddments, which has no floor"),
+    ],
+)
+def test_a_breach_is_found(tmp_path, file, text, complaint):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    found = violations(tmp_path)
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("solvers/cg.py", "from .cholesky import Cholesky\nfrom ..report import SolveReport\nimport torch"),
+        ("operators/kernel.py", "import gpytorch\nfrom linear_operator import LinearOperator"),
+        ("models/exact.py", "import gpytorch\nfrom sketchgp import solvers, errors"),
+        ("__init__.py", "from .accelerate import accelerate\nfrom sketchgp.cli import main"),
+    ],
+)
+def test_what_is_allowed_passes(tmp_path, file, text):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    assert violations(tmp_path) == []

@@ -1,0 +1,169 @@
+"""Saved models: what is loaded is what was saved, code never runs, and a bad file is named with its fault."""
+
+import os
+import pickle
+
+import pytest
+import torch
+
+from sketchgp.cli.model_file import VERSION, SavedModel, load_model, save_model
+from sketchgp.cli.regression import KERNELS, Regression, Scaling
+from sketchgp.errors import InputError
+
+
+def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n, d, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    model = Regression(x, y, kernel).eval()
+    model.covar_module.base_kernel.lengthscale = torch.arange(1.0, d + 1)
+    model.likelihood.noise = 0.03
+    model.mean_module.constant = 0.2
+    weights = torch.randn(n, generator=generator).to(dtype)
+    scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
+    return SavedModel(model, weights, kernel, ("a", "b", "c, and d"), "price", scaling, 1e-4)
+
+
+@pytest.mark.parametrize("kernel", list(KERNELS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_round_trip(tmp_path, kernel, dtype):
+    saved = make(kernel, dtype)
+    path = tmp_path / "model.pt"
+    save_model(path, saved)
+    loaded = load_model(path)
+    assert (loaded.kernel, loaded.features, loaded.target) == (kernel, saved.features, "price")
+    assert (loaded.scaling.y_mean, loaded.scaling.y_std, loaded.residual) == (3.5, 0.25, 1e-4)
+    for one, other in [
+        (loaded.weights, saved.weights),
+        (loaded.scaling.x_mean, saved.scaling.x_mean),
+        (loaded.scaling.x_std, saved.scaling.x_std),
+        (loaded.model.train_inputs[0], saved.model.train_inputs[0]),
+        (loaded.model.train_targets, saved.model.train_targets),
+    ]:
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    expected, found = saved.model.state_dict(), loaded.model.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    x = torch.randn(4, 3).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(x).mean, saved.model(x).mean)
+
+
+def test_nothing_but_the_file_is_left_behind(tmp_path):
+    save_model(tmp_path / "model.pt", make())
+    save_model(tmp_path / "model.pt", make("rbf"))
+    assert os.listdir(tmp_path) == ["model.pt"]
+    assert load_model(tmp_path / "model.pt").kernel == "rbf"
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    save_model(path, make())
+
+    def fail(contents, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(InputError, match="No space left"):
+        save_model(path, make("rbf"))
+    assert os.listdir(tmp_path) == ["model.pt"]
+    assert load_model(path).kernel == "matern52"
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        save_model(tmp_path / "absent" / "model.pt", make())
+
+
+class Trap:
+    """Leaves a mark when unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("writer", [torch.save, lambda trap, path: path.write_bytes(pickle.dumps(trap))])
+def test_loading_never_runs_code(tmp_path, writer):
+    mark = tmp_path / "mark"
+    path = tmp_path / "model.pt"
+    writer({"format": "sketchgp regression", "version": 1, "kernel": Trap(str(mark))}, path)
+    with pytest.raises(InputError, match="not a model saved by sketchgp"):
+        load_model(path)
+    assert not mark.exists()
+    if writer is torch.save:
+        torch.load(path, weights_only=False)  # the trap does work
+        assert mark.exists()
+
+
+def test_foreign_cut_and_missing_files(tmp_path):
+    path = tmp_path / "model.pt"
+    with pytest.raises(InputError, match="no such file"):
+        load_model(path)
+    with pytest.raises(InputError, match="folder"):
+        load_model(tmp_path)
+    save_model(path, make())
+    whole = path.read_bytes()
+    for content in [b"", b"hello, world", b"a,b\n1,2\n", whole[: len(whole) // 2], whole[:-30]]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"model\.pt"):
+            load_model(path)
+    torch.save({"weight": torch.zeros(3)}, path)
+    with pytest.raises(InputError, match="not a model saved by sketchgp"):
+        load_model(path)
+    torch.save(torch.zeros(3), path)
+    with pytest.raises(InputError, match="not a model saved by sketchgp"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("version", VERSION + 1, "newer sketchgp"),
+        ("version", "1", "version"),
+        ("kernel", "cubic", "unknown kernel 'cubic'"),
+        ("kernel", None, "'kernel'"),
+        ("features", ["a", "a", "b"], "different names"),
+        ("features", ["a", "b"], "train_x"),
+        ("target", 3, "'target'"),
+        ("train_y", torch.zeros(11), r"'train_y' has shape \(11,\)"),
+        ("train_y", torch.zeros(12, dtype=torch.float64), "'train_y' has type"),
+        ("train_x", torch.zeros(12, 3, dtype=torch.int64), "'train_x' has type"),
+        ("weights", torch.full((12,), float("nan")), "'weights' holds values that are not finite"),
+        ("weights", [1.0] * 12, "'weights' is a list"),
+        ("x_std", torch.zeros(3, dtype=torch.float64), "not positive"),
+        ("y_std", 0.0, "not positive"),
+        ("y_mean", float("inf"), "'y_mean'"),
+        ("hyperparameters", {}, "hyperparameters"),
+    ],
+)
+def test_every_field_is_checked(tmp_path, field, value, message):
+    path = tmp_path / "model.pt"
+    save_model(path, make())
+    contents = torch.load(path, weights_only=True)
+    assert field in contents
+    torch.save({**contents, field: value}, path)
+    with pytest.raises(InputError, match=message) as raised:
+        load_model(path)
+    assert str(path) in str(raised.value)
+    del contents[field]
+    torch.save(contents, path)
+    with pytest.raises(InputError):
+        load_model(path)
+
+
+def test_hyperparameters_are_checked(tmp_path):
+    path = tmp_path / "model.pt"
+    save_model(path, make())
+    contents = torch.load(path, weights_only=True)
+    for name, value in [
+        ("covar_module.base_kernel.raw_lengthscale", torch.zeros(1, 2)),
+        ("mean_module.raw_constant", torch.tensor(float("nan"))),
+        ("mean_module.raw_constant", 3.0),
+    ]:
+        torch.save({**contents, "hyperparameters": {**contents["hyperparameters"], name: value}}, path)
+        with pytest.raises(InputError, match=name):
+            load_model(path)

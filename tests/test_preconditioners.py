@@ -1,0 +1,377 @@
+"""Preconditioners ``P = F F^T + diag(d)``: against dense algebra, their automatic rank, gradients and cache."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from linear_operator.operators import DenseLinearOperator
+from problems import dense, normal, points, relative, set_scales
+
+from sketchgp import (
+    ConjugateGradients,
+    FullProblem,
+    GreedyCholesky,
+    InputError,
+    Nystrom,
+    NystromEigenPro,
+    RPCholesky,
+    settings,
+)
+from sketchgp.operators import KernelMatrix
+from sketchgp.operators.access import Access
+from sketchgp.preconditioners import PreconditionerCache
+
+N = 90
+CHOICES = {
+    "rpcholesky": RPCholesky(15),
+    "rpcholesky-block": RPCholesky(15, method="block", block_size=4),
+    "greedy": GreedyCholesky(15),
+    "gaussian": Nystrom(15),
+    "uniform": Nystrom(15, sketch="uniform"),
+    "eigenpro": NystromEigenPro(10, subsample_size=40),
+}
+AUTOMATIC = {
+    "rpcholesky": RPCholesky(),
+    "rpcholesky-block": RPCholesky(method="block"),
+    "greedy": GreedyCholesky(),
+    "gaussian": Nystrom(),
+    "uniform": Nystrom(sketch="uniform"),
+    "eigenpro": NystromEigenPro(),
+}
+
+
+def _kernel(dtype=torch.float64, lengthscale=0.4):
+    return set_scales(ScaleKernel(RBFKernel(ard_num_dims=3)), lengthscale=lengthscale).to(dtype)
+
+
+def _operator(dtype=torch.float64, n=N, **options):
+    return KernelMatrix.of(_kernel(dtype, **options), points(n, dtype=dtype))
+
+
+def _noise(kind, n=N, dtype=torch.float64):
+    if kind == "per-point":
+        return torch.linspace(0.01, 0.5, n, dtype=dtype)
+    return torch.full((n,), 0.05, dtype=dtype)
+
+
+@pytest.mark.parametrize("noise", ["constant", "per-point"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_against_dense(name, noise):
+    """Solve, determinant and samples of P, and that P resembles ``K + noise``."""
+    choice, variances = CHOICES[name], _noise(noise)
+    built = choice.build(_operator(), variances)
+    matrix = built.to_dense()
+    assert built.rank == choice.rank
+    rhs = normal(N, 3)
+    assert relative(built.apply_inverse(rhs), torch.linalg.solve(matrix, rhs)) < 1e-10
+    assert relative(built.log_determinant(), torch.linalg.slogdet(matrix).logabsdet) < 1e-10
+    system = dense(_kernel(), points(N)) + torch.diag(variances)
+    values = torch.linalg.eigvals(torch.linalg.solve(matrix, system)).real
+    plain = torch.linalg.eigvalsh(system)
+    assert float(values.max() / values.min()) < 0.5 * float(plain[-1] / plain[0])
+    if name != "eigenpro":  # F F^T <= K, so P is at most K + noise; EigenPro adds lambda
+        residual = dense(_kernel(), points(N)).diagonal() - built.factor.square().sum(1)
+        assert float(values.min()) > 1 - 1e-9
+        assert float(values.max()) < 1 + float((residual / variances).sum()) + 1e-9  # arXiv:2304.12465
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_samples(name):
+    built = CHOICES[name].build(_operator(), _noise("per-point"))
+    count = 50_000
+    samples = built.sample(normal(built.rank, count, seed=1), normal(N, count, seed=2))
+    assert relative(samples @ samples.mT / count, built.to_dense()) < 0.04
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_float32_callers_get_a_float64_preconditioner(name):
+    cache = PreconditionerCache(CHOICES[name])
+    built = cache.get(_operator(torch.float32), _noise("constant", dtype=torch.float32))
+    twin = CHOICES[name].build(_operator(), _noise("constant"))
+    assert built.dtype == torch.float32
+    assert built.factor.dtype == torch.float64
+    assert relative(built.to_dense(), twin.to_dense()) < 1e-4
+    assert built.apply_inverse(normal(N, 2, dtype=torch.float32)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["dense", "kernel-matrix"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_batches(name, stored):
+    kernel = set_scales(ScaleKernel(RBFKernel()).double(), lengthscale=0.4)
+    x = torch.stack([points(N, seed=1), 3 * points(N, seed=2)])
+    matrices = kernel(x).to_dense().detach()
+    operator = DenseLinearOperator(matrices) if stored else KernelMatrix.of(kernel, x)
+    noise = torch.stack([_noise("constant"), _noise("per-point")])
+    built = CHOICES[name].build(operator, noise)
+    assert built.shape == (2, N, N)
+    for index in range(2):
+        single = CHOICES[name].build(DenseLinearOperator(matrices[index]), noise[index])
+        assert relative(built.to_dense()[index], single.to_dense()) < 1e-8
+    rhs = normal(2, N, 3)
+    assert relative(built.apply_inverse(rhs), torch.linalg.solve(built.to_dense(), rhs)) < 1e-10
+
+
+@pytest.mark.parametrize("name", [*CHOICES, *(f"auto-{name}" for name in AUTOMATIC)])
+def test_batch_of_kernels_of_different_rank(name):
+    """One kernel has numerical rank 1, so its factor is padded; gradients must still pass."""
+    shape = torch.Size([2])
+    kernel = ScaleKernel(RBFKernel(batch_shape=shape), batch_shape=shape).double()
+    kernel.base_kernel.lengthscale = torch.tensor([[[1e9]], [[0.5]]])
+    choice = AUTOMATIC[name.removeprefix("auto-")] if name.startswith("auto-") else CHOICES[name]
+    operator = KernelMatrix.of(kernel, points(40))
+    noise = torch.full((2, 40), 0.1, dtype=torch.float64)
+    built = choice.build(operator, noise)
+    assert relative(built.apply_inverse(normal(2, 40, 1)), torch.linalg.solve(built.to_dense(), normal(2, 40, 1))) < 1e-9
+    live = PreconditionerCache(choice).get(operator, noise, differentiable=True)
+    live.log_determinant().sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in kernel.parameters())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_ill_conditioned_noise(name):
+    noise = torch.full((N,), 1e-10, dtype=torch.float64)
+    built = CHOICES[name].build(_operator(lengthscale=2.0), noise)
+    rhs = normal(N, 2)
+    # the residual of a solve with P: cond(P) eps is about 1e-4 here
+    assert relative(built.factor @ (built.factor.mT @ built.apply_inverse(rhs))
+                    + built.diagonal_part.unsqueeze(-1) * built.apply_inverse(rhs), rhs) < 1e-3  # fmt: skip
+    values = torch.linalg.svdvals(built.factor).square()
+    shift = built.diagonal_part[0]
+    expected = (values + shift).log().sum() + (N - built.rank) * shift.log()
+    assert relative(built.log_determinant(), expected) < 1e-6
+
+
+# --- rank -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in AUTOMATIC if name != "eigenpro"])
+def test_automatic_rank_stops_where_the_trace_is_small(name):
+    n = 400
+    operator = KernelMatrix.of(_kernel(lengthscale=2.0), points(n))
+    noise = torch.full((n,), 0.1, dtype=torch.float64)
+    built = AUTOMATIC[name].build(operator, noise)
+    left = operator.diagonal().detach() - built.factor.square().sum(1)
+    assert float((left / noise).sum()) <= 1.0 + 1e-9
+    assert built.rank < 100
+    matrix = dense(_kernel(lengthscale=2.0), points(n)) + 0.1 * torch.eye(n)
+    values = torch.linalg.eigvals(torch.linalg.solve(built.to_dense(), matrix)).real
+    assert float(values.max() / values.min()) <= 2.0
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_automatic_rank_is_bounded(name):
+    n = 400
+    operator = KernelMatrix.of(_kernel(lengthscale=0.02), points(n))  # nearly the identity: no rank is enough
+    noise = torch.full((n,), 1e-6, dtype=torch.float64)
+    bound = math.ceil(10 * math.sqrt(n))
+    built = AUTOMATIC[name].build(operator, noise)
+    assert built.rank <= bound
+    assert built.rank == bound or name == "eigenpro"
+    with settings.memory_budget(16 * n * 7):
+        assert AUTOMATIC[name].build(operator, noise).rank == 7
+    with settings.memory_budget(1):
+        assert AUTOMATIC[name].build(operator, noise).rank == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_few_points(name, n):
+    built = AUTOMATIC[name].build(_operator(n=n), _noise("constant", n))
+    assert relative(built.apply_inverse(normal(n, 1)), torch.linalg.solve(built.to_dense(), normal(n, 1))) < 1e-12
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_rank_deficient_and_constant_matrices(name):
+    for root in (normal(40, 3), torch.ones(40, 1, dtype=torch.float64)):
+        built = AUTOMATIC[name].build(DenseLinearOperator(root @ root.mT), _noise("constant", 40))
+        matrix = root @ root.mT + 0.05 * torch.eye(40)
+        values = torch.linalg.eigvals(torch.linalg.solve(built.to_dense(), matrix)).real
+        assert float(values.max() / values.min()) < 1.1
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "10"])
+@pytest.mark.parametrize("choice", [RPCholesky, GreedyCholesky, Nystrom, NystromEigenPro])
+def test_refuses_ranks_that_are_not_positive_integers(choice, value):
+    with pytest.raises(InputError, match="rank expects a positive integer"):
+        choice(rank=value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RPCholesky(method="greedy"), "method expects"),
+        (lambda: RPCholesky(block_size=0), "block_size expects"),
+        (lambda: Nystrom(sketch="sparse"), "sketch expects"),
+        (lambda: NystromEigenPro(subsample_size=-3), "subsample_size expects"),
+    ],
+)
+def test_refuses_unknown_options(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("choice", [RPCholesky(11), GreedyCholesky(11), Nystrom(11), NystromEigenPro(11)])
+def test_refuses_more_columns_than_points(choice):
+    problem = FullProblem(_kernel(), points(10), normal(10), 0.1)
+    with pytest.raises(InputError, match="exceeds the 10 training points"):
+        ConjugateGradients().solve(problem, preconditioner=choice)
+
+
+# --- gradients ------------------------------------------------------------------------------------------------
+
+
+def _dense_preconditioner(name, choice, selection, kernel, x, noise):
+    """P from the dense kernel matrix by the textbook formulas, with what was selected held fixed."""
+    matrix = kernel(x).to_dense()
+    if name == "eigenpro":
+        root = matrix[:, selection.pivots] @ selection.coefficients
+        return root @ root.mT + torch.diag(noise + selection.shift)
+    if name == "gaussian":
+        generator = torch.Generator().manual_seed(choice.seed)
+        test = torch.linalg.qr(torch.randn(N, choice.rank, dtype=torch.float64, generator=generator)).Q
+    else:
+        test = torch.eye(N, dtype=torch.float64)[:, selection.pivots]
+    sketch = matrix @ test
+    return sketch @ torch.linalg.solve(test.mT @ sketch, sketch.mT) + torch.diag(noise)
+
+
+@pytest.mark.parametrize("noise", ["constant", "per-point"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_gradient_of_the_determinant(name, noise):
+    """With respect to hyperparameters and noise, the pivots held fixed, against dense autograd."""
+    kernel, x = set_scales(ScaleKernel(MaternKernel(nu=1.5)).double(), lengthscale=0.5), points(N)
+    variances = _noise(noise).requires_grad_(True)
+    inputs = [*kernel.parameters(), variances]
+    operator, cache = KernelMatrix.of(kernel, x), PreconditionerCache(CHOICES[name])
+    built = cache.get(operator, variances, differentiable=True)
+    found = torch.autograd.grad(built.log_determinant(), inputs)
+    matrix = _dense_preconditioner(name, CHOICES[name], cache._selection, kernel, x, variances)
+    assert relative(built.to_dense(), matrix) < 1e-9
+    expected = torch.autograd.grad(torch.logdet(matrix), inputs)
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < 1e-6
+
+
+def test_gradient_reaches_float32_parameters():
+    kernel = _kernel(torch.float32)
+    noise = _noise("constant", dtype=torch.float32).requires_grad_(True)
+    operator = KernelMatrix.of(kernel, points(N, dtype=torch.float32))
+    PreconditionerCache(RPCholesky(15)).get(operator, noise, differentiable=True).log_determinant().backward()
+    assert noise.grad.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in kernel.parameters())
+
+
+# --- cache ----------------------------------------------------------------------------------------------------
+
+
+def test_cache_hits_and_misses():
+    cache, noise = PreconditionerCache(RPCholesky(15)), _noise("constant")
+    first = cache.get(_operator(), noise)
+    assert cache.builds == 1
+    again = cache.get(_operator(), noise.clone())  # another object, the same content
+    assert cache.builds == 1
+    assert again.factor.data_ptr() == first.factor.data_ptr()
+    other_noise = cache.get(_operator(), 2 * noise)
+    assert cache.builds == 2
+    assert other_noise.factor.data_ptr() == first.factor.data_ptr()
+    assert relative(other_noise.diagonal_part, 2 * noise) < 1e-15
+    other_kernel = cache.get(_operator(lengthscale=0.41), noise)
+    assert cache.builds == 3
+    assert other_kernel.factor.data_ptr() != first.factor.data_ptr()
+    moved = cache.get(KernelMatrix.of(_kernel(), points(N) + 1e-9 * points(N, seed=5)), noise)
+    assert cache.builds == 4
+    assert moved.factor.data_ptr() != other_kernel.factor.data_ptr()
+
+
+def test_cache_tells_kernels_with_equal_parameters_apart():
+    cache, noise, built = PreconditionerCache(RPCholesky(15)), _noise("constant"), []
+    for base in (RBFKernel(), MaternKernel(nu=0.5), MaternKernel(nu=2.5)):
+        kernel = set_scales(ScaleKernel(base).double())
+        built.append(cache.get(KernelMatrix.of(kernel, points(N)), noise))
+    assert cache.builds == 3
+    assert relative(built[1].to_dense(), built[0].to_dense()) > 1e-3
+    assert relative(built[2].to_dense(), built[1].to_dense()) > 1e-3
+
+
+def test_cache_of_large_inputs_sees_changes():
+    x = points(3000)  # 9000 entries: compared by sums
+    cache, noise = PreconditionerCache(RPCholesky(5)), _noise("constant", 3000)
+    cache.get(KernelMatrix.of(_kernel(), x), noise)
+    cache.get(KernelMatrix.of(_kernel(), x.clone()), noise)
+    assert cache.builds == 1
+    moved = x.clone()
+    moved[[10, 20]] = moved[[20, 10]]
+    cache.get(KernelMatrix.of(_kernel(), moved), noise)
+    assert cache.builds == 2
+
+
+def test_cache_of_stored_matrices():
+    matrix = dense(_kernel(), points(N))
+    cache, noise = PreconditionerCache(RPCholesky(15)), _noise("constant")
+    cache.get(DenseLinearOperator(matrix), noise)
+    cache.get(DenseLinearOperator(matrix.clone()), noise)
+    assert cache.builds == 1
+    cache.get(DenseLinearOperator(1.001 * matrix), noise)
+    assert cache.builds == 2
+
+
+def test_training_steps_reuse_the_pivots_until_they_drift():
+    kernel = set_scales(ScaleKernel(RBFKernel()).double(), lengthscale=0.3)
+    cache, noise, x = PreconditionerCache(RPCholesky(15)), _noise("constant"), points(N)
+
+    def step(lengthscale):
+        kernel.base_kernel.lengthscale = lengthscale
+        cache.get(KernelMatrix.of(kernel, x), noise, differentiable=True)
+        return cache._selection.pivots
+
+    first = step(0.3)
+    assert step(0.301) is first
+    assert step(0.3005) is first
+    assert step(0.05) is not first  # leaves far more of the trace
+
+
+def test_training_step_then_prediction_builds_once_more_at_most():
+    kernel, noise = _kernel(), _noise("constant")
+    cache = PreconditionerCache(RPCholesky(15))
+    operator = KernelMatrix.of(kernel, points(N))
+    live = cache.get(operator, noise, differentiable=True)
+    assert live.factor.requires_grad
+    plain = cache.get(operator, noise)
+    assert cache.builds == 1
+    assert not plain.factor.requires_grad
+    assert relative(plain.to_dense(), live.to_dense()) < 1e-14
+
+
+def test_copies_and_pickles_start_empty():
+    cache = PreconditionerCache(RPCholesky(15, seed=3))
+    cache.get(_operator(), _noise("constant"))
+    assert cache.take_seconds() > 0
+    assert cache.take_seconds() == 0
+    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+        assert other.choice == cache.choice
+        assert other.builds == 0
+        assert other._built is None
+        assert relative(other.get(_operator(), _noise("constant")).to_dense(), cache._built.to_dense()) == 0
+
+
+def test_pivots_are_training_points():
+    cache = PreconditionerCache(RPCholesky(15))
+    pivots = cache.pivots(_operator(), _noise("constant"))
+    assert len(pivots.unique()) == 15
+    assert PreconditionerCache(Nystrom(15)).pivots(_operator(), _noise("constant")) is None
+
+
+def test_names_and_equality():
+    assert RPCholesky(5).name == "RPCholesky"
+    assert Nystrom().name == "Nystrom[gaussian]"
+    assert RPCholesky(5) == RPCholesky(5) != RPCholesky(6)
+    access = Access(_operator().detach())
+    assert RPCholesky(5).select(access, _noise("constant")).pivots.shape == (5,)

@@ -1,0 +1,404 @@
+"""``predict``: the numbers of ``model(x)``, by chunks, and what its low-rank variances promise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+
+import sketchgp
+from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, data, dense, iterative, relative
+
+pytestmark = TORCH_WARNINGS
+PLAIN = ["scale-rbf-ard", "bare-matern", "fixed-noise", "additive-kernel", "deep", "periodic", "active-dims"]
+STRUCTURED = ["ski", "additive-forward", "product-forward"]
+
+
+def build(name: str = "scale-rbf-ard", dtype: torch.dtype = torch.float64, **choices: Any) -> tuple[Any, torch.Tensor]:
+    """An accelerated model and 40 test inputs."""
+    model, test = SOLVED[name].build(dtype)
+    return sketchgp.accelerate(model, **choices), data(d=test[0].shape[-1], m=40, dtype=dtype)[2]
+
+
+def reference(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and latent variance by Cholesky in float64."""
+    model, _ = SOLVED[name].build()
+    model.eval()
+    with dense(), torch.no_grad():
+        found = model(x.double())
+        return found.mean, found.variance
+
+
+def without_noise_for_new_points(name: str) -> bool:
+    return name == "fixed-noise"
+
+
+@pytest.mark.parametrize("variance", ["exact", "auto", None])
+@pytest.mark.parametrize("name", [n for n in PLAIN + STRUCTURED if n != "fixed-noise"])
+def test_gives_the_posterior(name: str, variance: str | None) -> None:
+    model, x = build(name)
+    mean, latent = reference(name, x)
+    with iterative():
+        found = sketchgp.predict(model, x, variance=variance)
+    assert not model.training
+    assert relative(found.mean, mean) < 1e-6
+    assert found.variance_check is None
+    if variance is None:
+        assert found.variance is None
+        assert found.observation_variance is None
+        assert found.variance_method == "none"
+        return
+    assert found.variance_method == "exact"
+    assert relative(found.variance, latent) < 1e-5
+    noise = model.likelihood.noise.detach()
+    assert torch.allclose(found.observation_variance, found.variance + noise)
+
+
+@pytest.mark.parametrize("name", [n for n in PLAIN if n != "fixed-noise"])
+def test_low_rank_variances(name: str) -> None:
+    model, x = build(name)
+    mean, latent = reference(name, x)
+    with iterative():
+        found = sketchgp.predict(model, x, variance="low_rank")
+    assert found.variance_method == "low_rank"
+    assert relative(found.mean, mean) < 1e-6
+    ratio = found.variance / latent
+    assert float(ratio.min()) > 0.98
+    assert float(ratio.max()) < 1.5
+    check = found.variance_check
+    assert check["points"] == 16
+    assert float(ratio.min()) - 1e-4 <= check["median_ratio"] <= check["max_ratio"] <= float(ratio.max()) + 1e-4
+    assert torch.allclose(found.observation_variance, found.variance + model.likelihood.noise.detach())
+    assert found.report.columns == 17, "the mean and the checked points share one solve"
+
+
+def test_low_rank_variances_of_a_poor_rank_say_so() -> None:
+    """Ten pivots cannot explain this kernel; the check must tell."""
+    model, x = build(preconditioner=sketchgp.RPCholesky(rank=5))
+    _, latent = reference("scale-rbf-ard", x)
+    with iterative():
+        found = sketchgp.predict(model, x, variance="low_rank")
+    ratio = found.variance / latent
+    assert float(ratio.min()) > 0.99, "FITC lies above"
+    assert found.variance_check["max_ratio"] > 2
+    assert found.variance_check["max_ratio"] <= float(ratio.max()) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("choice", [None, sketchgp.Nystrom(rank=60), sketchgp.NystromEigenPro(rank=20)], ids=str)
+def test_low_rank_variances_without_pivots(choice: Any) -> None:
+    """Dense sketches and no preconditioner at all have no pivots; points at random stand in."""
+    model, x = build(preconditioner=choice)
+    _, latent = reference("scale-rbf-ard", x)
+    with iterative():
+        found = sketchgp.predict(model, x, variance="low_rank")
+    ratio = found.variance / latent
+    assert float(ratio.min()) > 0.95
+    assert float(ratio.max()) < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("matmul", ["dense", "tiled", "gpytorch"])
+def test_every_matmul(matmul: str, dtype: torch.dtype) -> None:
+    model, x = build(dtype=dtype, matmul=matmul)
+    mean, latent = reference("scale-rbf-ard", x)
+    with iterative(tol=1e-4 if dtype == torch.float32 else 1e-8):
+        exact = sketchgp.predict(model, x, variance="exact")
+        model.train()
+        low_rank = sketchgp.predict(model, x, variance="low_rank")
+    assert exact.mean.dtype == exact.variance.dtype == low_rank.variance.dtype == dtype
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-6
+    assert relative(exact.mean, mean) < tolerance
+    assert relative(low_rank.mean, mean) < tolerance
+    assert relative(exact.variance, latent) < 10 * tolerance
+    assert relative(low_rank.variance, latent) < 0.3
+
+
+@pytest.mark.parametrize("variance", ["exact", "low_rank", None])
+@pytest.mark.parametrize("batch_size", [1, 7, 39, 40, 1000])
+def test_chunks_equal_the_whole(variance: str | None, batch_size: int) -> None:
+    model, x = build()
+    with iterative():
+        whole = sketchgp.predict(model, x, variance=variance)
+        model.train()
+        parts = sketchgp.predict(model, x, variance=variance, batch_size=batch_size)
+    assert parts.mean.shape == (40,)
+    assert relative(parts.mean, whole.mean) < 1e-6
+    if variance is not None:
+        assert relative(parts.variance, whole.variance) < 1e-5
+
+
+def test_chunks_of_a_structured_kernel_equal_the_whole() -> None:
+    model, x = build("ski")
+    mean, latent = reference("ski", x)
+    with iterative():
+        parts = sketchgp.predict(model, x, batch_size=9)
+    assert relative(parts.mean, mean) < 1e-6
+    assert relative(parts.variance, latent) < 1e-5
+
+
+def test_one_test_point() -> None:
+    model, x = build()
+    mean, latent = reference("scale-rbf-ard", x[:1])
+    with iterative():
+        for variance in ("exact", "low_rank"):
+            found = sketchgp.predict(model, x[:1], variance=variance)
+            assert found.mean.shape == found.variance.shape == (1,)
+            assert relative(found.mean, mean) < 1e-6
+            assert relative(found.variance, latent) < (1e-5 if variance == "exact" else 0.3)
+
+
+def test_the_report_is_of_the_solve_behind_the_mean() -> None:
+    model, x = build()
+    with iterative():
+        first = sketchgp.predict(model, x, variance=None)
+        again = sketchgp.predict(model, x, variance=None)
+    assert isinstance(first.report, sketchgp.SolveReport)
+    assert first.report.columns == 1
+    assert first.report.converged
+    assert again.report is None, "nothing was solved again"
+    assert torch.equal(first.mean, again.mean)
+
+
+def test_a_new_model_is_not_predicted_with_old_weights() -> None:
+    """fit, load_state_dict, set_train_data between two predictions."""
+    model, x = build()
+    with iterative():
+        before = sketchgp.predict(model, x, variance="low_rank")
+        model.set_train_data(targets=model.train_targets.flip(0))
+        after = sketchgp.predict(model, x, variance="low_rank")
+        plain, _ = SOLVED["scale-rbf-ard"].build()
+        plain.set_train_data(targets=plain.train_targets.flip(0))
+        plain.eval()
+        with dense(), torch.no_grad():
+            expected = plain(x).mean
+        assert relative(after.mean, expected) < 1e-6
+        assert relative(before.mean, expected) > 1e-2
+        model.train()
+        model.covar_module.base_kernel.lengthscale = 0.9
+        later = sketchgp.predict(model, x, variance="low_rank")
+        plain.train()
+        plain.covar_module.base_kernel.lengthscale = 0.9
+        plain.eval()
+        with dense(), torch.no_grad():
+            found = plain(x)
+    assert relative(later.mean, found.mean) < 1e-6
+    assert relative(later.variance, found.variance) < 0.3
+
+
+def test_predict_and_the_model_share_their_solve() -> None:
+    model, x = build()
+    with iterative():
+        found = sketchgp.predict(model, x, variance="low_rank")
+        with sketchgp.record_solves() as solves, torch.no_grad(), gpytorch.settings.skip_posterior_variances():
+            mean = model(x).mean
+    assert not solves
+    assert relative(mean, found.mean) < 1e-12
+
+
+def test_auto_takes_low_rank_where_exact_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sketchgp.predict._EXACT_WORK", {"cpu": 1e3})
+    with iterative():
+        model, x = build()
+        assert sketchgp.predict(model, x).variance_method == "low_rank"
+        model, x = build("ski")
+        mean, latent = reference("ski", x)
+        found = sketchgp.predict(model, x)
+    assert found.variance_method == "exact", "a structured kernel falls back"
+    assert relative(found.mean, mean) < 1e-6
+    assert relative(found.variance, latent) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(LEFT_ALONE))
+def test_models_left_alone_are_predicted_too(name: str) -> None:
+    model, test = LEFT_ALONE[name].build()
+    sketchgp.accelerate(model)
+    plain, _ = LEFT_ALONE[name].build()
+    plain.eval()
+    with iterative():
+        with torch.no_grad():
+            expected = plain(*test)
+        found = sketchgp.predict(model, test[0], batch_size=5)
+    assert relative(found.mean, expected.mean) < 1e-3
+    assert relative(found.variance, expected.variance) < 1e-2
+
+
+def test_fixed_noise_gives_the_latent_posterior() -> None:
+    """New points have no noise of their own in this likelihood (but a learned one)."""
+    model, x = build("fixed-noise")
+    mean, latent = reference("fixed-noise", x)
+    with iterative():
+        found = sketchgp.predict(model, x, variance=None)
+        assert relative(found.mean, mean) < 1e-6
+        model.eval()
+        with torch.no_grad():
+            assert relative(model(x).variance, latent) < 1e-5
+
+
+def test_fixed_noise_of_the_training_points_is_not_that_of_new_ones() -> None:
+    """As many new points as training points: GPyTorch would hand out the training noise, point by point."""
+    model, _ = build("fixed-noise")
+    new = data(n=180, m=180)[2]
+    with iterative(tol=1e-4):
+        try:
+            found = sketchgp.predict(model, new)
+        except sketchgp.InputError:
+            return
+    noise = found.observation_variance - found.variance
+    assert float(noise.max() - noise.min()) < 1e-6, "noise of unrelated points"
+
+
+@pytest.mark.parametrize("variance", ["exact", "low_rank"])
+def test_fixed_noise_and_an_observation_variance(variance: str) -> None:
+    """Either the learned noise is added (the noise of new points is not known) or it is refused, never a guess."""
+    model, x = build("fixed-noise")
+    _, latent = reference("fixed-noise", x)
+    with iterative():
+        try:
+            found = sketchgp.predict(model, x, variance=variance)
+        except sketchgp.InputError as error:
+            assert "variance=None" in str(error)
+            return
+    assert relative(found.variance, latent) < 0.3
+
+
+def test_missing_targets() -> None:
+    """The mean is that of the observed points; a variance that counts missing points as seen is never given."""
+    model, x = build()
+    targets = model.train_targets.clone()
+    missing = torch.arange(180) % 3 == 0
+    plain, _ = SOLVED["scale-rbf-ard"].build()
+    plain.set_train_data(plain.train_inputs[0][~missing], targets[~missing], strict=False)
+    plain.eval()
+    with dense(), torch.no_grad():
+        expected = plain(x)
+        mean, latent = expected.mean, expected.variance
+    targets[missing] = torch.nan
+    model.set_train_data(targets=targets)
+    with iterative(), gpytorch.settings.observation_nan_policy("mask"):
+        assert relative(sketchgp.predict(model, x, variance=None).mean, mean) < 1e-6
+        try:
+            found = sketchgp.predict(model, x)
+        except sketchgp.InputError:
+            return
+    assert relative(found.variance, latent) < 1e-4
+
+
+def test_a_batch_model() -> None:
+    model, test = SOLVED["batch"].build()
+    sketchgp.accelerate(model)
+    plain, _ = SOLVED["batch"].build()
+    plain.eval()
+    with dense(), torch.no_grad():
+        expected = plain(*test)
+    with iterative():
+        try:
+            found = sketchgp.predict(model, test[0][0], batch_size=5)
+        except sketchgp.InputError:
+            return
+    assert relative(found.mean, expected.mean) < 1e-6
+    assert relative(found.variance, expected.variance) < 1e-5
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"variance": "fast"}, "variance"),
+        ({"variance": True}, "variance"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"batch_size": 2.0}, "batch_size"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], match: str) -> None:
+    model, x = build()
+    with pytest.raises(sketchgp.InputError, match=match):
+        sketchgp.predict(model, x, **options)
+    assert model.training, "a refusal changes nothing"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x[:, 0],
+        lambda x: x[:, :1],
+        lambda x: x.unsqueeze(0),
+        lambda x: x[:0],
+        lambda x: x.float(),
+        lambda x: x.int(),
+        lambda x: torch.where(x > 0.5, math.nan, x),
+        lambda x: x / 0,
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: None,
+    ],
+    ids=["(m,)", "(m, d-1)", "(1, m, d)", "empty", "float32", "int", "nan", "inf", "list", "numpy", "None"],
+)
+def test_wrong_inputs(wrong: Any) -> None:
+    model, x = build()
+    with pytest.raises(sketchgp.InputError, match="x "):
+        sketchgp.predict(model, wrong(x))
+    assert model.training
+
+
+def test_a_plain_model_is_refused() -> None:
+    model, _ = SOLVED["scale-rbf-ard"].build()
+    with pytest.raises(sketchgp.InputError, match="accelerate"):
+        sketchgp.predict(model, data()[2])
+
+
+def test_a_model_without_data_is_refused() -> None:
+    model, x = build()
+    model.train_inputs = model.train_targets = None
+    with pytest.raises(sketchgp.InputError, match="data"):
+        sketchgp.predict(model, x)
+
+
+def test_several_inputs_are_refused() -> None:
+    """A Hadamard model takes task numbers beside x, for which predict has no argument."""
+    model, x = build("hadamard")
+    with iterative(), pytest.raises(sketchgp.InputError):
+        sketchgp.predict(model, x)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_low_rank_variances_of_a_structured_kernel_are_refused(name: str) -> None:
+    model, x = build(name)
+    with iterative(), pytest.raises(sketchgp.InputError, match="exact"):
+        sketchgp.predict(model, x, variance="low_rank")
+
+
+def test_low_rank_variances_with_missing_targets_are_refused() -> None:
+    model, x = build()
+    targets = model.train_targets.clone()
+    targets[4] = torch.nan
+    model.set_train_data(targets=targets)
+    with (
+        iterative(),
+        gpytorch.settings.observation_nan_policy("mask"),
+        pytest.raises(sketchgp.InputError),
+    ):
+        sketchgp.predict(model, x, variance="low_rank")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variance", [None, "low_rank"])
+def test_never_makes_a_test_by_train_matrix(monkeypatch: pytest.MonkeyPatch, variance: str | None) -> None:
+    from test_accelerate_lifecycle import Largest
+
+    monkeypatch.setattr("sketchgp.operators.tiles._CPU_ENTRIES", 2**12)
+    model, _ = build(preconditioner=sketchgp.RPCholesky(rank=20), matmul="tiled")
+    x = data(m=400)[2]
+    with iterative(tol=1e-3), Largest() as largest:
+        found = sketchgp.predict(model, x, variance=variance)
+    assert found.mean.shape == (400,)
+    assert largest.entries < 180 * 400 / 3
+    assert largest.entries < 180 * 180

@@ -1,0 +1,171 @@
+"""The public names: exactly these, each documented, each on the signature that the README shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from importlib import resources
+
+import pytest
+
+import sketchgp
+
+NAMES = {
+    "Cholesky",
+    "ConjugateGradients",
+    "ConvergenceWarning",
+    "FitHistory",
+    "FullProblem",
+    "GreedyCholesky",
+    "InputError",
+    "NumericalError",
+    "Nystrom",
+    "NystromEigenPro",
+    "Prediction",
+    "RPCholesky",
+    "SketchGPError",
+    "Solution",
+    "SolveReport",
+    "accelerate",
+    "fit",
+    "predict",
+    "record_solves",
+    "restore",
+    "settings",
+}
+
+# name -> parameters in order, with their defaults (... for a required one)
+SIGNATURES = {
+    "accelerate": {"model": ..., "preconditioner": "auto", "solver": "auto", "matmul": "auto"},
+    "restore": {"model": ...},
+    "RPCholesky": {"rank": None, "method": "accelerated", "block_size": None, "seed": 0},
+    "GreedyCholesky": {"rank": None},
+    "Nystrom": {"rank": None, "sketch": "gaussian", "seed": 0},
+    "NystromEigenPro": {"rank": None, "subsample_size": None, "seed": 0},
+    "ConjugateGradients": {"tol": None, "max_iterations": None, "precision": "auto"},
+    "Cholesky": {},
+    "FullProblem": {"kernel": ..., "x": ..., "y": ..., "noise": ...},
+    "record_solves": {},
+    "fit": {
+        "model": ...,
+        "mll": None,
+        "iterations": 50,
+        "learning_rate": 0.1,
+        "num_probes": 10,
+        "seed": 0,
+        "progress": None,
+        "callback": None,
+    },
+    "predict": {"model": ..., "x": ..., "variance": "auto", "batch_size": None, "progress": None},
+}
+REPORT_FIELDS = {
+    "solver",
+    "preconditioner",
+    "n",
+    "columns",
+    "iterations",
+    "matmuls",
+    "residual",
+    "history",
+    "tol",
+    "converged",
+    "reason",
+    "seconds",
+    "setup_seconds",
+    "rank",
+    "dtype",
+    "device",
+    "peak_memory",
+}
+
+
+def test_names_are_exactly_these():
+    assert set(sketchgp.__all__) - {"__version__"} == NAMES
+    assert len(sketchgp.__all__) == len(set(sketchgp.__all__))
+    for name in sketchgp.__all__:
+        assert hasattr(sketchgp, name)
+
+
+def test_package_data_is_installed():
+    package = resources.files("sketchgp")
+    assert package.joinpath("py.typed").is_file()
+    assert any(entry.name.endswith(".npz") for entry in package.joinpath("data").iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_documented(name):
+    thing = getattr(sketchgp, name)
+    text = inspect.getdoc(thing) or ""
+    assert thing.__doc__, f"sketchgp.{name} has no docstring of its own"
+    assert len(text) >= 20
+    # what dataclasses write by themselves, "Name(field: type, ...)", explains nothing
+    assert not text.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_public_methods_documented(name):
+    thing = getattr(sketchgp, name)
+    if not inspect.isclass(thing):
+        return
+    bare = [
+        member
+        for member, value in vars(thing).items()
+        if not member.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, (property, staticmethod, classmethod)))
+        and not inspect.getdoc(getattr(thing, member))
+    ]
+    assert not bare, f"no docstring: {', '.join(f'{name}.{member}' for member in bare)}"
+
+
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_signature(name):
+    parameters = inspect.signature(getattr(sketchgp, name)).parameters
+    # further parameters are allowed when they have a default
+    actual = {key: ... if p.default is p.empty else p.default for key, p in parameters.items()}
+    expected = SIGNATURES[name]
+    assert [key for key in actual if key in expected] == list(expected)
+    assert {key: actual[key] for key in expected} == expected
+    assert all(value is not ... for key, value in actual.items() if key not in expected)
+
+
+@pytest.mark.parametrize("name", ["ConjugateGradients", "Cholesky"])
+def test_solvers_solve_problems(name):
+    assert list(inspect.signature(getattr(sketchgp, name).solve).parameters)[:2] == ["self", "problem"]
+
+
+def test_solve_signature():
+    parameters = inspect.signature(sketchgp.ConjugateGradients.solve).parameters
+    assert {key: p.default for key, p in list(parameters.items())[2:]} == {
+        "preconditioner": "auto",
+        "matmul": "auto",
+        "initial": None,
+        "callback": None,
+        "progress": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro", "ConjugateGradients", "Cholesky"],
+)
+def test_choices_are_frozen_and_comparable(choice):
+    make = getattr(sketchgp, choice)
+    assert make() == make()
+    assert choice in repr(make())
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        make().rank = 3
+
+
+def test_result_fields():
+    assert {field.name for field in dataclasses.fields(sketchgp.SolveReport)} >= REPORT_FIELDS
+    names = {field.name for field in dataclasses.fields(sketchgp.Prediction)}
+    assert names >= {"mean", "variance", "observation_variance", "variance_method", "variance_check", "report"}
+    names = {field.name for field in dataclasses.fields(sketchgp.FitHistory)}
+    assert names >= {"losses", "seconds", "reason"}
+    assert isinstance(sketchgp.SolveReport.max_residual, property)
+
+
+def test_errors_have_one_base():
+    assert issubclass(sketchgp.InputError, sketchgp.SketchGPError)
+    assert issubclass(sketchgp.InputError, ValueError)
+    assert issubclass(sketchgp.ConvergenceWarning, UserWarning)
