@@ -6,6 +6,8 @@ after rebuilding that operator several times.  This subclass carries its choices
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,43 @@ from ..operators import KernelMatrix
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
 from .acceleration import Acceleration, Inverse
+
+
+@contextmanager
+def iterative() -> Iterator[None]:
+    """Solves and log determinants by iteration, unless a ``fast_computations`` block of the user's says otherwise.
+
+    ``import botorch`` turns both off for the whole process by changing their defaults; a model that was accelerated
+    is meant to be solved by sketchgp all the same.
+    """
+    with ExitStack() as stack:
+        for flag in (settings.fast_computations.solves, settings.fast_computations.log_prob):
+            if flag.is_default():
+                stack.enter_context(flag(True))
+        yield
+
+
+class _Solve(torch.autograd.Function):
+    """``(K + noise)^-1 rhs``; the gradient takes one more solve, and one bilinear derivative by tiles."""
+
+    @staticmethod
+    def forward(ctx: Any, tree: Any, rhs: Tensor, *args: Tensor) -> Tensor:
+        operator = tree(*args)
+        value = operator._solve(rhs, operator._solve_preconditioner())
+        ctx.tree = tree
+        ctx.save_for_backward(value, *args)
+        ctx.rhs_shape = rhs.shape
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        value, *args = ctx.saved_tensors
+        back = _Solve.apply(ctx.tree, grad, *args)
+        of_args: tuple[Tensor | None, ...] = (None,) * len(args)
+        if any(ctx.needs_input_grad[2:]):  # symmetrized, as the matrix is symmetric
+            left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
+            of_args = ctx.tree(*args)._bilinear_derivative(left, right)
+        return (None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
 class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
@@ -53,6 +92,20 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         return self._diag_tensor._diagonal()
 
     # --- solves and preconditioner --------------------------------------------------------------------------
+
+    def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
+        with iterative():
+            small = self.shape[-1] <= settings.max_cholesky_size.value() or settings.fast_computations.solves.off()
+            if self.acceleration is None or small:
+                return super().solve(right_tensor, left_tensor)
+            rhs = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
+            value = _Solve.apply(self.representation_tree(), rhs, *self.representation())
+            value = value.squeeze(-1) if right_tensor.dim() == 1 else value
+            return value if left_tensor is None else left_tensor @ value
+
+    def inv_quad_logdet(self, *args: Any, **kwargs: Any) -> Any:
+        with iterative():
+            return super().inv_quad_logdet(*args, **kwargs)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
         acceleration = self.acceleration

@@ -13,7 +13,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from linear_operator.operators import AddedDiagLinearOperator
 
 from .acceleration import Acceleration
-from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator
+from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator, iterative
 
 ATTRIBUTE = "_sketchgp"  # where instances keep their Acceleration
 _subclasses: dict[tuple[type, type], type] = {}
@@ -58,13 +58,24 @@ class AcceleratedLikelihood(_Accelerated):
         accelerated = AcceleratedAddedDiagLinearOperator(
             covariance._linear_op, covariance._diag_tensor, acceleration=self.__dict__[ATTRIBUTE]
         )
+        cls = accelerated_class(type(marginal), AcceleratedDistribution)
         if isinstance(marginal, MultitaskMultivariateNormal):
-            return type(marginal)(marginal.mean, accelerated, interleaved=marginal._interleaved)
-        return type(marginal)(marginal.mean, accelerated)
+            return cls(marginal.mean, accelerated, interleaved=marginal._interleaved)
+        return cls(marginal.mean, accelerated)
+
+
+class AcceleratedDistribution(_Accelerated):
+    """``N(mean, K + noise)`` whose log density goes to the accelerated operator whatever BoTorch made the default."""
+
+    def log_prob(self, value: Any) -> Any:
+        with iterative():
+            return super().log_prob(value)  # type: ignore[misc]
 
 
 def accelerated_class(base: type, mixin: type) -> type:
     """The subclass of ``base`` with ``mixin`` in front, made once."""
+    if issubclass(base, mixin):
+        return base
     key = (base, mixin)
     if key not in _subclasses:
         _subclasses[key] = type(f"Accelerated{base.__name__}", (mixin, base), {"__module__": base.__module__})
