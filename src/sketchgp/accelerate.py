@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
@@ -78,7 +77,10 @@ def accelerate(
     for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
         if not is_accelerated(module):
             module.__class__ = accelerated_class(type(module), mixin)
-        module.__dict__[ATTRIBUTE] = acceleration
+    owners = likelihood.__dict__.setdefault(ATTRIBUTE, [])
+    before = model.__dict__.get(ATTRIBUTE)
+    owners[:] = [owner for owner in owners if owner is not before] + [acceleration]
+    model.__dict__[ATTRIBUTE] = acceleration
     model._clear_cache()
     return model
 
@@ -91,10 +93,18 @@ def restore(model: Model) -> Model:
     """
     if not is_accelerated(model):
         raise InputError("restore expects a model that accelerate was called on.")
-    for module in (model, model.likelihood):
-        if is_accelerated(module):
-            module.__class__ = plain_class(type(module))
-            module.__dict__.pop(ATTRIBUTE, None)
+    acceleration = model.__dict__.pop(ATTRIBUTE)
+    model.__class__ = plain_class(type(model))
+    likelihood = model.likelihood
+    if is_accelerated(likelihood):
+        owners = likelihood.__dict__[ATTRIBUTE]
+        others = [owner for owner in owners if owner is not acceleration]
+        owners[:] = (
+            others if len(others) < len(owners) else []
+        )  # a likelihood copied apart from its model has one owner
+        if not owners:
+            likelihood.__class__ = plain_class(type(likelihood))
+            del likelihood.__dict__[ATTRIBUTE]
     model._clear_cache()
     return model
 
@@ -120,18 +130,21 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None) -> None:
             raise InputError(f"The model's training inputs (number {number}) hold NaN or infinity.")
     if bool(torch.isinf(model.train_targets).any()):
         raise InputError("The model's training targets hold infinity.")
-    parameter = next(model.parameters(), None)
-    if parameter is not None and inputs[0].is_floating_point() and parameter.dtype != inputs[0].dtype:
+    dtype, targets = inputs[0].dtype, model.train_targets
+    if inputs[0].is_floating_point():
+        wrong = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype != dtype]
+        if wrong or targets.dtype != dtype:
+            what = f"parameter {wrong[0]}" if wrong else "training targets"
+            raise InputError(
+                f"The model's training inputs are {dtype} and its {what} are not; convert all of it: "
+                "model.double() or model.float()."
+            )
+    if inputs[0].device != targets.device:
+        raise InputError(f"Training inputs are on {inputs[0].device} and targets on {targets.device}; use one device.")
+    noise = getattr(model.likelihood, "noise", None)
+    if torch.is_tensor(noise) and not bool((torch.isfinite(noise) & (noise > 0)).all()):
         raise InputError(
-            f"The model's parameters are {parameter.dtype} and its training inputs {inputs[0].dtype}; "
-            "convert both: model.double() or model.float()."
+            f"The likelihood's noise must be positive and finite; the least is {float(noise.detach().min())}."
         )
-    if inputs[0].device != model.train_targets.device:
-        raise InputError(
-            f"Training inputs are on {inputs[0].device} and targets on {model.train_targets.device}; use one device."
-        )
-    likelihood = model.likelihood
-    if isinstance(likelihood, GaussianLikelihood) and not bool((likelihood.noise > 0).all()):
-        raise InputError(f"The likelihood's noise must be positive, it is {float(likelihood.noise.min())}.")
     if preconditioner is not None:
         preconditioner.validate(inputs[0].shape[-2])

@@ -71,7 +71,9 @@ def fit(
     for name, count in (("iterations", iterations), ("num_probes", num_probes)):
         if not isinstance(count, int) or count < 1:
             raise InputError(f"{name} expects a positive integer, got {count!r}.")
-    if not learning_rate > 0:
+    if not isinstance(seed, int):
+        raise InputError(f"seed expects an integer, got {seed!r}.")
+    if not isinstance(learning_rate, int | float) or not learning_rate > 0:
         raise InputError(f"learning_rate expects a positive number, got {learning_rate!r}.")
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("fit expects a model with training data.")
@@ -92,11 +94,7 @@ def fit(
         ):
             for step in range(iterations):
                 optimizer.zero_grad()
-                with warnings.catch_warnings():
-                    warnings.simplefilter("once", ConvergenceWarning)
-                    loss = -mll(model(*model.train_inputs), model.train_targets).sum()
-                    loss.backward()
-                value = float(loss.detach())
+                value = _loss(model, mll)
                 if not math.isfinite(value) or not all(_finite_gradient(p) for p in parameters):
                     if step == 0:
                         raise NumericalError("The marginal likelihood is not finite; check the data and the noise.")
@@ -132,6 +130,18 @@ def fit(
         optimizer.zero_grad()
         model.eval()
     return history
+
+
+def _loss(model: ExactGP, mll: Any) -> float:
+    """One forward and backward pass; NaN where the linear algebra broke down."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", ConvergenceWarning)
+        try:
+            loss = -mll(model(*model.train_inputs), model.train_targets).sum()
+            loss.backward()
+        except NumericalError:
+            return math.nan
+    return float(loss.detach())
 
 
 def _copy(parameters: list[torch.nn.Parameter]) -> list[Tensor]:

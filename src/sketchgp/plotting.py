@@ -12,6 +12,8 @@ from .errors import InputError
 
 __all__ = ["Curve", "matplotlib_hint", "plot_convergence"]
 
+_RING: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2}
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -22,7 +24,8 @@ class Curve:
     :param seconds: time at each of them, from the start, set-up included; same length.
     :param color: any matplotlib colour.
     :param style: line style, ``"-"`` or ``"--"``.
-    :param true_residual: the residual measured at the end, drawn as a ring where it belongs.
+    :param true_residual: the residual measured at the end, drawn as a ring.
+    :param note: an iteration and a short text to write beside it.
     """
 
     label: str
@@ -31,6 +34,7 @@ class Curve:
     color: str
     style: str = "-"
     true_residual: float | None = None
+    note: tuple[int, str] | None = None
 
 
 def matplotlib_hint() -> str | None:
@@ -59,69 +63,35 @@ def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tole
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     # A Figure of its own, without pyplot: no window system, no state left behind.
-    figure = Figure(figsize=(11, 5.4), dpi=150)
+    figure = Figure(figsize=(11.5, 5.4), dpi=150)
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
-    lowest = min([*tolerances.values(), *(min(curve.residuals) for curve in curves)])
-    highest = max(max(curve.residuals) for curve in curves)
     for axis, by_time in zip(axes, (False, True), strict=True):
-        for name, tolerance in tolerances.items():
+        for tolerance in tolerances.values():
             axis.axhline(tolerance, color="0.45", linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-            axis.annotate(
-                name,
-                (0.01, tolerance),
-                xycoords=("axes fraction", "data"),
-                xytext=(0, -3),
-                textcoords="offset points",
-                va="top",
-                color="0.35",
-                fontsize=8.5,
-            )
-        for curve in curves:
-            x = curve.seconds if by_time else range(len(curve.residuals))
-            # A logarithmic axis has no zero: iteration 0 is left out of the left panel.
-            points = [(a, r) for a, r in zip(x, curve.residuals, strict=True) if a > 0 and r > 0]
-            if not points:
-                continue
-            horizontal, vertical = zip(*points, strict=True)
-            axis.plot(
-                horizontal,
-                vertical,
-                color=curve.color,
-                linestyle=curve.style,
-                linewidth=2,
-                label=curve.label,
-                zorder=3,
-            )
-            if curve.true_residual is not None:
-                axis.plot(
-                    horizontal[-1:],
-                    [curve.true_residual],
-                    marker="o",
-                    markersize=8,
-                    markerfacecolor="white",
-                    markeredgecolor=curve.color,
-                    markeredgewidth=2,
-                    linestyle="none",
-                    zorder=4,
-                )
+        for order, curve in enumerate(reversed(curves)):  # the first curve ends up on top
+            _draw(axis, curve, by_time, order + 2)
         axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.set_ylim(lowest / 2.5, highest * 2)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.xaxis.set_minor_locator(LogLocator(subs=range(2, 10)))
         axis.grid(True, which="major", color="0.9", linewidth=0.8)
         axis.set_axisbelow(True)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
+    lowest = min([*tolerances.values(), *(min(curve.residuals) for curve in curves)])
+    axes[0].set_ylim(lowest / 2, max(max(curve.residuals) for curve in curves) * 2)
+    for name, tolerance in tolerances.items():
+        where = {"xy": (1.01, tolerance), "xycoords": ("axes fraction", "data"), "annotation_clip": False}
+        axes[1].annotate(name, **where, va="center", color="0.35", fontsize=9)
     axes[0].set_xlabel("iterations of conjugate gradients")
     axes[1].set_xlabel("seconds, building the preconditioner included")
     axes[0].set_ylabel("relative residual  ||(K + noise I) w - y|| / ||y||")
     figure.suptitle(title, fontsize=12, x=0.012, ha="left")
     handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = handles[::-1], labels[::-1]
     if any(curve.true_residual is not None for curve in curves):
-        ring: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": "0.25", "markeredgewidth": 2}
-        handles.append(Line2D([], [], linestyle="none", marker="o", markersize=8, **ring))
+        handles.append(Line2D([], [], linestyle="none", marker="o", markersize=8, color="0.25", **_RING))
         labels.append("true residual at the end, in float64")
     figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.04, 0.0), ncols=2, frameon=False, fontsize=9.5)
     figure.tight_layout(rect=(0, 0.01 + 0.042 * ((len(labels) + 1) // 2), 1, 0.98))
@@ -130,3 +100,29 @@ def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tole
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
     return Path(path)
+
+
+def _draw(axis: Any, curve: Curve, by_time: bool, order: int) -> None:
+    """One curve, from the state before the first iteration on where the logarithmic axis can show it."""
+    x = list(curve.seconds) if by_time else list(range(len(curve.residuals)))
+    first = 1 if not by_time or (len(x) > 1 and x[0] < x[1] / 10) else 0
+    x, y = x[first:], list(curve.residuals[first:])
+    if not x:
+        return
+    few = len(x) <= 40
+    line = {"linestyle": curve.style, "color": curve.color, "label": curve.label, "zorder": order}
+    axis.plot(x, y, linewidth=2 if few else 1.2, marker="." if few else "", markersize=7, **line)
+    if curve.true_residual is not None:
+        ring = {"marker": "o", "markersize": 8, "color": curve.color, "linestyle": "none", "zorder": 100 + order}
+        axis.plot(x[-1:], [curve.true_residual], **ring, **_RING)
+    if curve.note is not None and not by_time and 0 < curve.note[0] < len(curve.residuals):
+        at, text = curve.note
+        axis.annotate(
+            text,
+            (at, curve.residuals[at]),
+            xytext=(14, 2),
+            textcoords="offset points",
+            color=curve.color,
+            fontsize=8.5,
+            va="center",
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gpytorch import settings
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.exact_prediction_strategies import prediction_strategy
 from gpytorch.utils.memoize import add_to_cache
@@ -33,7 +34,8 @@ _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for
 
 @dataclass
 class Prediction:
-    """Posterior at m points.  ``variance`` is of the latent function, ``observation_variance`` has the noise added.
+    """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
+    is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
     ``variance_method`` is ``"exact"`` (one linear solve a point), ``"low_rank"``
     (:class:`sketchgp.inference.LowRankVariance`) or ``"none"``; ``variance_check`` compares the low-rank variance
@@ -127,6 +129,16 @@ def predict(
         raise InputError(f"batch_size expects a positive integer or None, got {batch_size!r}.")
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("predict expects a model with training data.")
+    if len(model.train_inputs) != 1:
+        raise InputError("predict expects a model with one tensor of inputs; call model(...) itself for several.")
+    missing = bool(torch.isnan(model.train_targets).any())
+    if missing and settings.observation_nan_policy.value() != "mask":
+        raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+    if missing and variance is not None:
+        raise InputError(
+            "Variances with missing targets would count them as observed; give the model the observed rows by "
+            "set_train_data, or use variance=None."
+        )
     train = model.train_inputs[0]
     check_tensor("x", x, (2,))
     if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:
@@ -156,7 +168,8 @@ def predict(
         else:
             assert conditioning is not None
             latent, check = _low_rank_variance(conditioning, x, exact_at)
-        return Prediction(mean, latent, latent + _noise(model, x, latent), variance, check, report)
+        noise = _noise(model, x, latent)
+        return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
 
 
 def _condition(model: Any, conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,15 +196,17 @@ def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
     parts = []
     with settings.skip_posterior_variances(True):
         for part in tqdm(list(spans(len(x), rows)), desc="mean", disable=not show or len(x) <= rows, leave=False):
-            parts.append(model(x[part]).mean)
-    return torch.cat(parts, dim=-1)
+            posterior = model(x[part])
+            parts.append(posterior.mean)
+    return torch.cat(parts, dim=-len(posterior.event_shape))
 
 
 def _exact_variance(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
     parts = []
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
-        parts.append(model(x[part]).variance)
-    return torch.cat(parts, dim=-1)
+        posterior = model(x[part])
+        parts.append(posterior.variance)
+    return torch.cat(parts, dim=-len(posterior.event_shape))
 
 
 def _low_rank_variance(
@@ -213,10 +228,11 @@ def _low_rank_variance(
     return latent, check
 
 
-def _noise(model: Any, x: Tensor, latent: Tensor) -> Tensor:
-    """Noise variance of a new observation at x: what the likelihood adds to a latent variance."""
-    try:
-        noise = model.likelihood._shaped_noise_covar(latent.shape, [x])
-        return noise.diagonal(dim1=-1, dim2=-2).expand_as(latent)
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"The likelihood gives no noise for new points ({error}); use variance=None.") from error
+def _noise(model: Any, x: Tensor, latent: Tensor) -> Tensor | None:
+    """Noise variance of new observations at x; None where the likelihood does not know it."""
+    likelihood = model.likelihood
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        second = likelihood.second_noise_covar
+        return None if second is None else second.noise.expand_as(latent)
+    noise = likelihood._shaped_noise_covar(latent.shape, [x]).diagonal(dim1=-1, dim2=-2)
+    return noise.reshape(latent.shape) if noise.numel() == latent.numel() else noise.expand_as(latent)

@@ -107,7 +107,7 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
             variance = model.likelihood(model(x[:rows_for_nll])).variance
         end = time.perf_counter()
     row = Row(
-        what="GPyTorch, its defaults",
+        what="GPyTorch's defaults, the same",
         n=model.train_targets.shape[0],
         iterations=None if solve is None else solve.iterations,
         residual=true_residual(model, model.prediction_strategy.mean_cache),

@@ -15,6 +15,7 @@ from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import settings, to_dense
 from linear_operator.operators import (
     AddedDiagLinearOperator,
+    BatchRepeatLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
@@ -80,6 +81,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         preconditioner_override: Any = None,
         acceleration: Acceleration | None = None,
     ) -> None:
+        linear_ops = tuple(_without_repeats(op) for op in linear_ops)
         super().__init__(*linear_ops, preconditioner_override=preconditioner_override)
         self.acceleration = acceleration
         self._nondifferentiable_kwargs["acceleration"] = acceleration
@@ -98,6 +100,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             small = self.shape[-1] <= settings.max_cholesky_size.value() or settings.fast_computations.solves.off()
             if self.acceleration is None or small:
                 return super().solve(right_tensor, left_tensor)
+            evaluated = self.evaluate_kernel()
+            if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
+                return evaluated.solve(right_tensor, left_tensor)
             rhs = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
             value = _Solve.apply(self.representation_tree(), rhs, *self.representation())
             value = value.squeeze(-1) if right_tensor.dim() == 1 else value
@@ -105,6 +110,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
 
     def inv_quad_logdet(self, *args: Any, **kwargs: Any) -> Any:
         with iterative():
+            evaluated = self.evaluate_kernel()
+            if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
+                return evaluated.inv_quad_logdet(*args, **kwargs)
             return super().inv_quad_logdet(*args, **kwargs)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
@@ -165,7 +173,11 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     # --- rebuilding -----------------------------------------------------------------------------------------
 
     def evaluate_kernel(self) -> LinearOperator:
-        return self._rebuilt(self._linear_op.evaluate_kernel(), self._diag_tensor)
+        linear_op = self._linear_op.evaluate_kernel()
+        total = linear_op + self._diag_tensor
+        if type(total) is AddedDiagLinearOperator:
+            return self._rebuilt(linear_op, self._diag_tensor)
+        return total  # a structure that GPyTorch inverts directly, such as low rank plus diagonal
 
     def add_diagonal(self, diag: Tensor) -> LinearOperator:
         return self._rebuilt(self._linear_op, self._diag_tensor.add_diagonal(diag))
@@ -203,6 +215,13 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if isinstance(linear_op, DenseLinearOperator):
             return self._rebuilt(DenseLinearOperator(linear_op.tensor[..., mask, :][..., mask]), diagonal)
         return self._rebuilt(MaskedLinearOperator(linear_op, mask, mask), diagonal)
+
+
+def _without_repeats(operator: Any) -> Any:
+    """A repeated matrix as one expanded along its batch, which a KernelMatrix does without copies."""
+    if type(operator) is not BatchRepeatLinearOperator:
+        return operator
+    return operator.base_linear_op._expand_batch(operator.batch_shape)
 
 
 def as_kernel_matrix(operator: Any, matmul: str) -> Any:

@@ -15,7 +15,7 @@ from linear_operator.operators import AddedDiagLinearOperator
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator, iterative
 
-ATTRIBUTE = "_sketchgp"  # where instances keep their Acceleration
+ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 _subclasses: dict[tuple[type, type], type] = {}
 
 
@@ -37,26 +37,33 @@ class AcceleratedModel(_Accelerated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(prior, MultivariateNormal) or not prior.islazy:
+            return prior
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
-        if type(prior) is not MultivariateNormal or acceleration.matmul == "gpytorch" or not prior.islazy:
-            return prior
         covariance = prior.lazy_covariance_matrix
-        if covariance.shape[-1] <= settings.max_cholesky_size.value():
-            return prior
-        converted = as_kernel_matrix(covariance, acceleration.matmul)
-        return prior if converted is covariance else MultivariateNormal(prior.mean, converted)
+        small = covariance.shape[-1] <= settings.max_cholesky_size.value()
+        if type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
+            converted = as_kernel_matrix(covariance, acceleration.matmul)
+            if converted is not covariance:
+                prior = MultivariateNormal(prior.mean, converted)
+        # the likelihood finds by this mark which model's choices the covariance is to be solved with
+        setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
+        return prior
 
 
 class AcceleratedLikelihood(_Accelerated):
-    """A likelihood whose ``K + noise`` is solved by sketchgp."""
+    """A likelihood whose ``K + noise`` is solved by sketchgp; it keeps the choices of every model that uses it."""
 
     def marginal(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
         marginal = super().marginal(function_dist, *args, **kwargs)  # type: ignore[misc]
         covariance = marginal.lazy_covariance_matrix
         if type(covariance) is not AddedDiagLinearOperator:
             return marginal
+        owners: list[Acceleration] = self.__dict__[ATTRIBUTE]
         accelerated = AcceleratedAddedDiagLinearOperator(
-            covariance._linear_op, covariance._diag_tensor, acceleration=self.__dict__[ATTRIBUTE]
+            covariance._linear_op,
+            covariance._diag_tensor,
+            acceleration=getattr(function_dist.lazy_covariance_matrix, ATTRIBUTE, owners[-1]),
         )
         cls = accelerated_class(type(marginal), AcceleratedDistribution)
         if isinstance(marginal, MultitaskMultivariateNormal):

@@ -69,6 +69,8 @@ class KernelMatrix(LinearOperator):
         self._stored: Tensor | None = None
         self._sibling: RadialTiles | None = None
         self._coincident: Tensor | None = None
+        self._stored_state: Any = None
+        self._sibling_state: Any = None
 
     @classmethod
     def of(cls, kernel: Kernel, x1: Tensor, x2: Tensor | None = None, engine: str = "auto") -> KernelMatrix:
@@ -146,6 +148,18 @@ class KernelMatrix(LinearOperator):
             out[..., rows, columns] = tiles.tile(rows, columns)
         return out if isinstance(tiles.outputscale, float) else out.mul_(tiles.outputscale)
 
+    def _state(self) -> tuple[int, ...]:
+        """Changes when one of the tensors is changed in place."""
+        return tuple(tensor._version for tensor in self._args)
+
+    def _repeats(self) -> bool:
+        """Whether a batch is one matrix over and over: unbatched kernel, inputs expanded without copies."""
+        inputs = (self.x1, self.x2)
+        return not self.kernel.batch_shape and all(
+            x.dim() > 2 and not any(step for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True) if size > 1)
+            for x in inputs
+        )
+
     def _stores(self) -> bool:
         if self.engine == "auto":
             return self.shape.numel() * self.dtype.itemsize <= memory_budget.value(self.device)
@@ -158,9 +172,14 @@ class KernelMatrix(LinearOperator):
         if rhs.dim() > 2 and not self.batch_shape:  # one matrix, a batch of right-hand sides: more columns
             flat = self._matmul(rhs.movedim(-2, 0).reshape(rhs.shape[-2], -1))
             return flat.reshape(-1, *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
+        if self.batch_shape and self._repeats():
+            single = self._with(self.x1.flatten(0, -3)[0], self.x2.flatten(0, -3)[0], self.same)
+            return single._matmul(
+                rhs.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
+            )
         if self._stores():
-            if self._stored is None:
-                self._stored = self._evaluate()
+            if self._stored is None or self._stored_state != self._state():
+                self._stored, self._stored_state = self._evaluate(), self._state()
             return self._stored @ rhs
         return self._tiled_product(rhs)
 
@@ -235,7 +254,8 @@ class KernelMatrix(LinearOperator):
     def columns(self, indices: Tensor) -> Tensor:
         """``k(x1, x2[indices])``, dense and differentiable: ``(..., n, r)`` for ``indices`` of shape (..., r)."""
         part = self._with(self.x1, _take(self.x2, indices), same=False)
-        if self._sibling is None:
+        if self._sibling is None or self._sibling_state != self._state():
+            self._sibling_state = self._state()
             empty = self._with(self.x1, self.x2[..., :0, :], same=False)._tiles((0, 0))
             self._sibling = empty if isinstance(empty, RadialTiles) else None
         part._sibling = self._sibling
@@ -280,6 +300,29 @@ class KernelMatrix(LinearOperator):
     @property
     def device(self) -> torch.device:
         return self.x1.device
+
+    def to(self, *args: Any, **kwargs: Any) -> KernelMatrix:
+        """The operator with its tensors converted; the kernel, which belongs to the user, is left alone."""
+        tensors = [t.to(*args, **kwargs) if t.is_floating_point() else t for t in self._args]
+        return self.__class__(*tensors, **self._options())
+
+    def type(self, dtype: torch.dtype) -> KernelMatrix:
+        return self.to(dtype)
+
+    def double(self, device_id: str | None = None) -> KernelMatrix:
+        return self.to(torch.float64)
+
+    def float(self, device_id: str | None = None) -> KernelMatrix:
+        return self.to(torch.float32)
+
+    def half(self, device_id: str | None = None) -> KernelMatrix:
+        return self.to(torch.float16)
+
+    def cpu(self) -> KernelMatrix:
+        return self.to("cpu")
+
+    def cuda(self, device_id: str | None = None) -> KernelMatrix:
+        return self.to("cuda" if device_id is None else device_id)
 
     def _transpose_nonbatch(self) -> KernelMatrix:
         return self._with(self.x2, self.x1, self.same)

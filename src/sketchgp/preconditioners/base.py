@@ -105,15 +105,14 @@ def _stack(parts: list[Selection], matrix: Access) -> Selection:
     rank = max(part.factor.shape[-1] for part in parts)
     shape = matrix.batch_shape
     factors = torch.stack([torch.nn.functional.pad(p.factor, (0, rank - p.factor.shape[-1])) for p in parts])
-    pivots = None
-    if all(part.pivots is not None for part in parts):
-        pivots = torch.stack([_pad_pivots(part.pivots, rank, matrix.n) for part in parts])  # type: ignore[arg-type]
-        pivots = pivots.reshape(*shape, rank)
-    coefficients = None
+    pivots = coefficients = None
     if all(part.coefficients is not None for part in parts):
         padded = [torch.nn.functional.pad(p.coefficients, (0, rank - p.factor.shape[-1])) for p in parts]  # type: ignore[arg-type]
         coefficients = torch.stack(padded).reshape(*shape, *padded[0].shape)
         pivots = torch.stack([part.pivots for part in parts]).reshape(*shape, -1)  # type: ignore[misc]
+    elif all(part.pivots is not None for part in parts):
+        pivots = torch.stack([_pad_pivots(part.pivots, rank, matrix.n) for part in parts])  # type: ignore[arg-type]
+        pivots = pivots.reshape(*shape, rank)
     shift = torch.tensor([float(part.shift) for part in parts], dtype=torch.float64, device=matrix.device)
     return Selection(
         factors.reshape(*shape, *factors.shape[-2:]),
