@@ -24,6 +24,9 @@ from typing import Any
 
 import gpytorch
 import torch
+from torch import Tensor
+from tqdm import tqdm
+
 from common import (
     data_directory,
     load_arrays,
@@ -38,8 +41,6 @@ from common import (
 )
 from kin40k_report import picture, report
 from measure import counted_gpytorch_cg, peak_memory_mb, true_residual
-from torch import Tensor
-from tqdm import tqdm
 
 TRAINING_ROWS = 20_000
 NOISES = (1e-2, 1e-4)

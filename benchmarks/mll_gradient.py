@@ -22,6 +22,9 @@ from typing import Any
 
 import gpytorch
 import torch
+from torch import Tensor
+from tqdm import tqdm
+
 from common import (
     data_directory,
     describe,
@@ -38,8 +41,6 @@ from common import (
     write_json,
 )
 from measure import counted_gpytorch_cg
-from torch import Tensor
-from tqdm import tqdm
 
 PROBES = 10
 TARGET = 5e-3

@@ -22,6 +22,10 @@ from typing import Any
 
 import gpytorch
 import torch
+from linear_operator.operators import AddedDiagLinearOperator, ConstantDiagLinearOperator, DenseLinearOperator
+from torch import Tensor
+from tqdm import tqdm
+
 from common import (
     data_directory,
     has_data,
@@ -37,11 +41,8 @@ from common import (
     thinned,
     write_json,
 )
-from linear_operator.operators import AddedDiagLinearOperator, ConstantDiagLinearOperator, DenseLinearOperator
 from measure import counted_gpytorch_cg
 from testbed_report import WITHOUT_RANK, key_of, picture, report
-from torch import Tensor
-from tqdm import tqdm
 
 BANDWIDTH = 3.0
 MU_OVER_N = 1e-7

@@ -30,8 +30,12 @@ N = 180  # training points; far above the limit that iterative() sets
 
 @contextlib.contextmanager
 def iterative(probes: int = 30, tol: float = 1e-8) -> Iterator[None]:
-    """GPyTorch's settings under which every solve with more than 20 points is iterative, and accurate."""
+    """GPyTorch's settings under which every solve with more than 20 points is iterative, and accurate.
+
+    The fast computations are on by default, until ``import botorch`` turns them off for the whole process.
+    """
     with (
+        gpytorch.settings.fast_computations(True, True, True),
         gpytorch.settings.max_cholesky_size(20),
         gpytorch.settings.num_trace_samples(probes),
         gpytorch.settings.cg_tolerance(tol),

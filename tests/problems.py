@@ -40,6 +40,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def identity(n: int) -> Tensor:
+    """The n x n identity in float64 (0.1 times torch's float32 one is off by 1e-9)."""
+    return torch.eye(n, dtype=torch.float64)
+
+
 def smile(n: int = 2000, seed: int = 0) -> Tensor:
     """A face in the plane: a dense mouth and two eyes of very few points, which blocks of pivots miss."""
     generator = torch.Generator().manual_seed(seed)

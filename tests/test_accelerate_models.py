@@ -56,7 +56,7 @@ def reference(name: str) -> tuple[Any, ...]:
         return (*posterior(model, test), *marginal(model))
 
 
-@pytest.mark.parametrize("name", [*SOLVED, *KEOPS])
+@pytest.mark.parametrize("name", [*SOLVED, *(pytest.param(name, marks=pytest.mark.slow) for name in KEOPS)])
 def test_posterior_is_the_dense_one(name: str) -> None:
     mean, variance, *_ = reference(name)
     model, test = case(name).build()
@@ -69,7 +69,7 @@ def test_posterior_is_the_dense_one(name: str) -> None:
     assert relative(found_variance, variance) < 1e-5
 
 
-@pytest.mark.parametrize("name", [*SOLVED, *KEOPS])
+@pytest.mark.parametrize("name", [*SOLVED, *(pytest.param(name, marks=pytest.mark.slow) for name in KEOPS)])
 def test_marginal_likelihood_and_gradient_are_the_dense_ones(name: str) -> None:
     _, _, value, gradient = reference(name)
     model, _ = case(name).build()

@@ -14,8 +14,8 @@ from linear_operator.operators import (
     SumLinearOperator,
     ToeplitzLinearOperator,
 )
-from problems import dense, normal, points, relative, set_scales
 
+from problems import dense, normal, points, relative, set_scales
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import Access, AccurateProduct
 
@@ -92,6 +92,13 @@ def test_accurate_product_of_the_stored_entries(name, dtype):
         assert relative(found, _matrix(name) @ normal(N, 3)) < (1e-13 if dtype == torch.float64 else 1e-6)
         return
     assert relative(found, expected @ normal(N, 3)) < 1e-13
+
+
+def test_accurate_product_stores_no_float64_matrix():
+    operator = KernelMatrix.of(_kernel(), points(N, dtype=torch.float32), engine="dense").detach()
+    product = AccurateProduct(operator)
+    product(normal(N, 1))
+    assert [term._stored for _, term in product._terms] == [None]
 
 
 def test_accurate_product_by_blocks_of_rows(monkeypatch):

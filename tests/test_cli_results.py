@@ -60,9 +60,7 @@ def test_peak_memory_sees_an_allocation_that_is_gone_at_the_end():
 
 
 def test_table_is_aligned_and_shows_what_is_missing():
-    text = format_table(
-        [Row("a long name", 48_546, 12, 9.1e-4, 3.14, 2.0, 2_500_000_000, 0.1, -0.8), Row("b", 7)]
-    )
+    text = format_table([Row("a long name", 48_546, 12, 9.1e-4, 3.14, 2.0, 2_500_000_000, 0.1, -0.8), Row("b", 7)])
     lines = text.splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == [
@@ -98,9 +96,7 @@ def test_scaling_and_back():
     torch.testing.assert_close(scaled.mean(0), torch.zeros(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(scaled.std(0), torch.ones(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(scaling.unscale_mean(scaling.scale_y(y, torch.float64)), y)
-    torch.testing.assert_close(
-        scaling.unscale_std(torch.tensor([4.0, -1e-9])), torch.tensor([2, 0]).double() * y.std()
-    )
+    torch.testing.assert_close(scaling.unscale_std(torch.tensor([4.0, -1e-9])), torch.tensor([2, 0]).double() * y.std())
 
 
 def test_scaling_refuses_what_cannot_be_scaled():
@@ -135,6 +131,21 @@ def test_watching_gpytorch_changes_nothing_and_sees_all():
     assert solve.residuals[0] == pytest.approx(1.0)
     assert solve.residuals[-1] < gpytorch.settings.eval_cg_tolerance.value()
     assert solve.seconds == sorted(solve.seconds)
+
+
+def test_watching_keeps_gpytorchs_preconditioner():
+    x_test = torch.randn(5, 2).double()
+
+    def iterations(size):
+        with (
+            gpytorch.settings.max_cholesky_size(1),
+            gpytorch.settings.min_preconditioning_size(1),
+            gpytorch.settings.max_preconditioner_size(size),
+            gpytorch.settings.eval_cg_tolerance(1e-4),
+        ):
+            return solve_mean(make(), x_test)[1].iterations
+
+    assert iterations(40) < iterations(0)
 
 
 def test_watch_ends_with_its_block():
@@ -172,7 +183,7 @@ def test_picture(tmp_path):
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
-    assert width > 1000 and height > 500  # noqa: PT018
+    assert width > 1000 and height > 500
     with pytest.raises(InputError, match="cannot be written"):
         plot_convergence(tmp_path / "absent" / "picture.png", curves, "title", {})
 

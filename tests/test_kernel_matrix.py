@@ -18,9 +18,9 @@ from gpytorch.kernels import (
 from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator import to_dense
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
-from problems import GENERIC, RADIAL, dense, normal, points, radial, relative, set_scales
 from torch.func import functional_call
 
+from problems import GENERIC, RADIAL, dense, normal, points, radial, relative, set_scales
 from sketchgp import InputError, settings
 from sketchgp.operators import KernelMatrix, tiles
 
@@ -418,6 +418,25 @@ def test_a_large_tiled_product_never_makes_the_matrix(monkeypatch):
     rows = torch.tensor([0, 9_999, 19_999])
     expected = radial(kernel, x[rows], x).detach() @ rhs.double()
     assert relative(product[rows], expected) < 1e-4
+
+
+@pytest.mark.parametrize("convert", ["type", "to", "double"])
+def test_conversion_leaves_the_users_kernel_alone(convert):
+    kernel = set_scales(ScaleKernel(RBFKernel()))
+    operator = KernelMatrix.of(kernel, points(5, dtype=torch.float32))
+    other = operator.double() if convert == "double" else getattr(operator, convert)(torch.float64)
+    assert other.dtype == torch.float64
+    assert all(parameter.dtype == torch.float32 for parameter in kernel.parameters())
+    assert relative(other.to_dense(), operator.to_dense()) < 1e-6
+
+
+@torch.no_grad()
+def test_columns_after_a_parameter_changed():
+    kernel, x, everything = ScaleKernel(RBFKernel()).double(), points(5), torch.arange(5)
+    operator = KernelMatrix.of(kernel, x)
+    operator.columns(everything)
+    kernel.base_kernel.raw_lengthscale.add_(1.0)
+    assert relative(operator.columns(everything), dense(kernel, x)) < 1e-12
 
 
 def test_unknown_engine():

@@ -106,9 +106,7 @@ def test_missing_file_folder_and_extension(tmp_path):
 
 def test_unknown_column_is_named_with_the_nearest(tmp_path):
     source = open_table(write(tmp_path, "Price,weight\n1,2\n"))
-    with pytest.raises(
-        InputError, match=r"--target: no column 'pricee' \(did you mean 'Price'\?\).*Price, weight"
-    ):
+    with pytest.raises(InputError, match=r"--target: no column 'pricee' \(did you mean 'Price'\?\).*Price, weight"):
         source.require(["pricee"], "--target")
     assert suggest("zzzz", ["price"]) == ""
 
@@ -120,9 +118,7 @@ def test_npz_with_x_and_other_arrays(tmp_path):
     source = open_table(path)
     assert source.default_features == ("x0", "x1")
     assert set(source.names) == {"x0", "x1", "y", "mask"}
-    np.testing.assert_array_equal(
-        source.read(["x1", "y", "mask"]).values, [[1, 1.5, 1], [3, 2.5, 0], [5, 3.5, 1]]
-    )
+    np.testing.assert_array_equal(source.read(["x1", "y", "mask"]).values, [[1, 1.5, 1], [3, 2.5, 0], [5, 3.5, 1]])
 
 
 def test_npz_takes_names_of_features(tmp_path):

@@ -14,6 +14,7 @@ import torch
 from gpytorch import settings
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -113,6 +114,7 @@ def fit(
                     history.reason = "the loss has settled"
                     break
                 optimizer.step()
+                _into_bounds(model)
     except KeyboardInterrupt:
         history.reason = "interrupted"
         if not history.losses:
@@ -137,11 +139,26 @@ def _loss(model: ExactGP, mll: Any) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("once", ConvergenceWarning)
         try:
-            loss = -mll(model(*model.train_inputs), model.train_targets).sum()
+            loss = -mll(model(*model.train_inputs), model.train_targets, *_likelihood_inputs(model)).sum()
             loss.backward()
-        except NumericalError:
+        except (NumericalError, NanError, NotPSDError):
             return math.nan
     return float(loss.detach())
+
+
+def _likelihood_inputs(model: Any) -> list[Tensor]:
+    """What a likelihood may ask of the inputs (task numbers), as the model's forward sees them."""
+    transform = getattr(model, "transform_inputs", None)
+    return [x if transform is None else transform(x) for x in model.train_inputs]
+
+
+@torch.no_grad()
+def _into_bounds(model: Any) -> None:
+    """Back into the bounds that no transform enforces (BoTorch's constraints)."""
+    for _, parameter, constraint in model.named_parameters_and_constraints():
+        if constraint is not None and not constraint.enforced:
+            lower, upper = (bound.to(parameter) for bound in (constraint.lower_bound, constraint.upper_bound))
+            parameter.copy_(torch.minimum(torch.maximum(parameter, lower), upper))
 
 
 def _copy(parameters: list[torch.nn.Parameter]) -> list[Tensor]:

@@ -139,6 +139,8 @@ def predict(
             "Variances with missing targets would count them as observed; give the model the observed rows by "
             "set_train_data, or use variance=None."
         )
+    if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
+        raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
     train = model.train_inputs[0]
     check_tensor("x", x, (2,))
     if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:

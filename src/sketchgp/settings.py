@@ -58,7 +58,7 @@ class memory_budget(AbstractContextManager):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.remove(self.budget)
+        self._stack.pop()
 
     @classmethod
     def value(cls, device: torch.device | str = "cpu") -> int:

@@ -39,18 +39,12 @@ def open_parquet(path: Path) -> tuple[list[str], list[str], Callable[[Sequence[s
 
 
 def _numbers(path: Path, name: str, column: Any) -> np.ndarray:
-    """One pyarrow column in float64."""
+    """One pyarrow column in float64, NaN where it has no value."""
     from pyarrow import types
 
     kind = column.type
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_boolean(kind)):
         raise _not_numbers(path, name, str(kind))
-    if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise InputError(
-            f"{path}: row {row + 1}, column {name!r}: missing; remove the row, fill the value in or leave "
-            f"the column out with --drop {name}"
-        )
     return np.asarray(column.to_numpy(), dtype=np.float64)
 
 
