@@ -20,12 +20,13 @@ class Curve:
     """The course of one solve.
 
     :param label: what it is, with its n.
-    :param residuals: relative residual after 0, 1, 2, ... iterations.
+    :param residuals: relative residual after ``start``, ``start + 1``, ... iterations.
     :param seconds: time at each of them, from the start, set-up included; same length.
     :param color: any matplotlib colour.
     :param style: line style, ``"-"`` or ``"--"``.
     :param true_residual: the residual measured at the end, drawn as a ring.
-    :param note: an iteration and a short text to write beside it.
+    :param note: an index into ``residuals`` and a short text to write beside it.
+    :param start: iterations before the first residual, for the continuation of another curve.
     """
 
     label: str
@@ -35,6 +36,7 @@ class Curve:
     style: str = "-"
     true_residual: float | None = None
     note: tuple[int, str] | None = None
+    start: int = 0
 
 
 def matplotlib_hint() -> str | None:
@@ -104,8 +106,9 @@ def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tole
 
 def _draw(axis: Any, curve: Curve, by_time: bool, order: int) -> None:
     """One curve, from the state before the first iteration on where the logarithmic axis can show it."""
-    x = list(curve.seconds) if by_time else list(range(len(curve.residuals)))
-    first = 1 if not by_time or (len(x) > 1 and x[0] < x[1] / 10) else 0
+    iterations = range(curve.start, curve.start + len(curve.residuals))
+    x = list(curve.seconds) if by_time else [float(iteration) for iteration in iterations]
+    first = 1 if x and (x[0] <= 0 or (len(x) > 1 and x[0] < x[1] / 10)) else 0
     x, y = x[first:], list(curve.residuals[first:])
     if not x:
         return
@@ -119,7 +122,7 @@ def _draw(axis: Any, curve: Curve, by_time: bool, order: int) -> None:
         at, text = curve.note
         axis.annotate(
             text,
-            (at, curve.residuals[at]),
+            (curve.start + at, curve.residuals[at]),
             xytext=(14, 2),
             textcoords="offset points",
             color=curve.color,

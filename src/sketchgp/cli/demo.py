@@ -181,16 +181,6 @@ def _curves(
         curves.append(_curve(whole.solve, _named(whole.solve), BLUE))
     if part.solve is not None:
         curves.append(_curve(part.solve, _named(part.solve), LIGHT_BLUE))
-    if longer is not None:
-        curves.append(
-            Curve(
-                f"GPyTorch at sketchgp's tolerance, n = {part.row.n:,}",
-                longer.residuals,
-                longer.seconds,
-                ORANGE,
-                "--",
-            )
-        )
     if default_solve is not None:
         curves.append(
             Curve(
@@ -199,6 +189,19 @@ def _curves(
                 default_solve.seconds,
                 ORANGE,
                 true_residual=default_row.residual,
+            )
+        )
+    if default_solve is not None and longer is not None and longer.iterations > default_solve.iterations:
+        stop = default_solve.iterations  # the longer solve repeats the default's and goes on: draw what it adds
+        shift = default_solve.seconds[stop] - longer.seconds[stop]
+        curves.append(
+            Curve(
+                f"GPyTorch, going on to sketchgp's tolerance, n = {part.row.n:,}",
+                longer.residuals[stop:],
+                [seconds + shift for seconds in longer.seconds[stop:]],
+                ORANGE,
+                "--",
+                start=stop,
             )
         )
     curves.append(_curve(plain, f"no preconditioner, n = {plain.n:,}", GREY))
