@@ -10,6 +10,8 @@ import linear_operator
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the problems are small: more threads only wait for each other
+
 # Importing BoTorch switches GPyTorch to Cholesky up to 4096 points, for the whole process. Without the defaults being
 # put back, whether a test runs CG at all would depend on which tests ran before it.
 _DEFAULTS = [

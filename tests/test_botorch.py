@@ -309,7 +309,6 @@ def test_multi_task_gp() -> None:
     assert gradient_error(found_gradient, gradient) < 3e-2
 
 
-@pytest.mark.xfail(strict=True, reason="fit does not hand the inputs (tasks) on to the marginal likelihood")
 def test_sketchgp_fit_of_a_multi_task_gp() -> None:
     """The marginal likelihood needs the inputs: they name the tasks, and with them the noise."""
     model, _ = multitask()

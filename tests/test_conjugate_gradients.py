@@ -215,7 +215,6 @@ def test_warm_start(dtype):
     assert closer.report.iterations < cold.report.iterations
 
 
-@pytest.mark.xfail(strict=True, reason="where no step is taken the residual is that of the unrounded start")
 def test_a_warm_start_in_float64_is_reported_as_it_is_returned():
     """The residual is that of the float32 value handed back, not of the float64 start it was rounded from."""
     problem = _problem(noise=1e-6, dtype=torch.float32)
@@ -437,7 +436,6 @@ def test_interrupt_in_a_product_keeps_the_iterate():
     assert relative(value[:, 0], expected) < 1e-12
 
 
-@pytest.mark.xfail(strict=True, reason="the true residual is computed outside the part that catches the interruption")
 def test_interrupt_in_the_checking_product_keeps_the_iterate():
     problem = _problem(noise=1e-4)
     with quiet():

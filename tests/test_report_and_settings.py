@@ -175,7 +175,6 @@ def test_memory_budget_in_force():
     assert settings.memory_budget.value() > 2**20
 
 
-@pytest.mark.xfail(strict=True, reason="leaving removes the first equal budget instead of the innermost")
 def test_memory_budget_nested_with_a_repeated_value():
     with settings.memory_budget(1), settings.memory_budget(2):
         with settings.memory_budget(1):

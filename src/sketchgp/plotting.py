@@ -112,7 +112,7 @@ def _draw(axis: Any, curve: Curve, by_time: bool, order: int) -> None:
     x, y = x[first:], list(curve.residuals[first:])
     if not x:
         return
-    few = len(x) <= 40
+    few = len(x) <= 40 and curve.start == 0
     line = {"linestyle": curve.style, "color": curve.color, "label": curve.label, "zorder": order}
     axis.plot(x, y, linewidth=2 if few else 1.2, marker="." if few else "", markersize=7, **line)
     if curve.true_residual is not None:

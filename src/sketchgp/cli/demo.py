@@ -219,7 +219,7 @@ def _curve(report: SolveReport, label: str, color: str) -> Curve:
     seconds = [report.setup_seconds + report.seconds * k / steps for k in range(len(residuals))]
     # A step up from below the tolerance: the recurrence's residual was checked in float64 and found too small.
     corrected = [k for k in range(1, len(residuals)) if residuals[k - 1] <= report.tol < residuals[k]]
-    note = (corrected[0], "checked in float64:\nwent on") if corrected and report.converged else None
+    note = (corrected[0], "checked in float64:\nwent on") if corrected and report.rank > 0 else None
     return Curve(label, residuals, seconds, color, true_residual=report.max_residual, note=note)
 
 

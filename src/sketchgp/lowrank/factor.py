@@ -42,6 +42,7 @@ def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
         return sketch
     core = (core + core.mT) / 2
     scale = core.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # the factor of a zero matrix is zero
     eye = torch.eye(core.shape[-1], dtype=core.dtype, device=core.device)
     shift = resolution
     while shift < 1e-2:

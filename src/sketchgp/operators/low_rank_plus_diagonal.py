@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
+from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ..errors import NumericalError
@@ -59,6 +60,17 @@ class LowRankPlusDiagonal(LinearOperator):
     def device(self) -> torch.device:
         return self.factor.device
 
+    def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
+        """The operator shown in another dtype; F and d stay as they are where they are more accurate."""
+        if dtype.itemsize < self.factor.dtype.itemsize:
+            return self.__class__(self.factor, self.diagonal_part, out_dtype=dtype)
+        return self.__class__(self.factor.to(dtype), self.diagonal_part.to(dtype))
+
+    def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
+        device, dtype = _to_helper(*args, **kwargs)
+        moved = self.__class__(self.factor.to(device), self.diagonal_part.to(device), out_dtype=self.out_dtype)
+        return moved if dtype is None else moved.type(dtype)
+
     def _size(self) -> torch.Size:
         batch = torch.broadcast_shapes(self.factor.shape[:-2], self.diagonal_part.shape[:-1])
         return torch.Size((*batch, self.factor.shape[-2], self.factor.shape[-2]))
@@ -77,7 +89,8 @@ class LowRankPlusDiagonal(LinearOperator):
                 inner += (part / diagonal[..., rows, None]).mT @ part
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
             root, info = torch.linalg.cholesky_ex(inner)
-            if bool(info.any()) or not bool(torch.isfinite(root).all()):
+            positive = bool((diagonal > 0).all())  # false for NaN too
+            if bool(info.any()) or not positive or not bool(torch.isfinite(root).all()):
                 raise NumericalError(
                     "The preconditioner F F^T + diag(d) is not positive definite in "
                     f"{factor.dtype}; check the noise (it must be positive) and the inputs for NaN."
@@ -107,6 +120,18 @@ class LowRankPlusDiagonal(LinearOperator):
         factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:])
         diagonal = self.diagonal_part.expand(*self.batch_shape, -1)
         return _Logdet.apply(factor, diagonal, self.capacitance_root()).to(self.dtype)
+
+    def inv_quad_logdet(
+        self, inv_quad_rhs: Tensor | None = None, logdet: bool = False, reduce_inv_quad: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """``rhs^T P^-1 rhs`` and ``log det P``, in closed form at any size."""
+        inv_quad = empty = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
+        if inv_quad_rhs is not None:
+            vector = inv_quad_rhs.dim() == 1
+            rhs = inv_quad_rhs.unsqueeze(-1) if vector else inv_quad_rhs
+            inv_quad = (rhs * self.solve(rhs)).sum(-2)
+            inv_quad = inv_quad.sum(-1) if vector or reduce_inv_quad else inv_quad
+        return inv_quad, self.log_determinant() if logdet else empty
 
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
         """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""

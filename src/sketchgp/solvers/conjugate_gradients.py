@@ -173,7 +173,8 @@ class _Run:
         self.value = torch.zeros_like(self.b)
         self.r = self.b.clone()
         if self.initial is not None:
-            self.value = self.initial.to(torch.float64).expand_as(self.b).clone()
+            start = self.initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
+            self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.system.accurate_product(self.value)
         self.residual = self.rounded_residual = self.r.norm(dim=-2) / self.norm
         self.history.append(self.residual)
@@ -187,11 +188,12 @@ class _Run:
                 before = self.residual
                 try:
                     self._cycle(bar)
+                    self._verify()
                 except KeyboardInterrupt:
                     if self.lanczos_columns:  # a training step: the user means to stop the training
                         raise
                     self.reason = "interrupted"
-                self._verify()
+                    self._verify()
                 self._judge(before)
 
     def _done(self) -> bool:

@@ -92,6 +92,9 @@ class FullProblem:
                 f"x and y expect one dtype and device, got {self.x.dtype} on {self.x.device} and "
                 f"{self.y.dtype} on {self.y.device}."
             )
+        wider = [p.dtype for p in self.kernel.parameters() if p.dtype.itemsize > self.x.dtype.itemsize]
+        if wider:
+            raise InputError(f"kernel has dtype {wider[0]}, x {self.x.dtype}; convert one: kernel.to(x.dtype).")
         noise = torch.as_tensor(self.noise, dtype=torch.float64, device=self.x.device).detach()
         if noise.dim() == 0 or noise.shape == (1,):
             noise = noise.reshape(1).expand(n)
