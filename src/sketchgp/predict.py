@@ -23,6 +23,7 @@ from .models.mixins import AcceleratedModel
 from .operators import KernelMatrix
 from .operators.tiles import spans
 from .report import SolveReport, record_solves
+from .solvers import System
 from .solvers.problem import check_tensor
 
 _VARIANCES = (None, "auto", "exact", "low_rank")
@@ -37,7 +38,8 @@ class Prediction:
     """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
-    ``variance_method`` is ``"exact"`` (one linear solve a point), ``"low_rank"``
+    ``variance_method`` is ``"exact"`` (one linear solve a point, in a form whose error is the square of the
+    solve's), ``"low_rank"``
     (:class:`sketchgp.inference.LowRankVariance`) or ``"none"``; ``variance_check`` compares the low-rank variance
     with exact ones: ``{"points": int, "median_ratio": float, "max_ratio": float}``, ratios low rank / exact.
     ``report`` is of the solve behind the mean, None where that had been done before.
@@ -82,6 +84,26 @@ class _Conditioning:
         if b is None:
             return matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
         return matrix._with(a, b, False).type(torch.float64).to_dense()
+
+    def cross(self, inputs: Tensor) -> Tensor:
+        """``k(X, inputs)``, dense ``(n, m)``, in the model's dtype."""
+        return self.kernel_matrix._with(self.kernel_matrix.x1, inputs, False).to_dense()
+
+    def exact_variance(self, inputs: Tensor, cross: Tensor, weights: Tensor) -> Tensor:
+        """Latent variances ``(m,)`` in float64 from approximate ``weights ~ (K + noise)^-1 cross``.
+
+        ``2 c.w - w.(K + noise)w`` is below the explained variance ``c.(K + noise)^-1 c`` by the square of the
+        error in w (in the energy norm), where ``c.w`` is off by the error itself; it takes one more product.
+        """
+        system = System(self.kernel_matrix, self.operator._noise_vector())
+        c, w = cross.to(torch.float64), weights.to(torch.float64)
+        explained = (w * (2 * c - system.accurate_product(w))).sum(dim=0)
+        return (self.block(inputs, None) - explained).clamp_(min=0)
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """``(K + noise)^-1 rhs`` by the model's solver, at the tolerance of evaluation."""
+        with settings.cg_tolerance(settings.eval_cg_tolerance.value()):
+            return self.operator.evaluate_kernel().solve(rhs)
 
     def inputs(self, x: Tensor) -> Tensor:
         """x as the kernel sees it (its active dimensions selected)."""
@@ -166,7 +188,7 @@ def predict(
         if variance is None:
             return Prediction(mean, None, None, "none", None, report)
         if variance == "exact":
-            latent, check = _exact_variance(model, x, batch_size or _VARIANCE_ROWS, show), None
+            latent, check = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show), None
         else:
             assert conditioning is not None
             latent, check = _low_rank_variance(conditioning, x, exact_at)
@@ -177,11 +199,9 @@ def predict(
 def _condition(model: Any, conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, Tensor]:
     """Solve for the mean's weights and for a few test points at once; returns those points and their variances."""
     points = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_CHECK_POINTS].to(x.device)]
-    inputs, matrix = conditioning.inputs(points), conditioning.kernel_matrix
-    cross = matrix._with(matrix.x1, inputs, False).to_dense()
-    rhs = torch.cat([conditioning.residual_targets.unsqueeze(-1), cross], dim=-1)
-    with settings.cg_tolerance(settings.eval_cg_tolerance.value()):
-        weights = conditioning.operator.evaluate_kernel().solve(rhs)
+    inputs = conditioning.inputs(points)
+    cross = conditioning.cross(inputs)
+    weights = conditioning.solve(torch.cat([conditioning.residual_targets.unsqueeze(-1), cross], dim=-1))
     model.prediction_strategy = prediction_strategy(
         train_inputs=list(model.train_inputs),
         train_prior_dist=model.forward(*model.train_inputs),
@@ -190,8 +210,7 @@ def _condition(model: Any, conditioning: _Conditioning, x: Tensor) -> tuple[Tens
     )
     policy = settings.observation_nan_policy.value()
     add_to_cache(model.prediction_strategy, "mean_cache", weights[:, 0].contiguous(), policy)
-    explained = (cross.double() * weights[:, 1:].double()).sum(dim=0)
-    return inputs, conditioning.block(inputs, None) - explained
+    return inputs, conditioning.exact_variance(inputs, cross, weights[:, 1:])
 
 
 def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
@@ -203,12 +222,18 @@ def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
     return torch.cat(parts, dim=-len(posterior.event_shape))
 
 
-def _exact_variance(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
-    parts = []
+def _exact_variance(model: Any, conditioning: _Conditioning | None, x: Tensor, rows: int, show: bool) -> Tensor:
+    parts, dim = [], -1
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
-        posterior = model(x[part])
-        parts.append(posterior.variance)
-    return torch.cat(parts, dim=-len(posterior.event_shape))
+        if conditioning is None:
+            posterior = model(x[part])
+            parts.append(posterior.variance)
+            dim = -len(posterior.event_shape)
+        else:
+            inputs = conditioning.inputs(x[part])
+            cross = conditioning.cross(inputs)
+            parts.append(conditioning.exact_variance(inputs, cross, conditioning.solve(cross)).to(x.dtype))
+    return torch.cat(parts, dim=dim)
 
 
 def _low_rank_variance(
