@@ -261,14 +261,5 @@ def test_quick_demo(tmp_path, capsys):
     assert "Result:" in out
 
 
-def test_demo_without_matplotlib_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sketchgp.plotting.importlib.util.find_spec", lambda name: None)
-    code, out, _ = run(capsys, "demo", "--quick", "--output", tmp_path)
-    assert code == 0
-    assert "no picture: matplotlib is missing" in out
-    assert "Result:" in out
-    assert not list(tmp_path.iterdir())
-
-
 def test_demo_needs_a_folder(tmp_path, capsys):
     assert "no such folder" in fails(capsys, "demo", "--output", tmp_path / "absent")

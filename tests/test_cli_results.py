@@ -18,7 +18,7 @@ from sketchgp.cli.regression import (
 )
 from sketchgp.cli.results import PeakMemory, Row, format_table, true_residual
 from sketchgp.errors import InputError
-from sketchgp.plotting import Curve, matplotlib_hint, plot_convergence
+from sketchgp.plotting import Curve, plot_convergence
 
 
 def make(n=60, d=2, kernel="matern52", dtype=torch.float64):
@@ -186,10 +186,3 @@ def test_picture(tmp_path):
     assert width > 1000 and height > 500
     with pytest.raises(InputError, match="cannot be written"):
         plot_convergence(tmp_path / "absent" / "picture.png", curves, "title", {})
-
-
-def test_without_matplotlib_the_hint_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("sketchgp.plotting.importlib.util.find_spec", lambda name: None)
-    assert "pip install" in matplotlib_hint()
-    with pytest.raises(InputError, match=r"sketchgp\[plot\]"):
-        plot_convergence(tmp_path / "picture.png", [], "title", {})

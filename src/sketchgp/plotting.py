@@ -1,8 +1,7 @@
-"""Pictures. They need matplotlib, the extra ``plot``; nothing else in the package does."""
+"""Pictures, by matplotlib (imported when the first is drawn)."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from .errors import InputError
 
-__all__ = ["Curve", "matplotlib_hint", "plot_convergence"]
+__all__ = ["Curve", "plot_convergence"]
 
 _RING: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2}
 
@@ -39,13 +38,6 @@ class Curve:
     start: int = 0
 
 
-def matplotlib_hint() -> str | None:
-    """What to do to get pictures, or None where matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        return None
-    return 'no picture: matplotlib is missing; python -m pip install "sketchgp[plot]"'
-
-
 def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tolerances: dict[str, float]) -> Path:
     """Draws relative residuals against iterations and against seconds, and writes a PNG.
 
@@ -54,11 +46,8 @@ def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tole
     :param title: says which data and which model.
     :param tolerances: name -> residual, drawn as horizontal lines.
     :returns: ``path``.
-    :raises InputError: matplotlib is missing, or the folder cannot be written.
+    :raises InputError: the folder cannot be written.
     """
-    hint = matplotlib_hint()
-    if hint is not None:
-        raise InputError(hint)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -14,7 +14,7 @@ import torch
 from ..accelerate import accelerate
 from ..datasets import load_diamonds
 from ..errors import ConvergenceWarning, InputError
-from ..plotting import Curve, matplotlib_hint, plot_convergence
+from ..plotting import Curve, plot_convergence
 from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
@@ -111,24 +111,21 @@ def _run(sizes: Sizes, seed: int, picture: Path) -> None:
     print(format_table([whole.row, part.row, default_row]))
     print(_footnotes(sizes, len(test), whole))
 
-    if matplotlib_hint() is not None:
-        print(matplotlib_hint())
-    else:
-        print("drawing how the solves converge ...")
-        longer = copy_hyperparameters(model, small_x, small_y, KERNEL)
-        tolerance = whole.solve.tol if whole.solve else 1e-3
-        with gpytorch.settings.eval_cg_tolerance(tolerance):
-            _, longer_solve = solve_mean(longer, test_x[:1])
-        plain = _without_preconditioner(untouched, tolerance, sizes.plain_iterations)
-        curves = _curves(whole, part, plain, default_row, default_solve, longer_solve)
-        noise = model.likelihood.noise.item()
-        title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
-        default_tolerance = gpytorch.settings.eval_cg_tolerance.value()
-        names = {
-            f"sketchgp's\ntolerance {tolerance:g}": tolerance,
-            f"GPyTorch's\ntolerance {default_tolerance:g}": default_tolerance,
-        }
-        print(f"picture: {plot_convergence(picture, curves, title, names)}")
+    print("drawing how the solves converge ...")
+    longer = copy_hyperparameters(model, small_x, small_y, KERNEL)
+    tolerance = whole.solve.tol if whole.solve else 1e-3
+    with gpytorch.settings.eval_cg_tolerance(tolerance):
+        _, longer_solve = solve_mean(longer, test_x[:1])
+    plain = _without_preconditioner(untouched, tolerance, sizes.plain_iterations)
+    curves = _curves(whole, part, plain, default_row, default_solve, longer_solve)
+    noise = model.likelihood.noise.item()
+    title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
+    default_tolerance = gpytorch.settings.eval_cg_tolerance.value()
+    names = {
+        f"sketchgp's\ntolerance {tolerance:g}": tolerance,
+        f"GPyTorch's\ntolerance {default_tolerance:g}": default_tolerance,
+    }
+    print(f"picture: {plot_convergence(picture, curves, title, names)}")
     print(_verdict(whole, part, default_row, scaling))
 
 
