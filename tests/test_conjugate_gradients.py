@@ -429,7 +429,7 @@ def test_interrupt_in_a_product_keeps_the_iterate():
     matrix = dense(problem.kernel, problem.x)
     system = System(_Interrupting(matrix), problem.noise_vector)
     with pytest.warns(ConvergenceWarning, match="interrupted after 3 iterations"):
-        value, report, _ = ConjugateGradients().run(system, problem.y.unsqueeze(-1), None)
+        value, report, _ = ConjugateGradients().run(system, problem.y.unsqueeze(-1), None, keep_interrupted=True)
     assert relative(report.residual, _true_residual(problem, value)) < 1e-9
     with quiet():
         expected = ConjugateGradients(max_iterations=3).solve(problem, preconditioner=None).value
@@ -444,7 +444,9 @@ def test_interrupt_in_the_checking_product_keeps_the_iterate():
     system.operator.at = plain.report.matmuls  # five iterations, then the product that gives the true residual
     try:
         with quiet():
-            value, report, _ = ConjugateGradients(max_iterations=5).run(system, problem.y.unsqueeze(-1), None)
+            value, report, _ = ConjugateGradients(max_iterations=5).run(
+                system, problem.y.unsqueeze(-1), None, keep_interrupted=True
+            )
     except KeyboardInterrupt:
         pytest.fail("the iterate was lost")  # pytest itself would stop at the interruption
     assert relative(value[:, 0], plain.value) < 1e-12

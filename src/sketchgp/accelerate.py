@@ -45,8 +45,10 @@ def accelerate(
     :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,
         :class:`NystromEigenPro`, None for none, or ``"auto"``: ``RPCholesky()``.
     :param solver: :class:`ConjugateGradients`, :class:`Cholesky`, or ``"auto"``: ``ConjugateGradients()``.
+        The marginal likelihood is always estimated by conjugate gradients.
     :param matmul: ``"dense"`` stores the kernel matrix for each solve, ``"tiled"`` never does, ``"auto"`` stores it
-        where it fits the memory budget, ``"gpytorch"`` leaves the products to GPyTorch.
+        where it fits the memory budget, ``"gpytorch"`` leaves the products to GPyTorch.  (An elementwise product of
+        two covariances made in ``forward`` is stored wherever it fits.)
     :returns: the model.
     :raises InputError: if an argument is not one of these; the model is then as it was.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from .accelerate import acceleration_of
 from .errors import InputError
 from .inference import LowRankVariance
 from .models.added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
-from .models.mixins import AcceleratedModel
+from .models.mixins import ATTRIBUTE, AcceleratedModel
 from .operators import KernelMatrix
 from .operators.tiles import spans
+from .preconditioners.cache import tensor_key
 from .report import SolveReport, record_solves
-from .solvers import System
+from .solvers import ConjugateGradients, System
 from .solvers.problem import check_tensor
 
 _VARIANCES = (None, "auto", "exact", "low_rank")
@@ -38,10 +40,10 @@ class Prediction:
     """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
-    ``variance_method`` is ``"exact"`` (one linear solve a point, in a form whose error is the square of the
-    solve's), ``"low_rank"``
-    (:class:`sketchgp.inference.LowRankVariance`) or ``"none"``; ``variance_check`` compares the low-rank variance
-    with exact ones: ``{"points": int, "median_ratio": float, "max_ratio": float}``, ratios low rank / exact.
+    ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
+    ``"low_rank"`` (:class:`sketchgp.inference.LowRankVariance`) or ``"none"``.  ``variance_check`` compares low-rank
+    variances with exact ones at ``points`` test points: ``min_ratio``, ``median_ratio``, ``max_ratio`` of the latent
+    variances, and ``observation_min_ratio`` and so on with the noise added.
     ``report`` is of the solve behind the mean, None where that had been done before.
     """
 
@@ -85,25 +87,25 @@ class _Conditioning:
             return matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
         return matrix._with(a, b, False).type(torch.float64).to_dense()
 
-    def cross(self, inputs: Tensor) -> Tensor:
-        """``k(X, inputs)``, dense ``(n, m)``, in the model's dtype."""
-        return self.kernel_matrix._with(self.kernel_matrix.x1, inputs, False).to_dense()
+    def exact_variance(self, inputs: Tensor) -> Tensor:
+        """Latent variances ``(m,)`` at inputs as the kernel sees them, by one solve a point; float64.
 
-    def exact_variance(self, inputs: Tensor, cross: Tensor, weights: Tensor) -> Tensor:
-        """Latent variances ``(m,)`` in float64 from approximate ``weights ~ (K + noise)^-1 cross``.
-
-        ``2 c.w - w.(K + noise)w`` is below the explained variance ``c.(K + noise)^-1 c`` by the square of the
-        error in w (in the energy norm), where ``c.w`` is off by the error itself; it takes one more product.
+        ``2 c.w - w.(K + noise)w`` differs from the explained variance ``c.(K + noise)^-1 c`` by ``r.(K + noise)^-1 r``
+        with ``r = c - (K + noise)w``, at most ``tol^2 |c|^2 / noise``: the tolerance is set so that this is a hundredth
+        of the noise.
         """
         system = System(self.kernel_matrix, self.operator._noise_vector())
-        c, w = cross.to(torch.float64), weights.to(torch.float64)
+        c = self.block(self.kernel_matrix.x1, inputs)
+        acceleration = acceleration_of(self.model)
+        solver, built = acceleration.effective_solver(), None
+        if isinstance(solver, ConjugateGradients):
+            largest = max(float(c.norm(dim=0).max()), torch.finfo(c.dtype).tiny)
+            tol = min(solver.tol or 1e-3, 0.1 * float(system.noise.min()) / largest)
+            solver = dataclasses.replace(solver, tol=max(tol, 1e-12))
+            built = acceleration.build(self.kernel_matrix, system.noise, differentiable=False)
+        w, _, _ = solver.run(system, c, built, name=acceleration.preconditioner_name)
         explained = (w * (2 * c - system.accurate_product(w))).sum(dim=0)
         return (self.block(inputs, None) - explained).clamp_(min=0)
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """``(K + noise)^-1 rhs`` by the model's solver, at the tolerance of evaluation."""
-        with settings.cg_tolerance(settings.eval_cg_tolerance.value()):
-            return self.operator.evaluate_kernel().solve(rhs)
 
     def inputs(self, x: Tensor) -> Tensor:
         """x as the kernel sees it (its active dimensions selected)."""
@@ -119,7 +121,10 @@ def _prior(model: Any, x: Tensor) -> Any:
         return None
     matmul = acceleration_of(model).matmul
     covariance = as_kernel_matrix(prior.lazy_covariance_matrix, "auto" if matmul == "gpytorch" else matmul)
-    return type(prior)(prior.mean, covariance) if isinstance(covariance, KernelMatrix) else None
+    if not isinstance(covariance, KernelMatrix):
+        return None
+    setattr(covariance, ATTRIBUTE, acceleration_of(model))
+    return type(prior)(prior.mean, covariance)
 
 
 def predict(
@@ -136,8 +141,8 @@ def predict(
     :param model: a model that :func:`accelerate` was called on; it is put into eval mode.
     :param x: test inputs ``(m, d)``, of the training inputs' dtype and device.
     :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
-        inducing points (FITC, which lies above the exact variance nearly always) and compares 16 test points
-        with exact solves done together with the mean's; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
+        inducing points (FITC, which lies above the exact variance nearly always) and compares it with exact ones
+        at 16 test points; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
         1e10 (CUDA: 1e13); None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean, 256 for exact variances).
     :param progress: show a progress bar (default: only in a terminal).
@@ -171,6 +176,7 @@ def predict(
             f"got {tuple(x.shape)}, {x.dtype} on {x.device}."
         )
     model.eval()
+    _renew(model)
     show = sys.stderr.isatty() if progress is None else progress
     with torch.no_grad(), record_solves() as solves:
         conditioning = _Conditioning.of(model)
@@ -179,10 +185,6 @@ def predict(
             variance = "exact" if small or conditioning is None else "low_rank"
         if variance == "low_rank" and conditioning is None:
             raise InputError('variance="low_rank" expects a plain kernel and one set of training inputs; use "exact".')
-        exact_at = None
-        if variance == "low_rank" and model.prediction_strategy is None:
-            assert conditioning is not None
-            exact_at = _condition(model, conditioning, x)
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
         report = solves[0] if solves else None
         if variance is None:
@@ -191,26 +193,40 @@ def predict(
             latent, check = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show), None
         else:
             assert conditioning is not None
-            latent, check = _low_rank_variance(conditioning, x, exact_at)
+            latent, check = _low_rank_variance(conditioning, x)
         noise = _noise(model, x, latent)
         return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
 
 
-def _condition(model: Any, conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve for the mean's weights and for a few test points at once; returns those points and their variances."""
-    points = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_CHECK_POINTS].to(x.device)]
-    inputs = conditioning.inputs(points)
-    cross = conditioning.cross(inputs)
-    weights = conditioning.solve(torch.cat([conditioning.residual_targets.unsqueeze(-1), cross], dim=-1))
-    model.prediction_strategy = prediction_strategy(
-        train_inputs=list(model.train_inputs),
-        train_prior_dist=model.forward(*model.train_inputs),
-        train_labels=model.train_targets,
-        likelihood=model.likelihood,
-    )
-    policy = settings.observation_nan_policy.value()
-    add_to_cache(model.prediction_strategy, "mean_cache", weights[:, 0].contiguous(), policy)
-    return inputs, conditioning.exact_variance(inputs, cross, weights[:, 1:])
+def _renew(model: Any) -> None:
+    """Forget a cached solution that is not one for the present parameters and data."""
+    acceleration = acceleration_of(model)
+    key = _solution_key(model)
+    if acceleration.solution_key != key:
+        model._clear_cache()
+        acceleration.solution_key = key
+
+
+def _solution_key(model: Any) -> tuple[Any, ...]:
+    tensors = (*model.parameters(), *model.buffers(), *model.train_inputs, model.train_targets)
+    return (settings.observation_nan_policy.value(), *(tensor_key(t) for t in tensors))
+
+
+def use_weights(model: ExactGP, weights: Tensor) -> None:
+    """Give a model the solution of ``(K + noise) weights = y - mean``, so that its mean needs no solve.
+
+    :param model: an accelerated model in eval mode, with its training data.
+    :param weights: ``(n,)``, in the model's dtype and on its device, taken on trust.
+    """
+    with torch.no_grad():
+        model.prediction_strategy = prediction_strategy(
+            train_inputs=list(model.train_inputs),
+            train_prior_dist=model.forward(*model.train_inputs),
+            train_labels=model.train_targets,
+            likelihood=model.likelihood,
+        )
+    add_to_cache(model.prediction_strategy, "mean_cache", weights, settings.observation_nan_policy.value())
+    acceleration_of(model).solution_key = _solution_key(model)
 
 
 def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
@@ -230,15 +246,12 @@ def _exact_variance(model: Any, conditioning: _Conditioning | None, x: Tensor, r
             parts.append(posterior.variance)
             dim = -len(posterior.event_shape)
         else:
-            inputs = conditioning.inputs(x[part])
-            cross = conditioning.cross(inputs)
-            parts.append(conditioning.exact_variance(inputs, cross, conditioning.solve(cross)).to(x.dtype))
+            parts.append(conditioning.exact_variance(conditioning.inputs(x[part])).to(x.dtype))
     return torch.cat(parts, dim=dim)
 
 
-def _low_rank_variance(
-    conditioning: _Conditioning, x: Tensor, exact_at: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, dict[str, Any] | None]:
+def _low_rank_variance(conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Low-rank variances, and how they compare with exact ones at a few of the points."""
     matrix, noise = conditioning.kernel_matrix, conditioning.operator._noise_vector()
     acceleration = acceleration_of(conditioning.model)
     pivots = None if acceleration.cache is None else acceleration.cache.pivots(matrix, noise)
@@ -246,13 +259,20 @@ def _low_rank_variance(
         count = min(matrix.shape[-1], int(10 * matrix.shape[-1] ** 0.5))
         pivots = torch.randperm(matrix.shape[-1], generator=torch.Generator().manual_seed(0))[:count].to(x.device)
     low_rank = LowRankVariance(conditioning.block, matrix.x1, noise.double(), matrix.x1[pivots])
-    latent = low_rank(conditioning.inputs(x)).to(x.dtype)
-    if exact_at is None:
-        return latent, None
-    points, exact = exact_at
-    ratio = low_rank(points) / exact
-    check = {"points": len(points), "median_ratio": float(ratio.median()), "max_ratio": float(ratio.max())}
-    return latent, check
+    latent = low_rank(conditioning.inputs(x))
+    some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_CHECK_POINTS].to(x.device)
+    exact = conditioning.exact_variance(conditioning.inputs(x[some]))
+    check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
+    of_new = _noise(conditioning.model, x[some], latent[some])
+    if of_new is not None:
+        check |= _ratios(latent[some] + of_new, exact + of_new, "observation_")
+    return latent.to(x.dtype), check
+
+
+def _ratios(low_rank: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:
+    ratio = low_rank / exact.clamp_min(torch.finfo(exact.dtype).tiny)
+    values = {"min": ratio.min(), "median": ratio.median(), "max": ratio.max()}
+    return {f"{prefix}{name}_ratio": float(value) for name, value in values.items()}
 
 
 def _noise(model: Any, x: Tensor, latent: Tensor) -> Tensor | None:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import gpytorch
 import torch
-from gpytorch.models.exact_prediction_strategies import prediction_strategy
-from linear_operator.utils.memoize import add_to_cache
 from torch import Tensor
 
 from ..accelerate import accelerate
 from ..fit import fit
-from ..predict import predict
+from ..predict import predict, use_weights
 from ..report import SolveReport, record_solves
 from .model_file import SavedModel
 from .regression import Regression, negative_log_density, rmse
 from .results import PeakMemory, Row
 
 __all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tune"]
-
-CHECK_ROWS = 16  # test rows at which low-rank variances are compared with exact ones
 
 
 def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -114,11 +109,10 @@ def evaluate(
         nll=negative_log_density(prediction.mean[part], prediction.observation_variance[part], y[part]),
     )
     check = None
-    if prediction.variance_method == "low_rank":
-        exact = predict(model, x[:CHECK_ROWS], variance="exact").observation_variance
-        assert exact is not None
-        ratio = prediction.observation_variance[:CHECK_ROWS].double() / exact.double()
-        check = (len(ratio), ratio.min().item(), ratio.median().item(), ratio.max().item())
+    if prediction.variance_check is not None:
+        found = prediction.variance_check
+        ratios = (found[f"observation_{name}_ratio"] for name in ("min", "median", "max"))
+        check = (found["points"], *ratios)
     return Outcome(prediction.mean, prediction.observation_variance, row, solve, check)
 
 
@@ -145,16 +139,7 @@ def predict_saved(saved: SavedModel, x: Tensor) -> tuple[Tensor, Tensor]:
     ``(K + noise I) w = y - mean``, so the mean needs no solve.
     """
     model = accelerate(saved.model)
-    inputs = list(model.train_inputs)
-    with torch.no_grad():
-        model.prediction_strategy = prediction_strategy(
-            train_inputs=inputs,
-            train_prior_dist=model.forward(*inputs),
-            train_labels=model.train_targets,
-            likelihood=model.likelihood,
-        )
-    policy = gpytorch.settings.observation_nan_policy.value()
-    add_to_cache(model.prediction_strategy, "mean_cache", saved.weights, policy)
+    use_weights(model, saved.weights)
     prediction = predict(model, x)
     assert prediction.observation_variance is not None
     return prediction.mean, prediction.observation_variance

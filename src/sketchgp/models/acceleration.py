@@ -21,6 +21,7 @@ class Acceleration:
 
     Deep copies and pickles keep the choices and start with empty caches.
 
+    :ivar solution_key: what the model's cached solution was computed from, where ``predict`` has seen it.
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     """
 
@@ -28,6 +29,7 @@ class Acceleration:
     solver: ConjugateGradients | Cholesky
     matmul: str
     probe_seed: int | None = None
+    solution_key: Any = field(default=None, repr=False, compare=False)
     cache: PreconditionerCache | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -148,6 +148,11 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         self._probe_source = built
         return Inverse(built), built, built.log_determinant()
 
+    def _solve_preconditioner(self) -> Any:
+        if self.acceleration is not None and not isinstance(self.acceleration.solver, ConjugateGradients):
+            return None
+        return super()._solve_preconditioner()
+
     def _probe_vectors_and_norms(self) -> tuple[Tensor | None, Tensor | None]:
         if self.acceleration is None:
             return None, None

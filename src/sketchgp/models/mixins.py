@@ -10,7 +10,7 @@ from typing import Any
 
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator.operators import AddedDiagLinearOperator
+from linear_operator.operators import AddedDiagLinearOperator, BatchRepeatLinearOperator
 
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator, iterative
@@ -33,16 +33,19 @@ class AcceleratedModel(_Accelerated):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
+        cache = self.__dict__[ATTRIBUTE].cache
+        if cache is not None:
+            cache.clear()
         return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(prior, MultivariateNormal) or not prior.islazy:
+        if not isinstance(prior, MultivariateNormal):
             return prior
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
         small = covariance.shape[-1] <= settings.max_cholesky_size.value()
-        if type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
+        if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
             converted = as_kernel_matrix(covariance, acceleration.matmul)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)
@@ -59,11 +62,13 @@ class AcceleratedLikelihood(_Accelerated):
         covariance = marginal.lazy_covariance_matrix
         if type(covariance) is not AddedDiagLinearOperator:
             return marginal
-        owners: list[Acceleration] = self.__dict__[ATTRIBUTE]
+        acceleration = marked_choices(function_dist.lazy_covariance_matrix)
+        if acceleration is None:  # GPyTorch rebuilt the covariance (interpolation grids, fantasies): the mark is lost
+            acceleration = self.__dict__[ATTRIBUTE][-1]
         accelerated = AcceleratedAddedDiagLinearOperator(
             covariance._linear_op,
             covariance._diag_tensor,
-            acceleration=getattr(function_dist.lazy_covariance_matrix, ATTRIBUTE, owners[-1]),
+            acceleration=acceleration,
         )
         cls = accelerated_class(type(marginal), AcceleratedDistribution)
         if isinstance(marginal, MultitaskMultivariateNormal):
@@ -77,6 +82,13 @@ class AcceleratedDistribution(_Accelerated):
     def log_prob(self, value: Any) -> Any:
         with iterative():
             return super().log_prob(value)  # type: ignore[misc]
+
+
+def marked_choices(covariance: Any) -> Acceleration | None:
+    """The choices of the accelerated model whose prior covariance this is, by the mark its forward left."""
+    if isinstance(covariance, BatchRepeatLinearOperator):
+        covariance = covariance.base_linear_op
+    return getattr(covariance, ATTRIBUTE, None)
 
 
 def accelerated_class(base: type, mixin: type) -> type:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .radial import RadialTiles, Scales, recognise
 from .tiles import spans, tile_shape
 
 Tiles = RadialTiles | GenericTiles
+_SWAP = threading.RLock()  # functional_call exchanges the parameters of the user's kernel while it runs
 ENGINES = ("auto", "dense", "tiled")
 
 
@@ -111,7 +113,12 @@ class KernelMatrix(LinearOperator):
 
     def _functional(self, module: nn.Module, parameters: tuple[Tensor, ...]) -> Any:
         named = {f"kernel.{name}": value for name, value in zip(self.names, parameters, strict=True)}
-        return lambda *args, **options: functional_call(module, named, args, options)
+
+        def call(*args: Any, **options: Any) -> Any:
+            with _SWAP:
+                return functional_call(module, named, args, options)
+
+        return call
 
     def _tiles(self, shape: tuple[int, int], live: list[Tensor] | None = None, same: bool | None = None) -> Tiles:
         """Tiles of at most ``shape``; of the ``live`` tensors, for gradients, or of the operator's own."""
@@ -149,7 +156,7 @@ class KernelMatrix(LinearOperator):
         return out if isinstance(tiles.outputscale, float) else out.mul_(tiles.outputscale)
 
     def _state(self) -> tuple[int, ...]:
-        """Changes when one of the tensors is changed in place."""
+        """Changes when one of the tensors is changed in place (but not through ``.data``)."""
         return tuple(tensor._version for tensor in self._args)
 
     def _repeats(self) -> bool:
@@ -161,8 +168,8 @@ class KernelMatrix(LinearOperator):
         )
 
     def _stores(self) -> bool:
-        if self.engine == "auto":
-            return self.shape.numel() * self.dtype.itemsize <= memory_budget.value(self.device)
+        if self.engine == "auto":  # a rectangular block is used once: storing it would gain nothing
+            return self.same and self.shape.numel() * self.dtype.itemsize <= memory_budget.value(self.device)
         return self.engine == "dense"
 
     @torch.no_grad()
@@ -303,7 +310,7 @@ class KernelMatrix(LinearOperator):
 
     def to(self, *args: Any, **kwargs: Any) -> KernelMatrix:
         """The operator with its tensors converted; the kernel, which belongs to the user, is left alone."""
-        tensors = [t.to(*args, **kwargs) if t.is_floating_point() else t for t in self._args]
+        tensors = [_convert(t, *args, **kwargs) if t.is_floating_point() else t for t in self._args]
         return self.__class__(*tensors, **self._options())
 
     def type(self, dtype: torch.dtype) -> KernelMatrix:
@@ -370,6 +377,13 @@ def _take(x: Tensor, indices: Tensor) -> Tensor:
         return x.index_select(-2, indices)
     x = x.expand(*indices.shape[:-1], *x.shape[-2:])
     return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
+
+
+def _convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``x.to(...)``, with batch dimensions that are expanded without copies left so."""
+    repeated = [step == 0 and size > 1 for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True)]
+    single = x[tuple(slice(0, 1) if r else slice(None) for r in repeated)]
+    return single.to(*args, **kwargs).expand(x.shape)
 
 
 def _square(height: int, width: int) -> int:

@@ -8,7 +8,9 @@ in-place arithmetic in buffers that are reused from tile to tile.  Inputs are ce
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +123,24 @@ class Scales(nn.Module):
         return lengthscale, torch.as_tensor(outputscale, dtype=lengthscale.dtype, device=lengthscale.device)
 
 
+_TF32 = threading.RLock()
+
+
+@contextmanager
+def _full_precision(t: Tensor) -> Iterator[None]:
+    """No TF32 for squared distances: ten bits of ``|a|^2`` would leave nothing of the distance between neighbours."""
+    matmul = torch.backends.cuda.matmul
+    if not (t.is_cuda and t.dtype == torch.float32 and matmul.allow_tf32):
+        yield
+        return
+    with _TF32:
+        matmul.allow_tf32 = False
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = True
+
+
 class RadialTiles:
     """Tiles of ``k(x1, x2)`` for a recognised kernel.
 
@@ -158,7 +178,7 @@ class RadialTiles:
             self.b = self.a if same else self._scaled(x2)[0].detach()
             square = self.b.square().sum(dim=1, keepdim=True) * f
             self.right = torch.cat([self.b, torch.ones_like(square), square], dim=1).mT
-        self._buffers = [x1.new_empty(shape[0] * shape[1]) for _ in range(3)]
+        self._buffers = [x1.new_empty(shape[0] * shape[1]) for _ in range(2)]
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +191,8 @@ class RadialTiles:
 
     def _distances(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         t, spare = self._buffer(0, rows, columns), self._buffer(1, rows, columns)
-        torch.mm(self.left[rows], self.right[:, columns], out=t)
+        with _full_precision(t):
+            torch.mm(self.left[rows], self.right[:, columns], out=t)
         if self.same:  # entries of the diagonal are exactly at distance 0
             start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
             if start < stop:

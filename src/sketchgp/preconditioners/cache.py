@@ -29,11 +29,17 @@ class PreconditionerCache:
 
     def __init__(self, choice: Preconditioner) -> None:
         self.choice = choice
+        self._lock = threading.RLock()
         self._forget()
+
+    def clear(self) -> None:
+        """Forget the preconditioner and what it was built from."""
+        with self._lock:
+            self._forget()
 
     def _forget(self) -> None:
         self.builds, self._seconds = 0, 0.0
-        self._lock = threading.RLock()
+        self._selected_noise = 0.0
         self._matrix_key: Any = None
         self._noise_key: Any = None
         self._selection: Selection | None = None
@@ -45,6 +51,7 @@ class PreconditionerCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.choice = state["choice"]
+        self._lock = threading.RLock()
         self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:
@@ -60,6 +67,8 @@ class PreconditionerCache:
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
                 return self._with_dtype(self._built, operator.dtype)
             access = Access(operator)
+            if self.choice.rank is None and float(noise.detach().min()) < 0.5 * self._selected_noise:
+                self._selection = self._factor = None  # the automatic rank was for a larger noise
             factor = self._find_factor(access, noise, matrix_key, live)
             diagonal = noise.to(torch.float64) + self._shift()
             self._built = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
@@ -96,7 +105,11 @@ class PreconditionerCache:
                 self._select(access, noise)
             assert self._factor is not None
             return self._factor
-        kept = self._selection is not None and self._selection.factor.shape[:-1] == (*access.batch_shape, access.n)
+        kept = (
+            self._selection is not None
+            and self._selection.factor.shape[:-1] == (*access.batch_shape, access.n)
+            and self._selection.factor.device == access.device
+        )
         if not kept:
             self._select(access, noise)
         selection = self._selection
@@ -112,6 +125,7 @@ class PreconditionerCache:
     @torch.no_grad()
     def _select(self, access: Access, noise: Tensor) -> None:
         self._selection = self.choice.select(access, noise.detach())
+        self._selected_noise = float(noise.detach().min())
         self._factor = self._selection.factor
 
     @staticmethod

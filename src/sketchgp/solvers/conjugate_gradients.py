@@ -26,7 +26,7 @@ from .problem import FullProblem, Solution, System
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
-_GROWTH = 1e4  # a recurrence residual that grew this much above its least is diverging
+_GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
@@ -85,6 +85,8 @@ class ConjugateGradients:
         :param callback: called with an :class:`Iterate` once an iteration; returning True ends the solve.
         :param progress: show a progress bar (default: only in a terminal).
         :raises InputError: for arguments that do not fit; :raises NumericalError: where NaN appears.
+
+        Ctrl-C ends the solve with the best iterate (true residual) so far, and a warning.
         """
         choice = RPCholesky() if preconditioner == "auto" else preconditioner
         if choice is not None and not isinstance(choice, Preconditioner):
@@ -107,6 +109,7 @@ class ConjugateGradients:
             initial=None if initial is None else initial.reshape(columns.shape),
             callback=callback,
             progress=progress,
+            keep_interrupted=True,
         )
         return Solution(value.reshape(problem.y.shape), report)
 
@@ -122,22 +125,26 @@ class ConjugateGradients:
         lanczos_columns: int = 0,
         callback: Callable[[Iterate], Any] | None = None,
         progress: bool | None = None,
+        keep_interrupted: bool = False,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
+        :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
         with torch.no_grad():
-            state = _Run(self, system, rhs, preconditioner, initial, lanczos_columns, callback, progress)
+            state = _Run(
+                self, system, rhs, preconditioner, initial, lanczos_columns, callback, progress, keep_interrupted
+            )
             state.loop()
         report = state.report(name, setup_seconds)
         record(report)
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
-        return state.value.to(rhs.dtype), report, state.lanczos_matrices() if lanczos_columns else None
+        return state.best.to(rhs.dtype), report, state.lanczos_matrices() if lanczos_columns else None
 
 
 @dataclass
@@ -152,6 +159,7 @@ class _Run:
     lanczos_columns: int
     callback: Callable[[Iterate], Any] | None
     progress: bool | None
+    keep_interrupted: bool = False
     iterations: int = 0
     reason: str = ""
     history: list[Tensor] = field(default_factory=list)
@@ -177,6 +185,7 @@ class _Run:
             self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.system.accurate_product(self.value)
         self.residual = self.rounded_residual = self.r.norm(dim=-2) / self.norm
+        self.best, self.best_residual = self.value.clone(), self.residual
         self.history.append(self.residual)
 
     def loop(self) -> None:
@@ -190,7 +199,7 @@ class _Run:
                     self._cycle(bar)
                     self._verify()
                 except KeyboardInterrupt:
-                    if self.lanczos_columns:  # a training step: the user means to stop the training
+                    if not self.keep_interrupted:  # inside a model: a half-done solution must not reach its caches
                         raise
                     self.reason = "interrupted"
                     self._verify()
@@ -239,6 +248,9 @@ class _Run:
         if not bool(torch.isfinite(residual).all()):
             raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
         self.rounded_residual = residual[..., :width]
+        better = self.rounded_residual <= self.best_residual
+        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
+        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
 
     def _cycle(self, bar: Any) -> None:
@@ -257,6 +269,7 @@ class _Run:
         current = self.residual.clone()
         active = current > target
         least, steps = current.clone(), 0
+        growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
         try:
             while bool(active.any()) and self.iterations < self.limit:
                 keep = active.reshape(-1, len(index)).any(dim=0)
@@ -294,7 +307,7 @@ class _Run:
                     self.reason = "stopped by the callback"
                     return
                 least = torch.minimum(least, current)
-                if bool((current > _GROWTH * least).any()):
+                if bool((current > growth * least).any()):
                     return
                 if not self.exact and steps % _CHECK_EVERY == 0 and self._drifted(d, r, index):
                     return
@@ -333,7 +346,7 @@ class _Run:
         return matrix.movedim(-3, 0).to(self.out_dtype)
 
     def report(self, name: str, setup_seconds: float) -> SolveReport:
-        residual = self.rounded_residual.reshape(-1).cpu()
+        residual = self.best_residual.reshape(-1).cpu()
         device = self.b.device
         return SolveReport(
             solver="ConjugateGradients",

@@ -92,6 +92,8 @@ class FullProblem:
                 f"x and y expect one dtype and device, got {self.x.dtype} on {self.x.device} and "
                 f"{self.y.dtype} on {self.y.device}."
             )
+        if len(self.kernel.batch_shape):
+            raise InputError("kernel expects no batch_shape; solve one problem for each kernel of the batch.")
         wider = [p.dtype for p in self.kernel.parameters() if p.dtype.itemsize > self.x.dtype.itemsize]
         if wider:
             raise InputError(f"kernel has dtype {wider[0]}, x {self.x.dtype}; convert one: kernel.to(x.dtype).")
