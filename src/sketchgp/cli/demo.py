@@ -141,7 +141,10 @@ def _hyperparameters(model: Regression) -> str:
 def _check_residual(model: Regression, seed: int, sample: int = 500) -> str:
     rows = torch.randperm(model.train_targets.shape[0], generator=torch.Generator().manual_seed(seed + 3))[:sample]
     residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
-    return f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows (a sample: a few rows can carry much of it): residual {residual:.1e}"
+    return (
+        f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows "
+        f"(a sample: a few rows can carry much of it): residual {residual:.1e}"
+    )
 
 
 def _footnotes(sizes: Sizes, tests: int, whole: Outcome) -> str:
