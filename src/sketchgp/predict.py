@@ -62,15 +62,12 @@ class _Conditioning:
     model: Any
     operator: AcceleratedAddedDiagLinearOperator
     kernel_matrix: KernelMatrix
-    residual_targets: Tensor
 
     @classmethod
     def of(cls, model: Any) -> _Conditioning | None:
-        """None where the covariance has structure of its own, a batch, several inputs, or missing targets."""
+        """None where the covariance has structure of its own, or a batch."""
         inputs = list(model.train_inputs)
-        if len(inputs) != 1 or inputs[0].dim() != 2 or model.train_targets.dim() != 1:
-            return None
-        if bool(torch.isnan(model.train_targets).any()):
+        if inputs[0].dim() != 2 or model.train_targets.dim() != 1:
             return None
         prior = _prior(model, inputs[0])
         if prior is None:
@@ -78,7 +75,7 @@ class _Conditioning:
         operator = model.likelihood(prior, inputs).lazy_covariance_matrix
         if not isinstance(operator, AcceleratedAddedDiagLinearOperator) or operator.batch_shape:
             return None
-        return cls(model, operator, operator._linear_op, model.train_targets - prior.mean)
+        return cls(model, operator, operator._linear_op)
 
     def block(self, a: Tensor, b: Tensor | None) -> Tensor:
         """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None."""
@@ -179,7 +176,7 @@ def predict(
     _renew(model)
     show = sys.stderr.isatty() if progress is None else progress
     with torch.no_grad(), record_solves() as solves:
-        conditioning = _Conditioning.of(model)
+        conditioning = None if variance is None else _Conditioning.of(model)
         if variance == "auto":
             small = train.shape[-2] ** 2 * len(x) <= _EXACT_WORK.get(x.device.type, 1e10)
             variance = "exact" if small or conditioning is None else "low_rank"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 import gpytorch
 import torch
 from torch import Tensor
+
+from ..report import peak_memory
 
 __all__ = ["PeakMemory", "Row", "format_table", "true_residual"]
 
@@ -88,7 +89,7 @@ class PeakMemory:
             self._stop.set()
             self._thread.join()
         else:
-            self.peak = _high_water()
+            self.peak = peak_memory(torch.device("cpu")) or None
 
     def _sample(self) -> None:
         while True:
@@ -105,15 +106,6 @@ def _resident() -> int | None:
             return int(file.read().split()[1]) * resource.getpagesize()
     except (OSError, ImportError):
         return None
-
-
-def _high_water() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @torch.no_grad()

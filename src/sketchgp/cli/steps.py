@@ -46,8 +46,7 @@ def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: 
     start = time.perf_counter()
     history = fit(model, iterations=iterations, seed=seed)
     print(
-        f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} "
-        "-> "
+        f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
     )
     model.set_train_data(x, y, strict=False)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericalError
+from ..lowrank import shifted_cholesky
 from ..operators.tiles import spans
 
 _ROWS = 4096
+_NOT_DEFINITE = "The low-rank variance met a matrix that is not positive definite; check the inputs."
 
 
 class LowRankVariance:
@@ -39,20 +41,18 @@ class LowRankVariance:
     def __init__(self, block: Any, x: Tensor, noise: Tensor, inducing_points: Tensor) -> None:
         self.block, self.inducing_points = block, inducing_points
         core = block(inducing_points, inducing_points)
-        eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
-        shift, scale = torch.finfo(core.dtype).eps, core.diagonal().sum()
-        self.root, info = torch.linalg.cholesky_ex(core + shift * scale * eye)
-        while int(info) and shift < 1e-2:
-            shift *= 10
-            self.root, info = torch.linalg.cholesky_ex(core + shift * scale * eye)
-        inner = eye.clone()
+        try:
+            self.root = shifted_cholesky(core, torch.finfo(core.dtype).eps)
+        except NumericalError as error:
+            raise NumericalError(_NOT_DEFINITE) from error
+        inner = torch.eye(len(core), dtype=core.dtype, device=core.device)
         for rows in spans(len(x), _ROWS):
             half = self._half(x[rows])  # (r, rows): half^T half = Q
             diagonal = noise[rows] + (block(x[rows], None) - half.square().sum(dim=0)).clamp_(min=0)
             inner += (half / diagonal) @ half.mT
         self.inner_root, bad = torch.linalg.cholesky_ex(inner)
-        if int(info) or int(bad):
-            raise NumericalError("The low-rank variance met a matrix that is not positive definite; check the inputs.")
+        if int(bad):
+            raise NumericalError(_NOT_DEFINITE)
 
     def _half(self, x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.root, self.block(self.inducing_points, x), upper=False)

@@ -40,15 +40,24 @@ def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
     """
     if sketch.shape[-1] == 0:
         return sketch
+    root = shifted_cholesky(core, resolution)
+    return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
+
+
+def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Tensor:
+    """Lower Cholesky factor of ``core + shift * trace(core) * I``, the shift growing tenfold from ``resolution``.
+
+    :raises NumericalError: if no shift below ``limit`` makes it positive definite.
+    """
     core = (core + core.mT) / 2
     scale = core.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # the factor of a zero matrix is zero
     eye = torch.eye(core.shape[-1], dtype=core.dtype, device=core.device)
     shift = resolution
-    while shift < 1e-2:
+    while shift < limit:
         root, info = torch.linalg.cholesky_ex(core + shift * scale * eye)
         if not bool(info.any()):
-            return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
+            return root
         shift *= 10
     raise NumericalError(
         "The kernel matrix between the pivots is not positive semidefinite; check the kernel and its inputs for NaN."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..operators.access import Access
-from .factor import LowRank
+from .factor import LowRank, shifted_cholesky
 
 
 @torch.no_grad()
@@ -58,7 +58,10 @@ def rpcholesky(
         rows = factor[proposals, :done]
         schur = matrix.block(proposals, proposals) - rows @ rows.mT
         if method == "block":
-            root, kept = _shifted_cholesky(schur, matrix.resolution), torch.arange(len(proposals), device=device)
+            root, kept = (
+                shifted_cholesky(schur, matrix.resolution, limit=10.0),
+                torch.arange(len(proposals), device=device),
+            )
         else:
             kept, root = _reject(schur, residual[proposals], rank - done, generator)
         if not len(kept):
@@ -82,16 +85,6 @@ def _draw(residual: Tensor, size: int, generator: torch.Generator) -> Tensor:
     cumulative = residual.cumsum(0)
     points = torch.rand(size, dtype=torch.float64, generator=generator).to(residual.device) * cumulative[-1]
     return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(residual) - 1)
-
-
-def _shifted_cholesky(schur: Tensor, resolution: float) -> Tensor:
-    eye = torch.eye(len(schur), dtype=schur.dtype, device=schur.device)
-    shift, scale = resolution, float(schur.diagonal().sum())
-    while True:
-        root, info = torch.linalg.cholesky_ex((schur + schur.mT) / 2 + shift * scale * eye)
-        if not int(info) or shift > 1:
-            return root
-        shift *= 10
 
 
 def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -58,8 +58,7 @@ class Inverse:
     """``v -> P^-1 v``: the callable that linear_operator passes around as a preconditioner."""
 
     def __init__(self, built: LowRankPlusDiagonal) -> None:
-        self.built = LowRankPlusDiagonal(built.factor.detach(), built.diagonal_part.detach(), out_dtype=built.out_dtype)
-        self.built._root_cache = built.capacitance_root()
+        self.built = built.detached(built.out_dtype)
 
     def __call__(self, vectors: Tensor) -> Tensor:
         with torch.no_grad():

@@ -60,6 +60,12 @@ class LowRankPlusDiagonal(LinearOperator):
     def device(self) -> torch.device:
         return self.factor.device
 
+    def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
+        """The same operator without gradients, shown as ``out_dtype``; shares F, d and their factorization."""
+        copy = self.__class__(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
+        copy._root_cache = self.capacitance_root()
+        return copy
+
     def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
         """The operator shown in another dtype; F and d stay as they are where they are more accurate."""
         if dtype.itemsize < self.factor.dtype.itemsize:

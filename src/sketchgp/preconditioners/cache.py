@@ -65,7 +65,7 @@ class PreconditionerCache:
             live = differentiable and (operator.requires_grad or noise.requires_grad)
             matrix_key, noise_key = fingerprint(operator), tensor_key(noise)
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
-                return self._with_dtype(self._built, operator.dtype)
+                return self._built.detached(operator.dtype)
             access = Access(operator)
             if self.choice.rank is None and float(noise.detach().min()) < 0.5 * self._selected_noise:
                 self._selection = self._factor = None  # the automatic rank was for a larger noise
@@ -76,7 +76,7 @@ class PreconditionerCache:
             self.builds += 1
             self._seconds += time.perf_counter() - start
             if not live:
-                return self._with_dtype(self._built, operator.dtype)
+                return self._built.detached(operator.dtype)
             built = LowRankPlusDiagonal(factor, diagonal, out_dtype=operator.dtype)
             built._root_cache = self._built.capacitance_root()
             return built
@@ -134,12 +134,6 @@ class PreconditionerCache:
             diagonal = access.diagonal()
             left = (diagonal - factor.square().sum(-1)).clamp_(min=0).sum(-1) / diagonal.sum(-1)
             return float(left.max()) > _DRIFT * selection.relative_trace + 1e-12
-
-    @staticmethod
-    def _with_dtype(built: LowRankPlusDiagonal, dtype: torch.dtype) -> LowRankPlusDiagonal:
-        copy = LowRankPlusDiagonal(built.factor, built.diagonal_part, out_dtype=dtype)
-        copy._root_cache = built.capacitance_root()
-        return copy
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ class Cholesky:
                 f"Cholesky() needs {needed / 2**30:.1f} GiB for n = {n} and {free / 2**30:.1f} GiB are free; "
                 "use solver=sketchgp.ConjugateGradients()."
             )
-        operator = system.operator if system.dtype == torch.float64 else _in_float64(system)
+        operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
         matrix = columns(operator, torch.arange(n, device=device)).to(torch.float64)
         batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])
         matrix = matrix.expand(*batch, n, n).clone() if batch != matrix.shape[:-2] else matrix
@@ -80,7 +80,3 @@ class Cholesky:
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
         return value, report, None
-
-
-def _in_float64(system: System) -> Any:
-    return system.operator.type(torch.float64)
