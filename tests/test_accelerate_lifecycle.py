@@ -502,7 +502,9 @@ WRONG_CHOICES = {
     "solver None": {"solver": None},
     "solver class": {"solver": sketchgp.ConjugateGradients},
     "solver preconditioner": {"solver": sketchgp.RPCholesky()},
-    "matmul string": {"matmul": "keops"},
+    "matmul string": {"matmul": "sparse"},
+    "precision string": {"matmul": "triton", "matmul_precision": "fp8"},
+    "precision without triton": {"matmul_precision": "bf16"},
     "matmul None": {"matmul": None},
     "matmul list": {"matmul": ["dense"]},
     "two at once": {"matmul": "tiled", "solver": "direct"},
@@ -857,7 +859,7 @@ class Largest(TorchDispatchMode):
 
 def largest_tensor(monkeypatch: pytest.MonkeyPatch, name: str, matmul: str, dtype: torch.dtype) -> tuple[int, int]:
     """Entries of the largest tensor made by a training step and a prediction, and n."""
-    monkeypatch.setattr("sketchgp.operators.tiles._CPU_ENTRIES", 2**12)
+    monkeypatch.setattr("sketchgp.operators.tiles._CPU_BYTES", 2**14)
     model, test = SOLVED[name].build(dtype)
     sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=30), matmul=matmul)
     with iterative(probes=4, tol=1e-3), Largest() as largest:
@@ -1034,7 +1036,7 @@ def test_verbose_linalg(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_memory_budget_makes_products_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sketchgp.operators.tiles._CPU_ENTRIES", 2**12)
+    monkeypatch.setattr("sketchgp.operators.tiles._CPU_BYTES", 2**14)
     largest = []
     for budget in (2**40, 180 * 100 * 8):
         model, test = accelerated(preconditioner=sketchgp.RPCholesky(rank=20))

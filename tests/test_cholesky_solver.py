@@ -147,10 +147,10 @@ def test_refuses(name):
 
 def test_refuses_an_unknown_matmul():
     problem = FullProblem(**_arguments())
-    with pytest.raises(InputError, match="matmul expects one of 'auto', 'dense', 'tiled', got 'keops'"):
-        problem.system("keops")
+    with pytest.raises(InputError, match="matmul expects one of 'auto', 'dense', 'tiled', 'keops', 'triton', got 'sparse'"):
+        problem.system("sparse")
     with pytest.raises(InputError, match="matmul expects"):
-        ConjugateGradients().solve(problem, matmul="keops")
+        ConjugateGradients().solve(problem, matmul="sparse")
 
 
 def test_accepts_every_form_of_noise():

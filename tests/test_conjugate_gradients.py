@@ -170,7 +170,7 @@ def test_each_column_stops_by_itself():
     many = torch.cat([easy.expand(-1, 30), hard, torch.zeros(200, 5, dtype=torch.float64)], dim=1)
     block = ConjugateGradients(tol=1e-8).solve(FullProblem(_kernel(), problem.x, many, 1e-4), preconditioner=None)
     assert block.report.converged
-    assert abs(block.report.iterations - alone.iterations) <= 2
+    assert abs(block.report.iterations - alone.iterations) <= 0.05 * alone.iterations
     assert relative(block.value, torch.linalg.solve(_matrix(problem), many)) < 1e-4
     assert block.report.residual.shape == (36,)
     assert torch.equal(block.value[:, 31:], torch.zeros(200, 5, dtype=torch.float64))

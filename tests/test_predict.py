@@ -392,7 +392,7 @@ def test_low_rank_variances_with_missing_targets_are_refused() -> None:
 def test_never_makes_a_test_by_train_matrix(monkeypatch: pytest.MonkeyPatch, variance: str | None) -> None:
     from test_accelerate_lifecycle import Largest
 
-    monkeypatch.setattr("sketchgp.operators.tiles._CPU_ENTRIES", 2**12)
+    monkeypatch.setattr("sketchgp.operators.tiles._CPU_BYTES", 4 * 2**12)
     model, _ = build(preconditioner=sketchgp.RPCholesky(rank=20), matmul="tiled")
     x = data(m=400)[2]
     with iterative(tol=1e-3), Largest() as largest:

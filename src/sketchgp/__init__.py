@@ -7,6 +7,7 @@ from . import settings
 from .accelerate import accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
 from .fit import FitHistory, fit
+from .kernels import LaplaceKernel
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
 from .report import SolveReport, record_solves
@@ -22,6 +23,7 @@ __all__ = [
     "FullProblem",
     "GreedyCholesky",
     "InputError",
+    "LaplaceKernel",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",

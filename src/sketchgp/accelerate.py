@@ -19,7 +19,7 @@ from .models.mixins import (
     is_accelerated,
     plain_class,
 )
-from .operators.kernel_matrix import ENGINES
+from .operators.engines import ENGINES, check_choice
 from .preconditioners import Preconditioner, RPCholesky
 from .solvers import Cholesky, ConjugateGradients
 
@@ -32,6 +32,7 @@ def accelerate(
     preconditioner: Preconditioner | str | None = "auto",
     solver: ConjugateGradients | Cholesky | str = "auto",
     matmul: str = "auto",
+    matmul_precision: str = "float32",
 ) -> Model:
     """Give a GPyTorch model sketchgp's preconditioner, solver and kernel products, in place.
 
@@ -46,9 +47,13 @@ def accelerate(
         :class:`NystromEigenPro`, None for none, or ``"auto"``: ``RPCholesky()``.
     :param solver: :class:`ConjugateGradients`, :class:`Cholesky`, or ``"auto"``: ``ConjugateGradients()``.
         The marginal likelihood is always estimated by conjugate gradients.
-    :param matmul: ``"dense"`` stores the kernel matrix for each solve, ``"tiled"`` never does, ``"auto"`` stores it
-        where it fits the memory budget, ``"gpytorch"`` leaves the products to GPyTorch.  (An elementwise product of
-        two covariances made in ``forward`` is stored wherever it fits.)
+    :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
+        solve; ``"tiled"`` never does; ``"keops"`` (with the extra ``sketchgp[keops]``) and ``"triton"`` (on CUDA)
+        never do either, by fused kernels; ``"auto"`` stores it where it fits the memory budget, and else takes the
+        fastest that applies; ``"gpytorch"`` leaves the products to GPyTorch.  (An elementwise product of two
+        covariances made in ``forward`` is stored wherever it fits.)
+    :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x3"``, ``"tf32"`` or
+        ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
     :returns: the model.
     :raises InputError: if an argument is not one of these; the model is then as it was.
     """
@@ -70,11 +75,12 @@ def accelerate(
         solver = ConjugateGradients()
     if not isinstance(solver, ConjugateGradients | Cholesky):
         raise InputError(f"solver expects ConjugateGradients(...), Cholesky() or 'auto', got {solver!r}.")
-    if matmul not in _MATMULS:
+    if not isinstance(matmul, str) or matmul not in _MATMULS:
         raise InputError(f"matmul expects one of {', '.join(map(repr, _MATMULS))}, got {matmul!r}.")
+    check_choice("auto" if matmul == "gpytorch" else matmul, matmul_precision)
     _check_data(model, preconditioner)
 
-    acceleration = Acceleration(preconditioner, solver, matmul)
+    acceleration = Acceleration(preconditioner, solver, matmul, matmul_precision)
     connect_masked_operator()
     for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
         if not is_accelerated(module):

@@ -116,8 +116,9 @@ def _prior(model: Any, x: Tensor) -> Any:
     prior = super(AcceleratedModel, model).forward(x)  # type: ignore[misc]
     if not prior.islazy:
         return None
-    matmul = acceleration_of(model).matmul
-    covariance = as_kernel_matrix(prior.lazy_covariance_matrix, "auto" if matmul == "gpytorch" else matmul)
+    choices = acceleration_of(model)
+    matmul = "auto" if choices.matmul == "gpytorch" else choices.matmul
+    covariance = as_kernel_matrix(prior.lazy_covariance_matrix, matmul, choices.matmul_precision)
     if not isinstance(covariance, KernelMatrix):
         return None
     setattr(covariance, ATTRIBUTE, acceleration_of(model))

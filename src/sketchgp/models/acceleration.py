@@ -28,6 +28,7 @@ class Acceleration:
     preconditioner: Preconditioner | None
     solver: ConjugateGradients | Cholesky
     matmul: str
+    matmul_precision: str = "float32"
     probe_seed: int | None = None
     solution_key: Any = field(default=None, repr=False, compare=False)
     cache: PreconditionerCache | None = field(init=False, repr=False)

@@ -229,22 +229,24 @@ def _without_repeats(operator: Any) -> Any:
     return operator.base_linear_op._expand_batch(operator.batch_shape)
 
 
-def as_kernel_matrix(operator: Any, matmul: str) -> Any:
+def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:
     """GPyTorch's unevaluated covariance with its plain kernel matrices replaced by :class:`KernelMatrix`.
 
     Elementwise products of two covariances, whose products GPyTorch approximates by Lanczos (1.6e-2 relative error
     measured), are stored densely where they fit the memory budget.  Everything else is returned as it is.
     """
     if isinstance(operator, LazyEvaluatedKernelTensor):
-        found = KernelMatrix.from_lazy(operator, matmul)
+        found = KernelMatrix.from_lazy(operator, matmul, precision)
         return operator if found is None else found
     if type(operator) is SumLinearOperator:
-        return SumLinearOperator(*(as_kernel_matrix(part, matmul) for part in operator.linear_ops))
+        return SumLinearOperator(*(as_kernel_matrix(part, matmul, precision) for part in operator.linear_ops))
     if type(operator) is ConstantMulLinearOperator:
-        return ConstantMulLinearOperator(as_kernel_matrix(operator.base_linear_op, matmul), operator._constant)
+        return ConstantMulLinearOperator(
+            as_kernel_matrix(operator.base_linear_op, matmul, precision), operator._constant
+        )
     fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
     if type(operator) is MulLinearOperator and fits:
-        parts = [as_kernel_matrix(op, matmul) for op in (operator.left_linear_op, operator.right_linear_op)]
+        parts = [as_kernel_matrix(op, matmul, precision) for op in (operator.left_linear_op, operator.right_linear_op)]
         return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
     return operator
 

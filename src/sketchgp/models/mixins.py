@@ -46,7 +46,7 @@ class AcceleratedModel(_Accelerated):
         covariance = prior.lazy_covariance_matrix
         small = covariance.shape[-1] <= settings.max_cholesky_size.value()
         if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
-            converted = as_kernel_matrix(covariance, acceleration.matmul)
+            converted = as_kernel_matrix(covariance, acceleration.matmul, acceleration.matmul_precision)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)
         # the likelihood finds by this mark which model's choices the covariance is to be solved with

@@ -2,29 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from ..settings import available_memory
 
-_CPU_ENTRIES = 2**20  # entries a tile; measured best between 2^18 and 2^21 on CPUs with 1 to 2 MB of L2 a core
+# Measured on two cores with 1 MB of second-level cache each: tiles higher than wide keep a core on its own rows; from
+# 1024 columns on, the matrix product of few features is two to three times slower (MKL on AMD); a width that is a
+# power of two slows the product with the transposed tile.
+_CPU_WIDTH = 700
+_CPU_BYTES = 3 * _CPU_WIDTH**2 * 4
 _CUDA_ENTRIES = 2**26
 _CUDA_SHARE = 16  # a CUDA tile may take one part in so many of the free memory
+_LEAST_ENTRIES = 2**12
+
+Shape = tuple[int, int]
+Result = TypeVar("Result")
+logger = logging.getLogger("sketchgp")
+_shrunk: dict[torch.device, int] = {}  # halvings of the tile after running out of memory, for the rest of the process
 
 
-def tile_shape(rows: int, columns: int, dtype: torch.dtype, device: torch.device, batch: int = 1) -> tuple[int, int]:
-    """Rows and columns of a tile of a ``(rows, columns)`` matrix; ``batch`` matrices are cut at once."""
-    entries = _CPU_ENTRIES
+def tile_shape(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, batch: int = 1, buffers: int = 1
+) -> Shape:
+    """Rows and columns of a tile of a ``(rows, columns)`` matrix.
+
+    :param batch: matrices that are cut at once.
+    :param buffers: pairs of buffers of a tile's size that are in use at once.
+    """
     if device.type == "cuda":
         entries = min(_CUDA_ENTRIES, available_memory(device) // (_CUDA_SHARE * dtype.itemsize))
-    entries = max(entries // max(batch, 1), 2**12)
-    width = min(columns, max(int((4 * entries) ** 0.5), 1))  # four times as wide as high
-    height = min(rows, max(entries // max(width, 1), 1))
-    return max(height, 1), max(width, 1)
+        widest = max(int(entries**0.5), 1)
+    else:
+        entries, widest = _CPU_BYTES // dtype.itemsize, _CPU_WIDTH
+    shrunk = _shrunk.get(device, 0)
+    entries = max((entries >> shrunk) // max(buffers * batch, 1), _LEAST_ENTRIES >> shrunk, 1)
+    width = max(min(columns, widest, int(entries**0.5)), 1)
+    height = max(min(rows, entries // width), 1)
+    if height == rows:  # few rows: the tile may be wider
+        width = max(min(columns, entries // height, max(widest, _LEAST_ENTRIES // height)), 1)
+    return height, width
 
 
 def spans(length: int, step: int) -> Iterator[slice]:
     """Consecutive slices of at most ``step`` that cover ``range(length)``."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
+
+
+def pieces(rows: int, columns: int, shape: Shape, half: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """The tiles of a ``(rows, columns)`` matrix: row and column slices, and whether the mirror image is left to be
+    taken from the tile too.
+
+    :param half: of a symmetric matrix, only tiles that make it up together with their mirror images: square ones
+        along the diagonal, and those to the right of them.
+    """
+    for down in spans(rows, shape[0]):
+        start = 0
+        if half:
+            for part in spans(down.stop - down.start, shape[1]):
+                part = slice(down.start + part.start, down.start + part.stop)
+                for across in spans(down.stop - part.start, shape[1]):
+                    across = slice(part.start + across.start, part.start + across.stop)
+                    yield part, across, across.start > part.start
+            start = down.stop
+        for across in spans(columns - start, shape[1]):
+            yield down, slice(start + across.start, start + across.stop), half
+
+
+def shrinking(device: torch.device, shape: Callable[[], Shape], compute: Callable[[Shape], Result]) -> Result:
+    """``compute(shape())``, repeated with smaller tiles as often as memory runs out.
+
+    A long solve goes on that way, with a line in the log, instead of ending.
+    """
+    while True:
+        tile = shape()
+        try:
+            return compute(tile)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or tile[0] * tile[1] <= 1:
+                raise
+            message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        # Outside the except block, so that the frames which hold the old buffers are gone.
+        _shrunk[device] = _shrunk.get(device, 0) + 2
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.warning("Out of memory with tiles of %d x %d on %s; going on with a quarter of it (%s)",
+                       *tile, device, message)  # fmt: skip
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory left, on a CUDA device or in the machine."""
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)

@@ -80,7 +80,7 @@ class ConjugateGradients:
         """Solve a :class:`FullProblem`.
 
         :param preconditioner: a choice object, None, or ``"auto"`` (``RPCholesky()``).
-        :param matmul: ``"auto"``, ``"dense"`` or ``"tiled"``.
+        :param matmul: ``"auto"``, ``"dense"``, ``"tiled"``, ``"keops"`` or ``"triton"``.
         :param initial: starting point in y's shape.
         :param callback: called with an :class:`Iterate` once an iteration; returning True ends the solve.
         :param progress: show a progress bar (default: only in a terminal).

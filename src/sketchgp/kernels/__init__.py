@@ -1,0 +1,5 @@
+"""Kernels that GPyTorch lacks, in its style."""
+
+from .laplace import LaplaceKernel
+
+__all__ = ["LaplaceKernel"]

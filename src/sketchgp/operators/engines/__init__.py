@@ -1,0 +1,54 @@
+"""Engines: the ways to multiply by a kernel matrix, one file each, behind one small interface (``base.Engine``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...errors import InputError
+from .base import Engine
+from .dense import Dense
+from .keops import KeOps
+from .tiled import Tiled
+from .triton import Triton
+
+if TYPE_CHECKING:
+    from ..kernel_matrix import KernelMatrix
+
+DENSE, TILED, KEOPS, TRITON = Dense(), Tiled(), KeOps(), Triton()
+_NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, TILED, KEOPS, TRITON)}
+ENGINES = ("auto", *_NAMED)
+PRECISIONS = tuple(dict.fromkeys(name for engine in _NAMED.values() for name in engine.precisions))
+
+
+def check_choice(engine: str, precision: str) -> None:
+    """:raises InputError: for an unknown engine or precision, or two that do not go together."""
+    if engine not in ENGINES:
+        raise InputError(f"matmul expects one of {', '.join(map(repr, ENGINES))}, got {engine!r}.")
+    if precision not in PRECISIONS:
+        raise InputError(f"precision expects one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}.")
+    if precision not in (Engine if engine == "auto" else _NAMED[engine]).precisions:
+        raise InputError(f"precision={precision!r} needs matmul='triton'; matmul={engine!r} has 'float32' only.")
+
+
+def check_able(matrix: KernelMatrix) -> None:
+    """:raises InputError: if the engine that was named cannot take this matrix."""
+    if matrix.engine == "auto":
+        return
+    reason = _NAMED[matrix.engine].missing(matrix)
+    if reason is not None:
+        raise InputError(f"matmul={matrix.engine!r} cannot be used here: {reason}. Use matmul='auto'.")
+
+
+def choose(matrix: KernelMatrix) -> Engine:
+    """The engine of a product: the one that was named, else the fastest that applies.
+
+    A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
+    """
+    if matrix.engine != "auto":
+        engine = _NAMED[matrix.engine]
+        return engine if engine.missing(matrix) is None else TILED
+    if matrix.same and DENSE.fits(matrix):  # a rectangular block is used once: storing it would gain nothing
+        return DENSE
+    if matrix.device.type == "cuda" and TRITON.missing(matrix) is None:
+        return TRITON
+    return TILED

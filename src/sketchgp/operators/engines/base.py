@@ -1,0 +1,84 @@
+"""What an engine is: one way to multiply by a kernel matrix, and to differentiate such a product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..kernel_matrix import KernelMatrix
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Engine:
+    """One way to compute with ``k(x1, x2)``; has no state of its own.
+
+    :cvar name: what users type as ``matmul=``.
+    :cvar precisions: the values of ``precision=`` that it knows.
+    """
+
+    name: ClassVar[str]
+    precisions: ClassVar[tuple[str, ...]] = ("float32",)
+
+    def missing(self, matrix: KernelMatrix) -> str | None:
+        """Why this engine cannot take ``matrix``, as half a sentence; None where it can."""
+        return None
+
+    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
+        """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.
+
+        Here and below ``b`` is () for one matrix, and (B,) for a batch of B, however many dimensions it has.
+        """
+        raise NotImplementedError
+
+    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
+        """The gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, x1, x2 and parameters.
+
+        :param left: ``(*b, n, t)``.
+        :param right: ``(*b, m, t)``.
+        :returns: None for each tensor that needs no gradient.
+        """
+        raise NotImplementedError
+
+
+class Live:
+    """Copies of x1, x2 and the parameters (sharing memory), and what depends on them.
+
+    :ivar tensors: the copies; where x1 is x2 they are one tensor, which then gets the gradient of both.
+    :ivar needs_inputs: whether x1 or x2 needs a gradient.
+    :ivar same: whether left and right features may be taken for one.
+    """
+
+    def __init__(self, matrix: KernelMatrix) -> None:
+        copies: dict[int, Tensor] = {}
+        for tensor in matrix._args:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        self.tensors = [copies[id(tensor)] for tensor in matrix._args]
+        self.wanted = [t for t in copies.values() if t.requires_grad]
+        self.needs_inputs = self.tensors[0].requires_grad or self.tensors[1].requires_grad
+        self.same = matrix.same and (self.tensors[0] is self.tensors[1] or not self.needs_inputs)
+        self.prepared = None
+        if matrix.expression is not None and self.wanted:
+            with torch.enable_grad():
+                self.prepared = matrix.prepare(self.tensors, self.same)
+
+    def pull_back(self, pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
+        """Gradients for the operator's tensors, from gradients for values that depend on the copies."""
+        if not self.wanted:
+            return (None,) * len(self.tensors)
+        with torch.enable_grad():
+            pairs = [(value, gradient.detach()) for value, gradient in pairs if value.requires_grad]
+        found: dict[int, Tensor | None] = {}
+        if pairs:
+            values, gradients = zip(*pairs, strict=True)
+            results = torch.autograd.grad(values, self.wanted, gradients, allow_unused=True)
+            found = {id(t): g for t, g in zip(self.wanted, results, strict=True)}
+        out: list[Tensor | None] = []
+        for tensor in self.tensors:  # a tensor that stands twice gets its whole gradient at the first place
+            gradient = found.pop(id(tensor), None)
+            out.append(torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient)
+        return tuple(out)

@@ -1,0 +1,141 @@
+"""The engine ``"tiled"``: torch operations on one tile at a time; any kernel, dtype, device and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..fast_gradient import FastGradient
+from ..fast_tiles import FastTiles
+from ..generic_tiles import GenericTiles
+from ..tiles import Shape, pieces, shrinking, tile_shape
+from .base import Engine, Gradients, Live
+
+if TYPE_CHECKING:
+    from ..kernel_matrix import KernelMatrix
+
+
+class Tiled(Engine):
+    """Products tile by tile, in memory O((n + m)(d + t)) beside one tile.
+
+    Where x1 is x2, each pair is evaluated once and used twice.  When memory runs out, the tile shrinks.
+    """
+
+    name = "tiled"
+
+    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
+        half = matrix.same
+        return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _product(matrix, rhs, shape, half))
+
+    def dense(self, matrix: KernelMatrix) -> Tensor:
+        """The whole matrix ``(*batch, n, m)``, without autograd."""
+        half = matrix.same
+        return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _dense(matrix, shape, half))
+
+    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
+        fold = Live(matrix).same
+        if fold:  # K is symmetric, so the weights may be made so: only the upper triangle is then visited
+            left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
+
+        def weights(rows: slice, columns: slice, out: Tensor) -> Tensor:
+            return torch.matmul(left[..., rows, :], right[..., columns, :].mT, out=out)
+
+        return self._derivative(matrix, weights, fold)
+
+    def dense_derivative(self, matrix: KernelMatrix, gradient: Tensor) -> Gradients:
+        """The gradient of ``sum_ij gradient_ij K_ij``, for ``gradient`` of the matrix's shape."""
+        gradient = gradient.reshape(*matrix.flat_batch, *gradient.shape[-2:])
+
+        def weights(rows: slice, columns: slice, out: Tensor) -> Tensor:
+            return out.copy_(gradient[..., rows, columns])
+
+        return self._derivative(matrix, weights, False)
+
+    def _derivative(
+        self, matrix: KernelMatrix, weights: Callable[[slice, slice, Tensor], Tensor], half: bool
+    ) -> Gradients:
+        return shrinking(
+            matrix.device,
+            lambda: _shape(matrix, gradient=True),
+            lambda shape: _gradient(matrix, weights, shape, half),
+        )
+
+
+def _shape(matrix: KernelMatrix, gradient: bool = False) -> Shape:
+    atoms = 1 if matrix.expression is None else len(matrix.expression.atoms)
+    n, m = matrix.shape[-2:]
+    buffers = atoms * (2 if gradient else 1)
+    return tile_shape(n, m, matrix.compute_dtype, matrix.device, matrix.flat_batch.numel(), buffers)
+
+
+def _tiles(matrix: KernelMatrix, shape: Shape) -> FastTiles | GenericTiles:
+    if matrix.expression is not None:
+        return FastTiles(matrix.expression, matrix.prepared(), shape, matrix.same, matrix.coincident)
+    tensors = [t.detach() for t in matrix._args]
+    return GenericTiles(matrix.evaluator(tensors[2:]), tensors)
+
+
+@torch.no_grad()
+def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool) -> Tensor:
+    tiles = _tiles(matrix, shape)
+    out = rhs.new_zeros(*matrix.flat_batch, matrix.shape[-2], rhs.shape[-1])
+    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
+        tile = tiles.tile(rows, columns)
+        if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
+            tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(-1, *tile.shape[-2:])
+        _add_product(out[..., rows, :], tile, rhs[..., columns, :])
+        if mirror:
+            _add_product(out[..., columns, :], tile.mT, rhs[..., rows, :])
+    return out if tiles.outputscale is None else out.mul_(tiles.outputscale)
+
+
+def _add_product(out: Tensor, tile: Tensor, rhs: Tensor) -> None:
+    if out.dim() == 2:
+        out.addmm_(tile, rhs)
+    else:
+        out += tile @ rhs
+
+
+@torch.no_grad()
+def _dense(matrix: KernelMatrix, shape: Shape, half: bool) -> Tensor:
+    tiles = _tiles(matrix, shape)
+    out = torch.empty(matrix.shape, dtype=matrix.compute_dtype, device=matrix.device)
+    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
+        tile = tiles.tile(rows, columns)
+        if isinstance(tiles, FastTiles):
+            if tiles.outputscale is not None:
+                tile.mul_(tiles.outputscale)
+            tile = tile.reshape(*matrix.shape[:-2], *tile.shape[-2:])
+        out[..., rows, columns] = tile
+        if mirror:
+            out[..., columns, rows] = tile.mT
+    return out
+
+
+@torch.no_grad()
+def _gradient(
+    matrix: KernelMatrix, weights: Callable[[slice, slice, Tensor], Tensor], shape: Shape, half: bool
+) -> Gradients:
+    live = Live(matrix)
+    if not live.wanted:
+        return live.pull_back([])
+    adder: FastGradient | GenericTiles
+    if matrix.expression is not None and live.prepared is not None:
+        tiles = FastTiles(matrix.expression, live.prepared.detached(), shape, live.same, matrix.coincident)
+        adder = FastGradient(tiles, live.prepared, live.needs_inputs)
+    else:
+        adder = GenericTiles(matrix.evaluator(live.tensors[2:]), live.tensors)
+    entries = matrix.flat_batch.numel() * shape[0] * shape[1]
+    buffer = torch.empty(entries, dtype=matrix.compute_dtype, device=matrix.device)
+    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
+        size = torch.Size((*matrix.flat_batch, rows.stop - rows.start, columns.stop - columns.start))
+        block = weights(rows, columns, buffer[: size.numel()].view(size))
+        if mirror:
+            block *= 2
+        if isinstance(adder, GenericTiles):
+            block = block.view(*matrix.batch_shape, *size[-2:])
+        adder.add(rows, columns, block)
+    return live.pull_back(adder.pairs())

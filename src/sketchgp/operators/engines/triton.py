@@ -1,0 +1,91 @@
+"""The engine ``"triton"``: fused kernels on NVIDIA GPUs, that keep nothing of the matrix, not even a tile."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from .base import Engine, Gradients, Live
+from .triton_launch import differentiate, multiply
+from .triton_layout import Precision
+
+if TYPE_CHECKING:
+    from ..kernel_matrix import KernelMatrix
+
+
+class Triton(Engine):
+    """Products ``K V`` and their derivatives in one pass over the pairs, in registers; memory O((n + m)(p + t)).
+
+    Distances are products of matrices on tensor cores, ``q = |a|^2 + |b|^2 - 2 a.b``, of features that are centred
+    and divided by lengthscales.  ``precision`` says how their products are rounded: ``|error of q| <= c (|a|^2 +
+    |b|^2)``, with c (and a few 1e-8 more for the sums, for each hundred features):
+
+    ===========  ==========================================================  =========  =================
+    precision    products of                                                 c          passes, relative
+    ===========  ==========================================================  =========  =================
+    float32      two tf32 parts, low times low left out                      2^-20      3
+    tf32         tf32, 11 significant bits                                   2^-9       1
+    bf16x3       two bfloat16 parts, low times low left out                  2^-15      3/2
+    bf16         bfloat16, 8 significant bits                                2^-6.9     1/2
+    ===========  ==========================================================  =========  =================
+
+    The norms are those of the rounded features: errors of small distances are smaller, and points that coincide stay
+    at distance 0.  With ``"float32"``, distances of up to four features are summed up from differences, and l1
+    distances always are, without any cancellation.  More than 8 right-hand sides are multiplied by a matrix product
+    too, with values and right-hand sides rounded in the same way, and so are gradients; everything is summed up in
+    float32.  A derivative where x1 is x2 takes one pass and otherwise two; more than 128 features in one kernel cost
+    one more pass over the distances for each 128.  Where the columns are shared out among programs, their partial
+    results are added up in a fixed order: the same call gives the same result.
+    """
+
+    name = "triton"
+    precisions = ("float32", "tf32", "bf16x3", "bf16")
+
+    def missing(self, matrix: KernelMatrix) -> str | None:
+        if not _importable():
+            return "Triton is not installed"
+        if matrix.expression is None:
+            return f"{type(matrix.kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
+        if matrix.dtype == torch.float64:
+            return "it computes in float32, and the inputs are float64"
+        if matrix.coincident is not None:
+            return "it cannot be told which points of two sets coincide"
+        if not (matrix.device.type == "cuda" and torch.version.hip is None) and not _interpreted():
+            return f"it needs a CUDA device, and the inputs are on {matrix.device}"
+        return None if _recent() else "Triton is older than 3.2"
+
+    @torch.no_grad()
+    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
+        assert matrix.expression is not None
+        precision = cast(Precision, matrix.precision)
+        return multiply(matrix.expression, matrix.prepared(), matrix.shape[-2], rhs, matrix.same, precision)
+
+    @torch.no_grad()
+    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
+        live = Live(matrix)
+        if live.prepared is None or matrix.expression is None:
+            return live.pull_back([])
+        precision = cast(Precision, matrix.precision)
+        return live.pull_back(differentiate(matrix.expression, live.prepared, left, right, matrix.same, precision))
+
+
+@functools.lru_cache(maxsize=1)
+def _importable() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=1)
+def _recent() -> bool:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 2)
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

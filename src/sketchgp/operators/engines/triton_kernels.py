@@ -1,0 +1,262 @@
+"""Pieces that every Triton kernel of this package is put together from (see ``triton_source``).
+
+A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile is a function of
+``d``, its squared Euclidean or l1 distance in the units of :func:`sketchgp.operators.engines.triton.packed`: in base 2,
+so that an exponential is one instruction of the device's special function unit.
+
+This module needs Triton, and TRITON_INTERPRET is read when it is imported.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LN2_SQUARED = tl.constexpr(0.4804530139182014)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# --- blocks of memory -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block(pointer, start, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """``(HEIGHT, WIDTH)``: rows ``start ...`` of a matrix whose rows have WIDTH entries and lie one after another."""
+    rows = tl.arange(0, HEIGHT)
+    columns = tl.arange(0, WIDTH)
+    return tl.load(pointer + start * WIDTH + (rows[:, None] * WIDTH + columns[None, :]))
+
+
+@triton.jit
+def wide_block(pointer, start, stride, first, chunks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
+    """``(HEIGHT, WIDTH)``: columns of the chunks ``first ...``, of K columns each, that lie ``stride`` rows apart."""
+    rows = tl.arange(0, HEIGHT)
+    columns = tl.arange(0, WIDTH)
+    chunk = first + columns // K
+    offset = (start + chunk * stride) * K + columns % K
+    return tl.load(pointer + rows[:, None] * K + offset[None, :], mask=(chunk < chunks)[None, :], other=0.0)
+
+
+@triton.jit
+def vector(pointer, start, LENGTH: tl.constexpr):
+    """``(LENGTH,)``: entries ``start ...``."""
+    return tl.load(pointer + start + tl.arange(0, LENGTH))
+
+
+@triton.jit
+def put_block(pointer, start, values, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Store what :func:`block` would load."""
+    rows = tl.arange(0, HEIGHT)
+    columns = tl.arange(0, WIDTH)
+    tl.store(pointer + start * WIDTH + (rows[:, None] * WIDTH + columns[None, :]), values)
+
+
+@triton.jit
+def put_vector(pointer, start, values, LENGTH: tl.constexpr):
+    """Store what :func:`vector` would load."""
+    tl.store(pointer + start + tl.arange(0, LENGTH), values)
+
+
+# --- products of tiles ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def multiply(a, a_low, b, b_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
+    """``a @ b``.  With two parts, a value is the sum of a high and a low part, and low times low is left out.
+
+    The small products come first, in an accumulator of their own: tensor cores round towards zero when they add.
+    """
+    if PARTS == 2:
+        small = tl.dot(a_low, b, input_precision=INPUT)
+        small = tl.dot(a, b_low, small, input_precision=INPUT)
+        result = tl.dot(a, b, small, input_precision=INPUT)
+    else:
+        result = tl.dot(a, b, input_precision=INPUT)
+    return result
+
+
+@triton.jit
+def high(x, MODE: tl.constexpr):
+    """The high part of a tile in registers, of the type that the product takes."""
+    if MODE == "bfloat16":
+        result = x.to(tl.bfloat16)
+    elif MODE == "split tf32":  # what is cut off goes to the low part; NaN stays NaN
+        result = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    elif MODE == "tf32":  # round to 11 bits (Veltkamp); the device would round towards zero, with a bias
+        shifted = x * 8193.0
+        result = shifted - (shifted - x)
+    else:
+        result = x
+    return result
+
+
+@triton.jit
+def low(x, x_high, PARTS: tl.constexpr):
+    """What the high part leaves, where there are two parts."""
+    if PARTS == 2:
+        result = (x - x_high.to(tl.float32)).to(x_high.dtype)
+    else:
+        result = x_high
+    return result
+
+
+@triton.jit
+def cross(x, x_low, z, z_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
+    """Inner products ``(BM, BN)`` of the rows of x ``(BM, K)`` and z ``(BN, K)``."""
+    return multiply(x, x_low, tl.trans(z), tl.trans(z_low), PARTS, INPUT)
+
+
+@triton.jit
+def cross_chunks(
+    x, x_low, x_start, x_stride, z, z_low, z_start, z_stride, chunks,
+    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, INPUT: tl.constexpr,
+):  # fmt: skip
+    """The same for rows in memory that are ``chunks`` times K wide: chunk by chunk, each rounded to nearest once."""
+    total = tl.zeros((BM, BN), tl.float32)
+    for c in range(chunks):
+        x_chunk = block(x, x_start + c * x_stride, BM, K)
+        z_chunk = block(z, z_start + c * z_stride, BN, K)
+        if PARTS == 2:
+            x_rest = block(x_low, x_start + c * x_stride, BM, K)
+            z_rest = block(z_low, z_start + c * z_stride, BN, K)
+            total += cross(x_chunk, x_rest, z_chunk, z_rest, PARTS, INPUT)
+        else:
+            total += cross(x_chunk, x_chunk, z_chunk, z_chunk, PARTS, INPUT)
+    return total
+
+
+@triton.jit
+def difference(x, z, x_start, z_start, BM: tl.constexpr, BN: tl.constexpr):
+    """``x_i - z_j`` of one feature."""
+    return vector(x, x_start, BM)[:, None] - vector(z, z_start, BN)[None, :]
+
+
+@triton.jit
+def differences(
+    total, x, x_start, x_stride, z, z_start, z_stride, count,
+    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, L1: tl.constexpr,
+):  # fmt: skip
+    """Add absolute or squared differences over ``count`` times K features, each a vector in memory."""
+    for c in range(count):
+        for k in tl.static_range(K):
+            f = c * K + k
+            step = difference(x, z, x_start + f * x_stride, z_start + f * z_stride, BM, BN)
+            if L1:
+                total += tl.abs(step)
+            else:
+                total += step * step
+    return total
+
+
+@triton.jit
+def difference_gradients(
+    acc, h, x, x_start, x_stride, z, z_start, z_stride, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, L1: tl.constexpr,
+):  # fmt: skip
+    """Add ``sum_j h_ij sign(x_i - z_j)``, or ``sum_j 2 h_ij (x_i - z_j)``, for features ``first <= f < last``.
+
+    The features are columns of ``acc`` (BM, WIDTH); adding to one column costs WIDTH operations a row, less than the
+    sum over BN columns that is added.
+    """
+    columns = tl.arange(0, WIDTH)
+    for f in range(first, last):
+        step = difference(x, z, x_start + f * x_stride, z_start + f * z_stride, BM, BN)
+        if L1:
+            sign = tl.where(step > 0, h, tl.where(step < 0, -h, 0.0))
+            total = tl.sum(sign, 1)
+        else:
+            total = tl.sum(2.0 * h * step, 1)
+        acc += tl.where(columns[None, :] == f - first, total[:, None], 0.0)
+    return acc
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def log1p(t):
+    """``log(1 + t)`` to float32 accuracy for small t too."""
+    u = 1.0 + t
+    return tl.where(u == 1.0, t, tl.log(u) * (t / (u - 1.0 + 1e-30)))
+
+
+@triton.jit
+def root(d):
+    """``sqrt(d)`` of a distance that rounding may have made negative; NaN stays NaN."""
+    return tl.sqrt(tl.maximum(d, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def gauss(d, alpha):
+    return tl.exp2(-d)
+
+
+@triton.jit
+def gauss_slope(d, alpha):
+    value = tl.exp2(-d)
+    return value, value * -LN2
+
+
+@triton.jit
+def laplace(d, alpha):
+    return tl.exp2(-d)
+
+
+@triton.jit
+def laplace_slope(d, alpha):
+    value = tl.exp2(-d)
+    return value, value * -LN2
+
+
+@triton.jit
+def matern12(d, alpha):
+    return tl.exp2(-root(d))
+
+
+@triton.jit
+def matern12_slope(d, alpha):
+    u = root(d)
+    value = tl.exp2(-u)
+    return value, value / tl.where(u > 0.0, u, float("inf")) * (-0.5 * LN2)  # a kink at 0: no slope there
+
+
+@triton.jit
+def matern32(d, alpha):
+    u = root(d)
+    return (1.0 + LN2 * u) * tl.exp2(-u)
+
+
+@triton.jit
+def matern32_slope(d, alpha):
+    u = root(d)
+    decay = tl.exp2(-u)
+    return (1.0 + LN2 * u) * decay, decay * (-0.5 * LN2_SQUARED)
+
+
+@triton.jit
+def matern52(d, alpha):
+    u = root(d)
+    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * tl.exp2(-u)
+
+
+@triton.jit
+def matern52_slope(d, alpha):
+    u = root(d)
+    decay = tl.exp2(-u)
+    linear = 1.0 + LN2 * u
+    return (linear + (LN2_SQUARED / 3.0) * u * u) * decay, linear * decay * (-LN2_SQUARED / 6.0)
+
+
+@triton.jit
+def rational_quadratic(d, alpha):
+    return tl.exp2(log1p(d / alpha) * (alpha * -LOG2E))
+
+
+@triton.jit
+def rational_quadratic_slope(d, alpha):
+    t = d / alpha
+    logarithm = log1p(t)
+    value = tl.exp2(logarithm * (alpha * -LOG2E))
+    inverse = 1.0 / (1.0 + t)
+    return value, -value * inverse, value * (t * inverse - logarithm)

@@ -1,0 +1,361 @@
+"""Source text of the Triton kernels of one expression, from the pieces in ``triton_kernels``.
+
+An expression has any number of atoms and terms.  Writing its kernels out as text, every atom with variables of its
+own, keeps all structure out of the compiled code and needs nothing of Triton but its oldest features (it has no lists,
+and tuples only of late).  ``repr`` of a plan says all that its source depends on.
+
+Names in the text: ``x3``, ``z3`` the features of atom 3 for rows and columns (``x3l`` their low parts, ``x3n`` half
+their squared norms), ``d3`` a tile of distances, ``v3`` of values, ``s3`` of slopes; ``c3`` chunks of features;
+``row``, ``col`` where the tile starts; ``item`` the matrix of the batch, ``split`` the share of the columns, ``part``
+the block of right-hand sides, or of features in a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AtomPlan:
+    """How one atom is computed.
+
+    :ivar profile: its name, as of the functions in ``triton_kernels``.
+    :ivar dot: whether distances come from a matrix product, else from differences feature by feature.
+    :ivar l1: whether absolute differences are summed.
+    :ivar k: features in a chunk.
+    :ivar looped: whether there may be more than one chunk.
+    :ivar alpha: whether there is a shape parameter.
+    """
+
+    profile: str
+    dot: bool
+    l1: bool
+    k: int
+    looped: bool
+    alpha: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the source depends on.
+
+    :ivar terms: the factors of each term, as of an ``Expression``.
+    :ivar arithmetic: parts of a number (1 or 2), ``input_precision`` of the products, the mode of ``high``.
+    :ivar same: whether pairs on the diagonal are at distance 0.
+    :ivar width: right-hand sides in a block.
+    :ivar dot: whether they are multiplied by a matrix product, else one by one.
+    :ivar looped: in a gradient, whether there may be more chunks of them than one.
+    :ivar targets: in a gradient, atoms whose features get one, with the number of features in a block.
+    :ivar sums: in a gradient, whether to compute those of coefficients and shape parameters.
+    """
+
+    atoms: tuple[AtomPlan, ...]
+    terms: tuple[tuple[int, ...], ...]
+    arithmetic: tuple[int, str, str]
+    same: bool
+    width: int
+    dot: bool
+    looped: bool = False
+    targets: tuple[tuple[int, int], ...] = ()
+    sums: bool = False
+
+    @property
+    def parts(self) -> int:
+        return self.arithmetic[0]
+
+    @property
+    def precise(self) -> str:
+        """The last arguments of ``multiply``."""
+        return f"{self.arithmetic[0]}, {self.arithmetic[1]!r}"
+
+    @property
+    def shapes(self) -> list[int]:
+        """Atoms with a shape parameter."""
+        return [a for a, atom in enumerate(self.atoms) if atom.alpha]
+
+
+_NUMBERS = ("x_rows", "z_rows", "row_blocks", "column_blocks", "steps", "splits", "parts", "items")
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(plan: Plan, gradient: bool) -> Any:
+    """The kernel of a plan: a product, or a gradient."""
+    from triton import jit
+
+    from . import triton_kernels
+
+    name = "gradient" if gradient else "product"
+    text, counts = _gradient(plan) if gradient else _product(plan)
+    file = f"<sketchgp {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # where Triton reads the source
+    namespace = {**vars(triton_kernels), "__name__": "sketchgp.generated"}
+    exec(compile(text, file, "exec"), namespace)
+    return jit(namespace[name], do_not_specialize=[*_NUMBERS, *counts])
+
+
+def _product(plan: Plan) -> tuple[str, list[str]]:
+    """``out[split, item] = K v`` for a block of rows and a share of the columns."""
+    pointers, counts = _features(plan)
+    pointers += ["v", "vl"] if plan.dot and plan.parts == 2 else ["v"]
+    columns = range(plan.width)
+    body = [*_start(plan)]
+    if plan.dot:
+        body += [f"total = tl.zeros((BM, {plan.width}), tl.float32)"]
+    else:
+        body += [f"total{i} = tl.zeros((BM,), tl.float32)" for i in columns]
+    loop = [*_distances(plan)]
+    loop += [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)})" for a, atom in enumerate(plan.atoms)]
+    loop += [f"k = {_sum(plan)}"]
+    if plan.dot:
+        start = f"(item * parts + part) * z_rows + col, BN, {plan.width}"
+        loop += [f"vh = block(v, {start})", "kh = high(k, MODE)", "kl = low(k, kh, PARTS)"]
+        loop += [f"vr = block(vl, {start})" if plan.parts == 2 else "vr = vh"]
+        loop += ["total += multiply(kh, kl, vh, vr, PARTS, INPUT)"]
+    else:
+        loop += [f"r{i} = vector(v, (item * {plan.width} + {i}) * z_rows + col, BN)" for i in columns]
+        loop += [f"total{i} += tl.sum(k * r{i}[None, :], 1)" for i in columns]
+    body += ["for j in range(first, last):", *_indented(loop)]
+    scale = " * f0" if len(plan.terms) == 1 else ""
+    if plan.dot:
+        body += [f"put_block(out, (slab * parts + part) * x_rows + row, total{scale}, BM, {plan.width})"]
+    else:
+        body += [f"put_vector(out, (slab * {plan.width} + {i}) * x_rows + row, total{i}{scale}, BM)" for i in columns]
+    return _function("product", plan, [*pointers, "out"], counts, body), counts
+
+
+def _gradient(plan: Plan) -> tuple[str, list[str]]:
+    """Gradients of ``sum_ij W_ij K_ij``, ``W = L R^T``: features of rows, and sums over columns for parameters."""
+    pointers, counts = _features(plan)
+    split = plan.dot and plan.parts == 2
+    pointers += ["l", "ll", "r", "rl"] if split else ["l", "r"]
+    counts += ["cw"] if plan.looped else []
+    lows = ("ll", "rl") if split else ("l", "r")
+    body = [*_start(plan)]
+    if plan.dot and not plan.looped:
+        body += [f"lb = block(l, x_start, BM, {plan.width})", f"lr = block({lows[0]}, x_start, BM, {plan.width})"]
+    elif not plan.dot:
+        body += [f"l{i} = vector(l, (item * {plan.width} + {i}) * x_rows + row, BM)" for i in range(plan.width)]
+    targets = dict(plan.targets)
+    for a, width in targets.items():
+        body += [f"acc{a} = tl.zeros((BM, {width}), tl.float32)"]
+        body += [f"h{a}_sum = tl.zeros((BM,), tl.float32)"] if plan.atoms[a].dot else []
+    quantities = [f"t{t}" for t in range(len(plan.terms))] + [f"q{a}" for a in plan.shapes] if plan.sums else []
+    body += [f"{name} = tl.zeros((BM,), tl.float32)" for name in quantities]
+
+    loop = [*_distances(plan)]
+    for a, atom in enumerate(plan.atoms):
+        results = f"v{a}, s{a}, o{a}" if atom.alpha else f"v{a}, s{a}"
+        loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)})"]
+    if plan.looped:
+        loop += [
+            f"w = cross_chunks(l, {lows[0]}, item * cw * x_rows + row, x_rows, r, {lows[1]}, "
+            f"item * cw * z_rows + col, z_rows, cw, BM, BN, {plan.width}, PARTS, INPUT)"
+        ]
+    elif plan.dot:
+        start = f"z_start, BN, {plan.width}"
+        loop += [f"w = cross(lb, lr, block(r, {start}), block({lows[1]}, {start}), PARTS, INPUT)"]
+    else:
+        loop += [f"r{i} = vector(r, (item * {plan.width} + {i}) * z_rows + col, BN)" for i in range(plan.width)]
+        loop += ["w = " + " + ".join(f"l{i}[:, None] * r{i}[None, :]" for i in range(plan.width))]
+    if plan.sums:
+        loop += [f"t{t} += tl.sum({_times('w', _factors(term))}, 1)" for t, term in enumerate(plan.terms)]
+    for a, atom in enumerate(plan.atoms):
+        if a in targets or (plan.sums and atom.alpha):
+            loop += [f"w{a} = {_others(plan, a)}"]
+        if plan.sums and atom.alpha:
+            loop += [f"q{a} += tl.sum(w{a} * o{a}, 1)"]
+        if a in targets:
+            loop += _add_gradient(plan, a, targets[a])
+    body += ["for j in range(first, last):", *_indented(loop)]
+
+    scale = " * f0" if len(plan.terms) == 1 else ""
+    for a, width in targets.items():
+        if plan.atoms[a].dot:
+            body += _own(plan, a, width)
+            body += [f"acc{a} = h{a}_sum[:, None] * own{a} - acc{a}"]
+        body += [f"put_block(g{a}, (slab * parts + part) * x_rows + row, acc{a}{scale}, BM, {width})"]
+    stores = [
+        f"put_vector(sums, (slab * {len(quantities)} + {i}) * x_rows + row, "
+        f"{name}{scale if name.startswith('q') else ''}, BM)"
+        for i, name in enumerate(quantities)
+    ]
+    body += ["if part == 0:", *_indented(stores)] if stores else []
+    pointers += [f"g{a}" for a in targets] + (["sums"] if plan.sums else [])
+    return _function("gradient", plan, pointers, counts, body), counts
+
+
+# --- parts of both ----------------------------------------------------------------------------------------------
+
+
+def _function(name: str, plan: Plan, pointers: list[str], counts: list[str], body: list[str]) -> str:
+    arguments = [*pointers, *_NUMBERS, *counts, "BM: tl.constexpr", "BN: tl.constexpr"]
+    parts, product, mode = plan.arithmetic
+    constants = [f"PARTS: tl.constexpr = {parts}", f"INPUT: tl.constexpr = {product!r}"]
+    constants += [f"MODE: tl.constexpr = {mode!r}"]
+    return "\n".join([f"def {name}({', '.join(arguments)}):", *_indented(constants + body), ""])
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _features(plan: Plan) -> tuple[list[str], list[str]]:
+    """Pointers and numbers of chunks that hold the atoms."""
+    pointers, counts = [] if all(atom.dot for atom in plan.atoms) else ["nothing"], []
+    for a, atom in enumerate(plan.atoms):
+        for side in "xz":
+            pointers += [f"{side}{a}"]
+            pointers += [f"{side}{a}n"] if atom.dot else []
+            pointers += [f"{side}{a}l"] if atom.dot and plan.parts == 2 else []
+        pointers += [f"alpha{a}"] if atom.alpha else []
+        counts += [f"c{a}"] if atom.looped else []
+    return [*pointers, "coefficients"], counts
+
+
+def _start(plan: Plan) -> list[str]:
+    """Where this program is, and what it needs once."""
+    lines = [
+        "pid = tl.program_id(0)",
+        "row = pid % row_blocks * BM",
+        "rest = pid // row_blocks",
+        "split = rest % splits",
+        "rest = rest // splits",
+        "part = rest % parts",
+        "item = (rest // parts).to(tl.int64)",
+        "slab = split * items + item",
+        "x_rows = x_rows.to(tl.int64)",  # offsets may pass 2^31
+        "z_rows = z_rows.to(tl.int64)",
+        "x_start = item * x_rows + row",
+        "first = split * steps",
+        "last = tl.minimum(first + steps, column_blocks)",
+    ]
+    terms = len(plan.terms)
+    if not all(atom.dot for atom in plan.atoms):
+        lines += ["nothing_x = block(nothing, 0, BM, 16)", "nothing_z = block(nothing, 0, BN, 16)"]
+    lines += [f"f{t} = tl.load(coefficients + item * {terms} + {t})" for t in range(terms)]
+    for a, atom in enumerate(plan.atoms):
+        lines += [f"a{a} = tl.load(alpha{a} + item)"] if atom.alpha else []
+        if not atom.dot:
+            continue
+        lines += [f"n{a} = vector(x{a}n, x_start, BM)"]
+        if not atom.looped:
+            lines += [f"b{a} = block(x{a}, x_start, BM, {atom.k})"]
+            lines += [f"b{a}l = " + (f"block(x{a}l, x_start, BM, {atom.k})" if plan.parts == 2 else f"b{a}")]
+    return lines
+
+
+def _distances(plan: Plan) -> list[str]:
+    """The tiles ``d0, d1, ...``."""
+    lines = ["col = j * BN", "z_start = item * z_rows + col"]
+    if not all(atom.dot for atom in plan.atoms):
+        # Zeros by a product of matrices: its result lies among the threads as those of other products do, so that tiles
+        # need not be rearranged, and each thread reads few entries of rows and columns and sums up many.
+        old = plan.arithmetic[1] == "ieee"
+        lines += ["zero = tl.zeros((BM, BN), tl.float32)" if old else "zero = tl.dot(nothing_x, tl.trans(nothing_z))"]
+    for a, atom in enumerate(plan.atoms):
+        low = "l" if plan.parts == 2 else ""
+        if not atom.dot:
+            lines += [f"d{a} = differences(zero, {_vectors(plan, a)}, {_count(plan, a)}, BM, BN, {atom.k}, {atom.l1})"]
+            continue
+        if atom.looped:
+            lines += [
+                f"d{a} = cross_chunks(x{a}, x{a}{low}, item * c{a} * x_rows + row, x_rows, "
+                f"z{a}, z{a}{low}, item * c{a} * z_rows + col, z_rows, c{a}, BM, BN, {atom.k}, PARTS, INPUT)"
+            ]
+        else:
+            lines += [f"e{a} = block(z{a}, z_start, BN, {atom.k})"]
+            lines += [f"e{a}l = " + (f"block(z{a}l, z_start, BN, {atom.k})" if low else f"e{a}")]
+            lines += [f"d{a} = cross(b{a}, b{a}l, e{a}, e{a}l, PARTS, INPUT)"]
+        lines += [f"d{a} = n{a}[:, None] + vector(z{a}n, z_start, BN)[None, :] - d{a}"]
+    return lines + _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
+
+
+def _zero_diagonal(plan: Plan, tiles: list[str]) -> list[str]:
+    """Exact zeros for a point and itself; tiles computed by differences have them anyway."""
+    if not (plan.same and tiles):
+        return []
+    lines = ["if (col < row + BM) & (row < col + BN):"]
+    lines += ["    apart = (row + tl.arange(0, BM))[:, None] != (col + tl.arange(0, BN))[None, :]"]
+    return lines + [f"    {tile} = tl.where(apart, {tile}, 0.0)" for tile in tiles]
+
+
+def _count(plan: Plan, a: int) -> str:
+    return f"c{a}" if plan.atoms[a].looped else "1"
+
+
+def _vectors(plan: Plan, a: int) -> str:
+    """Where the features of an atom computed by differences start."""
+    features = f"item * {_count(plan, a)} * {plan.atoms[a].k}"
+    return f"x{a}, {features} * x_rows + row, x_rows, z{a}, {features} * z_rows + col, z_rows"
+
+
+def _alpha(plan: Plan, a: int) -> str:
+    return f"a{a}" if plan.atoms[a].alpha else "0.0"
+
+
+def _factors(term: tuple[int, ...]) -> list[str]:
+    return [f"v{a}" for a in term]
+
+
+def _times(*factors: str | list[str]) -> str:
+    flat = [f for group in factors for f in ([group] if isinstance(group, str) else group)]
+    return " * ".join(flat)
+
+
+def _sum(plan: Plan) -> str:
+    """The kernel's values; the coefficient of a single term is multiplied in at the end."""
+    if not any(plan.terms):
+        constant = "1.0" if len(plan.terms) == 1 else " + ".join(f"f{t}" for t in range(len(plan.terms)))
+        return f"tl.zeros((BM, BN), tl.float32) + ({constant})"
+    if len(plan.terms) == 1:
+        return _times(_factors(plan.terms[0]))
+    return " + ".join(_times(f"f{t}", _factors(term)) for t, term in enumerate(plan.terms))
+
+
+def _others(plan: Plan, a: int) -> str:
+    """``W dK / dphi_a``, but for the coefficient of a single term."""
+    found = []
+    for t, term in enumerate(plan.terms):
+        for i in [i for i, factor in enumerate(term) if factor == a]:
+            others = _factors(term[:i] + term[i + 1 :])
+            found += [others if len(plan.terms) == 1 else [f"f{t}", *others]]
+    if found == [[]]:
+        return "w"
+    return f"w * ({' + '.join(_times(group) or '1.0' for group in found)})"
+
+
+def _add_gradient(plan: Plan, a: int, width: int) -> list[str]:
+    """Add one tile's share of the gradient of the features of atom ``a``."""
+    atom = plan.atoms[a]
+    lines = [f"h{a} = w{a} * s{a}"]
+    if not atom.dot:
+        last = f"tl.minimum(part * {width} + {width}, {_count(plan, a)} * {atom.k})"
+        return [
+            *lines,
+            f"acc{a} = difference_gradients(acc{a}, h{a}, {_vectors(plan, a)}, part * {width}, {last}, "
+            f"BM, BN, {width}, {atom.l1})",
+        ]
+    lines += _zero_diagonal(plan, [f"h{a}"])  # what these entries add cancels, but for rounding
+    lines += [f"h{a}h = high(h{a}, MODE)", f"h{a}l = low(h{a}, h{a}h, PARTS)"]
+    # with one part, rows are summed as they are multiplied: the gradient is then of differences, without cancellation
+    lines += [f"h{a}_sum += tl.sum({f'h{a}' if plan.parts == 2 else f'h{a}h.to(tl.float32)'}, 1)"]
+    if atom.looped:
+        chunk = f"item * c{a} * z_rows + col, z_rows, part * {width // atom.k}, c{a}, BN, {width}, {atom.k}"
+        lines += [f"e{a} = wide_block(z{a}, {chunk})"]
+        lines += [f"e{a}l = " + (f"wide_block(z{a}l, {chunk})" if plan.parts == 2 else f"e{a}")]
+    return [*lines, f"acc{a} += multiply(h{a}h, h{a}l, e{a}, e{a}l, PARTS, INPUT)"]
+
+
+def _own(plan: Plan, a: int, width: int) -> list[str]:
+    """The features of the rows, those that ``acc`` is about, in float32."""
+    atom = plan.atoms[a]
+    if atom.looped:
+        chunk = f"item * c{a} * x_rows + row, x_rows, part * {width // atom.k}, c{a}, BM, {width}, {atom.k}"
+        lines = [f"own{a} = wide_block(x{a}, {chunk}).to(tl.float32)"]
+        return [*lines, f"own{a} += wide_block(x{a}l, {chunk}).to(tl.float32)"] if plan.parts == 2 else lines
+    lines = [f"own{a} = b{a}.to(tl.float32)"]
+    return [*lines, f"own{a} += b{a}l.to(tl.float32)"] if plan.parts == 2 else lines

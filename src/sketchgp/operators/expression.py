@@ -1,0 +1,244 @@
+"""Which kernels have fast tiles, and what a kernel matrix is made of then: sums of products of functions of distances.
+
+A recognised kernel becomes an :class:`Expression`, ``k = sum_t c_t prod_{a in terms[t]} phi_a(q_a)``, where ``q_a`` is
+the squared Euclidean (or l1) distance of features that are cheap to compute, once for each row of x1 and x2:
+
+- RBF, Matern, rational quadratic, l1 Laplace: the inputs, centred and divided by the lengthscale;
+- periodic: ``exp(-2 sum_i sin^2(pi d_i / p) / l_i)`` is the Gaussian of the points ``(cos, sin)(2 pi x_i / p)`` on
+  circles of radius ``l_i^(-1/2)``, as ``|u - v|^2 = 4 sin^2`` of half the angle between them.
+
+Gaussians that are multiplied become one Gaussian of the concatenated features, and so do Laplace kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from gpytorch.kernels import (
+    AdditiveKernel,
+    ConstantKernel,
+    Kernel,
+    MaternKernel,
+    PeriodicKernel,
+    ProductKernel,
+    RBFKernel,
+    RQKernel,
+    ScaleKernel,
+)
+from torch import Tensor
+
+from ..kernels import LaplaceKernel
+from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, Profile
+
+_MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
+
+
+class Leaf(NamedTuple):
+    """A kernel of one distance, and the input dimensions it looks at (None for all)."""
+
+    kernel: Kernel
+    dims: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Atom:
+    """One factor ``phi(q)``: a profile, and the leaves whose features are concatenated."""
+
+    profile: Profile
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass
+class Features:
+    """What one atom sees of the inputs: left ``(*b, n, p)`` and right ``(*b, m, p)``, the same tensor for the same
+    points.
+
+    :ivar weight: ``(*b, 1, p)`` where the features are the inputs times it, else None (periodic kernels).
+    :ivar alpha: the shape parameter of a rational quadratic kernel, ``(*b, 1, 1)`` or ``()``.
+    """
+
+    left: Tensor
+    right: Tensor
+    weight: Tensor | None
+    alpha: Tensor | None
+
+
+@dataclass
+class Prepared:
+    """Features of every atom and the coefficients ``(*b, T)`` of the terms; ``b`` is () or (B,), the flattened batch.
+
+    All of it depends differentiably on the inputs and parameters it was made of.
+    """
+
+    features: tuple[Features, ...]
+    coefficients: Tensor
+
+    def detached(self) -> Prepared:
+        """The same values, without autograd."""
+        parts = []
+        for f in self.features:
+            left = f.left.detach()
+            right = left if f.right is f.left else f.right.detach()
+            weight, alpha = (None if t is None else t.detach() for t in (f.weight, f.alpha))
+            parts.append(Features(left, right, weight, alpha))
+        return Prepared(tuple(parts), self.coefficients.detach())
+
+    def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:
+        """The features of some rows of x1 and x2 (all where None)."""
+
+        def take(x: Tensor, index: Tensor | None) -> Tensor:
+            return x if index is None else x.index_select(-2, index)
+
+        features = tuple(Features(take(f.left, rows), take(f.right, columns), f.weight, f.alpha) for f in self.features)
+        return Prepared(features, self.coefficients)
+
+
+@dataclass(frozen=True)
+class Expression:
+    """``k = sum_t c_t prod_{a in terms[t]} phi_a``; ``scales[t]`` are the modules whose scales make up ``c_t``."""
+
+    atoms: tuple[Atom, ...]
+    terms: tuple[tuple[int, ...], ...]
+    scales: tuple[tuple[Kernel, ...], ...]
+
+    def prepare(self, x1: Tensor, x2: Tensor, same: bool, batch: torch.Size, dtype: torch.dtype) -> Prepared:
+        """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``."""
+        x1 = x1.to(dtype)
+        x2 = x1 if same else x2.to(dtype)
+        centre = x1.detach().mean(dim=-2, keepdim=True)
+        centre = centre if x1.shape[-2] else torch.zeros_like(centre)  # the mean of no rows is NaN
+        features = []
+        for atom in self.atoms:
+            left, weight = _features(atom, x1, centre)
+            left = _flat(left, batch)
+            right = left if same else _flat(_features(atom, x2, centre)[0], batch)
+            alpha = None
+            if atom.profile is RATIONAL_QUADRATIC:
+                alpha = atom.leaves[0].kernel.alpha.to(dtype)  # (*b, 1)
+                alpha = _flat(alpha.unsqueeze(-1), batch) if len(batch) else alpha.reshape(())
+            features.append(Features(left, right, None if weight is None else _flat(weight, batch), alpha))
+        coefficients = []
+        for scales in self.scales:
+            c = torch.ones((), dtype=dtype, device=x1.device)
+            for kernel in scales:
+                c = c * (kernel.outputscale if isinstance(kernel, ScaleKernel) else kernel.constant.squeeze(-1))
+            coefficients.append(c.to(dtype).expand(batch).flatten() if len(batch) else c.to(dtype).reshape(()))
+        return Prepared(tuple(features), torch.stack(coefficients, dim=-1))
+
+
+def recognise(kernel: Kernel) -> Expression | None:
+    """The expression of a kernel made of scaled RBF, Matern, rational quadratic, periodic, l1 Laplace and constant
+    kernels by sums and products; None for any other.
+
+    Exact types only: a subclass may compute something else.
+    """
+    terms = _terms(kernel, None)
+    if terms is None or len(terms) > _MOST:
+        return None
+    atoms: list[Atom] = []
+    indices = []
+    for _, leaves in terms:
+        term = []
+        for atom in _merge(leaves):
+            if atom not in atoms:
+                atoms.append(atom)
+            term.append(atoms.index(atom))
+        indices.append(tuple(sorted(term)))
+    if len(atoms) > _MOST:
+        return None
+    return Expression(tuple(atoms), tuple(indices), tuple(scales for scales, _ in terms))
+
+
+Term = tuple[tuple[Kernel, ...], tuple[Leaf, ...]]  # what scales it, what it is a product of
+
+
+def _terms(kernel: Kernel, dims: tuple[int, ...] | None) -> list[Term] | None:
+    """The kernel multiplied out; None where a part is not recognised."""
+    if type(kernel) is ScaleKernel:  # calls its base kernel's forward: active dimensions were selected already
+        inner = _terms(kernel.base_kernel, dims)
+        return None if inner is None else [((kernel, *scales), leaves) for scales, leaves in inner]
+    if type(kernel) is ConstantKernel:
+        return [((kernel,), ())]
+    if type(kernel) in (AdditiveKernel, ProductKernel):
+        parts = [_terms(part, _select(dims, part.active_dims)) for part in kernel.kernels]
+        if any(part is None for part in parts):
+            return None
+        if type(kernel) is AdditiveKernel:
+            return [term for part in parts for term in part or []]
+        product: list[Term] = [((), ())]
+        for part in parts:
+            product = [(s1 + s2, l1 + l2) for s1, l1 in product for s2, l2 in part or []]
+            if len(product) > _MOST:
+                return None
+        return product
+    return None if profile_of(kernel) is None else [((), (Leaf(kernel, dims),))]
+
+
+def profile_of(kernel: Kernel) -> Profile | None:
+    """The profile of a kernel of one distance."""
+    if type(kernel) in (RBFKernel, PeriodicKernel):
+        return GAUSS
+    if type(kernel) is MaternKernel:
+        return MATERN[kernel.nu]
+    if type(kernel) is RQKernel:
+        return RATIONAL_QUADRATIC
+    return LAPLACE if type(kernel) is LaplaceKernel else None
+
+
+def _select(dims: tuple[int, ...] | None, active: Tensor | None) -> tuple[int, ...] | None:
+    if active is None:
+        return dims
+    indices = active.tolist()
+    return tuple(indices) if dims is None else tuple(dims[i] for i in indices)
+
+
+def _merge(leaves: tuple[Leaf, ...]) -> list[Atom]:
+    """One atom for all Gaussians of a product, one for all Laplace kernels, one for each of the rest."""
+    atoms: list[Atom] = []
+    for profile in (GAUSS, LAPLACE):
+        merged = tuple(leaf for leaf in leaves if profile_of(leaf.kernel) is profile)
+        if merged:
+            atoms.append(Atom(profile, merged))
+    for leaf in leaves:
+        own = profile_of(leaf.kernel)
+        if own is not None and own not in (GAUSS, LAPLACE):
+            atoms.append(Atom(own, (leaf,)))
+    return atoms
+
+
+def _features(atom: Atom, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Features ``(..., n, p)`` and, where they are ``x - centre`` times a weight, that weight ``(..., 1, p)``."""
+    parts: list[Tensor] = []
+    weights: list[Tensor | None] = []
+    for leaf in atom.leaves:
+        z, c = (x, centre) if leaf.dims is None else (x[..., list(leaf.dims)], centre[..., list(leaf.dims)])
+        lengthscale = leaf.kernel.lengthscale
+        if type(leaf.kernel) is PeriodicKernel:
+            # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.
+            turns = (z - c).to(torch.float64) / leaf.kernel.period_length.to(torch.float64)
+            angle = (turns - turns.detach().round()) * (2 * math.pi)
+            radius = lengthscale.to(torch.float64).rsqrt()
+            parts.append((torch.cat([angle.cos() * radius, angle.sin() * radius], dim=-1)).to(x.dtype))
+            weights.append(None)
+            continue
+        sharpness = math.sqrt(2 * leaf.kernel.nu) if type(leaf.kernel) is MaternKernel else 1.0
+        weight = (sharpness / lengthscale).to(x.dtype)
+        parts.append((z - c) * weight)
+        weights.append(weight.expand(*weight.shape[:-1], z.shape[-1]))
+    if len(parts) == 1:
+        return parts[0], weights[0]
+    batch = torch.broadcast_shapes(*(p.shape[:-2] for p in parts))
+    left = torch.cat([p.expand(*batch, *p.shape[-2:]) for p in parts], dim=-1)
+    known = [w for w in weights if w is not None]
+    if len(known) < len(weights):
+        return left, None
+    batch = torch.broadcast_shapes(*(w.shape[:-2] for w in known))
+    return left, torch.cat([w.expand(*batch, *w.shape[-2:]) for w in known], dim=-1)
+
+
+def _flat(x: Tensor, batch: torch.Size) -> Tensor:
+    """``x`` (..., n, p) with its batch dimensions expanded to ``batch`` and made one (none where it is empty)."""
+    return x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) if len(batch) else x.reshape(x.shape[-2:])

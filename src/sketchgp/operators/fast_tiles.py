@@ -1,0 +1,202 @@
+"""Fast tiles: kernels made of functions of distances (see :mod:`sketchgp.operators.expression`).
+
+A tile's squared distances are one matrix product of augmented features, followed by in-place arithmetic in buffers
+that are reused from tile to tile.  Inputs are centred first (in ``Expression.prepare``), so that
+``|a|^2 + |b|^2 - 2 a.b`` does not cancel when all inputs lie far from the origin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .expression import Expression, Features, Prepared
+from .profiles import MATERN, Profile
+
+_DIRECT = 2  # features up to which differences are squared one by one
+_KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
+_TF32 = threading.RLock()
+
+
+@contextmanager
+def _full_precision(t: Tensor) -> Iterator[None]:
+    """No TF32 for squared distances: ten bits of ``|a|^2`` would leave nothing of the distance between neighbours."""
+    matmul = torch.backends.cuda.matmul
+    if not (t.is_cuda and t.dtype == torch.float32 and matmul.allow_tf32):
+        yield
+        return
+    with _TF32:
+        matmul.allow_tf32 = False
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = True
+
+
+class _Distances:
+    """``t = factor * q`` of one atom, tile by tile.
+
+    With one or two features the differences themselves are squared, which is exact and takes no longer.  With more,
+    the matrix product leaves an error of about ``eps (|a|^2 + |b|^2)`` in q.  That is as much as the inputs'
+    own rounding would do, but for a profile with a kink at 0, where it turns into the square root of eps: there the
+    few distances that are small enough for it to be seen are computed from the differences too.
+    """
+
+    def __init__(self, profile: Profile, features: Features) -> None:
+        self.profile, self.left, self.right = profile, features.left, features.right
+        self.factor: float | Tensor = profile.factor
+        if features.alpha is not None:
+            self.factor = self.factor / features.alpha
+        self.direct = not profile.l1 and 1 <= self.left.shape[-1] <= _DIRECT
+        self.near: Tensor | None = None
+        if self.direct:
+            root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs().sqrt()
+            self.left, self.right = self.left * root, self.right * root
+        elif not profile.l1:
+            self.augmented = _augmented(features.right)
+            if profile is MATERN[0.5] and self.left.numel() and self.right.numel():
+                largest = self.left.square().sum(dim=-1).max() + self.augmented[..., -1].max()
+                eps = torch.finfo(self.left.dtype).eps
+                self.near = (0.5 * eps / _KINK[self.left.dtype] * largest).square() * self.factor
+        self._rows: tuple[slice, Tensor] | None = None
+
+    def _block(self, rows: slice) -> Tensor:
+        """The left side ``[-2 f a, f |a|^2, f]`` of some rows, which stays the same along a row of tiles."""
+        if self._rows is None or self._rows[0] != rows:
+            a = self.left[..., rows, :]
+            square = a.square().sum(dim=-1, keepdim=True) * self.factor
+            block = torch.cat([a * (-2 * self.factor), square, torch.ones_like(square) * self.factor], dim=-1)
+            self._rows = (rows, block)
+        return self._rows[1]
+
+    def tile(self, rows: slice, columns: slice, out: Tensor, buffer: Callable[[], Tensor]) -> Tensor:
+        """The tile, in ``out``; ``buffer()`` gives one more of the same shape."""
+        if self.profile.l1:
+            distances = torch.cdist(self.left[..., rows, :], self.right[..., columns, :], p=1.0)
+            return torch.mul(distances, self.factor, out=out)
+        if self.direct:
+            sign = -1 if self.profile.factor < 0 else 1
+            spare, total = buffer(), out.new_zeros(())
+            for feature in range(self.left.shape[-1]):
+                a, b = self.left[..., rows, feature], self.right[..., columns, feature]
+                torch.sub(a.unsqueeze(-1), b.unsqueeze(-2), out=spare)
+                total = torch.addcmul(total, spare, spare, value=sign, out=out)
+            return out
+        with _full_precision(out):
+            torch.matmul(self._block(rows), self.augmented[..., columns, :].mT, out=out)
+        if self.near is not None:
+            *batch, i, j = (out < self.near).nonzero(as_tuple=True)
+            difference = self.left[..., rows, :][tuple(batch) + (i,)] - self.right[..., columns, :][tuple(batch) + (j,)]
+            out[(tuple(batch) + (i, j))] = difference.square().sum(dim=-1) * self.factor
+        return out
+
+
+def _augmented(b: Tensor) -> Tensor:
+    """``[b, 1, |b|^2]``, the right side of a squared distance."""
+    square = b.square().sum(dim=-1, keepdim=True)
+    return torch.cat([b, torch.ones_like(square), square], dim=-1)
+
+
+class FastTiles:
+    """Tiles of ``k(x1, x2)`` for a recognised kernel.
+
+    :param prepared: features and coefficients.
+    :param shape: the largest rows and columns of a tile.
+    :param same: whether x1 and x2 are the same points: distances on the diagonal are then exactly 0.
+    :param coincident: ``(2, p)`` rows and columns of further pairs at distance exactly 0.
+    """
+
+    def __init__(
+        self,
+        expression: Expression,
+        prepared: Prepared,
+        shape: tuple[int, int],
+        same: bool,
+        coincident: Tensor | None = None,
+    ) -> None:
+        self.expression, self.same, self.coincident = expression, same, coincident
+        self.features = prepared.features
+        self.coefficients = prepared.coefficients  # (*b, T), with the constants that the profiles leave out
+        gains = []
+        for term in expression.terms:
+            gain = 1.0
+            for atom in term:
+                gain *= expression.atoms[atom].profile.gain
+            gains.append(gain)
+        self.gains = gains
+        self.batch = self.coefficients.shape[:-1]
+        self.distances = [_Distances(a.profile, f) for a, f in zip(expression.atoms, self.features, strict=True)]
+        self._entries = shape[0] * shape[1] * self.batch.numel()
+        self._buffers: list[Tensor] = []
+        self._taken = 0
+        scaled = [self.coefficients[..., t] * gain for t, gain in enumerate(gains)]
+        self.weights = [c.reshape(*self.batch, 1, 1) if len(self.batch) else c for c in scaled]
+
+    @property
+    def single(self) -> bool:
+        """Whether the kernel is one function of one distance times a scale."""
+        return self.expression.terms == ((0,),)
+
+    @property
+    def outputscale(self) -> Tensor | None:
+        """What the tiles are still to be multiplied by, ``()`` or ``(B, 1, 1)``; None where they are complete."""
+        return self.weights[0] if self.single else None
+
+    def take(self, rows: slice, columns: slice) -> Tensor:
+        """A buffer of a tile's shape, free until the next tile."""
+        if self._taken == len(self._buffers):
+            self._buffers.append(self.coefficients.new_empty(self._entries))
+        shape = (*self.batch, rows.stop - rows.start, columns.stop - columns.start)
+        self._taken += 1
+        return self._buffers[self._taken - 1][: torch.Size(shape).numel()].view(shape)
+
+    def _last(self, rows: slice, columns: slice) -> Tensor:
+        """The buffer that ``take`` gives next."""
+        buffer = self.take(rows, columns)
+        self._taken -= 1
+        return buffer
+
+    def distance(self, atom: int, rows: slice, columns: slice) -> Tensor:
+        t = self.distances[atom].tile(rows, columns, self.take(rows, columns), lambda: self._last(rows, columns))
+        if self.same:  # entries of the diagonal are exactly at distance 0
+            start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
+            if start < stop:
+                part = t[..., start - rows.start : stop - rows.start, start - columns.start : stop - columns.start]
+                part.diagonal(dim1=-2, dim2=-1).zero_()
+        if self.coincident is not None:
+            i, j = self.coincident
+            inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
+            t[..., i[inside] - rows.start, j[inside] - columns.start] = 0
+        return t
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        """The tile without the ``outputscale``, in a buffer that the next call overwrites."""
+        self._taken = 0
+        values = []
+        for number, atom in enumerate(self.expression.atoms):
+            t = self.distance(number, rows, columns)
+            values.append(atom.profile.value(t, self.take(rows, columns), self.features[number].alpha))
+        if self.single:
+            return values[0]
+        out = self.take(rows, columns).zero_()
+        spare = self.take(rows, columns)
+        for weight, term in zip(self.weights, self.expression.terms, strict=True):
+            if not term:
+                out += weight
+            else:
+                out.addcmul_(multiply([values[a] for a in term], spare), weight)
+        return out
+
+
+def multiply(factors: list[Tensor], out: Tensor) -> Tensor:
+    """The elementwise product of one or more tensors; a single one is returned as it is."""
+    if len(factors) == 1:
+        return factors[0]
+    torch.mul(factors[0], factors[1], out=out)
+    for factor in factors[2:]:
+        out.mul_(factor)
+    return out

@@ -1,0 +1,117 @@
+"""Tiles of any kernel, by calling it on blocks of rows; gradients by autograd, tile by tile."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gpytorch import settings
+from gpytorch.kernels import Kernel, ScaleKernel
+from linear_operator import to_dense
+from linear_operator.operators import DenseLinearOperator
+from torch import Tensor
+
+_SWAP = threading.RLock()  # the parameters of the user's kernel are exchanged while it runs
+
+
+@contextmanager
+def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]) -> Iterator[None]:
+    """Let a kernel compute with ``values`` in place of its parameters called ``names``.
+
+    As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
+    """
+    with _SWAP:
+        named = dict(kernel.named_parameters())
+        new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
+        before = [
+            (module, key, parameter)
+            for module in kernel.modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in new
+        ]
+        try:
+            for module, key, parameter in before:
+                module._parameters[key] = new[id(parameter)]  # type: ignore[assignment]
+            yield
+        finally:
+            for module, key, parameter in before:
+                module._parameters[key] = parameter
+
+
+def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
+    """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already."""
+    with settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return to_dense(kernel.forward(x1, x2, **options))
+
+
+class GenericTiles:
+    """Tiles of any kernel, by calling it on rows of x1 ``(..., n, d)`` and x2 ``(..., m, d)``.
+
+    :param evaluate: the kernel as a function of two blocks of rows.
+    :param tensors: x1, x2 and the parameters that ``evaluate`` uses; gradients are with respect to these.
+    """
+
+    outputscale: Tensor | None = None
+
+    def __init__(self, evaluate: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+        self.evaluate, self.tensors = evaluate, tensors
+        self.x1, self.x2 = tensors[:2]
+        self._gradients: dict[int, Tensor] = {}
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        """One tile, without autograd."""
+        return self.evaluate(real(self.x1[..., rows, :].detach()), real(self.x2[..., columns, :].detach()))
+
+    def add(self, rows: slice, columns: slice, weights: Tensor) -> None:
+        """Add the gradient of ``(weights * tile).sum()``."""
+        wanted = {id(t): t for t in self.tensors if t.requires_grad}
+        with torch.enable_grad():
+            tile = self.evaluate(real(self.x1[..., rows, :]), real(self.x2[..., columns, :]))
+            if not tile.requires_grad:
+                return
+            weights = weights.sum_to_size(tile.shape).to(tile.dtype)
+            found = torch.autograd.grad(tile, list(wanted.values()), weights, allow_unused=True)
+        for key, gradient in zip(wanted, found, strict=True):
+            if gradient is not None:
+                self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """``(tensor, gradient)`` for the tensors that the kernel depends on."""
+        tensors = {id(t): t for t in self.tensors}
+        return [(tensors[key], gradient) for key, gradient in self._gradients.items()]
+
+
+def real(x: Tensor) -> Tensor:
+    """Half-precision inputs in float32, which is what is computed in."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
+    """Whether ``kernel`` gives one plain number a pair, found by evaluating it on two points.
+
+    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products, KeOps) are not.
+    """
+    if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
+        return False
+    for part in kernel.modules():
+        if isinstance(part, Kernel) and type(part).prediction_strategy not in (
+            Kernel.prediction_strategy,
+            ScaleKernel.prediction_strategy,
+        ):
+            return False
+    with torch.no_grad(), settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = kernel.forward(x1[..., :2, :], x2[..., :2, :])
+    return _is_dense(value)
+
+
+def _is_dense(value: Any) -> bool:
+    if torch.is_tensor(value) or type(value) is DenseLinearOperator:
+        return True
+    plain = ("SumLinearOperator", "MulLinearOperator", "ConstantMulLinearOperator", "PsdSumLinearOperator")
+    return type(value).__name__ in plain and all(_is_dense(part) for part in value._args)
