@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .expression import Prepared
 from .fast_tiles import FastTiles, multiply
+from .tiles import padded
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -82,14 +83,14 @@ class _AtomSums:
             diagonal = part.diagonal(dim1=-2, dim2=-1)
             self.of_diagonal += diagonal.sum(dim=-1)
             diagonal.zero_()
-        product = g @ self.right_one[..., columns, :]
+        product = (g @ self.right_one[..., columns, :])[..., : a.shape[-1] + 1]
         if self.mode == "weight":
             self.cross += (a * product[..., :-1]).sum(dim=-2)
             self.of_left[..., rows, -1] += product[..., -1]
             self.of_right[..., columns, -1] += g.sum(dim=-2)
         else:
             self.of_left[..., rows, :] += product
-            self.of_right[..., columns, :] += g.mT @ self.left_one[..., rows, :]
+            self.of_right[..., columns, :] += (g.mT @ self.left_one[..., rows, :])[..., : a.shape[-1] + 1]
 
     @property
     def total(self) -> Tensor | None:
@@ -205,7 +206,8 @@ class FastGradient:
 
 
 def _with_one(x: Tensor) -> Tensor:
-    return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1) if x.shape[-1] else x.new_ones(*x.shape[:-1], 1)
+    """``[x, 1]``, padded."""
+    return padded(torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1))
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

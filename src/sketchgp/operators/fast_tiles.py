@@ -55,7 +55,8 @@ class _Distances:
         self.near: Tensor | None = None
         if self.direct:
             root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs().sqrt()
-            self.left, self.right = self.left * root, self.right * root
+            # one feature after the other in memory, so that a tile's rows are read in order
+            self.left, self.right = ((x * root).mT.contiguous().mT for x in (self.left, self.right))
         elif not profile.l1:
             self.augmented = _augmented(features.right)
             if profile is MATERN[0.5] and self.left.numel() and self.right.numel():

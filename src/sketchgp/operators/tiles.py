@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..settings import available_memory
 
@@ -71,6 +72,17 @@ def pieces(rows: int, columns: int, shape: Shape, half: bool) -> Iterator[tuple[
             start = down.stop
         for across in spans(columns - start, shape[1]):
             yield down, slice(start + across.start, start + across.stop), half
+
+
+def padded(x: Tensor) -> Tensor:
+    """``x`` (..., n, t) with columns of zeros up to a multiple of 16, where that makes products with it faster.
+
+    On CPUs a product with 16 columns takes less than half the time of one with 3 to 12 (MKL).
+    """
+    t = x.shape[-1]
+    if x.device.type != "cpu" or t == 1 or t % 16 == 0:
+        return x
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], -t % 16)], dim=-1)
 
 
 def shrinking(device: torch.device, shape: Callable[[], Shape], compute: Callable[[Shape], Result]) -> Result:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..fast_gradient import FastGradient
 from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
-from ..tiles import Shape, pieces, shrinking, tile_shape
+from ..tiles import Shape, padded, pieces, shrinking, tile_shape
 from .base import Engine, Gradients, Live
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def _tiles(matrix: KernelMatrix, shape: Shape) -> FastTiles | GenericTiles:
 @torch.no_grad()
 def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool) -> Tensor:
     tiles = _tiles(matrix, shape)
+    columns_wanted, rhs = rhs.shape[-1], padded(rhs)
     out = rhs.new_zeros(*matrix.flat_batch, matrix.shape[-2], rhs.shape[-1])
     for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
         tile = tiles.tile(rows, columns)
@@ -89,6 +90,7 @@ def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool) -> Ten
         _add_product(out[..., rows, :], tile, rhs[..., columns, :])
         if mirror:
             _add_product(out[..., columns, :], tile.mT, rhs[..., rows, :])
+    out = out[..., :columns_wanted]
     return out if tiles.outputscale is None else out.mul_(tiles.outputscale)
 
 
