@@ -31,6 +31,7 @@ from gpytorch.kernels import (
 from torch import Tensor
 
 from ..kernels import LaplaceKernel
+from .joined import JoinedKernel
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, Profile
 
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
@@ -164,17 +165,23 @@ def _terms(kernel: Kernel, dims: tuple[int, ...] | None) -> list[Term] | None:
         return [((kernel,), ())]
     if type(kernel) in (AdditiveKernel, ProductKernel):
         parts = [_terms(part, _select(dims, part.active_dims)) for part in kernel.kernels]
-        if any(part is None for part in parts):
+    elif type(kernel) is JoinedKernel:
+        parts = [
+            None if integer else _terms(part, columns)
+            for part, columns, integer in zip(kernel.parts, kernel.columns, kernel.integer, strict=True)
+        ]
+    else:
+        return None if profile_of(kernel) is None else [((), (Leaf(kernel, dims),))]
+    if any(part is None for part in parts):
+        return None
+    if type(kernel) is AdditiveKernel:
+        return [term for part in parts for term in part or []]
+    product: list[Term] = [((), ())]
+    for part in parts:
+        product = [(s1 + s2, l1 + l2) for s1, l1 in product for s2, l2 in part or []]
+        if len(product) > _MOST:
             return None
-        if type(kernel) is AdditiveKernel:
-            return [term for part in parts for term in part or []]
-        product: list[Term] = [((), ())]
-        for part in parts:
-            product = [(s1 + s2, l1 + l2) for s1, l1 in product for s2, l2 in part or []]
-            if len(product) > _MOST:
-                return None
-        return product
-    return None if profile_of(kernel) is None else [((), (Leaf(kernel, dims),))]
+    return product
 
 
 def profile_of(kernel: Kernel) -> Profile | None:
@@ -225,7 +232,7 @@ def _features(atom: Atom, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor | N
             weights.append(None)
             continue
         sharpness = math.sqrt(2 * leaf.kernel.nu) if type(leaf.kernel) is MaternKernel else 1.0
-        weight = (sharpness / lengthscale).to(x.dtype)
+        weight = sharpness / lengthscale.to(x.dtype)
         parts.append((z - c) * weight)
         weights.append(weight.expand(*weight.shape[:-1], z.shape[-1]))
     if len(parts) == 1:

@@ -14,14 +14,16 @@ from .expression import Prepared
 from .fast_tiles import FastTiles, multiply
 from .tiles import padded
 
+_MANY = 16  # features from which torch's own backward pass of l1 distances is faster than one feature at a time
 Pairs = list[tuple[Tensor, Tensor]]
 
 
 class _AtomSums:
     """What one atom adds up over all tiles, in float64.
 
-    :ivar mode: ``"l1"``; ``"direct"``: few features, from their differences; ``"isotropic"``: one common weight, from
-        the distances; ``"weight"``: the weight of each feature; ``"full"``: the features themselves.
+    :ivar mode: ``"isotropic"``: one common weight, from the distances; ``"differences"``: one feature after the other
+        (l1 distances, few features); ``"products"``: by a matrix product.
+    :ivar weight_only: whether the weights of the features are all that is wanted, not the features themselves.
     """
 
     def __init__(self, tiles: FastTiles, atom: int, live: Prepared, inputs: bool) -> None:
@@ -31,16 +33,14 @@ class _AtomSums:
         self.same = tiles.same
         self.wanted = f.left.requires_grad or f.right.requires_grad
         self.factor = tiles.distances[atom].factor
-        if profile.l1:
-            self.mode = "l1"
-        elif tiles.distances[atom].direct:
-            self.mode = "direct"
-        elif inputs or f.weight is None:
-            self.mode = "full"
+        self.l1 = profile.l1
+        self.weight_only = not inputs and f.weight is not None
+        if self.weight_only and f.weight is not None and f.weight.stride(-1) == 0:
+            self.mode = "isotropic"
         else:
-            self.mode = "isotropic" if f.weight.stride(-1) == 0 else "weight"
+            self.mode = "differences" if profile.l1 or tiles.distances[atom].direct else "products"
         double, p = torch.float64, self.left.shape[-1]
-        columns = p + 1 if self.mode in ("weight", "full") else p
+        columns = p + 1 if self.mode == "products" else p
         self.of_left = self.left.new_zeros(*self.left.shape[:-1], columns, dtype=double)
         if self.shared:
             self.of_right = self.of_left
@@ -59,20 +59,24 @@ class _AtomSums:
         if not self.wanted:
             return
         a, b = self.left[..., rows, :], self.right[..., columns, :]
-        if self.mode == "l1":
+        if self.mode == "isotropic":
+            assert t is not None
+            self.squares += dot(g, t)
+        elif self.l1 and not self.weight_only and a.shape[-1] >= _MANY:
             zero = torch.zeros_like(g)  # the distances, which p = 1 does not look at
             a, b = a.contiguous(), b.contiguous()
             self.of_left[..., rows, :] += torch.ops.aten._cdist_backward(g.contiguous(), a, b, 1.0, zero)
             turned = torch.ops.aten._cdist_backward(g.mT.contiguous(), b, a, 1.0, zero.mT.contiguous())
             self.of_right[..., columns, :] += turned
-        elif self.mode == "direct":
+        elif self.mode == "differences":
             for k in range(a.shape[-1]):
-                part = torch.sub(a[..., k].unsqueeze(-1), b[..., k].unsqueeze(-2), out=spare).mul_(g)
+                part = torch.sub(a[..., k].unsqueeze(-1), b[..., k].unsqueeze(-2), out=spare)
+                if self.weight_only:
+                    self.cross[..., k] += dot(g, part.abs_() if self.l1 else part.square_())
+                    continue
+                part = (part.sign_() if self.l1 else part).mul_(g)
                 self.of_left[..., rows, k] += part.sum(dim=-1)
                 self.of_right[..., columns, k] -= part.sum(dim=-2)
-        elif self.mode == "isotropic":
-            assert t is not None
-            self.squares += dot(g, t)
         else:
             self._products(rows, columns, g, a)
 
@@ -84,7 +88,7 @@ class _AtomSums:
             self.of_diagonal += diagonal.sum(dim=-1)
             diagonal.zero_()
         product = (g @ self.right_one[..., columns, :])[..., : a.shape[-1] + 1]
-        if self.mode == "weight":
+        if self.weight_only:
             self.cross += (a * product[..., :-1]).sum(dim=-2)
             self.of_left[..., rows, -1] += product[..., -1]
             self.of_right[..., columns, -1] += g.sum(dim=-2)
@@ -95,7 +99,7 @@ class _AtomSums:
     @property
     def total(self) -> Tensor | None:
         """The sum of all entries of G, ``(*b,)``, where it came up anyway."""
-        if not self.wanted or self.mode not in ("weight", "full"):
+        if not self.wanted or self.mode != "products":
             return None
         total = self.of_left[..., -1].sum(dim=-1)
         return (total / 2 if self.shared else total) + self.of_diagonal
@@ -105,9 +109,9 @@ class _AtomSums:
         f = live.features[atom]
         if not self.wanted:
             return []
-        if self.mode in ("weight", "isotropic"):
+        if self.weight_only:
             assert f.weight is not None
-            gradient = 2 * slope * self._of_weight() / f.weight.detach().to(torch.float64)
+            gradient = (1 if self.l1 else 2) * slope * self._of_weight() / f.weight.detach().to(torch.float64)
             return [(f.weight, gradient.to(f.weight.dtype))]
         found = [(f.left, self._of_features(self.left, self.of_left) * slope)]
         if not self.shared:
@@ -115,10 +119,13 @@ class _AtomSums:
         return [(value, gradient.to(value.dtype)) for value, gradient in found]
 
     def _of_weight(self) -> Tensor:
-        """``sum_ij G_ij (a_ik - b_jk)^2``, ``(*b, 1, p)``; its mean over k where there is one weight for all."""
+        """``sum_ij G_ij (a_ik - b_jk)^2`` (of ``|a_ik - b_jk|`` for l1), ``(*b, 1, p)``; its mean over k where there is
+        one weight for all."""
         p = self.left.shape[-1]
         if self.mode == "isotropic":
             return (self.squares[..., None, None] / self.factor / max(p, 1)).expand(*self.squares.shape, 1, p)
+        if self.mode == "differences":
+            return self.cross.unsqueeze(-2)
         sums = [(self.left, self.of_left)] + ([] if self.shared else [(self.right, self.of_right)])
         total = -2 * self.cross.unsqueeze(-2)
         for x, s in sums:
@@ -126,9 +133,9 @@ class _AtomSums:
         return total
 
     def _of_features(self, x: Tensor, sums: Tensor) -> Tensor:
-        if self.mode == "l1":
-            return sums
-        return 2 * sums if self.mode == "direct" else 2 * (x * sums[..., -1:] - sums[..., :-1])
+        if self.mode == "differences":
+            return sums if self.l1 else 2 * sums
+        return 2 * (x * sums[..., -1:] - sums[..., :-1])
 
 
 class FastGradient:

@@ -18,6 +18,7 @@ from .expression import Expression, Features, Prepared
 from .profiles import MATERN, Profile
 
 _DIRECT = 2  # features up to which differences are squared one by one
+_CDIST = (8, 64)  # features between which torch.cdist is the fastest way to l1 distances on CPUs
 _KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
 _TF32 = threading.RLock()
 
@@ -40,7 +41,8 @@ def _full_precision(t: Tensor) -> Iterator[None]:
 class _Distances:
     """``t = factor * q`` of one atom, tile by tile.
 
-    With one or two features the differences themselves are squared, which is exact and takes no longer.  With more,
+    With one or two features the differences themselves are squared, which is exact and takes no longer; l1 distances
+    are always made so, by torch.cdist or feature by feature.  With more,
     the matrix product leaves an error of about ``eps (|a|^2 + |b|^2)`` in q.  That is as much as the inputs'
     own rounding would do, but for a profile with a kink at 0, where it turns into the square root of eps: there the
     few distances that are small enough for it to be seen are computed from the differences too.
@@ -51,10 +53,14 @@ class _Distances:
         self.factor: float | Tensor = profile.factor
         if features.alpha is not None:
             self.factor = self.factor / features.alpha
-        self.direct = not profile.l1 and 1 <= self.left.shape[-1] <= _DIRECT
+        p = self.left.shape[-1]
+        self.direct = 1 <= p <= _DIRECT
+        if profile.l1 and self.left.device.type == "cpu":
+            self.direct = 1 <= p < _CDIST[0] or p >= _CDIST[1]
         self.near: Tensor | None = None
         if self.direct:
-            root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs().sqrt()
+            root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs()
+            root = root if profile.l1 else root.sqrt()
             # one feature after the other in memory, so that a tile's rows are read in order
             self.left, self.right = ((x * root).mT.contiguous().mT for x in (self.left, self.right))
         elif not profile.l1:
@@ -76,17 +82,20 @@ class _Distances:
 
     def tile(self, rows: slice, columns: slice, out: Tensor, buffer: Callable[[], Tensor]) -> Tensor:
         """The tile, in ``out``; ``buffer()`` gives one more of the same shape."""
-        if self.profile.l1:
-            distances = torch.cdist(self.left[..., rows, :], self.right[..., columns, :], p=1.0)
-            return torch.mul(distances, self.factor, out=out)
         if self.direct:
             sign = -1 if self.profile.factor < 0 else 1
             spare, total = buffer(), out.new_zeros(())
             for feature in range(self.left.shape[-1]):
                 a, b = self.left[..., rows, feature], self.right[..., columns, feature]
                 torch.sub(a.unsqueeze(-1), b.unsqueeze(-2), out=spare)
-                total = torch.addcmul(total, spare, spare, value=sign, out=out)
+                if self.profile.l1:
+                    total = torch.add(total, spare.abs_(), alpha=sign, out=out)
+                else:
+                    total = torch.addcmul(total, spare, spare, value=sign, out=out)
             return out
+        if self.profile.l1:
+            distances = torch.cdist(self.left[..., rows, :], self.right[..., columns, :], p=1.0)
+            return torch.mul(distances, self.factor, out=out)
         with _full_precision(out):
             torch.matmul(self._block(rows), self.augmented[..., columns, :].mT, out=out)
         if self.near is not None:

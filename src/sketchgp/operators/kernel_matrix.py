@@ -10,6 +10,7 @@ from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .engines import TILED, check_able, check_choice, choose
@@ -29,6 +30,7 @@ class _Evaluate(torch.autograd.Function):
         return matrix._evaluate()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         matrix = KernelMatrix(*ctx.saved_tensors, **ctx.options)
         matrix.coincident = ctx.coincident
@@ -101,9 +103,11 @@ class KernelMatrix(LinearOperator):
             x1 = x1.index_select(-1, kernel.active_dims)
             x2 = x1 if x2 is None or same else x2.index_select(-1, kernel.active_dims)
         x2 = x1 if x2 is None else x2
+        if 0 in (x1.shape[-2], x2.shape[-2]):
+            raise InputError("A kernel matrix needs at least one point in x1 and in x2.")
         if not is_plain(kernel, x1, x2):
             raise InputError(f"{type(kernel).__name__} has structure of its own; a plain kernel matrix is expected.")
-        return cls._assemble(kernel, x1, x2, engine, same, precision)
+        return cls.assemble(kernel, x1, x2, engine, same, precision)
 
     @classmethod
     def from_lazy(
@@ -116,10 +120,10 @@ class KernelMatrix(LinearOperator):
         if lazy.last_dim_is_batch or lazy.params or not is_plain(lazy.kernel, lazy.x1, lazy.x2):
             return None
         same = lazy.x1 is lazy.x2 or (lazy.x1.shape == lazy.x2.shape and torch.equal(lazy.x1, lazy.x2))
-        return cls._assemble(lazy.kernel, lazy.x1, lazy.x2, engine, same, precision)
+        return cls.assemble(lazy.kernel, lazy.x1, lazy.x2, engine, same, precision)
 
     @classmethod
-    def _assemble(cls, kernel: Kernel, x1: Tensor, x2: Tensor, engine: str, same: bool, precision: str) -> KernelMatrix:
+    def assemble(cls, kernel: Kernel, x1: Tensor, x2: Tensor, engine: str, same: bool, precision: str) -> KernelMatrix:
         named = dict(kernel.named_parameters())
         names = tuple(named)
         matrix = cls(x1, x2, *named.values(), kernel=kernel, names=names, engine=engine, same=same, precision=precision)
@@ -163,7 +167,7 @@ class KernelMatrix(LinearOperator):
     def prepare(self, tensors: list[Tensor], same: bool) -> Prepared:
         """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
         assert self.expression is not None
-        with parameters_as(self.kernel, self.names, tensors[2:]):
+        with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
             return self.expression.prepare(tensors[0], tensors[1], same, self.batch_shape, self.compute_dtype)
 
     @torch.no_grad()
@@ -176,9 +180,10 @@ class KernelMatrix(LinearOperator):
         return kept[1]
 
     def stored(self) -> Tensor:
-        """The dense matrix, kept until one of the operator's tensors changes; without autograd."""
+        """The dense matrix in the dtype of the arithmetic, kept until one of the operator's tensors changes."""
         if self._stored is None or self.memo.get("stored state") != self._state():
-            self._stored, self.memo["stored state"] = self._evaluate(), self._state()
+            self._stored = None  # two of them may not fit
+            self._stored, self.memo["stored state"] = TILED.dense(self), self._state()
         return self._stored
 
     def _state(self) -> tuple[int, ...]:
@@ -186,7 +191,7 @@ class KernelMatrix(LinearOperator):
         return tuple(tensor._version for tensor in self._args)
 
     def _evaluate(self) -> Tensor:
-        """The dense matrix, without autograd, in the dtype of the arithmetic."""
+        """The dense matrix, without autograd."""
         return TILED.dense(self).to(self.dtype)
 
     # --- products and derivatives ---------------------------------------------------------------------------
@@ -201,18 +206,26 @@ class KernelMatrix(LinearOperator):
 
     @torch.no_grad()
     def _matmul(self, rhs: Tensor) -> Tensor:
+        if rhs.dtype != self.dtype or rhs.device != self.device:
+            raise InputError(
+                f"A kernel matrix of {self.dtype} on {self.device} is multiplied by {rhs.dtype} on {rhs.device}; "
+                "convert one of them."
+            )
         if rhs.dim() == 1:
             return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         if self.batch_shape and self._repeats():
-            single = self._with(self.x1.flatten(0, -3)[0], self.x2.flatten(0, -3)[0], self.same)
-            return single._matmul(
+            if "single" not in self.memo:
+                x1 = self.x1.flatten(0, -3)[0]
+                x2 = x1 if self.x2 is self.x1 else self.x2.flatten(0, -3)[0]
+                self.memo["single"] = self._with(x1, x2, self.same)
+            return self.memo["single"]._matmul(
                 rhs.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
             )
         batch = torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
         more = len(batch) - len(self.batch_shape)
         if batch[more:] != self.batch_shape:
             return self._expand_batch(batch[more:])._matmul(rhs)
-        flat = _columns(rhs, batch, more).reshape(*self.flat_batch, rhs.shape[-2], -1)
+        flat = _columns(rhs, batch, more).reshape(*self.flat_batch, rhs.shape[-2], batch[:more].numel() * rhs.shape[-1])
         value = choose(self).product(self, flat.to(self.compute_dtype)).to(rhs.dtype)
         value = value.reshape(*self.batch_shape, self.shape[-2], *batch[:more], rhs.shape[-1])
         return value if not more else value.permute(*_to_front(value.dim(), len(self.batch_shape), more))
@@ -229,7 +242,9 @@ class KernelMatrix(LinearOperator):
         if batch[more:] != self.batch_shape:  # a batch of size one against a larger one: its parts add up
             return TILED.dense_derivative(self, (left_vecs @ right_vecs.mT).sum_to_size(self.shape))
         left, right = (
-            _columns(v, batch, more).reshape(*self.flat_batch, v.shape[-2], -1).to(self.compute_dtype)
+            _columns(v, batch, more)
+            .reshape(*self.flat_batch, v.shape[-2], batch[:more].numel() * v.shape[-1])
+            .to(self.compute_dtype)
             for v in (left_vecs, right_vecs)
         )
         return choose(self).derivative(self, left, right)
@@ -269,7 +284,7 @@ class KernelMatrix(LinearOperator):
         if len(kernel.batch_shape):
             kernel = kernel.expand_batch(self.batch_shape)[index]
         with torch.no_grad():
-            part = self._assemble(kernel, x1, x2, self.engine, self.same, self.precision)
+            part = self.assemble(kernel, x1, x2, self.engine, self.same, self.precision)
             return part.type(self.dtype).detach()
 
     def _diagonal(self) -> Tensor:

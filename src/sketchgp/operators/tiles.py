@@ -88,14 +88,19 @@ def padded(x: Tensor) -> Tensor:
 def shrinking(device: torch.device, shape: Callable[[], Shape], compute: Callable[[Shape], Result]) -> Result:
     """``compute(shape())``, repeated with smaller tiles as often as memory runs out.
 
-    A long solve goes on that way, with a line in the log, instead of ending.
+    A long solve goes on that way, with a line in the log, instead of ending.  Where no tile is small enough, it was not
+    the tiles that took the memory, and they are left as they were.
     """
+    before = _shrunk.get(device, 0)
     while True:
         tile = shape()
         try:
             return compute(tile)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error) or tile[0] * tile[1] <= 1:
+            if not out_of_memory(error):
+                raise
+            if tile[0] * tile[1] <= 1:
+                _shrunk[device] = before
                 raise
             message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         # Outside the except block, so that the frames which hold the old buffers are gone.

@@ -24,8 +24,9 @@ class Dense(Engine):
     name = "dense"
 
     def fits(self, matrix: KernelMatrix) -> bool:
-        """Whether the matrix fits the memory budget."""
-        return matrix.shape.numel() * matrix.compute_dtype.itemsize <= memory_budget.value(matrix.device)
+        """Whether the matrix fits the memory budget, or is stored already."""
+        size = matrix.shape.numel() * matrix.compute_dtype.itemsize
+        return matrix._stored is not None or size <= memory_budget.value(matrix.device)
 
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
         stored = self._stored(matrix)

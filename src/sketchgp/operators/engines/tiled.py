@@ -32,8 +32,9 @@ class Tiled(Engine):
 
     def dense(self, matrix: KernelMatrix) -> Tensor:
         """The whole matrix ``(*batch, n, m)``, without autograd."""
+        out = torch.empty(matrix.shape, dtype=matrix.compute_dtype, device=matrix.device)  # smaller tiles would not help
         half = matrix.same
-        return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _dense(matrix, shape, half))
+        return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _dense(matrix, out, shape, half))
 
     def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
         fold = Live(matrix).same
@@ -102,9 +103,8 @@ def _add_product(out: Tensor, tile: Tensor, rhs: Tensor) -> None:
 
 
 @torch.no_grad()
-def _dense(matrix: KernelMatrix, shape: Shape, half: bool) -> Tensor:
+def _dense(matrix: KernelMatrix, out: Tensor, shape: Shape, half: bool) -> Tensor:
     tiles = _tiles(matrix, shape)
-    out = torch.empty(matrix.shape, dtype=matrix.compute_dtype, device=matrix.device)
     for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
         tile = tiles.tile(rows, columns)
         if isinstance(tiles, FastTiles):

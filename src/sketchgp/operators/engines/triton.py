@@ -23,24 +23,28 @@ class Triton(Engine):
 
     Distances are products of matrices on tensor cores, ``q = |a|^2 + |b|^2 - 2 a.b``, of features that are centred
     and divided by lengthscales.  ``precision`` says how their products are rounded: ``|error of q| <= c (|a|^2 +
-    |b|^2)``, with c (and a few 1e-8 more for the sums, for each hundred features):
+    |b|^2)``, with c, and a few 1e-7 more for the sums, which are in float32:
 
-    ===========  ==========================================================  =========  =================
-    precision    products of                                                 c          passes, relative
-    ===========  ==========================================================  =========  =================
-    float32      two tf32 parts, low times low left out                      2^-20      3
-    tf32         tf32, 11 significant bits                                   2^-9       1
-    bf16x3       two bfloat16 parts, low times low left out                  2^-15      3/2
-    bf16         bfloat16, 8 significant bits                                2^-6.9     1/2
-    ===========  ==========================================================  =========  =================
+    ===========  ============================================  =======  ============================
+    precision    products of                                   c        time on tensor cores (tf32: 1)
+    ===========  ============================================  =======  ============================
+    float32      two tf32 parts, low times low left out        2^-20    3
+    tf32         tf32, 11 significant bits                     2^-9     1
+    bf16x3       two bfloat16 parts, low times low left out    2^-15    3/2
+    bf16         bfloat16, 8 significant bits                  2^-6.9   1/2
+    ===========  ============================================  =======  ============================
 
-    The norms are those of the rounded features: errors of small distances are smaller, and points that coincide stay
-    at distance 0.  With ``"float32"``, distances of up to four features are summed up from differences, and l1
-    distances always are, without any cancellation.  More than 8 right-hand sides are multiplied by a matrix product
-    too, with values and right-hand sides rounded in the same way, and so are gradients; everything is summed up in
-    float32.  A derivative where x1 is x2 takes one pass and otherwise two; more than 128 features in one kernel cost
-    one more pass over the distances for each 128.  Where the columns are shared out among programs, their partial
-    results are added up in a fixed order: the same call gives the same result.
+    The norms are those of the rounded features: errors of small distances are smaller than that, and points that
+    coincide stay at distance 0 but for the rounding of sums.  With ``"float32"``, distances of up to four features are
+    summed up from differences, and l1 distances always are, without any cancellation.  More than 8 right-hand sides are
+    multiplied by a matrix product too, with values and right-hand sides rounded in the same way, and so are the
+    weights and features of gradients; all sums are in float32.  Devices older than compute capability 8.0 multiply in
+    float32 whatever the precision.
+
+    64 right-hand sides take one pass over the pairs.  A derivative takes one pass where x1 is x2, and otherwise two;
+    more than 128 features in one kernel cost one more for each 128, and of a sum or product of many kernels each takes
+    a pass of its own.  Where the columns are shared out among programs, their partial results are added up in a fixed
+    order: the same call gives the same result.
     """
 
     name = "triton"

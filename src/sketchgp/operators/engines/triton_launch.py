@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _SINGLE = 8  # up to so many right-hand sides are multiplied one by one, more by a matrix product
 _WIDEST = 64  # right-hand sides that one program takes
-_FEATURES = 64  # columns of features for which one program keeps a gradient
+_FEATURES = 128  # columns of features for which one program keeps a gradient
 _PROGRAMS = 8  # for each multiprocessor, so that none waits long for the last
 
 
@@ -298,7 +298,7 @@ def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> lis
         width = min(power(problem.shared[f"c{a}"] * atom.k), _FEATURES) if atom.looped else power(atom.k)
         if width > room:
             passes.append(plan)
-            room = _FEATURES if len(plan.atoms) <= 2 else width
+            room = max(_FEATURES // 2, width) if len(plan.atoms) <= 2 else width
         passes[-1] = replace(passes[-1], targets=(*passes[-1].targets, (a, width)))
         room -= width
     if sums:
