@@ -37,7 +37,13 @@ NAMES = {
 
 # name -> parameters in order, with their defaults (... for a required one)
 SIGNATURES = {
-    "accelerate": {"model": ..., "preconditioner": "auto", "solver": "auto", "matmul": "auto", "matmul_precision": "float32"},
+    "accelerate": {
+        "model": ...,
+        "preconditioner": "auto",
+        "solver": "auto",
+        "matmul": "auto",
+        "matmul_precision": "float32",
+    },
     "restore": {"model": ...},
     "RPCholesky": {"rank": None, "method": "accelerated", "block_size": None, "seed": 0},
     "GreedyCholesky": {"rank": None},

@@ -1,6 +1,6 @@
 """Floor 2: low-rank approximations ``K ~ F F^T``, one file a method."""
 
-from .factor import LowRank, nystrom_factor, shifted_cholesky
+from .factor import LowRank, nystrom_factor, pivoted_factor, shifted_cholesky
 from .greedy import greedy_cholesky
 from .nystrom import gaussian_nystrom, gaussian_test_matrix, uniform_nystrom
 from .rpcholesky import rpcholesky
@@ -13,6 +13,7 @@ __all__ = [
     "gaussian_test_matrix",
     "greedy_cholesky",
     "nystrom_factor",
+    "pivoted_factor",
     "rpcholesky",
     "shifted_cholesky",
     "top_eigensystem",

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericalError
+from ..operators.access import Access
+from ..operators.pivoted_plus_diagonal import columns_over_root
 
 
 @dataclass
@@ -42,6 +44,16 @@ def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
         return sketch
     root = shifted_cholesky(core, resolution)
     return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
+
+
+def pivoted_factor(matrix: Access, pivots: Tensor) -> tuple[Tensor, Tensor]:
+    """F ``(n, r)`` and L ``(r, r)`` with ``F = K(:, S) L^-T``, ``L L^T = K(S, S)``, for pivots S; without gradients.
+
+    The same as :func:`nystrom_factor`, with one n x r array instead of two.
+    """
+    with torch.no_grad():
+        root = shifted_cholesky(matrix.block(pivots, pivots), matrix.resolution)
+    return columns_over_root(matrix, pivots, root), root
 
 
 def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Tensor:

@@ -3,5 +3,6 @@
 from .elementwise_product import elementwise_product
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
+from .pivoted_plus_diagonal import PivotedPlusDiagonal
 
-__all__ = ["KernelMatrix", "LowRankPlusDiagonal", "elementwise_product"]
+__all__ = ["KernelMatrix", "LowRankPlusDiagonal", "PivotedPlusDiagonal", "elementwise_product"]

@@ -32,13 +32,14 @@ class _AtomSums:
         self.shared = f.right is f.left
         self.same = tiles.same
         self.wanted = f.left.requires_grad or f.right.requires_grad
-        self.factor = tiles.distances[atom].factor
+        self.distances = tiles.distances[atom]
+        self.factor = self.distances.factor
         self.l1 = profile.l1
         self.weight_only = not inputs and f.weight is not None
         if self.weight_only and f.weight is not None and f.weight.stride(-1) == 0:
             self.mode = "isotropic"
         else:
-            self.mode = "differences" if profile.l1 or tiles.distances[atom].direct else "products"
+            self.mode = "differences" if profile.l1 or self.distances.direct else "products"
         double, p = torch.float64, self.left.shape[-1]
         columns = p + 1 if self.mode == "products" else p
         self.of_left = self.left.new_zeros(*self.left.shape[:-1], columns, dtype=double)
@@ -87,6 +88,9 @@ class _AtomSums:
             diagonal = part.diagonal(dim1=-2, dim2=-1)
             self.of_diagonal += diagonal.sum(dim=-1)
             diagonal.zero_()
+        for where, difference in self.distances.differences(rows, columns):  # a slope of 1/s: products would cancel
+            self._near(rows, columns, where, g[where].unsqueeze(-1), difference)
+            g[where] = 0
         product = (g @ self.right_one[..., columns, :])[..., : a.shape[-1] + 1]
         if self.weight_only:
             self.cross += (a * product[..., :-1]).sum(dim=-2)
@@ -95,6 +99,18 @@ class _AtomSums:
         else:
             self.of_left[..., rows, :] += product
             self.of_right[..., columns, :] += (g.mT @ self.left_one[..., rows, :])[..., : a.shape[-1] + 1]
+
+    def _near(self, rows: slice, columns: slice, where: tuple[Tensor, ...], g: Tensor, difference: Tensor) -> None:
+        """Take in single pairs of a tile, from their differences."""
+        *batch, i, j = where
+        p = difference.shape[-1]
+        if self.weight_only:
+            part = (g * difference.square() * -0.5).to(self.cross.dtype)
+            self.cross.view(-1, p).index_add_(0, batch[0] if batch else torch.zeros_like(i), part)
+            return
+        part = (g * difference).to(self.of_left.dtype)
+        self.of_left[..., :p].index_put_((*batch, i + rows.start), -part, accumulate=True)
+        self.of_right[..., :p].index_put_((*batch, j + columns.start), part, accumulate=True)
 
     @property
     def total(self) -> Tensor | None:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .expression import Expression, Features, Prepared
 from .profiles import MATERN, Profile
+from .tiles import spans
 
 _DIRECT = 2  # features up to which differences are squared one by one
 _CDIST = (8, 64)  # features between which torch.cdist is the fastest way to l1 distances on CPUs
 _KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
+_PAIRS = 2**22  # differences that are made at once for near pairs
 _TF32 = threading.RLock()
 
 
@@ -42,10 +44,12 @@ class _Distances:
     """``t = factor * q`` of one atom, tile by tile.
 
     With one or two features the differences themselves are squared, which is exact and takes no longer; l1 distances
-    are always made so, by torch.cdist or feature by feature.  With more,
-    the matrix product leaves an error of about ``eps (|a|^2 + |b|^2)`` in q.  That is as much as the inputs'
-    own rounding would do, but for a profile with a kink at 0, where it turns into the square root of eps: there the
-    few distances that are small enough for it to be seen are computed from the differences too.
+    are always made so, by torch.cdist or feature by feature.  With more, the matrix product leaves an error of about
+    ``eps (|a|^2 + |b|^2)`` in q.  That is as much as the inputs' own rounding would do, but for a profile with a kink
+    at 0, where it turns into the square root of eps: there the few distances that are small enough for it to be seen
+    are computed from the differences too.
+
+    :ivar near: the pairs of the last tile for which that was done, as an index of it; None where it never is.
     """
 
     def __init__(self, profile: Profile, features: Features) -> None:
@@ -57,7 +61,8 @@ class _Distances:
         self.direct = 1 <= p <= _DIRECT
         if profile.l1 and self.left.device.type == "cpu":
             self.direct = 1 <= p < _CDIST[0] or p >= _CDIST[1]
-        self.near: Tensor | None = None
+        self.limit: Tensor | None = None
+        self.near: tuple[Tensor, ...] | None = None
         if self.direct:
             root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs()
             root = root if profile.l1 else root.sqrt()
@@ -68,7 +73,7 @@ class _Distances:
             if profile is MATERN[0.5] and self.left.numel() and self.right.numel():
                 largest = self.left.square().sum(dim=-1).max() + self.augmented[..., -1].max()
                 eps = torch.finfo(self.left.dtype).eps
-                self.near = (0.5 * eps / _KINK[self.left.dtype] * largest).square() * self.factor
+                self.limit = _lambert(0.5 * eps / _KINK[self.left.dtype] * largest).square() * self.factor
         self._rows: tuple[slice, Tensor] | None = None
 
     def _block(self, rows: slice) -> Tensor:
@@ -98,11 +103,28 @@ class _Distances:
             return torch.mul(distances, self.factor, out=out)
         with _full_precision(out):
             torch.matmul(self._block(rows), self.augmented[..., columns, :].mT, out=out)
-        if self.near is not None:
-            *batch, i, j = (out < self.near).nonzero(as_tuple=True)
-            difference = self.left[..., rows, :][tuple(batch) + (i,)] - self.right[..., columns, :][tuple(batch) + (j,)]
-            out[(tuple(batch) + (i, j))] = difference.square().sum(dim=-1) * self.factor
+        if self.limit is not None:
+            self.near = (out < self.limit).nonzero(as_tuple=True)
+            for where, difference in self.differences(rows, columns):
+                out[where] = difference.square().sum(dim=-1) * self.factor
         return out
+
+    def differences(self, rows: slice, columns: slice) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """The near pairs of the last tile, some at a time: an index of the tile, and ``a - b`` for each pair."""
+        if self.near is None:
+            return
+        a, b = self.left[..., rows, :], self.right[..., columns, :]
+        for part in spans(len(self.near[0]), max(1, _PAIRS // a.shape[-1])):
+            where = tuple(index[part] for index in self.near)
+            yield where, a[where[:-1]] - b[where[:-2] + where[-1:]]
+
+
+def _lambert(c: Tensor) -> Tensor:
+    """The s, from above, where an error of ``c / s`` in s is one of 1 in ``exp(-s)``: ``s exp(s) = c``."""
+    s = c.log1p()
+    for _ in range(4):  # Newton's method, from above
+        s = s - (s - c * (-s).exp()) / (1 + s)
+    return s
 
 
 def _augmented(b: Tensor) -> Tensor:

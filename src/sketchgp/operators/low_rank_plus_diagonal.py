@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import NumericalError
 from .tiles import spans
 
-_ROWS = 8192  # rows of F scaled at once, so that no second n x r array is made
+_ENTRIES = 2**22  # of F that are scaled at once, so that no second n x r array is made
 
 
 class _Logdet(torch.autograd.Function):
@@ -62,19 +62,19 @@ class LowRankPlusDiagonal(LinearOperator):
 
     def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
         """The same operator without gradients, shown as ``out_dtype``; shares F, d and their factorization."""
-        copy = self.__class__(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
+        copy = LowRankPlusDiagonal(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
         copy._root_cache = self.capacitance_root()
         return copy
 
     def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
         """The operator shown in another dtype; F and d stay as they are where they are more accurate."""
         if dtype.itemsize < self.factor.dtype.itemsize:
-            return self.__class__(self.factor, self.diagonal_part, out_dtype=dtype)
-        return self.__class__(self.factor.to(dtype), self.diagonal_part.to(dtype))
+            return LowRankPlusDiagonal(self.factor, self.diagonal_part, out_dtype=dtype)
+        return LowRankPlusDiagonal(self.factor.to(dtype), self.diagonal_part.to(dtype))
 
     def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
         device, dtype = _to_helper(*args, **kwargs)
-        moved = self.__class__(self.factor.to(device), self.diagonal_part.to(device), out_dtype=self.out_dtype)
+        moved = LowRankPlusDiagonal(self.factor.to(device), self.diagonal_part.to(device), out_dtype=self.out_dtype)
         return moved if dtype is None else moved.type(dtype)
 
     def _size(self) -> torch.Size:
@@ -90,7 +90,7 @@ class LowRankPlusDiagonal(LinearOperator):
         if self._root_cache is None:
             factor, diagonal = self.factor, self.diagonal_part
             inner = torch.zeros(*self.batch_shape, self.rank, self.rank, dtype=factor.dtype, device=factor.device)
-            for rows in spans(factor.shape[-2], _ROWS):
+            for rows in spans(factor.shape[-2], max(1, _ENTRIES // max(self.rank, 1))):
                 part = factor[..., rows, :]
                 inner += (part / diagonal[..., rows, None]).mT @ part
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
@@ -157,7 +157,7 @@ class LowRankPlusDiagonal(LinearOperator):
         return _sum_to(of_factor, self.factor.shape), _sum_to(of_diagonal, self.diagonal_part.shape)
 
     def _diagonal(self) -> Tensor:
-        return (self.factor.square().sum(-1) + self.diagonal_part).to(self.dtype)
+        return (torch.linalg.vector_norm(self.factor, dim=-1).square() + self.diagonal_part).to(self.dtype)
 
     def to_dense(self) -> Tensor:
         return (self.factor @ self.factor.mT + torch.diag_embed(self.diagonal_part)).to(self.dtype)
@@ -167,17 +167,17 @@ class LowRankPlusDiagonal(LinearOperator):
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
         factor = self.factor.expand(*batch_shape, *self.factor.shape[-2:])
-        return self.__class__(factor, self.diagonal_part.expand(*batch_shape, -1), out_dtype=self.out_dtype)
+        return LowRankPlusDiagonal(factor, self.diagonal_part.expand(*batch_shape, -1), out_dtype=self.out_dtype)
 
     def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
         factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:]).unsqueeze(dim)
         diagonal = self.diagonal_part.expand(*self.batch_shape, -1).unsqueeze(dim)
-        return self.__class__(factor, diagonal, out_dtype=self.out_dtype)
+        return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
 
     def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
         factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:]).permute(*dims, -2, -1)
         diagonal = self.diagonal_part.expand(*self.batch_shape, -1).permute(*dims, -1)
-        return self.__class__(factor, diagonal, out_dtype=self.out_dtype)
+        return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)

@@ -21,7 +21,8 @@ from ..settings import memory_budget
 class Selection:
     """What a method decided about K, held fixed while hyperparameters move: the pivots or test matrix behind F.
 
-    ``factor`` (..., n, r) is F as it was at the decision; ``relative_trace`` what it left of the trace of K.
+    ``factor`` (..., n, r) is F as it was at the decision; ``relative_trace`` what it left of the trace of K;
+    ``core_root`` (r, r) the Cholesky factor L of the block of the pivots with ``F = K(:, S) L^-T``, where it is known.
     """
 
     factor: Tensor
@@ -29,6 +30,7 @@ class Selection:
     relative_trace: float
     shift: float | Tensor = 0.0
     coefficients: Tensor | None = None
+    core_root: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Preconditioner:
 
     def __post_init__(self) -> None:
         _check_count(self, "rank")
+
+    @property
+    def pivoted(self) -> bool:
+        """Whether F is ``K(:, S) K(S, S)^(-1/2)`` for the pivots S."""
+        return False
 
     @property
     def name(self) -> str:
@@ -95,9 +102,12 @@ class Preconditioner:
             return LowRankPlusDiagonal(selection.factor, noise.to(torch.float64) + selection.shift)
 
 
-def _selection(low_rank: LowRank, matrix: Access) -> Selection:
+def _selection(low_rank: LowRank, matrix: Access, sequential: bool = False) -> Selection:
+    """:param sequential: whether F is a partial Cholesky factor: at its pivots it then holds that of their block."""
     total = float(matrix.diagonal().sum())
-    return Selection(low_rank.factor, low_rank.pivots, low_rank.trace / total if total > 0 else 0.0)
+    root = low_rank.factor[low_rank.pivots].tril() if sequential and low_rank.pivots is not None else None
+    relative = low_rank.trace / total if total > 0 else 0.0
+    return Selection(low_rank.factor, low_rank.pivots, relative, core_root=root)
 
 
 def _stack(parts: list[Selection], matrix: Access) -> Selection:

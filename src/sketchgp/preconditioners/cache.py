@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import KernelMatrix, LowRankPlusDiagonal
+from ..lowrank import pivoted_factor
+from ..operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
 from ..operators.access import Access
+from ..operators.pivoted_plus_diagonal import PivotedFactor
 from .base import Preconditioner, Selection
 
 _DRIFT = 1.25  # pivots are chosen anew when they leave this many times as much of the trace as when chosen
@@ -45,6 +48,7 @@ class PreconditionerCache:
         self._selection: Selection | None = None
         self._factor: Tensor | None = None
         self._built: LowRankPlusDiagonal | None = None
+        self._pivoted_factor: PivotedFactor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"choice": self.choice}
@@ -69,6 +73,8 @@ class PreconditionerCache:
             access = Access(operator)
             if self.choice.rank is None and float(noise.detach().min()) < 0.5 * self._selected_noise:
                 self._selection = self._factor = None  # the automatic rank was for a larger noise
+            if live and self._pivoted(access):
+                return self._live_pivoted(access, noise, matrix_key, noise_key, operator.dtype, start)
             factor = self._find_factor(access, noise, matrix_key, live)
             diagonal = noise.to(torch.float64) + self._shift()
             self._built = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
@@ -80,6 +86,56 @@ class PreconditionerCache:
             built = LowRankPlusDiagonal(factor, diagonal, out_dtype=operator.dtype)
             built._root_cache = self._built.capacitance_root()
             return built
+
+    def _pivoted(self, access: Access) -> bool:
+        """Whether the derivative can be taken with one n x r array: one kernel matrix, F made of its columns."""
+        return self.choice.pivoted and access.exact and not access.batch_shape
+
+    def _live_pivoted(
+        self, access: Access, noise: Tensor, matrix_key: Any, noise_key: Any, out_dtype: torch.dtype, start: float
+    ) -> LowRankPlusDiagonal:
+        """The differentiable preconditioner, where :meth:`_pivoted` holds."""
+        matrix = access.operator
+        assert isinstance(matrix, KernelMatrix)
+        selection, unchanged = self._selection, matrix_key == self._matrix_key
+        if selection is None or selection.factor.shape[:-1] != (access.n,) or selection.factor.device != access.device:
+            selection = None
+        elif not (unchanged and selection.core_root is not None):
+            # The old F goes before the new one comes: they are the largest arrays there are.  A loss of the step before
+            # may still hold it.
+            if not unchanged and self._pivoted_factor is not None:
+                self._pivoted_factor.factor = None
+            selection = dataclasses.replace(selection, factor=selection.factor.new_empty(access.n, 0))
+            self._forget_built()
+            assert selection.pivots is not None
+            selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
+            if not unchanged and self._drifted(access, selection.factor, selection):
+                selection = None
+        if selection is None:
+            self._forget_built()
+            self._select(access, noise)
+            selection = self._selection
+            assert selection is not None and selection.pivots is not None
+            if selection.core_root is None:
+                selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
+        self._selection, self._factor = selection, selection.factor
+        diagonal = noise.to(torch.float64) + self._shift()
+        self._built = LowRankPlusDiagonal(selection.factor, diagonal.detach())
+        self._matrix_key, self._noise_key = matrix_key, noise_key
+        assert selection.pivots is not None and selection.core_root is not None
+        self._pivoted_factor = PivotedFactor(selection.pivots, selection.core_root, selection.factor)
+        built = PivotedPlusDiagonal(
+            matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names,
+            pivoted=self._pivoted_factor, out_dtype=out_dtype,
+        )  # fmt: skip
+        built._root_cache = self._built.capacitance_root()
+        self.builds += 1
+        self._seconds += time.perf_counter() - start
+        return built
+
+    def _forget_built(self) -> None:
+        self._built = self._factor = self._selection = None
+        self._matrix_key = self._noise_key = None
 
     def pivots(self, operator: Any, noise: Tensor) -> Tensor | None:
         """Indices of the training points behind the factor, (r,) or (..., r); None for a dense sketch."""
@@ -132,7 +188,8 @@ class PreconditionerCache:
     def _drifted(access: Access, factor: Tensor, selection: Selection) -> bool:
         with torch.no_grad():
             diagonal = access.diagonal()
-            left = (diagonal - factor.square().sum(-1)).clamp_(min=0).sum(-1) / diagonal.sum(-1)
+            explained = torch.linalg.vector_norm(factor, dim=-1).square()
+            left = (diagonal - explained).clamp_(min=0).sum(-1) / diagonal.sum(-1)
             return float(left.max()) > _DRIFT * selection.relative_trace + 1e-12
 
 

@@ -23,7 +23,11 @@ class GreedyCholesky(Preconditioner):
     :param rank: columns of F, or None (automatic, see :class:`Preconditioner`).
     """
 
+    @property
+    def pivoted(self) -> bool:
+        return True
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         weights = 1 / noise.to(torch.float64) if self.rank is None else None
         rank = self.rank_for(matrix.n, matrix.device)
-        return _selection(greedy_cholesky(matrix, rank, weights=weights, tol=1.0), matrix)
+        return _selection(greedy_cholesky(matrix, rank, weights=weights, tol=1.0), matrix, sequential=True)

@@ -45,6 +45,10 @@ class Nystrom(Preconditioner):
         method = gaussian_nystrom if self.sketch == "gaussian" else uniform_nystrom
         return method(matrix, rank, generator=generator)
 
+    @property
+    def pivoted(self) -> bool:
+        return self.sketch == "uniform"
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         bound = self.rank_for(matrix.n, matrix.device)
         rank = bound if self.rank is not None else max(1, bound // 8)

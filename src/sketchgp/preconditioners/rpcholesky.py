@@ -39,6 +39,10 @@ class RPCholesky(Preconditioner):
         if self.method not in ("accelerated", "block"):
             raise InputError(f"RPCholesky: method expects 'accelerated' or 'block', got {self.method!r}.")
 
+    @property
+    def pivoted(self) -> bool:
+        return True
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         low_rank = rpcholesky(
             matrix,
@@ -49,4 +53,4 @@ class RPCholesky(Preconditioner):
             weights=1 / noise.to(torch.float64) if self.rank is None else None,
             tol=1.0,
         )
-        return _selection(low_rank, matrix)
+        return _selection(low_rank, matrix, sequential=self.method == "accelerated")

@@ -28,6 +28,7 @@ _WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)  # of right-hand sides; wider ones are cu
 _LOCK = threading.Lock()  # KeOps writes, loads and remembers formulas without one
 
 Symbol = Any  # a pykeops.torch.LazyTensor: a formula of one pair of points
+Pairs = list[tuple[Tensor, Tensor]]
 Key = tuple[str, int]  # a tensor of Prepared: "coefficients", or "left", "right", "alpha" of one atom
 
 
@@ -86,9 +87,7 @@ def multiply(expression: Expression, prepared: Prepared, rhs: Tensor, rows: int)
 
 
 @torch.no_grad()
-def differentiate(
-    expression: Expression, prepared: Prepared, left: Tensor, right: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def differentiate(expression: Expression, prepared: Prepared, left: Tensor, right: Tensor) -> Pairs:
     """Each tensor of ``prepared`` that requires a gradient, with that of ``sum_t left_t^T K right_t``.
 
     :param left: ``(*b, n, t)``; :param right: ``(*b, m, t)``; ``b`` is () or (B,).
@@ -132,7 +131,7 @@ def _add_gradients(one: _One, left: Tensor, right: Tensor, found: dict[Key, Tens
             elif ("left", key[1]) in found:
                 found["left", key[1]] -= one.scale * columns
         if any(side == "right" for side, _ in found):
-            for key, columns in _sweep(one.mirrored(), groups, v, u):
+            for key, columns in _sweep(replace(one, left=one.right, right=one.left), groups, v, u):
                 if key[0] == "force" and ("right", key[1]) in found:
                     found["right", key[1]] -= one.scale * columns
 
@@ -179,8 +178,7 @@ class _One:
             return (x[index] if batched else x).detach().contiguous()
 
         coefficients = take(prepared.coefficients)
-        filled = [t for t, term in enumerate(expression.terms) if term]
-        empty = [t for t, term in enumerate(expression.terms) if not term]
+        filled, empty = ([t for t, term in enumerate(expression.terms) if bool(term) is full] for full in (True, False))
         return cls(
             profiles=tuple(atom.profile for atom in expression.atoms),
             left=tuple(take(f.left) for f in prepared.features),
@@ -199,18 +197,14 @@ class _One:
         """The coefficient of a single term, which is left out of the formula."""
         return self.coefficients[0] if len(self.terms) == 1 else 1.0
 
-    def mirrored(self) -> _One:
-        return replace(self, left=self.right, right=self.left)
-
 
 class _Pair:
-    """Formulas of one pair of points.  They repeat themselves; KeOps is told to look for common parts."""
+    """Formulas of one pair of points, with parts that repeat: ``_reduce`` has KeOps look for these."""
 
     def __init__(self, one: _One) -> None:
         self.terms = one.terms
         self.coefficients = _symbol(one.coefficients, 2) if len(one.terms) > 1 else None
-        parts = zip(one.profiles, one.left, one.right, one.alpha, strict=True)
-        self.atoms = [_phi(*part) for part in parts]
+        self.atoms = [_phi(*part) for part in zip(one.profiles, one.left, one.right, one.alpha, strict=True)]
 
     def kernel(self) -> Symbol:
         """The sum of all terms, up to ``scale``."""

@@ -32,7 +32,7 @@ class Tiled(Engine):
 
     def dense(self, matrix: KernelMatrix) -> Tensor:
         """The whole matrix ``(*batch, n, m)``, without autograd."""
-        out = torch.empty(matrix.shape, dtype=matrix.compute_dtype, device=matrix.device)  # smaller tiles would not help
+        out = torch.empty(matrix.shape, dtype=matrix.compute_dtype, device=matrix.device)  # no tile makes it fit
         half = matrix.same
         return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _dense(matrix, out, shape, half))
 

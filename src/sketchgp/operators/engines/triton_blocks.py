@@ -31,9 +31,11 @@ def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
         choices = [Blocks(128, 128, 8, 3), Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2)]
     else:
         choices = [Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)]
-    if len(plan.atoms) > 2:
+    if len(plan.atoms) > 2:  # each has a tile of its own
         choices = []
-    return _that_fit(plan, memory, [*choices, Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)])
+    if len(plan.atoms) <= 3:
+        choices += [Blocks(64, 64, 4, 2)]
+    return _that_fit(plan, memory, [*choices, Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)])
 
 
 def gradient_blocks(plan: Plan, memory: int) -> list[Blocks]:

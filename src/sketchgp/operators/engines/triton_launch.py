@@ -269,7 +269,9 @@ def _gradient_pass(problem: _Problem, plan: Plan, own: Side, other: Side, blocks
 
     def run(blocks: Blocks) -> list[Tensor]:
         launch = _Launch(plan, blocks, own.size, other.size, items, parts, device)
-        shapes = {f"g{a}": (launch.splits, items, parts, rows, width) for a, width in plan.targets}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"g{a}": (launch.splits, items, parts, rows, width) for a, width in plan.targets
+        }
         if plan.sums:
             shapes["sums"] = (launch.splits, items, len(plan.terms) + len(plan.shapes), rows)
         results = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}

@@ -1,0 +1,204 @@
+"""``P = K(:, S) K(S, S)^-1 K(S, :) + diag(d)``, differentiable in the kernel, with one n x r array in memory.
+
+With the factor F of ``K(:, S) K(S, S)^-1 K(S, :) = F F^T``, differentiating through F by autograd keeps K(:, S), F and
+their gradients: five arrays of n x r.  But every function of P used here has a derivative G = dP-gradient of
+known form, so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:, S) L^-T``
+
+    gradient of K(:, S) = 2 H L^-1,    gradient of K(S, S) = -L^-T (F^T H) L^-1.
+
+Blocks of rows of the first are handed to the kernel at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engines import TILED
+from .kernel_matrix import KernelMatrix
+from .low_rank_plus_diagonal import LowRankPlusDiagonal
+from .tiles import spans
+
+_ENTRIES = 2**22  # of F that are worked on at once
+
+Rows = Callable[[slice], Tensor]
+
+
+@dataclass
+class PivotedFactor:
+    """``F = K(:, S) L^-T``, without gradients: pivots S ``(r,)``, L = core_root ``(r, r)``, factor F ``(n, r)``.
+
+    L is the lower Cholesky factor of K(S, S), with whatever shift made it exist.  F may be taken away (None) by who
+    needs the memory for another; an operator that is used after all then makes it again.
+    """
+
+    pivots: Tensor
+    core_root: Tensor
+    factor: Tensor | None
+
+
+@torch.no_grad()
+def columns_over_root(matrix: Any, pivots: Tensor, root: Tensor) -> Tensor:
+    """``K(:, S) L^-T``, ``(n, r)``, by blocks of rows; K(:, S) is never there as a whole.
+
+    :param matrix: gives K by ``matrix.block(rows, columns)``.
+    """
+    n = matrix.shape[-2] if isinstance(matrix, KernelMatrix) else matrix.n
+    factor = torch.empty(n, len(pivots), dtype=root.dtype, device=root.device)
+    for rows in spans(n, max(1, _ENTRIES // max(len(pivots), 1))):
+        part = matrix.block(torch.arange(rows.start, rows.stop, device=root.device), pivots)
+        factor[rows] = torch.linalg.solve_triangular(root, part.mT, upper=False).mT
+    return factor
+
+
+class _Logdet(torch.autograd.Function):
+    """log det P; its derivative with respect to P is ``G = P^-1``."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: PivotedPlusDiagonal, *args: Tensor) -> Tensor:
+        ctx.operator = operator.detached(None)
+        ctx.save_for_backward(*args)
+        return LowRankPlusDiagonal.log_determinant(ctx.operator)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        operator, diagonal = ctx.operator, ctx.saved_tensors[-1]
+        root = operator.capacitance_root()
+        of_diagonal = torch.empty_like(diagonal)
+
+        def rows_of(rows: slice) -> Tensor:  # P^-1 F = D^-1 F C^-1
+            part = operator.factor[rows]
+            half = torch.cholesky_solve(part.mT, root).mT / diagonal[rows, None]
+            of_diagonal[rows] = (1 - (part * half).sum(-1)) / diagonal[rows]
+            return half * grad
+
+        gradients = operator.pull_back(ctx.saved_tensors, rows_of)
+        return (None, *gradients, of_diagonal * grad)
+
+
+class PivotedPlusDiagonal(LowRankPlusDiagonal):
+    """The preconditioner above for one float64 kernel matrix.
+
+    :param x: ``(n, d)`` float64 inputs.
+    :param tensors: the kernel's parameters, in the order of ``names``, and the diagonal ``(n,)``: what is
+        differentiated, with x.
+    :param kernel: the kernel; :param names: the names of its parameters.
+    :param pivoted: F and what it is made of.
+    :param out_dtype: dtype the operator shows to its callers.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        *tensors: Tensor,
+        kernel: Any,
+        names: tuple[str, ...],
+        pivoted: PivotedFactor,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super(LowRankPlusDiagonal, self).__init__(
+            x, *tensors, kernel=kernel, names=names, pivoted=pivoted, out_dtype=out_dtype
+        )
+        self.diagonal_part, self.out_dtype = tensors[-1], out_dtype
+        self.kernel, self.names, self.pivoted = kernel, names, pivoted
+        self._root_cache: Tensor | None = None
+
+    @property
+    def factor(self) -> Tensor:  # type: ignore[override]
+        """F, ``(n, r)``, without gradients."""
+        if self.pivoted.factor is None:
+            x, *parameters = (t.detach() for t in self._args[:-1])
+            matrix = KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine="tiled", same=True)
+            self.pivoted.factor = columns_over_root(matrix, self.pivoted.pivots, self.pivoted.core_root)
+        return self.pivoted.factor
+
+    def _rebuilt(self, tensors: tuple[Tensor, ...], out_dtype: torch.dtype | None) -> PivotedPlusDiagonal:
+        options = {"kernel": self.kernel, "names": self.names, "pivoted": self.pivoted}
+        copy = self.__class__(*tensors, **options, out_dtype=out_dtype)
+        copy._root_cache = self.capacitance_root()
+        return copy
+
+    def detached(self, out_dtype: torch.dtype | None) -> PivotedPlusDiagonal:
+        return self._rebuilt(tuple(t.detach() for t in self._args), out_dtype)
+
+    def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
+        return self._rebuilt(self._args, dtype)
+
+    def plain(self) -> LowRankPlusDiagonal:
+        """The same matrix with a factor that autograd can differentiate: as accurate, and five times the memory."""
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in self._args)):
+            return LowRankPlusDiagonal(self.factor, self.diagonal_part.detach(), out_dtype=self.out_dtype)
+        x, *parameters = self._args[:-1]
+        matrix = KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine="tiled", same=True)
+        pivots, root = self.pivoted.pivots, self.pivoted.core_root
+        core = matrix.block(pivots, pivots)
+        live = torch.linalg.cholesky(core + (root @ root.mT - core).detach())
+        factor = torch.linalg.solve_triangular(live, matrix.columns(pivots).mT, upper=False).mT
+        return LowRankPlusDiagonal(factor, self.diagonal_part, out_dtype=self.out_dtype)
+
+    def to_dense(self) -> Tensor:
+        return self.plain().to_dense()
+
+    def _diagonal(self) -> Tensor:
+        return self.plain()._diagonal()
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
+        return self.plain()._expand_batch(batch_shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
+        return self.plain()._unsqueeze_batch(dim)
+
+    def log_determinant(self) -> Tensor:
+        return _Logdet.apply(self, *self._args).to(self.dtype)
+
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
+        left, right = (
+            v.to(self.factor.dtype).expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1)
+            for v in (left_vecs, right_vecs)
+        )
+        left_f, right_f = left.mT @ self.factor, right.mT @ self.factor
+        gradients = self.pull_back(self._args, lambda rows: (left[rows] @ right_f + right[rows] @ left_f) / 2)
+        return (*gradients, (left * right).sum(-1))
+
+    @torch.no_grad()
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> tuple[Tensor | None, ...]:
+        """Gradients for x and the kernel's parameters from ``H = G F``, given by rows.
+
+        :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
+        :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block.
+        """
+        x, *parameters = tensors[:-1]
+        pivots, root = self.pivoted.pivots, self.pivoted.core_root
+        n, r = self.factor.shape
+        if not r or not any(t.requires_grad for t in (x, *parameters)):
+            return (None,) * (1 + len(parameters))
+        of_x = torch.zeros_like(x) if x.requires_grad else None
+        totals = [torch.zeros_like(p) if p.requires_grad else None for p in parameters]
+        core = self.factor.new_zeros(r, r)
+        chosen = x.detach()[pivots].requires_grad_(x.requires_grad)
+
+        def add(rows: Tensor, gradient: Tensor) -> None:
+            part = x.detach()[rows].requires_grad_(x.requires_grad)
+            block = KernelMatrix(part, chosen, *parameters, kernel=self.kernel, names=self.names, engine="tiled")
+            block.coincident = (rows.unsqueeze(1) == pivots).nonzero().mT
+            of_rows, of_chosen, *found = TILED.dense_derivative(block, gradient)
+            for total, value in zip(totals, found, strict=True):
+                if total is not None and value is not None:
+                    total += value
+            if of_x is not None and of_rows is not None and of_chosen is not None:
+                of_x.index_add_(0, rows, of_rows)
+                of_x.index_add_(0, pivots, of_chosen)
+
+        for rows in spans(n, max(1, _ENTRIES // r)):
+            h = rows_of(rows)
+            core += self.factor[rows].mT @ h
+            gradient = torch.linalg.solve_triangular(root, 2 * h, upper=False, left=False)
+            add(torch.arange(rows.start, rows.stop, device=x.device), gradient)
+        inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
+        add(pivots, -torch.linalg.solve_triangular(root.mT, inner, upper=True))
+        return (of_x, *totals)
