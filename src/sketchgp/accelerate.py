@@ -19,7 +19,7 @@ from .models.mixins import (
     is_accelerated,
     plain_class,
 )
-from .operators.engines import ENGINES, check_choice
+from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
 from .solvers import Cholesky, ConjugateGradients
 
@@ -79,6 +79,8 @@ def accelerate(
         raise InputError(f"matmul expects one of {', '.join(map(repr, _MATMULS))}, got {matmul!r}.")
     check_choice("auto" if matmul == "gpytorch" else matmul, matmul_precision)
     _check_data(model, preconditioner)
+    if model.train_inputs is not None:
+        check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
 
     acceleration = Acceleration(preconditioner, solver, matmul, matmul_precision)
     connect_masked_operator()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ...errors import InputError
 from .base import Engine
 from .dense import Dense
@@ -30,13 +32,21 @@ def check_choice(engine: str, precision: str) -> None:
         raise InputError(f"precision={precision!r} needs matmul='triton'; matmul={engine!r} has 'float32' only.")
 
 
+def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None:
+    """:raises InputError: if an engine that is named cannot be used with a device and dtype at all."""
+    if engine in _NAMED:
+        _refuse(engine, _NAMED[engine].absent(device, dtype))
+
+
 def check_able(matrix: KernelMatrix) -> None:
     """:raises InputError: if the engine that was named cannot take this matrix."""
-    if matrix.engine == "auto":
-        return
-    reason = _NAMED[matrix.engine].missing(matrix)
+    if matrix.engine != "auto":
+        _refuse(matrix.engine, _NAMED[matrix.engine].missing(matrix))
+
+
+def _refuse(engine: str, reason: str | None) -> None:
     if reason is not None:
-        raise InputError(f"matmul={matrix.engine!r} cannot be used here: {reason}. Use matmul='auto'.")
+        raise InputError(f"matmul={engine!r} cannot be used here: {reason}. Use matmul='auto'.")
 
 
 def choose(matrix: KernelMatrix) -> Engine:

@@ -23,9 +23,13 @@ class Engine:
     name: ClassVar[str]
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
 
+    def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why this engine cannot be used with any matrix of a device and dtype, as half a sentence; None where it can."""
+        return None
+
     def missing(self, matrix: KernelMatrix) -> str | None:
         """Why this engine cannot take ``matrix``, as half a sentence; None where it can."""
-        return None
+        return self.absent(matrix.device, matrix.dtype)
 
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
         """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.

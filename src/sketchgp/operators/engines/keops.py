@@ -42,21 +42,24 @@ class KeOps(Engine):
     name = "keops"
     precisions = ("float32",)
 
-    def missing(self, matrix: KernelMatrix) -> str | None:
+    def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         try:
             import pykeops.config
             import pykeops.torch
         except ImportError:
             return "the extra sketchgp[keops] is not installed"
-        if matrix.expression is None:
-            return "the kernel is not a sum of products of kernels that it knows"
-        if matrix.dtype not in (torch.float32, torch.float64):
-            return f"it computes in float32 and float64, not in {str(matrix.dtype).removeprefix('torch.')}"
-        if matrix.device.type not in ("cpu", "cuda"):
-            return f"it has no code for devices of type {matrix.device.type!r}"
-        if matrix.device.type == "cuda" and not pykeops.config.gpu_available:
+        if dtype not in (torch.float32, torch.float64):
+            return f"it computes in float32 and float64, not in {str(dtype).removeprefix('torch.')}"
+        if device.type not in ("cpu", "cuda"):
+            return f"it has no code for devices of type {device.type!r}"
+        if device.type == "cuda" and not pykeops.config.gpu_available:
             return "KeOps found no CUDA toolkit on this machine"
         return None
+
+    def missing(self, matrix: KernelMatrix) -> str | None:
+        if matrix.expression is None:
+            return "the kernel is not a sum of products of kernels that it knows"
+        return self.absent(matrix.device, matrix.dtype)
 
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
         assert matrix.expression is not None

@@ -1,4 +1,4 @@
-"""Source text of the Triton kernels of one expression, from the pieces in ``triton_kernels``.
+"""Source text of the Triton kernels of one expression, from the pieces in ``kernels``.
 
 An expression has any number of atoms and terms.  Writing its kernels out as text, every atom with variables of its
 own, keeps all structure out of the compiled code and needs nothing of Triton but its oldest features (it has no lists,
@@ -23,7 +23,7 @@ from typing import Any
 class AtomPlan:
     """How one atom is computed.
 
-    :ivar profile: its name, as of the functions in ``triton_kernels``.
+    :ivar profile: its name, as of the functions in ``kernels``.
     :ivar dot: whether distances come from a matrix product, else from differences feature by feature.
     :ivar l1: whether absolute differences are summed.
     :ivar k: features in a chunk.
@@ -86,13 +86,13 @@ def compiled(plan: Plan, gradient: bool) -> Any:
     """The kernel of a plan: a product, or a gradient."""
     from triton import jit
 
-    from . import triton_kernels
+    from . import kernels
 
     name = "gradient" if gradient else "product"
     text, counts = _gradient(plan) if gradient else _product(plan)
     file = f"<sketchgp {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # where Triton reads the source
-    namespace = {**vars(triton_kernels), "__name__": "sketchgp.generated"}
+    namespace = {**vars(kernels), "__name__": "sketchgp.generated"}
     exec(compile(text, file, "exec"), namespace)
     return jit(namespace[name], do_not_specialize=[*_NUMBERS, *counts])
 

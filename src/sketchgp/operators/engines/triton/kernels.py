@@ -1,4 +1,4 @@
-"""Pieces that every Triton kernel of this package is put together from (see ``triton_source``).
+"""Pieces that every Triton kernel of this package is put together from (see ``source``).
 
 A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile is a function of
 ``d``, its squared Euclidean or l1 distance in the units of :func:`sketchgp.operators.engines.triton.packed`: in base 2,

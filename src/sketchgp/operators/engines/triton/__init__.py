@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from .base import Engine, Gradients, Live
-from .triton_launch import differentiate, multiply
-from .triton_layout import Precision
+from ..base import Engine, Gradients, Live
+from .launch import differentiate, multiply
+from .layout import Precision
 
 if TYPE_CHECKING:
-    from ..kernel_matrix import KernelMatrix
+    from ...kernel_matrix import KernelMatrix
 
 
 class Triton(Engine):
@@ -50,18 +50,21 @@ class Triton(Engine):
     name = "triton"
     precisions = ("float32", "tf32", "bf16x3", "bf16")
 
-    def missing(self, matrix: KernelMatrix) -> str | None:
+    def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():
             return "Triton is not installed"
+        if dtype == torch.float64:
+            return "it computes in float32, and the inputs are float64"
+        if not (device.type == "cuda" and torch.version.hip is None) and not _interpreted():
+            return f"it needs a CUDA device, and the inputs are on {device}"
+        return None if _recent() else "Triton is older than 3.2"
+
+    def missing(self, matrix: KernelMatrix) -> str | None:
         if matrix.expression is None:
             return f"{type(matrix.kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
-        if matrix.dtype == torch.float64:
-            return "it computes in float32, and the inputs are float64"
         if matrix.coincident is not None:
             return "it cannot be told which points of two sets coincide"
-        if not (matrix.device.type == "cuda" and torch.version.hip is None) and not _interpreted():
-            return f"it needs a CUDA device, and the inputs are on {matrix.device}"
-        return None if _recent() else "Triton is older than 3.2"
+        return self.absent(matrix.device, matrix.dtype)
 
     @torch.no_grad()
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:

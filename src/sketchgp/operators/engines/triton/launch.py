@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..expression import Expression, Prepared
-from .triton_blocks import Blocks, gradient_blocks, product_blocks
-from .triton_layout import (
+from ...expression import Expression, Prepared
+from .blocks import Blocks, gradient_blocks, product_blocks
+from .layout import (
     ARITHMETIC,
     PADDING,
     Packed,
@@ -28,7 +28,7 @@ from .triton_layout import (
     power,
     unit,
 )
-from .triton_source import Plan, compiled
+from .source import Plan, compiled
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
-from .triton_source import AtomPlan
+from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
+from .source import AtomPlan
 
 PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
 DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation
@@ -20,7 +20,7 @@ Precision = Literal["float32", "tf32", "bf16x3", "bf16", "ieee"]
 
 
 class Arithmetic(NamedTuple):
-    """How products of matrices are computed: as in ``triton_source.Plan``, and the type of what is multiplied."""
+    """How products of matrices are computed: as in ``source.Plan``, and the type of what is multiplied."""
 
     parts: int
     product: str
@@ -97,7 +97,7 @@ def chunk(p: int, dtype: torch.dtype) -> tuple[int, bool]:
 
 
 def unit(profile: Profile, dot: bool) -> float:
-    """What features are multiplied by, so that a tile's ``d`` is in the units of ``triton_kernels``.
+    """What features are multiplied by, so that a tile's ``d`` is in the units of ``kernels``.
 
     ``d`` is ``|x - z|^2 / 2`` from products of matrices, and ``|x - z|^2``, or the l1 distance, from differences.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .triton_source import Plan
+from .source import Plan
 
 
 class Blocks(NamedTuple):

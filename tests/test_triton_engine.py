@@ -1,0 +1,583 @@
+"""The engine ``"triton"``: on a CUDA device where there is one, else in Triton's interpreter (slow: tiny sizes)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.kernels import (
+    AdditiveKernel,
+    ConstantKernel,
+    MaternKernel,
+    PeriodicKernel,
+    ProductKernel,
+    RBFKernel,
+    RQKernel,
+    ScaleKernel,
+)
+
+from sketchgp.errors import InputError
+from sketchgp.kernels import LaplaceKernel
+from sketchgp.operators import KernelMatrix
+from sketchgp.operators.engines.triton import Triton
+from sketchgp.operators.expression import recognise
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+VARIABLE = "TRITON_INTERPRET"  # read when Triton's own functions are defined, so it must be set before the first import
+_before = os.environ.get(VARIABLE)
+if not CUDA:
+    os.environ[VARIABLE] = "1"
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from sketchgp.operators.engines.triton import kernels  # noqa: E402, F401
+from sketchgp.operators.engines.triton.blocks import Blocks, gradient_blocks, product_blocks  # noqa: E402
+from sketchgp.operators.engines.triton.launch import _Launch, _Problem, differentiate, multiply  # noqa: E402
+from sketchgp.operators.engines.triton.source import compiled  # noqa: E402
+
+if not CUDA:
+    del os.environ[VARIABLE]
+    if _before is not None:
+        os.environ[VARIABLE] = _before
+    if type(tl.zeros).__name__ == "JITFunction":
+        pytest.skip("Triton was imported before its interpreter was chosen", allow_module_level=True)
+
+SMALL = Blocks(32, 16, 4, 1)  # several blocks of rows and columns of tiny matrices
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    """The interpreter, with two things mended: loops to a number that came as an argument, and bfloat16 products."""
+    if CUDA:
+        return
+    from triton.runtime import interpreter
+
+    monkeypatch.setenv(VARIABLE, "1")
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor, *rest):
+        patch_tensor(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.item())  # NumPy 2.4 takes no array of one entry for this
+
+    def widened(self, a, b, *rest):  # its product takes the bits of bfloat16 for integers
+        def wide(x):
+            shape = tl.block_type(tl.float32, list(x.data.shape))
+            return self.create_fp_to_fp(x, shape, None) if x.dtype.scalar == tl.bfloat16 else x
+
+        return dot(self, wide(a), wide(b), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
+
+
+def _scale(kernel, p, **values):
+    """A lengthscale at which some of the values are neither 0 nor 1, and a scale."""
+    lengthscale = torch.linspace(0.7, 1.3, kernel.lengthscale.numel()).reshape(kernel.lengthscale.shape)
+    kernel.initialize(lengthscale=lengthscale * p**0.5, **values)
+    kernel = ScaleKernel(kernel)
+    kernel.initialize(outputscale=1.7)
+    return kernel
+
+
+def _composite(p):
+    matern, laplace = _scale(MaternKernel(nu=2.5, ard_num_dims=p), p), _scale(LaplaceKernel(), p * p)
+    return ProductKernel(AdditiveKernel(_scale(RQKernel(), p), matern), laplace)
+
+
+def _with_constant(p):
+    constant = ConstantKernel()
+    constant.initialize(constant=torch.tensor(0.3))
+    return AdditiveKernel(_scale(RBFKernel(), p), _scale(MaternKernel(nu=1.5), p), constant)
+
+
+KERNELS = {
+    "rbf": lambda p: _scale(RBFKernel(ard_num_dims=p), p),
+    "matern12": lambda p: _scale(MaternKernel(nu=0.5), p),
+    "matern32": lambda p: _scale(MaternKernel(nu=1.5, ard_num_dims=p), p),
+    "matern52": lambda p: _scale(MaternKernel(nu=2.5), p),
+    "laplace": lambda p: _scale(LaplaceKernel(ard_num_dims=p), p * p),
+    "rq": lambda p: _scale(RQKernel(), p, alpha=0.8),
+    "periodic": lambda p: _scale(PeriodicKernel(), p),
+    "active": lambda p: AdditiveKernel(_scale(RBFKernel(active_dims=[0, p - 1]), 2), _scale(MaternKernel(nu=0.5), p)),
+    "square": lambda p: (lambda k: ProductKernel(k, k))(_scale(MaternKernel(nu=1.5), p)),
+    "product": lambda p: ProductKernel(_scale(RBFKernel(), p), _scale(PeriodicKernel(), p), _scale(RQKernel(), p)),
+    "composite": _composite,
+    "constant": _with_constant,
+}
+
+
+def _formula(expression, prepared):
+    """The matrix as ``Features`` and ``Expression`` define it."""
+    values = []
+    for atom, f in zip(expression.atoms, prepared.features, strict=True):
+        step = f.left.unsqueeze(-2) - f.right.unsqueeze(-3)
+        q = step.abs().sum(-1) if atom.profile.l1 else step.square().sum(-1)
+        s = q.sqrt()
+        values.append(
+            {
+                "gauss": lambda q=q: torch.exp(-q / 2),
+                "matern12": lambda s=s: torch.exp(-s),
+                "matern32": lambda s=s: (1 + s) * torch.exp(-s),
+                "matern52": lambda s=s, q=q: (1 + s + q / 3) * torch.exp(-s),
+                "rational_quadratic": lambda q=q, f=f: (1 + q / (2 * f.alpha)) ** -f.alpha,
+                "laplace": lambda q=q: torch.exp(-q),
+            }[atom.profile.name]()
+        )
+    total = 0
+    for t, term in enumerate(expression.terms):
+        part = prepared.coefficients[..., t, None, None]
+        for a in term:
+            part = part * values[a]
+        total = total + part
+    return total
+
+
+class Case:
+    """A kernel at random float32 points, in float32 on the device and in float64."""
+
+    def __init__(self, kernel, p, n, m, same=False, spread=1.0):
+        self.kernel = kernel.float().to(DEVICE)
+        self.exact = copy.deepcopy(kernel).double()
+        self.same = same
+        x1 = torch.randn(n, p) * spread
+        x2 = x1 if same else torch.randn(m, p) * spread
+        self.x1 = x1.to(DEVICE, copy=True).requires_grad_()
+        self.x2 = self.x1 if same else x2.to(DEVICE, copy=True).requires_grad_()
+        self.y1 = x1.double().requires_grad_()
+        self.y2 = self.y1 if same else x2.double().requires_grad_()
+        self.expression = recognise(self.kernel)
+        arguments = (same, torch.Size())
+        self.prepared = self.expression.prepare(self.x1, self.x2, *arguments, torch.float32)
+        exact = recognise(self.exact).prepare(self.y1.detach(), self.y2.detach(), *arguments, torch.float64)
+        self.dense = _formula(recognise(self.exact), exact).detach().expand(n, n if same else m)
+
+    def multiply(self, v, precision="float32", blocks=SMALL):
+        prepared = self.prepared.detached()
+        with torch.no_grad():
+            found = multiply(
+                self.expression,
+                prepared,
+                self.x1.shape[0],
+                v.to(DEVICE),
+                self.same,
+                precision,
+                None if CUDA else blocks,
+            )
+        return found.double().cpu()
+
+    def gradients(self, left, right, precision="float32", blocks=SMALL):
+        """Pairs ``(found, expected)``, for inputs and parameters."""
+        blocks = None if CUDA else blocks
+        with torch.no_grad():
+            pairs = differentiate(
+                self.expression, self.prepared, left.to(DEVICE), right.to(DEVICE), self.same, precision, blocks
+            )
+        pairs = [pair for pair in pairs if pair[0].requires_grad]
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        dense = self.exact(self.y1, self.y2).to_dense()
+        (left.double() * (dense @ right.double())).sum().backward()
+        inputs = [(self.x1, self.y1)] if self.same else [(self.x1, self.y1), (self.x2, self.y2)]
+        everything = [*inputs, *zip(self.kernel.parameters(), self.exact.parameters(), strict=True)]
+        return [(a.grad.double().cpu(), b.grad) for a, b in everything]
+
+
+def _close(found, expected, tolerance=1e-5):
+    assert found.shape == expected.shape
+    error = (found - expected).norm() / expected.norm()
+    assert error <= tolerance, f"relative error {error:.1e}"
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same", "rectangular"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_product(name, same):
+    case = Case(KERNELS[name](5), 5, 37, 53, same)
+    v = torch.randn(37 if same else 53, 2)
+    found = case.multiply(v)
+    _close(found, case.dense @ v.double())
+    _close(found, case.exact(case.y1, case.y2).to_dense().detach() @ v.double())
+
+
+@pytest.mark.parametrize("t", [1, 3, 16, 40, 70])
+@pytest.mark.parametrize("p", [1, 3, 20, 130])
+def test_product_of_any_width(p, t):
+    case = Case(KERNELS["matern32"](p), p, 35, 41)
+    v = torch.randn(41, t)
+    _close(case.multiply(v, blocks=Blocks(32, 32, 4, 1)), case.dense @ v.double())
+
+
+@pytest.mark.parametrize("p", [1, 6, 21])
+def test_product_of_l1_distances(p):
+    case = Case(KERNELS["laplace"](p), p, 20, 41)
+    v = torch.randn(41, 12)
+    _close(case.multiply(v), case.dense @ v.double())
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 40), (40, 1)])
+def test_single_row_or_column(n, m):
+    case = Case(KERNELS["rbf"](6), 6, n, m)
+    v = torch.randn(m, 1)
+    _close(case.multiply(v), case.dense @ v.double())
+
+
+def test_blocks_of_the_table():
+    case = Case(KERNELS["matern52"](20), 20, 150, 140)
+    v = torch.randn(140, 2)
+    _close(case.multiply(v, blocks=None), case.dense @ v.double())
+
+
+def test_nothing_to_multiply():
+    case = Case(KERNELS["rbf"](3), 3, 4, 5)
+    assert case.multiply(torch.randn(5, 0)).shape == (4, 0)
+
+
+def test_constant_alone():
+    constant = ConstantKernel()
+    constant.initialize(constant=torch.tensor(0.3))
+    case = Case(constant, 2, 33, 20)
+    v = torch.randn(20, 1)
+    _close(case.multiply(v), case.dense @ v.double())
+    case.x1, case.x2 = case.x1.detach(), case.x2.detach()
+    with torch.no_grad():
+        pairs = differentiate(
+            case.expression, case.prepared, torch.ones(33, 1, device=DEVICE), v.to(DEVICE), False, "float32"
+        )
+    _close(pairs[0][1].double().cpu(), 33 * v.double().sum().reshape(1))
+
+
+def test_more_atoms_than_fit_into_shared_memory():
+    parts = [
+        _scale(MaternKernel(nu=nu), p) for nu, p in zip([0.5, 1.5, 2.5, 1.5, 2.5], [20, 21, 22, 23, 24], strict=True)
+    ]
+    case = Case(AdditiveKernel(*parts), 20, 33, 20)
+    problem = _Problem(case.expression, case.prepared.detached(), "float32")
+    assert all(atom.looped for atom in problem.atoms)
+    v = torch.randn(20, 2)
+    _close(case.multiply(v), case.dense @ v.double())
+    for found, expected in case.gradients(torch.randn(33, 1), torch.randn(20, 1)):
+        _close(found, expected, 2e-5)
+
+
+def test_repeated_product_is_the_same_bit_by_bit():
+    case = Case(KERNELS["rbf"](6), 6, 20, 200)
+    v = torch.randn(200, 3)
+    assert torch.equal(case.multiply(v), case.multiply(v))
+
+
+def test_columns_are_shared_out_where_rows_are_few():
+    case = Case(KERNELS["rbf"](6), 6, 20, 200)
+    plan = _Problem(case.expression, case.prepared.detached(), "float32").plan(False, 1)
+    launch = _Launch(plan, SMALL, 20, 200, 1, 1, DEVICE)
+    assert launch.splits > 1
+    assert (launch.splits - 1) * launch.steps < launch.column_blocks <= launch.splits * launch.steps
+
+
+def test_kernels_do_not_depend_on_the_numbers_of_points():
+    def plan(n, p, t):
+        case = Case(KERNELS["rbf"](p), p, n, n)
+        return _Problem(case.expression, case.prepared.detached(), "float32").plan(False, t)
+
+    assert plan(10, 17, 3) == plan(300, 31, 4)
+    assert plan(10, 70, 11) == plan(300, 300, 16)
+    assert compiled(plan(10, 17, 3), False) is compiled(plan(300, 31, 4), False)
+
+
+# --- accuracy -------------------------------------------------------------------------------------------------------
+
+BOUNDS = {"float32": 2.0**-20, "tf32": 2.0**-9, "bf16x3": 2.0**-15, "bf16": 2.0**-6.9}
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_error_of_distances(precision):
+    p, n, m = 20, 60, 8
+    kernel = RBFKernel()
+    kernel.initialize(lengthscale=1.0)
+    case = Case(kernel, p, n, m, spread=0.5)
+    found = -2 * case.multiply(torch.eye(m), precision).log()
+    f = (
+        recognise(case.exact)
+        .prepare(case.y1.detach(), case.y2.detach(), False, torch.Size(), torch.float64)
+        .features[0]
+    )
+    exact = (f.left.unsqueeze(1) - f.right.unsqueeze(0)).square().sum(-1)
+    norms = f.left.square().sum(-1).unsqueeze(1) + f.right.square().sum(-1)
+    error = ((found - exact).abs() / norms).max()
+    assert error <= BOUNDS[precision]
+    if precision != "float32":  # and it is what was asked for, not something more costly
+        assert error > BOUNDS[precision] / 100
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_points_that_coincide_are_at_distance_zero(precision):
+    x = torch.randn(40, 24) * 6
+    kernel = RBFKernel()
+    kernel.initialize(lengthscale=1.0)
+    matrix = KernelMatrix.of(
+        kernel.to(DEVICE), x.to(DEVICE), x.clone().to(DEVICE), engine="triton", precision=precision
+    )
+    assert not matrix.same
+    found = (matrix @ torch.ones(40, 1, device=DEVICE)).detach().cpu()
+    assert (found - 1).abs().max() < 3e-3  # |x|^2 is about 900; all other points are far away
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_diagonal_is_exact(precision):
+    kernel = MaternKernel(nu=0.5)
+    kernel.initialize(lengthscale=0.1)
+    case = Case(kernel, 12, 30, 30, same=True, spread=10.0)
+    assert (case.multiply(torch.ones(30, 1), precision) == 1).all()
+
+
+def test_few_features_do_not_cancel():
+    kernel = MaternKernel(nu=0.5)
+    kernel.initialize(lengthscale=1.0)
+    case = Case(kernel, 1, 40, 40, spread=3e4)
+    with torch.no_grad():
+        case.x2.copy_(case.x1 + 0.25)
+        case.y2.copy_(case.x2)
+        case.prepared = case.expression.prepare(case.x1, case.x2, False, torch.Size(), torch.float32)
+    expected = (-(case.y1 - case.y2.mT).abs()).exp().detach().sum(1, keepdim=True)
+    assert ((case.multiply(torch.ones(40, 1)) - expected).abs() < 5e-3).all()  # features of 1e5 are rounded to 4e-3
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16x3", "bf16"])
+@pytest.mark.parametrize("t", [1, 16])
+def test_lower_precision(precision, t):
+    case = Case(KERNELS["matern52"](20), 20, 40, 40)
+    v = torch.randn(40, t)
+    tolerance = {"tf32": 2e-3, "bf16x3": 1e-4, "bf16": 1e-2}[precision]
+    _close(case.multiply(v, precision), case.dense @ v.double(), tolerance)
+    for found, expected in case.gradients(torch.rand(40, t), torch.rand(40, t), precision):
+        _close(found, expected, 4 * tolerance)
+
+
+def test_multiplications_in_float32():
+    """What devices without tensor cores for tf32 get."""
+    case = Case(KERNELS["composite"](20), 20, 40, 40)
+    v = torch.randn(40, 9)
+    _close(case.multiply(v, "ieee"), case.dense @ v.double())
+    for found, expected in case.gradients(torch.randn(40, 9), v, "ieee"):
+        _close(found, expected)
+
+
+def test_not_a_number_is_passed_on():
+    for name in ("matern52", "rq", "rbf"):
+        case = Case(KERNELS[name](6), 6, 20, 20)
+        case.prepared.features[0].left.data[3] = float("nan")
+        found = case.multiply(torch.ones(20, 12))
+        assert found[3].isnan().all() and not found[4].isnan().any()
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same", "rectangular"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_gradient(name, same):
+    case = Case(KERNELS[name](5), 5, 37, 53, same)
+    for found, expected in case.gradients(torch.rand(37, 2), torch.rand(37 if same else 53, 2)):
+        _close(found, expected, 3e-5)
+
+
+@pytest.mark.parametrize("t", [1, 16, 70])
+@pytest.mark.parametrize("p", [1, 20, 130])
+def test_gradient_of_any_width(p, t):
+    case = Case(KERNELS["matern32"](p), p, 35, 41)
+    for found, expected in case.gradients(torch.randn(35, t), torch.randn(41, t), blocks=Blocks(32, 32, 4, 1)):
+        _close(found, expected)
+
+
+def test_gradient_of_many_features_by_differences():
+    case = Case(KERNELS["laplace"](70), 70, 20, 20)
+    for found, expected in case.gradients(torch.randn(20, 1), torch.randn(20, 1), blocks=Blocks(32, 32, 4, 1)):
+        _close(found, expected)
+
+
+def test_gradient_on_blocks_of_the_table():
+    case = Case(KERNELS["rq"](20), 20, 150, 140)
+    for found, expected in case.gradients(torch.randn(150, 2), torch.randn(140, 2), blocks=None):
+        _close(found, expected)
+
+
+@pytest.mark.parametrize("p", [3, 5])
+@pytest.mark.parametrize("name", ["matern12", "laplace"])
+def test_gradient_has_no_slope_at_a_kink(name, p):
+    case = Case(KERNELS[name](p), p, 20, 20, same=True)
+    with torch.no_grad():
+        pairs = differentiate(
+            case.expression,
+            case.prepared,
+            torch.eye(20, device=DEVICE)[:, :3],
+            torch.eye(20, device=DEVICE)[:, :3],
+            True,
+            "float32",
+        )
+    assert all(not gradient.any() for tensor, gradient in pairs if tensor.shape == (20, p))
+
+
+def test_only_what_needs_a_gradient():
+    case = Case(KERNELS["rq"](5), 5, 20, 20)
+    case.kernel.requires_grad_(False)
+    x1 = case.x1.detach()
+    prepared = case.expression.prepare(x1, x1, True, torch.Size(), torch.float32)
+    assert differentiate(case.expression, prepared, torch.ones(20, 1), torch.ones(20, 1), True, "float32") == []
+
+
+# --- the operator ---------------------------------------------------------------------------------------------------
+
+
+def _operator_case(kernel, x1, x2, t=2):
+    """Product and gradients by the engine, and densely in float64, of float32 inputs."""
+    exact = copy.deepcopy(kernel).double()
+    kernel = kernel.to(DEVICE)
+    a1 = x1.to(DEVICE, copy=True).requires_grad_()
+    a2 = None if x2 is None else x2.to(DEVICE, copy=True).requires_grad_()
+    b1 = x1.double().requires_grad_()
+    b2 = None if x2 is None else x2.double().requires_grad_()
+    matrix = KernelMatrix.of(kernel, a1, a2, engine="triton", precision="float32")
+    v = torch.randn(*matrix.shape[:-2], matrix.shape[-1], t)
+    weights = torch.randn(*matrix.shape[:-1], t)
+    found = matrix @ v.to(DEVICE)
+    (found * weights.to(DEVICE)).sum().backward()
+    expected = exact(b1, b1 if b2 is None else b2).to_dense() @ v.double()
+    (expected * weights.double()).sum().backward()
+    pairs = [(a1, b1), *([] if a2 is None else [(a2, b2)]), *zip(kernel.parameters(), exact.parameters(), strict=True)]
+    return [(found.detach().double().cpu(), expected.detach())] + [(a.grad.double().cpu(), b.grad) for a, b in pairs]
+
+
+@pytest.mark.parametrize("rectangular", [True, False])
+@pytest.mark.parametrize("name", ["rbf", "composite"])
+def test_operator(name, rectangular):
+    for found, expected in _operator_case(
+        KERNELS[name](6), torch.randn(30, 6), torch.randn(20, 6) if rectangular else None
+    ):
+        _close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("rectangular", [True, False])
+def test_operator_for_a_batch(rectangular):
+    kernel = ScaleKernel(
+        AdditiveKernel(MaternKernel(nu=1.5, batch_shape=[3]), RQKernel(batch_shape=[3])), batch_shape=[3]
+    )
+    kernel.kernel_parameters = None
+    for parameter in kernel.parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    x1, x2 = torch.randn(3, 30, 5), torch.randn(3, 20, 5) if rectangular else None
+    for found, expected in _operator_case(kernel, x1, x2, 10):
+        _close(found, expected, 2e-5)
+
+
+def test_operator_far_from_the_origin():
+    x = (torch.randn(40, 6) + 1e4).float()
+    for found, expected in _operator_case(KERNELS["matern52"](6), x, None):
+        _close(found, expected, 1e-4)
+
+
+def test_operator_in_bfloat16_and_with_another_right_hand_side():
+    x = torch.randn(30, 6, device=DEVICE)
+    kernel = KERNELS["rbf"](6).to(DEVICE)
+    matrix = KernelMatrix.of(kernel, x, engine="triton")
+    dense = kernel(x).to_dense().detach()
+    v = torch.randn(30, 2, device=DEVICE)
+    with torch.no_grad():
+        assert (matrix @ v).dtype == torch.float32
+        _close(matrix @ v, dense @ v)
+        half = matrix.to(torch.bfloat16) @ v.bfloat16()
+    assert half.dtype == torch.bfloat16
+    _close(half.float(), dense @ v, 0.02)
+
+
+def test_reasons():
+    x = torch.randn(5, 2, device=DEVICE)
+    engine = Triton()
+    assert engine.missing(KernelMatrix.of(RBFKernel().to(DEVICE), x)) is None
+    with pytest.raises(InputError, match="PolynomialKernel is none of the kernels"):
+        KernelMatrix.of(gpytorch.kernels.PolynomialKernel(power=2).to(DEVICE), x, engine="triton")
+    with pytest.raises(InputError, match="computes in float32"):
+        KernelMatrix.of(RBFKernel().double().to(DEVICE), x.double(), engine="triton")
+
+
+def test_reason_without_a_device(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(InputError, match="needs a CUDA device, and the inputs are on cpu"):
+        KernelMatrix.of(RBFKernel(), torch.randn(5, 2), engine="triton")
+
+
+def test_reason_without_triton(monkeypatch):
+    from sketchgp.operators.engines import triton as module
+
+    monkeypatch.setattr(module, "_importable", lambda: False)
+    with pytest.raises(InputError, match="Triton is not installed"):
+        KernelMatrix.of(RBFKernel(), torch.randn(5, 2), engine="triton")
+
+
+def test_reason_with_an_old_triton(monkeypatch):
+    from sketchgp.operators.engines import triton as module
+
+    monkeypatch.setattr(module, "_recent", lambda: False)
+    with pytest.raises(InputError, match=r"older than 3\.2"):
+        KernelMatrix.of(RBFKernel().to(DEVICE), torch.randn(5, 2, device=DEVICE), engine="triton")
+
+
+def test_package_does_not_import_triton():
+    code = "import sys, sketchgp, sketchgp.operators.engines; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_blocks_fit():
+    for p in (3, 20, 60, 130):
+        for precision in BOUNDS:
+            case = Case(KERNELS["composite"](p), p, 4, 4)
+            plan = _Problem(case.expression, case.prepared.detached(), precision).plan(False, 1)
+            for memory in (99 << 10, 227 << 10):
+                assert product_blocks(plan, memory) and gradient_blocks(plan, memory)
+                assert product_blocks(plan, memory)[0] in product_blocks(plan, 1 << 30)
+
+
+@pytest.mark.cuda
+class TestOnADevice:
+    """Sizes with many blocks, on the blocks of the table."""
+
+    @pytest.mark.parametrize("precision", BOUNDS)
+    @pytest.mark.parametrize("p", [2, 9, 40, 90, 300])
+    @pytest.mark.parametrize("t", [1, 8, 20, 150])
+    def test_product(self, p, t, precision):
+        case = Case(KERNELS["matern52"](p), p, 1500, 2100)
+        v = torch.randn(2100, t)
+        tolerance = {"float32": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+        _close(case.multiply(v, precision), case.dense @ v.double(), tolerance)
+
+    @pytest.mark.parametrize("same", [True, False], ids=["same", "rectangular"])
+    @pytest.mark.parametrize("name", KERNELS)
+    def test_kernels(self, name, same):
+        case = Case(KERNELS[name](12), 12, 1500, 2100, same)
+        v = torch.randn(1500 if same else 2100, 3)
+        _close(case.multiply(v), case.dense @ v.double())
+        for found, expected in case.gradients(torch.rand(1500, 3), v.abs()):
+            _close(found, expected, 5e-5)
+
+    @pytest.mark.parametrize("precision", BOUNDS)
+    @pytest.mark.parametrize("p", [2, 9, 40, 90, 300])
+    @pytest.mark.parametrize("t", [1, 20, 60])
+    def test_gradient(self, p, t, precision):
+        case = Case(KERNELS["rbf"](p), p, 1000, 1300)
+        tolerance = {"float32": 5e-5, "tf32": 1e-2, "bf16x3": 1e-3, "bf16": 8e-2}[precision]
+        for found, expected in case.gradients(torch.rand(1000, t), torch.rand(1300, t), precision):
+            _close(found, expected, tolerance)
+
+    def test_many_points(self):
+        x = torch.randn(200_000, 3, device=DEVICE)
+        kernel = KERNELS["rbf"](3).to(DEVICE)
+        v = torch.randn(200_000, 1, device=DEVICE)
+        with torch.no_grad():
+            found = KernelMatrix.of(kernel, x, engine="triton") @ v
+            few = kernel(x[:500], x).to_dense() @ v
+        _close(found[:500], few, 1e-4)
