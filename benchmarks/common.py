@@ -129,9 +129,13 @@ def describe(info: dict[str, Any]) -> str:
     )
 
 
-def machine() -> dict[str, Any]:
-    """What a reader must know to compare times: processor, cores, threads, versions, date."""
-    packages = ("torch", "gpytorch", "linear_operator", "sketchgp", "numpy")
+def machine(*more: str) -> dict[str, Any]:
+    """What a reader must know to compare times: processor, cores, threads, versions, date.
+
+    Args:
+        more: packages whose versions matter beside those that every benchmark names.
+    """
+    packages = ("torch", "gpytorch", "linear_operator", "sketchgp", "numpy", *more)
     return {
         "processor": _processor(),
         "cores": _usable_cores(),

@@ -105,3 +105,25 @@ def peak_memory_mb() -> float | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if platform.system() == "Darwin" else 2**10), 1)
+
+
+def _status_mb(name: str) -> float | None:
+    """An entry of Linux' account of this process, in MB."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith(f"{name}:"):
+                return round(float(line.split()[1]) / 2**10, 1)
+    return None
+
+
+def current_memory_mb() -> float | None:
+    """Resident memory of this process now, in MB (None where the system does not tell)."""
+    return _status_mb("VmRSS")
+
+
+def high_water_mb() -> float | None:
+    """Largest resident memory so far of this process alone, in MB.
+
+    ``getrusage`` may count what the parent held when it started this one; Linux' own account does not.
+    """
+    return _status_mb("VmHWM") or peak_memory_mb()

@@ -10,6 +10,8 @@ import linear_operator
 import pytest
 import torch
 
+from sketchgp.operators import tiles
+
 torch.set_num_threads(1)  # the problems are small: more threads only wait for each other
 
 # Importing BoTorch switches GPyTorch to Cholesky up to 4096 points, for the whole process. Without the defaults being
@@ -35,6 +37,14 @@ def _same_start():
     after = torch.get_default_dtype()
     torch.set_default_dtype(before)
     assert after == before, f"the test left torch's default dtype at {after}"
+
+
+@pytest.fixture
+def many_tiles(monkeypatch):
+    """Tiles of at most 500 entries, 13 wide, so that small matrices have many, ragged ones at the ends."""
+    monkeypatch.setattr(tiles, "_CPU_WIDTH", 13)
+    monkeypatch.setattr(tiles, "_CPU_BYTES", 1)
+    monkeypatch.setattr(tiles, "_LEAST_ENTRIES", 500)
 
 
 @pytest.fixture(scope="session")

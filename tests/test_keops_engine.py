@@ -6,6 +6,8 @@ six, and the rest are marked slow.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -29,6 +31,14 @@ from sketchgp.operators.engines import KEOPS, TILED
 from sketchgp.operators.engines.keops import differentiate, multiply
 from sketchgp.operators.expression import recognise
 from sketchgp.operators.kernel_matrix import KernelMatrix
+
+
+def _needs_keops() -> None:
+    """Skip without pykeops, or without the compiler that it calls."""
+    pytest.importorskip("pykeops")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("KeOps needs a C++ compiler")
+
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -100,7 +110,7 @@ def check_gradients(kernel: Kernel, x1: Tensor, x2: Tensor | None, t: int) -> No
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The formulas that are reduced from here on, as KeOps compiles them."""
-    pytest.importorskip("pykeops")
+    _needs_keops()
     from pykeops.torch.utils import torchtools
 
     seen: list[str] = []
@@ -152,7 +162,7 @@ def test_product_of_a_sum_of_products(formulas: list[str]) -> None:
 
 
 def test_product_of_kernels_with_kinks() -> None:
-    pytest.importorskip("pykeops")
+    _needs_keops()
     check_product(kinked(), points(30, 2), None, t=1)
 
 
@@ -185,13 +195,13 @@ def test_gradients_of_a_rectangle(formulas: list[str]) -> None:
 
 
 def test_gradients_of_a_batch() -> None:
-    pytest.importorskip("pykeops")
+    _needs_keops()
     check_gradients(mixture(2), points(12, 3, 2).requires_grad_(), points(9, 3, 2, seed=1), t=2)
     check_gradients(mixture(2), points(12, 3, 2), None, t=1)
 
 
 def test_coincident_points_have_slope_zero() -> None:
-    pytest.importorskip("pykeops")
+    _needs_keops()
     x1, x2 = points(30, 2), points(21, 2, seed=1)
     x2[:5] = x1[:5]
     x1, x2 = x1.requires_grad_(), x2.requires_grad_()
@@ -203,7 +213,7 @@ def test_coincident_points_have_slope_zero() -> None:
 
 
 def test_backward_through_the_operator() -> None:
-    pytest.importorskip("pykeops")
+    _needs_keops()
     x, v, w = points(30, 3), points(30, 1, seed=1), points(30, 1, seed=2)
     kernel = mixture()
     expected = torch.autograd.grad((w * (dense(kernel, x, x) @ v)).sum(), list(kernel.parameters()))
@@ -230,7 +240,7 @@ def test_without_pykeops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_and_dtypes_that_it_lacks() -> None:
-    pytest.importorskip("pykeops")
+    _needs_keops()
     with pytest.raises(InputError, match="not a sum of products"):
         KernelMatrix.of(CosineKernel().double(), points(5, 2), engine="keops")
     with pytest.raises(InputError, match="not in float16"):
@@ -256,7 +266,7 @@ PROFILES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", list(PROFILES))
 def test_every_profile(name: str, dtype: torch.dtype) -> None:
-    pytest.importorskip("pykeops")
+    _needs_keops()
     kernel = spread(ScaleKernel(PROFILES[name]()))
     x1, x2 = points(50, 2, dtype=dtype), points(23, 2, dtype=dtype, seed=1)
     check_product(kernel, x1, None, t=2)
@@ -277,7 +287,7 @@ def test_wide_right_hand_sides_go_in_chunks(formulas: list[str]) -> None:
 @pytest.mark.slow
 def test_a_kernel_times_itself() -> None:
     """One atom twice in a term."""
-    pytest.importorskip("pykeops")
+    _needs_keops()
     kernel = spread(MaternKernel(nu=1.5)).double()
     expression = recognise(kernel * kernel)
     assert expression is not None
@@ -294,7 +304,7 @@ def test_a_kernel_times_itself() -> None:
 @pytest.mark.slow
 def test_rational_quadratic_of_large_alpha_in_float32() -> None:
     """It tends to the RBF kernel, and log(1 + t) to t, of which 1 + t keeps few digits."""
-    pytest.importorskip("pykeops")
+    _needs_keops()
     kernel = RQKernel()
     kernel.alpha = 1e5
     check_product(kernel, points(50, 2, dtype=torch.float32), None, t=2)
@@ -304,7 +314,7 @@ def test_rational_quadratic_of_large_alpha_in_float32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("make", [lambda: mixture(), lambda: RQKernel(), lambda: MaternKernel(nu=2.5)])
 def test_cuda(make, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
-    pykeops = pytest.importorskip("pykeops")
+    pykeops = _needs_keops()
     if not pykeops.config.gpu_available:
         pytest.skip("KeOps found no CUDA toolkit")
     kernel = make().cuda()

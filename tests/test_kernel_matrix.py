@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from problems import GENERIC, RADIAL, dense, normal, points, radial, relative, set_scales
 from sketchgp import InputError, settings
-from sketchgp.operators import KernelMatrix, tiles
+from sketchgp.operators import KernelMatrix
 
 # Other libraries' warnings, which pyproject makes errors: linear_operator's about its Lanczos, torch's about sparse.
 pytestmark = [
@@ -157,14 +157,6 @@ class TestRectangularBatch(_Rectangular, unittest.TestCase):
 
 
 # --- values ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def many_tiles(monkeypatch):
-    """Tiles of 4096 entries (the smallest there are), so that small matrices have many, ragged ones at the ends."""
-    monkeypatch.setattr(tiles, "_CPU_WIDTH", 13)
-    monkeypatch.setattr(tiles, "_CPU_BYTES", 1)
-    monkeypatch.setattr(tiles, "_LEAST_ENTRIES", 500)
 
 
 def _inputs(shift, dtype, same):

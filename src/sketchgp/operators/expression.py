@@ -109,7 +109,7 @@ class Expression:
         """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``."""
         x1 = x1.to(dtype)
         x2 = x1 if same else x2.to(dtype)
-        centre = x1.detach().mean(dim=-2, keepdim=True)
+        centre = x1.detach().nanmean(dim=-2, keepdim=True)  # a NaN spoils its own row only
         centre = centre if x1.shape[-2] else torch.zeros_like(centre)  # the mean of no rows is NaN
         features = []
         for atom in self.atoms:
@@ -225,7 +225,7 @@ def _features(atom: Atom, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor | N
         lengthscale = leaf.kernel.lengthscale
         if type(leaf.kernel) is PeriodicKernel:
             # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.
-            turns = (z - c).to(torch.float64) / leaf.kernel.period_length.to(torch.float64)
+            turns = (z.to(torch.float64) - c) / leaf.kernel.period_length.to(torch.float64)
             angle = (turns - turns.detach().round()) * (2 * math.pi)
             radius = lengthscale.to(torch.float64).rsqrt()
             parts.append((torch.cat([angle.cos() * radius, angle.sin() * radius], dim=-1)).to(x.dtype))

@@ -213,6 +213,8 @@ class KernelMatrix(LinearOperator):
             )
         if rhs.dim() == 1:
             return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
+        if rhs.shape[-2] != self.shape[-1]:
+            raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
         if self.batch_shape and self._repeats():
             if "single" not in self.memo:
                 x1 = self.x1.flatten(0, -3)[0]

@@ -24,7 +24,7 @@ class Engine:
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this engine cannot be used with any matrix of a device and dtype, as half a sentence; None where it can."""
+        """Why this engine can take no matrix of this device and dtype at all, as half a sentence; None where it can."""
         return None
 
     def missing(self, matrix: KernelMatrix) -> str | None:

@@ -1,0 +1,600 @@
+"""Which engine computes, what it says when it cannot, what happens without memory, and how much memory it takes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.kernels import (
+    ConstantKernel,
+    CosineKernel,
+    MaternKernel,
+    PeriodicKernel,
+    RBFKernel,
+    RQKernel,
+    ScaleKernel,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import sketchgp
+from gp_models import Plain, data, dense, gradient_error, marginal, posterior, rbf
+from problems import normal, points, relative
+from sketchgp import InputError, LaplaceKernel, NumericalError, settings
+from sketchgp.models.mixins import is_accelerated
+from sketchgp.operators import KernelMatrix, tiles
+from sketchgp.operators.access import AccurateProduct
+from sketchgp.operators.engines import DENSE, ENGINES, TILED, TRITON, choose
+from sketchgp.operators.engines import tiled as tiled_module
+from test_fast_tiles import make, reference, spread
+
+SOURCE = Path(sketchgp.__file__).parents[1]
+
+
+# --- which engine -----------------------------------------------------------------------------------------------
+
+
+def test_auto_stores_a_square_matrix_that_fits():
+    kernel, x = make("sum"), points(50)
+    square, right = KernelMatrix.of(kernel, x), KernelMatrix.of(kernel, x, x.clone())
+    with settings.memory_budget(50 * 50 * 8):
+        assert choose(square) is DENSE
+        assert choose(KernelMatrix.of(make("sum").float(), points(70, dtype=torch.float32))) is DENSE
+        assert choose(right) is TILED  # each of its products is the only one
+    with settings.memory_budget(50 * 50 * 8 - 1):
+        assert choose(square) is TILED
+        assert choose(KernelMatrix.of(kernel, x.expand(2, 50, 3))) is TILED
+    assert choose(KernelMatrix.from_lazy(kernel(x, x.clone()))) is DENSE  # equal inputs are the same points
+
+
+def test_a_stored_matrix_stays_in_use(monkeypatch):
+    """It takes free memory itself, which must not make the next product fall back to tiles."""
+    operator = KernelMatrix.of(make("rbf"), points(50)).detach()
+    monkeypatch.setattr(settings, "available_memory", lambda device: 4 * 50 * 50 * 8)
+    operator._matmul(normal(50, 1))
+    monkeypatch.setattr(settings, "available_memory", lambda device: 3 * 50 * 50 * 8)
+    assert choose(operator) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), points(50))) is TILED
+
+
+def test_named_engines_are_taken():
+    x = points(10)
+    assert choose(KernelMatrix.of(make("rbf"), x, engine="dense")) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), x, x.clone(), engine="dense")) is DENSE
+    with settings.memory_budget(1):
+        assert choose(KernelMatrix.of(make("rbf"), x, engine="dense")) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), x, engine="tiled")) is TILED
+
+
+def test_a_variant_that_a_named_engine_cannot_take_goes_by_tiles():
+    """Whatever the products are made with, residuals are computed in float64."""
+    kernel, x = make("multiplied-out").float(), points(40, dtype=torch.float32)
+    options = {"kernel": kernel, "names": tuple(n for n, _ in kernel.named_parameters()), "same": True}
+    wanted = reference(copy.deepcopy(kernel).double(), x, x)
+    for engine in ENGINES:
+        operator = KernelMatrix(x, x, *kernel.parameters(), engine=engine, **options).detach()
+        assert relative(AccurateProduct(operator)(normal(40, 2)), wanted @ normal(40, 2)) < 1e-12
+    triton = KernelMatrix(x, x, *kernel.parameters(), engine="triton", **options)
+    assert TRITON.missing(triton.type(torch.float64)) is not None
+    assert choose(triton.type(torch.float64)) is TILED
+
+
+def test_stored_and_tiled_agree_for_every_kernel():
+    for name in ("sum", "product", "laplace-ard", "constant", "periodic", "rq-squared"):
+        kernel, x = make(name), points(60)
+        for right in (None, points(30, seed=9)):
+            rhs = normal(60 if right is None else 30, 3)
+            stored, tiled = (KernelMatrix.of(kernel, x, right, engine=e).detach() for e in ("dense", "tiled"))
+            assert relative(stored._matmul(rhs), tiled._matmul(rhs)) < 1e-13
+
+
+def test_a_stored_matrix_follows_its_parameters():
+    kernel, x = make("sum"), points(20)
+    operator = KernelMatrix.of(kernel, x, engine="dense")
+    operator._matmul(normal(20, 1))
+    with torch.no_grad():
+        kernel.kernels[0].raw_outputscale.add_(1.0)
+        x.mul_(2.0)
+    assert relative(operator._matmul(normal(20, 1)), reference(kernel, x, x) @ normal(20, 1)) < 1e-13
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "sparse"}, "matmul expects one of 'auto', 'dense', 'tiled', 'keops', 'triton', got 'sparse'"),
+        ({"precision": "half"}, "precision expects one of 'float32', .*got 'half'"),
+        ({"precision": "tf32"}, "precision='tf32' needs matmul='triton'; matmul='auto' has 'float32' only"),
+        ({"engine": "dense", "precision": "bf16"}, "needs matmul='triton'; matmul='dense'"),
+        ({"engine": "keops", "precision": "bf16x3"}, "needs matmul='triton'; matmul='keops'"),
+    ],
+)
+def test_unknown_choices(options, message):
+    with pytest.raises(InputError, match=message):
+        KernelMatrix.of(RBFKernel(), points(3, dtype=torch.float32), **options)
+    model = rbf()[0].double()
+    classes = type(model), type(model.likelihood)
+    renamed = {{"engine": "matmul", "precision": "matmul_precision"}[key]: value for key, value in options.items()}
+    with pytest.raises(InputError, match=r"matmul|precision"):
+        sketchgp.accelerate(model, **renamed)
+    assert (type(model), type(model.likelihood)) == classes
+    assert not any(name.startswith("_sketchgp") for name in (*model.__dict__, *model.likelihood.__dict__))
+
+
+def test_an_engine_that_cannot_be_used_says_why():
+    with pytest.raises(InputError, match=r"matmul='triton' cannot be used here: .+\. Use matmul='auto'\."):
+        KernelMatrix.of(RBFKernel().double(), points(3), engine="triton")
+    with pytest.raises(InputError, match=r"matmul='keops' cannot be used here: .+\. Use matmul='auto'\."):
+        KernelMatrix.of(CosineKernel().double(), points(3), engine="keops")
+
+
+def test_keops_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pykeops", None)
+    monkeypatch.setitem(sys.modules, "pykeops.config", None)
+    with pytest.raises(InputError, match=r"the extra sketchgp\[keops\] is not installed"):
+        KernelMatrix.of(RBFKernel().double(), points(3), engine="keops")
+
+
+def test_a_model_whose_engine_cannot_be_used_can_be_given_another():
+    x, y, _ = data(60)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Plain(x, y, likelihood, ScaleKernel(CosineKernel())).double()
+    sketchgp.accelerate(model, matmul="keops")
+    with gpytorch.settings.max_cholesky_size(20), pytest.raises(InputError, match="matmul='keops' cannot be used here"):
+        model(x)
+    assert is_accelerated(sketchgp.accelerate(model, matmul="tiled"))
+    with gpytorch.settings.max_cholesky_size(20):
+        assert isinstance(model(x).lazy_covariance_matrix, KernelMatrix)
+
+
+@pytest.mark.parametrize("name", ["rbf", "sum", "cosine"])
+def test_right_hand_sides_that_do_not_fit(name):
+    kernel = CosineKernel() if name == "cosine" else make(name).float()
+    for engine in ("tiled", "dense"):
+        operator = KernelMatrix.of(kernel, points(10, dtype=torch.float32), engine=engine)
+        for wrong in (normal(10, 2), torch.ones(10, 2, dtype=torch.long), torch.ones(10, 2, dtype=torch.bfloat16)):
+            with pytest.raises(InputError, match=rf"float32 on cpu is multiplied by {wrong.dtype}.*convert one"):
+                operator @ wrong
+        with pytest.raises(InputError, match="on meta; convert one"):
+            operator @ torch.ones(10, 2, device="meta")
+        for wrong in (normal(9, 2, dtype=torch.float32), normal(11, dtype=torch.float32)):
+            with pytest.raises(RuntimeError, match="Incompatible dimensions"):
+                operator @ wrong
+            with pytest.raises(InputError, match="rows"):
+                operator._matmul(wrong)
+
+
+def test_inputs_that_do_not_fit():
+    x = points(10, dtype=torch.float32)
+    with pytest.raises(InputError, match="at least one point"):
+        KernelMatrix.of(RBFKernel(), x[:0])
+    with pytest.raises(InputError, match="at least one point"):
+        KernelMatrix.of(RBFKernel(), x, x[:0])
+    for kernel in (RBFKernel(ard_num_dims=2), LaplaceKernel(ard_num_dims=2), RQKernel(ard_num_dims=4)):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            KernelMatrix.of(kernel, x)
+    with pytest.raises(RuntimeError):
+        KernelMatrix.of(RBFKernel(), x, points(4, 2, dtype=torch.float32))
+
+
+def test_a_nan_in_training_inputs_is_refused():
+    x, y, _ = data(60)
+    x[3, 1] = float("nan")
+    with pytest.raises(InputError, match="NaN"):
+        sketchgp.accelerate(
+            Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(LaplaceKernel())).double()
+        )
+
+
+@pytest.mark.parametrize("matmul", ["tiled", "dense"])
+def test_a_nan_in_a_test_input_is_a_nan_in_its_prediction_alone(matmul):
+    model, (xt,) = rbf()
+    model = sketchgp.accelerate(model.double(), matmul=matmul)
+    bad = xt.clone()
+    bad[2, 0] = float("nan")
+    model.eval()
+    with torch.no_grad(), gpytorch.settings.max_cholesky_size(20):
+        with gpytorch.settings.skip_posterior_variances(True):
+            wanted, found = model(xt).mean, model(bad).mean
+        with pytest.raises(NumericalError, match="NaN"):  # variances are solves
+            model(bad)
+    assert found.isnan().nonzero().flatten().tolist() == [2]
+    keep = [i for i in range(len(xt)) if i != 2]
+    assert relative(found[keep], wanted[keep]) < 1e-10
+
+
+# --- half precision ---------------------------------------------------------------------------------------------
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "rq", "periodic", "laplace-ard", "multiplied-out", "cosine"])
+def test_inputs_in_half_precision(name, dtype, engine):
+    """They are stored so; everything is computed in float32, the dtype of the parameters."""
+    kernel = ScaleKernel(CosineKernel()) if name == "cosine" else make(name).float()
+    x, z, left = points(60, dtype=dtype), points(30, seed=9, dtype=dtype), normal(60, 2, dtype=torch.float32)
+    for right in (None, z):
+        operator = KernelMatrix.of(kernel, x, right, engine=engine)
+        exact = KernelMatrix.of(kernel, x.float(), None if right is None else right.float(), engine=engine)
+        rhs = normal(60 if right is None else 30, 2, dtype=torch.float32)
+        assert operator.dtype == operator.to_dense().dtype == (operator @ rhs).dtype == torch.float32
+        assert operator.x1.dtype == dtype
+        assert relative(operator @ rhs, exact @ rhs) < 1e-6
+        assert relative(operator.columns(torch.arange(3)), exact.columns(torch.arange(3))) < 1e-6
+        found, wanted = (
+            torch.autograd.grad((left * (o @ rhs)).sum(), list(kernel.parameters())) for o in (operator, exact)
+        )
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == torch.float32
+            assert relative(a, b) < 1e-5
+    x.requires_grad_(True)
+    (gradient,) = torch.autograd.grad((left * (KernelMatrix.of(kernel, x, engine=engine) @ left)).sum(), x)
+    assert gradient.dtype == dtype
+    full = x.detach().float().requires_grad_(True)
+    (wanted,) = torch.autograd.grad((left * (KernelMatrix.of(kernel, full, engine=engine) @ left)).sum(), full)
+    assert relative(gradient, wanted) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("engine", ["auto", "dense", "tiled"])
+@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "rq", "laplace", "sum", "cosine"])
+def test_a_whole_operator_in_half_precision(name, engine):
+    """Inputs and parameters are rounded, the arithmetic is still float32."""
+    kernel = ScaleKernel(CosineKernel()) if name == "cosine" else make(name).float()
+    x = points(60, dtype=torch.float32)
+    for dtype in HALF:
+        operator = KernelMatrix.of(kernel, x, engine=engine).to(dtype)
+        rhs = normal(60, 2, dtype=dtype)
+        product = operator @ rhs
+        assert operator.dtype == product.dtype == operator.to_dense().dtype == dtype
+        rounded = copy.deepcopy(kernel)
+        for parameter in rounded.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+        exact = KernelMatrix.of(rounded, x.to(dtype).float(), engine="tiled") @ rhs.float()
+        assert relative(product, exact) < torch.finfo(dtype).eps  # of the result
+    half = KernelMatrix.of(kernel, x, engine=engine).half()
+    assert half.dtype == torch.float16
+    assert relative(half @ normal(60, 2, dtype=torch.float16), operator.float() @ normal(60, 2).float()) < 0.05
+    assert all(parameter.dtype == torch.float32 for parameter in kernel.parameters())
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "laplace": lambda: ScaleKernel(LaplaceKernel(ard_num_dims=2)),
+    "rational-quadratic": lambda: ScaleKernel(RQKernel()),
+    "sum": lambda: ScaleKernel(RBFKernel(ard_num_dims=2)) + ScaleKernel(MaternKernel(nu=0.5)) + ConstantKernel(),
+    "product": lambda: ScaleKernel(RBFKernel(active_dims=(1,)) * PeriodicKernel(active_dims=(0,))),
+}
+
+
+def _model(name: str, n: int) -> tuple[Plain, torch.Tensor]:
+    x, y, xt = data(n)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.1
+    return Plain(x, y, likelihood, spread(MODELS[name]())).double(), xt
+
+
+@pytest.mark.parametrize("matmul", ["tiled", "dense"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prediction_and_training_with_more_points_than_gpytorch_factorizes(name, matmul):
+    model, xt = _model(name, 850)
+    with dense():
+        mean, variance = posterior(model, (xt,))
+        value, gradient = marginal(_model(name, 850)[0])
+    model = sketchgp.accelerate(_model(name, 850)[0], matmul=matmul)
+    solver = sketchgp.ConjugateGradients(tol=1e-8)
+    predicting = sketchgp.accelerate(_model(name, 850)[0], matmul=matmul, solver=solver)
+    found_mean, found_variance = posterior(predicting, (xt,))
+    assert relative(found_mean, mean) < 1e-6
+    assert relative(found_variance, variance) < 1e-3
+    torch.manual_seed(0)
+    with gpytorch.settings.num_trace_samples(20):
+        found, found_gradient = marginal(model)
+    assert abs(float(found - value)) < 0.02
+    assert gradient_error(found_gradient, gradient) < 0.1  # an estimate
+
+
+# --- without memory ---------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "cuda": lambda: torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+    "windows": lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9"),
+    "python": lambda: MemoryError(),
+}
+
+
+class Limited(TorchDispatchMode):
+    """Every new tensor of more than ``entries`` fails to be allocated.
+
+    :param matrices: whether one of two dimensions made by ``torch.empty``, a result, may be larger.
+    """
+
+    def __init__(self, entries: int, error=ERRORS["cpu"], matrices: bool = True) -> None:
+        super().__init__()
+        self.entries, self.error, self.matrices, self.refused = entries, error, matrices, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for t in tree_leaves(result):
+            if not torch.is_tensor(t) or t.untyped_storage().data_ptr() in before or t.numel() <= self.entries:
+                continue
+            if self.matrices and function is torch.ops.aten.empty.memory_format and t.dim() == 2:
+                continue
+            self.refused += 1
+            raise self.error()
+        return result
+
+
+@pytest.fixture
+def tiles_restored():
+    tiles._shrunk.clear()
+    yield
+    tiles._shrunk.clear()
+
+
+N = 200
+GOES_ON = ["rbf-ard", "matern12-ard", "multiplied-out", "laplace", "cosine"]
+
+
+def _operator(name: str, engine: str = "tiled", right: bool = False) -> KernelMatrix:
+    kernel = ScaleKernel(CosineKernel()).double() if name == "cosine" else make(name)
+    return KernelMatrix.of(kernel, points(N), points(N + 1, seed=9) if right else None, engine=engine)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", GOES_ON)
+def test_tiles_shrink_until_they_fit(name, error, tiles_restored, caplog):
+    results = {
+        "product": lambda o: o._matmul(normal(o.shape[-1], 2)),
+        "dense": lambda o: o.to_dense().detach(),
+        "columns": lambda o: o.columns(torch.arange(150)).detach(),
+        "derivative": lambda o: torch.cat(
+            [g.flatten() for g in o._bilinear_derivative(normal(N, 2), normal(o.shape[-1], 2)) if g is not None]
+        ),
+    }
+    for right in (False, True):
+        for what, compute in results.items():
+            wanted = compute(_operator(name, right=right))
+            tiles._shrunk.clear()
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "sketchgp"), Limited(5000, ERRORS[error]) as limited:
+                found = compute(_operator(name, right=right))
+                again = compute(_operator(name, right=right))
+            assert limited.refused, what
+            assert relative(found, wanted) < 1e-12, what
+            assert relative(again, wanted) < 1e-12, what
+            assert len(caplog.records) == limited.refused  # the second one starts where the first one ended
+            assert all("Out of memory with tiles of" in record.getMessage() for record in caplog.records)
+            assert all(record.name == "sketchgp" for record in caplog.records)
+            assert next(iter(tiles._shrunk.values())) == 2 * limited.refused
+
+
+def test_a_matrix_that_cannot_be_stored_is_computed_by_tiles(tiles_restored, caplog):
+    wanted = _operator("sum")._matmul(normal(N, 2))
+    operator = _operator("sum", "dense").detach()
+    before = tiles.tile_shape(N, N, torch.float64, torch.device("cpu"))
+    with caplog.at_level(logging.WARNING, "sketchgp"), Limited(N * N - 1, matrices=False):
+        tiles._shrunk[torch.device("cpu")] = 4  # so that a tile does fit
+        found = [operator._matmul(normal(N, 2)) for _ in range(3)]
+    assert all(relative(value, wanted) < 1e-12 for value in found)
+    assert [record.getMessage() for record in caplog.records] == [
+        "No memory for the kernel matrix (0.0 GiB) on cpu; going on by tiles"
+    ]  # once, and it is not tried again
+    assert tiles._shrunk == {torch.device("cpu"): 4}  # that a matrix does not fit says nothing about tiles
+    tiles._shrunk.clear()
+    assert tiles.tile_shape(N, N, torch.float64, torch.device("cpu")) == before
+
+
+def test_a_result_that_does_not_fit_is_an_error(tiles_restored):
+    """Smaller tiles would not help, and the next product must not be left with tiles of one entry."""
+    operator = _operator("rbf-ard")
+    with Limited(N * N - 1, matrices=False), pytest.raises(RuntimeError, match="can't allocate memory"):
+        operator.to_dense()
+    assert not tiles._shrunk
+    with Limited(20), pytest.raises(RuntimeError, match="can't allocate memory"):  # not even one column fits
+        operator._matmul(normal(N, 1))
+    assert tiles._shrunk.get(torch.device("cpu"), 0) == 0
+
+
+@pytest.mark.parametrize("what", ["product", "dense", "derivative"])
+def test_there_is_an_end_to_shrinking(what, tiles_restored, monkeypatch):
+    tried = []
+
+    def fail(*args, **options):
+        tried.append(1)
+        raise MemoryError
+
+    monkeypatch.setattr(tiled_module, f"_{'gradient' if what == 'derivative' else what}", fail)
+    operator = _operator("rbf-ard")
+    compute = {
+        "product": lambda: operator._matmul(normal(N, 1)),
+        "dense": lambda: operator.to_dense(),
+        "derivative": lambda: operator._bilinear_derivative(normal(N, 1), normal(N, 1)),
+    }
+    with pytest.raises(MemoryError):
+        compute[what]()
+    assert 5 < len(tried) < 20
+    assert tiles._shrunk.get(torch.device("cpu"), 0) == 0
+
+
+@pytest.mark.parametrize("engine", ["tiled", "dense"])
+@pytest.mark.parametrize("error", [RuntimeError("some other error"), ValueError("can't allocate memory"), KeyError(1)])
+def test_other_errors_are_not_swallowed(error, engine, tiles_restored, monkeypatch):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr("sketchgp.operators.fast_tiles.FastTiles.tile", fail)
+    operator = _operator("rbf-ard", engine)
+    with pytest.raises(type(error)):
+        operator._matmul(normal(N, 1))
+    assert not tiles._shrunk
+
+
+def test_shrunk_tiles_cover_the_matrix(tiles_restored):
+    for shrunk in range(0, 24, 2):
+        tiles._shrunk[torch.device("cpu")] = shrunk
+        for n, m, batch in ((50, 50, 1), (3, 1000, 1), (1000, 3, 1), (50, 50, 7), (1, 1, 1)):
+            shape = tiles.tile_shape(n, m, torch.float32, torch.device("cpu"), batch, 2)
+            assert 1 <= shape[0] <= n
+            assert 1 <= shape[1] <= m
+            for half in (False, True) if n == m else (False,):
+                seen = torch.zeros(n, m)
+                for rows, columns, mirror in tiles.pieces(n, m, shape, half):
+                    assert (rows.stop - rows.start) * (columns.stop - columns.start) <= shape[0] * shape[1]
+                    seen[rows, columns] += 1
+                    if mirror:
+                        seen[columns, rows] += 1
+                assert (seen == 1).all()
+            if shrunk >= 14 and n == 50:
+                break  # thousands of tiles
+
+
+def _python(script: str, *arguments: str) -> str:
+    """What a fresh interpreter prints."""
+    header = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\nimport torch; torch.set_num_threads(1)\n"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", header + textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.strip().splitlines()[-1]
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and limits address space")
+
+
+@linux
+@pytest.mark.parametrize("what", ["product", "derivative"])
+@pytest.mark.parametrize("kernel", ["MaternKernel(nu=1.5)", "CosineKernel()"])
+def test_real_memory_that_runs_out(kernel, what):
+    """A tile of 4000 x 4000 does not fit into what the process may still take; a part of it does."""
+    output = _python(
+        """
+        import logging, resource
+        from gpytorch.kernels import *
+        from sketchgp.operators import KernelMatrix, tiles
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("sketchgp").addHandler(handler)
+        n = 4000
+        torch.manual_seed(0)
+        x, v, w = (torch.rand(n, t, dtype=torch.float64) for t in (3, 1, 1))
+        kernel = eval(sys.argv[1]).double()
+
+        def compute():
+            operator = KernelMatrix.of(kernel, x, engine="tiled")
+            if sys.argv[2] == "product":
+                return operator._matmul(v)
+            return torch.cat([g.flatten() for g in operator._bilinear_derivative(v, w) if g is not None])
+
+        wanted = compute()
+        tiles._CPU_WIDTH, tiles._CPU_BYTES = 10_000, 2**31
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 100 * 2**20, resource.RLIM_INFINITY))
+        found = compute()
+        print(float((found - wanted).norm() / wanted.norm()), len(lines), tiles.tile_shape(n, n, x.dtype, x.device)[0])
+        """,
+        kernel,
+        what,
+    )
+    error, lines, height = output.split()
+    assert float(error) < 1e-12
+    assert int(lines) >= 1
+    assert 100 < int(height) < 4000
+
+
+@linux
+@pytest.mark.parametrize("what", ["product", "derivative", "inputs"])
+@pytest.mark.parametrize("kernel", ["rbf", "sum"])
+def test_measured_memory_of_a_pass(kernel, what):
+    """Peak of resident memory beyond what a small pass takes, where the matrix would take 784 MB."""
+    n = 14_000
+    output = _python(
+        """
+        import resource
+        from gpytorch.kernels import *
+        from sketchgp import LaplaceKernel
+        from sketchgp.operators import KernelMatrix
+        kernel = ScaleKernel(RBFKernel(ard_num_dims=3))
+        if sys.argv[1] == "sum":
+            kernel = kernel + ScaleKernel(MaternKernel(nu=0.5) * LaplaceKernel())
+
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+        def go(n):
+            x, v = torch.rand(n, 3), torch.rand(n, 1)
+            if sys.argv[2] == "inputs":
+                x.requires_grad_(True)
+            operator = KernelMatrix.of(kernel, x, engine="tiled")
+            return operator._matmul(v) if sys.argv[2] == "product" else operator._bilinear_derivative(v, v)
+
+        go(100)
+        before = peak()
+        go(int(sys.argv[3]))
+        print(peak() - before)
+        """,
+        kernel,
+        what,
+        str(n),
+    )
+    assert 0 <= int(output) < 4 * n * n / 16, f"{int(output) / 2**20:.0f} MB"
+
+
+@linux
+@pytest.mark.slow
+def test_measured_memory_of_a_training_step():
+    n = 12_000
+    output = _python(
+        """
+        import resource
+        import gpytorch, sketchgp
+        from gpytorch.kernels import *
+
+        class Model(gpytorch.models.ExactGP):
+            def __init__(self, x, y):
+                super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+                self.mean_module = gpytorch.means.ConstantMean()
+                self.covar_module = ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=3))
+
+            def forward(self, x):
+                return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+        def step(n):
+            x = torch.rand(n, 3)
+            model = Model(x, x.sum(dim=1).sin())
+            sketchgp.accelerate(model, sketchgp.RPCholesky(rank=30), matmul="tiled")
+            mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+            loss = -mll(model(x), model.train_targets)
+            loss.backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+        gpytorch.settings.max_cg_iterations._set_value(20)
+        gpytorch.settings.num_trace_samples._set_value(4)
+        step(1000)
+        before = peak()
+        step(int(sys.argv[1]))
+        print(peak() - before)
+        """,
+        str(n),
+    )
+    assert 0 <= int(output) < 4 * n * n / 10, f"{int(output) / 2**20:.0f} MB"
