@@ -306,14 +306,17 @@ def test_short_lengthscales_in_float32(name, d, lengthscale):
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e3])
-def test_many_periods_in_float32(shift):
+@pytest.mark.parametrize("d", [1, 2])
+def test_many_periods_in_float32(d, shift):
     """A thousand turns of the angle leave its fraction as many digits as the inputs have."""
     kernel = make("periodic").float()
     kernel.base_kernel.period_length = 1e-3
-    check_values(kernel, points(80, 1, shift=shift, dtype=torch.float32), None, 1e-5)
-    check_values(
-        kernel, points(80, 2, shift=shift, dtype=torch.float32), points(9, 2, shift=shift, dtype=torch.float32), 1e-5
-    )
+    twin = copy.deepcopy(kernel).double()
+    twin.base_kernel.period_length = kernel.base_kernel.period_length.double()  # as it is rounded
+    x, z = (points(n, d, seed=n, shift=shift, dtype=torch.float32) for n in (80, 40))
+    for right in (None, z):
+        found = KernelMatrix.of(kernel, x, right, engine="tiled").to_dense()
+        assert error(found, reference(twin, x, x if right is None else right)) < 1e-5
 
 
 @pytest.mark.parametrize("apart", [1e-2, 1e-4, 1e-6, 0.0])
@@ -504,6 +507,23 @@ def test_gradients_of_batches(name, batch, many_tiles):
         check_gradients(kernel, x, None, "product", inputs)
         check_gradients(kernel, x, z, "batch of products", inputs)
         check_gradients(kernel, x, z, "to_dense", inputs)
+
+
+@pytest.mark.parametrize("inputs", [False, True], ids=["parameters", "inputs"])
+@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "rq", "laplace", "sum"])
+def test_gradients_of_a_repeated_matrix(name, inputs, many_tiles):
+    """A batch that is one matrix over and over is one matrix with more columns."""
+    kernel = make(name)
+    base, other = points(40).requires_grad_(inputs), points(23, seed=9).requires_grad_(inputs)
+    x, z = base.expand(2, 3, 40, 3), other.expand(2, 3, 23, 3)
+    for right, tensor in ((None, base), (z, other)):
+        tensors = [*kernel.parameters(), *([base, tensor] if inputs else [])]
+        size = 40 if right is None else 23
+        a, b = normal(2, 3, 40, 2), normal(2, 3, size, 2, seed=1)
+        found = gradients((a * (KernelMatrix.of(kernel, x, right, engine="tiled") @ b)).sum(), tensors)
+        exact = gradients((a * (reference(kernel, base, tensor) @ b)).sum(), tensors)
+        for gradient, wanted in zip(found, exact, strict=True):
+            assert relative(gradient, wanted) < 1e-11
 
 
 @pytest.mark.parametrize("d", [2, 3, 17])

@@ -37,8 +37,8 @@ def available_memory(device: torch.device | str = "cpu") -> int:
 class memory_budget(AbstractContextManager):
     """Bytes that one stored matrix (a dense kernel matrix, or a low-rank factor) may take.
 
-    Without it, each may take a quarter of the memory that is free on its device.  It decides between the
-    ``"dense"`` and ``"tiled"`` products of ``matmul="auto"``, and bounds the automatic rank.
+    Without it, each may take a quarter of the memory that is free on its device.  It decides whether
+    ``matmul="auto"`` stores the kernel matrix, and bounds the automatic rank.
 
     :param budget: bytes, a positive integer.
     :raises InputError: if the budget is not positive.

@@ -26,7 +26,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..operators import KernelMatrix, elementwise_product
+from ..operators import KernelMatrix
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
 from .acceleration import Acceleration, Inverse
@@ -233,8 +233,7 @@ def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> 
     """GPyTorch's unevaluated covariance with its plain kernel matrices replaced by :class:`KernelMatrix`.
 
     Elementwise products of two covariances, whose products GPyTorch approximates by Lanczos (1.6e-2 relative error
-    measured), become one kernel matrix, or are stored densely where they fit the memory budget and a part of them is
-    no plain kernel matrix.  Everything else is returned as it is.
+    measured), are stored densely where they fit the memory budget.  Everything else is returned as it is.
     """
     if isinstance(operator, LazyEvaluatedKernelTensor):
         found = KernelMatrix.from_lazy(operator, matmul, precision)
@@ -245,13 +244,10 @@ def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> 
         return ConstantMulLinearOperator(
             as_kernel_matrix(operator.base_linear_op, matmul, precision), operator._constant
         )
-    if type(operator) is MulLinearOperator:
+    fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
+    if type(operator) is MulLinearOperator and fits:
         parts = [as_kernel_matrix(op, matmul, precision) for op in (operator.left_linear_op, operator.right_linear_op)]
-        joined = elementwise_product(parts) if all(isinstance(part, KernelMatrix) for part in parts) else None
-        if joined is not None:
-            return joined
-        if operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device):
-            return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
+        return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
     return operator
 
 

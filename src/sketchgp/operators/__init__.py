@@ -1,8 +1,7 @@
 """Floor 1: matrices that are never stored."""
 
-from .elementwise_product import elementwise_product
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
 from .pivoted_plus_diagonal import PivotedPlusDiagonal
 
-__all__ = ["KernelMatrix", "LowRankPlusDiagonal", "PivotedPlusDiagonal", "elementwise_product"]
+__all__ = ["KernelMatrix", "LowRankPlusDiagonal", "PivotedPlusDiagonal"]

@@ -31,7 +31,6 @@ from gpytorch.kernels import (
 from torch import Tensor
 
 from ..kernels import LaplaceKernel
-from .joined import JoinedKernel
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, Profile
 
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
@@ -165,11 +164,6 @@ def _terms(kernel: Kernel, dims: tuple[int, ...] | None) -> list[Term] | None:
         return [((kernel,), ())]
     if type(kernel) in (AdditiveKernel, ProductKernel):
         parts = [_terms(part, _select(dims, part.active_dims)) for part in kernel.kernels]
-    elif type(kernel) is JoinedKernel:
-        parts = [
-            None if integer else _terms(part, columns)
-            for part, columns, integer in zip(kernel.parts, kernel.columns, kernel.integer, strict=True)
-        ]
     else:
         return None if profile_of(kernel) is None else [((), (Leaf(kernel, dims),))]
     if any(part is None for part in parts):
@@ -248,4 +242,6 @@ def _features(atom: Atom, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor | N
 
 def _flat(x: Tensor, batch: torch.Size) -> Tensor:
     """``x`` (..., n, p) with its batch dimensions expanded to ``batch`` and made one (none where it is empty)."""
-    return x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) if len(batch) else x.reshape(x.shape[-2:])
+    return (
+        x.expand(*batch, *x.shape[-2:]).reshape(batch.numel(), *x.shape[-2:]) if len(batch) else x.reshape(x.shape[-2:])
+    )

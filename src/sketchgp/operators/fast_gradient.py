@@ -63,7 +63,7 @@ class _AtomSums:
         if self.mode == "isotropic":
             assert t is not None
             self.squares += dot(g, t)
-        elif self.l1 and not self.weight_only and a.shape[-1] >= _MANY:
+        elif self.l1 and not self.weight_only and a.shape[-1] >= _MANY and a.device.type == "cpu":
             zero = torch.zeros_like(g)  # the distances, which p = 1 does not look at
             a, b = a.contiguous(), b.contiguous()
             self.of_left[..., rows, :] += torch.ops.aten._cdist_backward(g.contiguous(), a, b, 1.0, zero)

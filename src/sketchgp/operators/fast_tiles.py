@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +23,42 @@ _DIRECT = 2  # features up to which differences are squared one by one
 _CDIST = (8, 64)  # features between which torch.cdist is the fastest way to l1 distances on CPUs
 _KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
 _PAIRS = 2**22  # differences that are made at once for near pairs
-_TF32 = threading.RLock()
+_PRECISION = threading.RLock()  # a setting of the whole process is changed for the time of one product
+
+
+def _multiplier(device: torch.device) -> Any:
+    """The settings of what multiplies float32 matrices on a device; without ``fp32_precision`` before torch 2.9."""
+    return torch.backends.cuda.matmul if device.type == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
+
+
+def _reduced(device: torch.device) -> bool:
+    """Whether the user lets torch multiply float32 matrices on this device in TF32 or bfloat16."""
+    with _PRECISION:
+        settings = _multiplier(device)
+        if not hasattr(settings, "fp32_precision"):
+            return torch.get_float32_matmul_precision() != "highest"
+        chosen = [settings.fp32_precision, getattr(torch.backends, "fp32_precision", "none")]
+        return next((p for p in chosen if p != "none"), "ieee") != "ieee"
 
 
 @contextmanager
-def _full_precision(t: Tensor) -> Iterator[None]:
-    """No TF32 for squared distances: ten bits of ``|a|^2`` would leave nothing of the distance between neighbours."""
-    matmul = torch.backends.cuda.matmul
-    if not (t.is_cuda and t.dtype == torch.float32 and matmul.allow_tf32):
-        yield
-        return
-    with _TF32:
-        matmul.allow_tf32 = False
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """No TF32 or bfloat16 for squared distances: their rounding of ``|a|^2`` exceeds the distance of neighbours."""
+    settings = _multiplier(device)
+    with _PRECISION:
+        if hasattr(settings, "fp32_precision"):
+            before = settings.fp32_precision
+            settings.fp32_precision = "ieee"
+        else:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
-            matmul.allow_tf32 = True
+            if hasattr(settings, "fp32_precision"):
+                settings.fp32_precision = before
+            else:
+                torch.set_float32_matmul_precision(before)
 
 
 class _Distances:
@@ -70,8 +91,10 @@ class _Distances:
             self.left, self.right = ((x * root).mT.contiguous().mT for x in (self.left, self.right))
         elif not profile.l1:
             self.augmented = _augmented(features.right)
+            self.guarded = self.left.dtype == torch.float32 and _reduced(self.left.device)
             if profile is MATERN[0.5] and self.left.numel() and self.right.numel():
-                largest = self.left.square().sum(dim=-1).max() + self.augmented[..., -1].max()
+                squares = (self.left.square().sum(dim=-1), self.augmented[..., -1])
+                largest = torch.stack([s.nan_to_num(nan=0.0).max() for s in squares]).sum()
                 eps = torch.finfo(self.left.dtype).eps
                 self.limit = _lambert(0.5 * eps / _KINK[self.left.dtype] * largest).square() * self.factor
         self._rows: tuple[slice, Tensor] | None = None
@@ -101,7 +124,7 @@ class _Distances:
         if self.profile.l1:
             distances = torch.cdist(self.left[..., rows, :], self.right[..., columns, :], p=1.0)
             return torch.mul(distances, self.factor, out=out)
-        with _full_precision(out):
+        with _full_precision(out.device) if self.guarded else nullcontext():
             torch.matmul(self._block(rows), self.augmented[..., columns, :].mT, out=out)
         if self.limit is not None:
             self.near = (out < self.limit).nonzero(as_tuple=True)

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from ..errors import InputError
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
-from .generic_tiles import evaluate, is_plain, parameters_as, real
+from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, real
+from .shapes import columns_to_leading, convert, index_rows, leading_to_columns, take_rows
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -56,8 +57,9 @@ class KernelMatrix(LinearOperator):
     :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
     :param engine: how products are computed (:mod:`sketchgp.operators.engines`): ``"dense"`` stores the matrix at the
         first product, ``"tiled"`` computes it by tiles, ``"keops"`` and ``"triton"`` by the fused kernels of those
-        packages, ``"auto"`` stores it when it fits the memory budget (:class:`sketchgp.settings.memory_budget`), and
-        else takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
+        packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget
+        (:class:`sketchgp.settings.memory_budget`), and else takes ``"triton"`` on CUDA and ``"tiled"`` where that does
+        not apply.
     :param same: whether x1 and x2 hold the same points.
     :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x3"``,
         ``"tf32"`` and ``"bf16"``.
@@ -174,21 +176,32 @@ class KernelMatrix(LinearOperator):
     def prepared(self) -> Prepared:
         """The same from the operator's own tensors, kept until one of them changes; without autograd."""
         kept = self.memo.get("prepared")
-        if kept is None or kept[0] != self._state():
+        if kept is None or not self._unchanged(kept[0]):
             kept = (self._state(), self.prepare([t.detach() for t in self._args], self.same))
             self.memo["prepared"] = kept
         return kept[1]
 
     def stored(self) -> Tensor:
         """The dense matrix in the dtype of the arithmetic, kept until one of the operator's tensors changes."""
-        if self._stored is None or self.memo.get("stored state") != self._state():
+        if self._stored is None or not self._unchanged(self.memo["stored state"]):
             self._stored = None  # two of them may not fit
             self._stored, self.memo["stored state"] = TILED.dense(self), self._state()
         return self._stored
 
-    def _state(self) -> tuple[int, ...]:
-        """Changes when one of the tensors is changed in place (but not through ``.data``)."""
-        return tuple(tensor._version for tensor in self._args)
+    def _state(self) -> tuple[list[int], list[Tensor]]:
+        """What :meth:`_unchanged` compares with: the versions of the inputs, the values of the parameters.
+
+        GPyTorch sets parameters through ``.data``, which leaves their versions as they were.
+        """
+        versions = [0 if x.is_inference() else x._version for x in (self.x1, self.x2)]
+        return versions, [p.detach().clone() for p in self.parameters]
+
+    def _unchanged(self, state: tuple[list[int], list[Tensor]]) -> bool:
+        """Whether the operator's tensors still are what they were."""
+        versions, parameters = state
+        return versions == [0 if x.is_inference() else x._version for x in (self.x1, self.x2)] and all(
+            torch.equal(old, new) for old, new in zip(parameters, self.parameters, strict=True)
+        )
 
     def _evaluate(self) -> Tensor:
         """The dense matrix, without autograd."""
@@ -204,6 +217,11 @@ class KernelMatrix(LinearOperator):
             for x in inputs
         )
 
+    def _single(self) -> KernelMatrix:
+        """The matrix that a batch repeats."""
+        x1, x2 = (x.detach().flatten(0, -3)[0].requires_grad_(x.requires_grad) for x in (self.x1, self.x2))
+        return self._with(x1, x1 if self.x2 is self.x1 else x2, self.same)
+
     @torch.no_grad()
     def _matmul(self, rhs: Tensor) -> Tensor:
         if rhs.dtype != self.dtype or rhs.device != self.device:
@@ -217,9 +235,7 @@ class KernelMatrix(LinearOperator):
             raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
         if self.batch_shape and self._repeats():
             if "single" not in self.memo:
-                x1 = self.x1.flatten(0, -3)[0]
-                x2 = x1 if self.x2 is self.x1 else self.x2.flatten(0, -3)[0]
-                self.memo["single"] = self._with(x1, x2, self.same)
+                self.memo["single"] = self._single()
             return self.memo["single"]._matmul(
                 rhs.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
             )
@@ -227,10 +243,12 @@ class KernelMatrix(LinearOperator):
         more = len(batch) - len(self.batch_shape)
         if batch[more:] != self.batch_shape:
             return self._expand_batch(batch[more:])._matmul(rhs)
-        flat = _columns(rhs, batch, more).reshape(*self.flat_batch, rhs.shape[-2], batch[:more].numel() * rhs.shape[-1])
+        flat = leading_to_columns(rhs, batch, more).reshape(
+            *self.flat_batch, rhs.shape[-2], batch[:more].numel() * rhs.shape[-1]
+        )
         value = choose(self).product(self, flat.to(self.compute_dtype)).to(rhs.dtype)
         value = value.reshape(*self.batch_shape, self.shape[-2], *batch[:more], rhs.shape[-1])
-        return value if not more else value.permute(*_to_front(value.dim(), len(self.batch_shape), more))
+        return value if not more else value.permute(*columns_to_leading(value.dim(), len(self.batch_shape), more))
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._transpose_nonbatch()._matmul(rhs)
@@ -241,10 +259,18 @@ class KernelMatrix(LinearOperator):
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
         batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
         more = len(batch) - len(self.batch_shape)
+        if len(self.batch_shape) and batch == self.batch_shape and self._repeats():  # one matrix: more columns
+            single, count = self._single(), batch.numel()
+            sides = (v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1) for v in (left_vecs, right_vecs))
+            of_x1, of_x2, *rest = single._bilinear_derivative(*sides)
+            of_x1, of_x2 = (
+                None if g is None else (g / count).expand(x.shape) for g, x in ((of_x1, self.x1), (of_x2, self.x2))
+            )
+            return (of_x1, of_x2, *rest)
         if batch[more:] != self.batch_shape:  # a batch of size one against a larger one: its parts add up
             return TILED.dense_derivative(self, (left_vecs @ right_vecs.mT).sum_to_size(self.shape))
         left, right = (
-            _columns(v, batch, more)
+            leading_to_columns(v, batch, more)
             .reshape(*self.flat_batch, v.shape[-2], batch[:more].numel() * v.shape[-1])
             .to(self.compute_dtype)
             for v in (left_vecs, right_vecs)
@@ -261,7 +287,7 @@ class KernelMatrix(LinearOperator):
 
     def columns(self, indices: Tensor) -> Tensor:
         """``k(x1, x2[indices])``, dense and differentiable: ``(..., n, r)`` for ``indices`` of shape (..., r)."""
-        part = self._with(self.x1, _take(self.x2, indices), same=False)
+        part = self._with(self.x1, take_rows(self.x2, indices), same=False)
         if indices.dim() == 1:
             if self.expression is not None:
                 part.memo["prepared"] = (part._state(), self.prepared().part(None, indices))
@@ -271,7 +297,7 @@ class KernelMatrix(LinearOperator):
 
     def block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """``k(x1[rows], x2[columns])``, dense and differentiable; indices as in :meth:`columns`."""
-        part = self._with(_take(self.x1, rows), _take(self.x2, columns), same=False)
+        part = self._with(take_rows(self.x1, rows), take_rows(self.x2, columns), same=False)
         if rows.dim() == columns.dim() == 1:
             if self.expression is not None:
                 part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
@@ -286,12 +312,13 @@ class KernelMatrix(LinearOperator):
         if len(kernel.batch_shape):
             kernel = kernel.expand_batch(self.batch_shape)[index]
         with torch.no_grad():
-            part = self.assemble(kernel, x1, x2, self.engine, self.same, self.precision)
-            return part.type(self.dtype).detach()
+            named = dict(kernel.named_parameters())
+            options = {**self._options(), "kernel": kernel, "names": tuple(named)}
+            return self.__class__(x1, x2, *named.values(), **options).type(self.dtype).detach()
 
     def _diagonal(self) -> Tensor:
-        evaluate = self.evaluator(self.parameters)
-        return evaluate(real(self.x1), real(self.x2), diag=True).to(self.dtype).expand(self.shape[:-1])
+        value = diagonal(self.evaluator(self.parameters), real(self.x1), real(self.x2), self.batch_shape)
+        return value.to(self.dtype).expand(self.shape[:-1])
 
     def evaluate_kernel(self) -> KernelMatrix:
         return self
@@ -315,7 +342,7 @@ class KernelMatrix(LinearOperator):
 
     def to(self, *args: Any, **kwargs: Any) -> KernelMatrix:
         """The operator with its tensors converted; the kernel, which belongs to the user, is left alone."""
-        tensors = [_convert(t, *args, **kwargs) if t.is_floating_point() else t for t in self._args]
+        tensors = [convert(t, *args, **kwargs) if t.is_floating_point() else t for t in self._args]
         return self.__class__(*tensors, **self._options())
 
     def type(self, dtype: torch.dtype) -> KernelMatrix:
@@ -360,41 +387,11 @@ class KernelMatrix(LinearOperator):
         same = self.same and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
         if torch.is_tensor(row_index) and torch.is_tensor(col_index):
             same = self.same and row_index.shape == col_index.shape and bool((row_index == col_index).all())
-        return self._with(_index(self.x1, row_index), _index(self.x2, col_index), same)
+        return self._with(index_rows(self.x1, row_index), index_rows(self.x2, col_index), same)
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         if self.batch_shape:
             index = (*batch_indices, row_index, col_index)
             return self.to_dense()[index]
-        evaluate = self.evaluator(self.parameters)
-        return evaluate(real(self.x1[row_index]), real(self.x2[col_index]), diag=True).to(self.dtype)
-
-
-def _columns(x: Tensor, batch: torch.Size, more: int) -> Tensor:
-    """``x`` expanded to the batch, with the first ``more`` batch dimensions made columns: ``(..., n, *more, t)``."""
-    x = x.expand(*batch, *x.shape[-2:])
-    return x.permute(*range(more, x.dim() - 1), *range(more), x.dim() - 1) if more else x
-
-
-def _to_front(dims: int, batch: int, more: int) -> list[int]:
-    """The permutation that undoes :func:`_columns` on a product ``(*batch, n, *more, t)`` of so many dimensions."""
-    return [*range(batch + 1, batch + 1 + more), *range(batch + 1), dims - 1]
-
-
-def _take(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of ``x`` (..., n, d) at ``indices`` (r,) or (..., r)."""
-    if indices.dim() == 1:
-        return x.index_select(-2, indices)
-    x = x.expand(*indices.shape[:-1], *x.shape[-2:])
-    return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
-
-
-def _convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``x.to(...)``, with batch dimensions that are expanded without copies left so."""
-    repeated = [step == 0 and size > 1 for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True)]
-    single = x[tuple(slice(0, 1) if r else slice(None) for r in repeated)]
-    return single.to(*args, **kwargs).expand(x.shape)
-
-
-def _index(x: Tensor, index: Any) -> Tensor:
-    return x[..., index, :]
+        x1, x2 = real(self.x1[row_index]), real(self.x2[col_index])
+        return diagonal(self.evaluator(self.parameters), x1, x2, self.batch_shape).to(self.dtype)

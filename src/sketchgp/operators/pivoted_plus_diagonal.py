@@ -1,8 +1,8 @@
 """``P = K(:, S) K(S, S)^-1 K(S, :) + diag(d)``, differentiable in the kernel, with one n x r array in memory.
 
 With the factor F of ``K(:, S) K(S, S)^-1 K(S, :) = F F^T``, differentiating through F by autograd keeps K(:, S), F and
-their gradients: five arrays of n x r.  But every function of P used here has a derivative G = dP-gradient of
-known form, so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:, S) L^-T``
+their gradients: five arrays of n x r.  But the gradient G of every function of P used here is known in closed form,
+so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:, S) L^-T``
 
     gradient of K(:, S) = 2 H L^-1,    gradient of K(S, S) = -L^-T (F^T H) L^-1.
 
@@ -32,8 +32,8 @@ Rows = Callable[[slice], Tensor]
 class PivotedFactor:
     """``F = K(:, S) L^-T``, without gradients: pivots S ``(r,)``, L = core_root ``(r, r)``, factor F ``(n, r)``.
 
-    L is the lower Cholesky factor of K(S, S), with whatever shift made it exist.  F may be taken away (None) by who
-    needs the memory for another; an operator that is used after all then makes it again.
+    L is the lower Cholesky factor of K(S, S), with whatever shift made it exist.  F may be taken away (None) by
+    whoever needs the memory for another; an operator that is used after all then makes it again.
     """
 
     pivots: Tensor
@@ -68,7 +68,7 @@ class _Logdet(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         operator, diagonal = ctx.operator, ctx.saved_tensors[-1]
         root = operator.capacitance_root()
-        of_diagonal = torch.empty_like(diagonal)
+        of_diagonal = 1 / diagonal  # right as it is for rank 0
 
         def rows_of(rows: slice) -> Tensor:  # P^-1 F = D^-1 F C^-1
             part = operator.factor[rows]
@@ -110,11 +110,13 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     @property
     def factor(self) -> Tensor:  # type: ignore[override]
         """F, ``(n, r)``, without gradients."""
-        if self.pivoted.factor is None:
+        factor = self.pivoted.factor
+        if factor is None:
             x, *parameters = (t.detach() for t in self._args[:-1])
             matrix = KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine="tiled", same=True)
-            self.pivoted.factor = columns_over_root(matrix, self.pivoted.pivots, self.pivoted.core_root)
-        return self.pivoted.factor
+            factor = columns_over_root(matrix, self.pivoted.pivots, self.pivoted.core_root)
+            self.pivoted.factor = factor
+        return factor
 
     def _rebuilt(self, tensors: tuple[Tensor, ...], out_dtype: torch.dtype | None) -> PivotedPlusDiagonal:
         options = {"kernel": self.kernel, "names": self.names, "pivoted": self.pivoted}
@@ -149,6 +151,12 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
         return self.plain()._expand_batch(batch_shape)
 
+    def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
+        return self.plain().to(*args, **kwargs)
+
+    def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
+        return self.plain()._permute_batch(*dims)
+
     def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
         return self.plain()._unsqueeze_batch(dim)
 
@@ -170,12 +178,15 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         """Gradients for x and the kernel's parameters from ``H = G F``, given by rows.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
-        :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block.
+        :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
         """
         x, *parameters = tensors[:-1]
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
         n, r = self.factor.shape
-        if not r or not any(t.requires_grad for t in (x, *parameters)):
+        blocks = list(spans(n, max(1, _ENTRIES // max(r, 1)))) if r else []
+        if not blocks or not any(t.requires_grad for t in (x, *parameters)):
+            for rows in blocks:
+                rows_of(rows)
             return (None,) * (1 + len(parameters))
         of_x = torch.zeros_like(x) if x.requires_grad else None
         totals = [torch.zeros_like(p) if p.requires_grad else None for p in parameters]
@@ -194,7 +205,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
                 of_x.index_add_(0, rows, of_rows)
                 of_x.index_add_(0, pivots, of_chosen)
 
-        for rows in spans(n, max(1, _ENTRIES // r)):
+        for rows in blocks:
             h = rows_of(rows)
             core += self.factor[rows].mT @ h
             gradient = torch.linalg.solve_triangular(root, 2 * h, upper=False, left=False)

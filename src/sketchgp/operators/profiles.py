@@ -55,10 +55,6 @@ def _gauss_derivative(
     return value, value, None
 
 
-def _laplace(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    return t.exp2_()
-
-
 def _tiny(t: Tensor) -> float:
     """Stands for t = 0 where its inverse root is taken; its root is so small that ``1 - root`` rounds to 1."""
     return 1e-60 if t.dtype == torch.float64 else 1e-30
@@ -130,13 +126,6 @@ def _rational_quadratic_derivative(
     return value, inverse.mul_(value), of_alpha  # phi' = -phi / (2 (1 + t))
 
 
-def _laplace_derivative(
-    t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    value = t.exp2_()
-    return value, value, None
-
-
 GAUSS = Profile("gauss", False, -LOG2E / 2, 1.0, -0.5, _gauss, _gauss_derivative)
 MATERN = {
     0.5: Profile("matern12", False, LOG2E**2, 1.0, -LOG2E / 2, _matern12, _matern12_derivative),
@@ -146,7 +135,7 @@ MATERN = {
 RATIONAL_QUADRATIC = Profile(
     "rational_quadratic", False, 0.5, 1.0, -0.5, _rational_quadratic, _rational_quadratic_derivative
 )
-LAPLACE = Profile("laplace", True, -LOG2E, 1.0, -1.0, _laplace, _laplace_derivative)
+LAPLACE = Profile("laplace", True, -LOG2E, 1.0, -1.0, _gauss, _gauss_derivative)
 _ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE)}
 
 

@@ -73,7 +73,7 @@ class PreconditionerCache:
             access = Access(operator)
             if self.choice.rank is None and float(noise.detach().min()) < 0.5 * self._selected_noise:
                 self._selection = self._factor = None  # the automatic rank was for a larger noise
-            if live and self._pivoted(access):
+            if live and self._pivoted(access, noise):
                 return self._live_pivoted(access, noise, matrix_key, noise_key, operator.dtype, start)
             factor = self._find_factor(access, noise, matrix_key, live)
             diagonal = noise.to(torch.float64) + self._shift()
@@ -87,9 +87,9 @@ class PreconditionerCache:
             built._root_cache = self._built.capacitance_root()
             return built
 
-    def _pivoted(self, access: Access) -> bool:
-        """Whether the derivative can be taken with one n x r array: one kernel matrix, F made of its columns."""
-        return self.choice.pivoted and access.exact and not access.batch_shape
+    def _pivoted(self, access: Access, noise: Tensor) -> bool:
+        """Whether the derivative can be taken with one n x r array: one kernel matrix, one noise, F made of columns."""
+        return self.choice.pivoted and access.exact and not access.batch_shape and noise.dim() == 1
 
     def _live_pivoted(
         self, access: Access, noise: Tensor, matrix_key: Any, noise_key: Any, out_dtype: torch.dtype, start: float

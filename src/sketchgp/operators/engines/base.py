@@ -48,6 +48,13 @@ class Engine:
         raise NotImplementedError
 
 
+def folds(matrix: KernelMatrix) -> bool:
+    """Whether a derivative may take both sides of the matrix for one: K is symmetric, and x1 and x2 are one tensor
+    or need no gradient.
+    """
+    return matrix.same and (matrix.x1 is matrix.x2 or not (matrix.x1.requires_grad or matrix.x2.requires_grad))
+
+
 class Live:
     """Copies of x1, x2 and the parameters (sharing memory), and what depends on them.
 
@@ -64,7 +71,7 @@ class Live:
         self.tensors = [copies[id(tensor)] for tensor in matrix._args]
         self.wanted = [t for t in copies.values() if t.requires_grad]
         self.needs_inputs = self.tensors[0].requires_grad or self.tensors[1].requires_grad
-        self.same = matrix.same and (self.tensors[0] is self.tensors[1] or not self.needs_inputs)
+        self.same = folds(matrix)
         self.prepared = None
         if matrix.expression is not None and self.wanted:
             with torch.enable_grad():

@@ -32,7 +32,7 @@ class Dense(Engine):
         stored = self._stored(matrix)
         if stored is None:
             return Tiled().product(matrix, rhs)
-        return stored.reshape(-1, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else stored @ rhs
+        return stored.reshape(*matrix.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else stored @ rhs
 
     def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
         return Tiled().derivative(matrix, left, right)

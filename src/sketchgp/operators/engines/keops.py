@@ -40,7 +40,6 @@ class KeOps(Engine):
     """
 
     name = "keops"
-    precisions = ("float32",)
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         try:

@@ -12,7 +12,7 @@ from ..fast_gradient import FastGradient
 from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
 from ..tiles import Shape, padded, pieces, shrinking, tile_shape
-from .base import Engine, Gradients, Live
+from .base import Engine, Gradients, Live, folds
 
 if TYPE_CHECKING:
     from ..kernel_matrix import KernelMatrix
@@ -37,7 +37,7 @@ class Tiled(Engine):
         return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _dense(matrix, out, shape, half))
 
     def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
-        fold = Live(matrix).same
+        fold = folds(matrix)
         if fold:  # K is symmetric, so the weights may be made so: only the upper triangle is then visited
             left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
 
@@ -87,7 +87,7 @@ def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool) -> Ten
     for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
         tile = tiles.tile(rows, columns)
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
-            tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(-1, *tile.shape[-2:])
+            tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(*matrix.flat_batch, *tile.shape[-2:])
         _add_product(out[..., rows, :], tile, rhs[..., columns, :])
         if mirror:
             _add_product(out[..., columns, :], tile.mT, rhs[..., rows, :])

@@ -1,8 +1,8 @@
 """Pieces that every Triton kernel of this package is put together from (see ``source``).
 
 A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile is a function of
-``d``, its squared Euclidean or l1 distance in the units of :func:`sketchgp.operators.engines.triton.packed`: in base 2,
-so that an exponential is one instruction of the device's special function unit.
+``d``, its squared Euclidean or l1 distance in the units of ``layout.unit``: in base 2, so that an exponential is one
+instruction of the device's special function unit.
 
 This module needs Triton, and TRITON_INTERPRET is read when it is imported.
 """
