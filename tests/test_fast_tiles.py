@@ -341,6 +341,20 @@ def test_near_duplicates_under_the_matern12_kernel(name, lengthscale, apart, man
             assert float((found - wanted).detach().abs().max() / wanted.max()) < limit
 
 
+@pytest.mark.parametrize("name", [*KERNELS, *SELECTING])
+def test_the_variance_of_every_point_is_the_same(name, many_tiles):
+    """Rounding errors of distances stay off the diagonal, of the matrix and of columns and blocks of it."""
+    d = 3 if name in SELECTING else 20
+    operator = KernelMatrix.of(make(name, d).float(), points(50, d, dtype=torch.float32), engine="tiled").detach()
+    diagonal = operator.to_dense().diagonal()
+    assert (diagonal == diagonal[0]).all()
+    picked = torch.tensor([4, 49, 0, 17])
+    assert (operator.columns(picked)[picked, torch.arange(4)] == diagonal[0]).all()
+    assert (operator.block(picked, picked.flip(0)).flip(1).diagonal() == diagonal[0]).all()
+    expected = reference(make(name, d), points(1, d), points(1, d))
+    assert float(diagonal[0]) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
 def test_near_pairs_are_few_at_short_lengthscales(many_tiles):
     """Pairs whose covariance is nothing need no exact distance; all of them take twenty times as long."""
     kernel = MaternKernel(nu=0.5)
@@ -703,6 +717,10 @@ class _OwnMatern(MaternKernel):
     pass
 
 
+class _OwnRQ(RQKernel):
+    pass
+
+
 class _OwnScale(ScaleKernel):
     pass
 
@@ -753,9 +771,15 @@ def _seventeen() -> Kernel:
     return spread(kernel)
 
 
+def _many_terms_of_one_kernel() -> Kernel:
+    base = RBFKernel(ard_num_dims=3)
+    return spread(AdditiveKernel(*(ScaleKernel(base) for _ in range(17))))
+
+
 UNRECOGNISED: dict[str, Callable[[], Kernel]] = {
     "subclass": lambda: ScaleKernel(_Subclass()),
     "subclass-in-a-sum": lambda: RBFKernel() + _OwnMatern(nu=1.5),
+    "subclass-of-rq": lambda: ScaleKernel(_OwnRQ()),
     "subclass-of-scale": lambda: _OwnScale(RBFKernel()),
     "subclass-of-laplace": lambda: _OwnLaplace(),
     "cosine": lambda: ScaleKernel(CosineKernel()),
@@ -766,6 +790,7 @@ UNRECOGNISED: dict[str, Callable[[], Kernel]] = {
     "own": lambda: ScaleKernel(Triangle()),
     "deep": lambda: ScaleKernel(Deep(ScaleKernel(RBFKernel(ard_num_dims=2)))),
     "seventeen-terms": _seventeen,
+    "seventeen-terms-of-one-kernel": _many_terms_of_one_kernel,
     "product-of-sums": lambda: spread(
         math.prod((ScaleKernel(RBFKernel()) + RQKernel() for _ in range(5)), start=ConstantKernel())
     ),
