@@ -100,9 +100,11 @@ def test_a_stored_matrix_follows_its_parameters():
     operator = KernelMatrix.of(kernel, x, engine="dense")
     operator._matmul(normal(20, 1))
     with torch.no_grad():
-        kernel.kernels[0].raw_outputscale.add_(1.0)
-        x.mul_(2.0)
-    assert relative(operator._matmul(normal(20, 1)), reference(kernel, x, x) @ normal(20, 1)) < 1e-13
+        for change in (lambda: kernel.kernels[0].raw_outputscale.add_(1.0), lambda: x.mul_(2.0)):
+            change()
+            wanted = reference(kernel, x, x)
+            assert relative(operator._matmul(normal(20, 1)), wanted @ normal(20, 1)) < 1e-13
+            assert relative(operator.columns(torch.arange(3)), wanted[:, :3]) < 1e-13
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -523,6 +523,20 @@ def test_gradients_of_batches(name, batch, many_tiles):
         check_gradients(kernel, x, z, "to_dense", inputs)
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_gradients_of_two_tensors_of_equal_points(name, many_tiles):
+    """Each of them gets its own part, though the matrix is known to be symmetric."""
+    kernel = make(name)
+    x, z = points(40).requires_grad_(True), points(40).requires_grad_(True)
+    operator = KernelMatrix.from_lazy(kernel(x, z), engine="tiled")
+    assert operator.same
+    tensors, left, right = [*kernel.parameters(), x, z], normal(40, 2), normal(40, 2, seed=1)
+    found = gradients((left * (operator @ right)).sum(), tensors)
+    exact = gradients((left * (reference(kernel, x, z) @ right)).sum(), tensors)
+    for gradient, wanted in zip(found, exact, strict=True):
+        assert relative(gradient, wanted) < 1e-10
+
+
 @pytest.mark.parametrize("inputs", [False, True], ids=["parameters", "inputs"])
 @pytest.mark.parametrize("name", ["rbf-ard", "matern12", "rq", "laplace", "sum"])
 def test_gradients_of_a_repeated_matrix(name, inputs, many_tiles):
