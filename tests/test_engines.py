@@ -264,6 +264,8 @@ def test_a_whole_operator_in_half_precision(name, engine):
             parameter.data = parameter.data.to(dtype).float()
         exact = KernelMatrix.of(rounded, x.to(dtype).float(), engine="tiled") @ rhs.float()
         assert relative(product, exact) < torch.finfo(dtype).eps  # of the result
+        everything = KernelMatrix.of(rounded, x.to(dtype).float(), engine="tiled").to_dense()
+        assert relative(TILED.dense(operator), everything) < 1e-6  # before it is rounded
     half = KernelMatrix.of(kernel, x, engine=engine).half()
     assert half.dtype == torch.float16
     assert relative(half @ normal(60, 2, dtype=torch.float16), operator.float() @ normal(60, 2).float()) < 0.05
