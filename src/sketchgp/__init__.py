@@ -11,14 +11,16 @@ from .kernels import LaplaceKernel
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
 from .report import SolveReport, record_solves
-from .solvers import Cholesky, ConjugateGradients, FullProblem, Solution
+from .solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solution
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ASkotch",
     "Cholesky",
     "ConjugateGradients",
     "ConvergenceWarning",
+    "EigenPro2",
     "FitHistory",
     "FullProblem",
     "GreedyCholesky",
@@ -30,6 +32,7 @@ __all__ = [
     "Prediction",
     "RPCholesky",
     "SketchGPError",
+    "Skotch",
     "Solution",
     "SolveReport",
     "accelerate",

@@ -22,6 +22,8 @@ class SolveReport:
     ``residual`` is the *true* relative residual ``||rhs - (K + noise) value|| / ||rhs||`` of the returned value,
     one number a column, recomputed with float64 products when the solve ended; ``history`` holds the residuals
     of the recurrence, ``(iterations + 1, columns)``, which rounding can make smaller than the true ones.
+    Solvers that go by blocks of rows estimate ``history``; ``passes`` are then the entries of K evaluated over n^2, and
+    ``held_out`` lists (passes, seconds, root mean square error of each column) where held-out points were given.
     Batched systems are flattened: a batch of b systems with t columns counts b t columns.
     """
 
@@ -43,6 +45,8 @@ class SolveReport:
     device: str = "cpu"
     peak_memory: int = 0
     notes: list[str] = field(default_factory=list)
+    passes: float = 0.0
+    held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
 
     @property
     def max_residual(self) -> float:

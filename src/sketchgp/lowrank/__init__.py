@@ -4,6 +4,7 @@ from .factor import LowRank, nystrom_factor, pivoted_factor, shifted_cholesky
 from .greedy import greedy_cholesky
 from .nystrom import gaussian_nystrom, gaussian_test_matrix, uniform_nystrom
 from .rpcholesky import rpcholesky
+from .smoothness import smoothness
 from .top_eigensystem import TopEigensystem, top_eigensystem
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "pivoted_factor",
     "rpcholesky",
     "shifted_cholesky",
+    "smoothness",
     "top_eigensystem",
     "uniform_nystrom",
 ]

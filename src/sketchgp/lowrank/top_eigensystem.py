@@ -29,14 +29,21 @@ class TopEigensystem:
 
 
 @torch.no_grad()
-def top_eigensystem(matrix: Access, rank: int, subsample_size: int, *, generator: torch.Generator) -> TopEigensystem:
+def top_eigensystem(
+    matrix: Access, rank: int, subsample_size: int, *, generator: torch.Generator, noise: Tensor | None = None
+) -> TopEigensystem:
     """Top ``rank`` eigenpairs of K restricted to ``subsample_size`` uniformly chosen points; O(s^3) operations.
+
+    :param noise: ``(n,)`` added to the diagonal of K.
 
     Eigenvalues at the level of rounding are left out, so fewer pairs may come back.
     """
     size = min(subsample_size, matrix.n)
     indices = torch.randperm(matrix.n, generator=generator)[:size].sort().values.to(matrix.device)
-    values, vectors = torch.linalg.eigh(matrix.block(indices, indices))
+    block = matrix.block(indices, indices)
+    if noise is not None:
+        block = block + noise[indices].diag()
+    values, vectors = torch.linalg.eigh(block)
     values, vectors = values.flip(0), vectors.flip(1)
     sound = int((values > matrix.resolution * size * values[0].clamp(min=0)).sum())
     rank = min(rank, sound)

@@ -36,6 +36,11 @@ class Access:
         self.exact = isinstance(operator, KernelMatrix)
         self.operator = operator.type(torch.float64) if self.exact else operator.evaluate_kernel()
 
+    @classmethod
+    def stored(cls, matrix: Tensor) -> Access:
+        """Of a dense symmetric tensor ``(..., n, n)``."""
+        return cls(DenseLinearOperator(matrix))
+
     @property
     def n(self) -> int:
         """Number of rows."""
@@ -116,6 +121,33 @@ def _gather_rows(matrix: Tensor, indices: Tensor) -> Tensor:
     return _gather_columns(matrix.mT, indices).mT
 
 
+Term = tuple[float | Tensor, LinearOperator]
+
+
+def terms(operator: LinearOperator, scale: float | Tensor = 1.0) -> Iterator[Term]:
+    """The operator as a sum of scaled operators that are neither sums nor scaled themselves."""
+    operator = operator.evaluate_kernel()
+    if isinstance(operator, _SUMS):
+        for part in operator.linear_ops:
+            yield from terms(part, scale)
+    elif isinstance(operator, ConstantMulLinearOperator):
+        yield from terms(operator.base_linear_op, scale * operator.expanded_constant.to(torch.float64))
+    else:
+        yield scale, operator.detach()
+
+
+def accurate_terms(operator: LinearOperator) -> list[Term]:
+    """The same in float64; kernel matrices are then evaluated by tiles, and stored matrices are left as they are."""
+    found: list[Term] = []
+    for scale, part in terms(operator):
+        if isinstance(part, KernelMatrix):
+            part = KernelMatrix(*part.type(torch.float64)._args, **{**part._options(), "engine": "tiled"})
+        elif not isinstance(part, DenseLinearOperator):
+            part = part.type(torch.float64)
+        found.append((scale, part))
+    return found
+
+
 class AccurateProduct:
     """``v -> K v`` in float64 arithmetic, whatever dtype K has; nothing n x n is made in float64.
 
@@ -123,24 +155,7 @@ class AccurateProduct:
     """
 
     def __init__(self, operator: LinearOperator) -> None:
-        self._terms = list(self._split(operator, 1.0))
-
-    def _split(
-        self, operator: LinearOperator, scale: float | Tensor
-    ) -> Iterator[tuple[float | Tensor, LinearOperator]]:
-        operator = operator.evaluate_kernel()
-        if isinstance(operator, _SUMS):
-            for part in operator.linear_ops:
-                yield from self._split(part, scale)
-        elif isinstance(operator, ConstantMulLinearOperator):
-            yield from self._split(operator.base_linear_op, scale * operator.expanded_constant.to(torch.float64))
-        elif isinstance(operator, KernelMatrix):
-            options = {**operator._options(), "engine": "tiled"}
-            yield scale, KernelMatrix(*operator.detach().type(torch.float64)._args, **options)
-        elif isinstance(operator, DenseLinearOperator):
-            yield scale, operator
-        else:
-            yield scale, operator.detach().type(torch.float64)
+        self._terms = accurate_terms(operator)
 
     @torch.no_grad()
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -148,7 +163,7 @@ class AccurateProduct:
         total: Tensor | None = None
         for scale, operator in self._terms:
             if isinstance(operator, DenseLinearOperator):
-                product = _dense_product(operator.tensor, vectors)
+                product = dense_product(operator.tensor, vectors)
             else:
                 product = operator._matmul(vectors)
             product = product * scale if torch.is_tensor(scale) or scale != 1.0 else product
@@ -157,7 +172,8 @@ class AccurateProduct:
         return total
 
 
-def _dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
+def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """``matrix @ vectors`` for float64 vectors, of a stored matrix of any dtype."""
     if matrix.dtype == torch.float64:
         return matrix @ vectors
     batch = torch.Size(matrix.shape[:-2]).numel()

@@ -287,23 +287,28 @@ class KernelMatrix(LinearOperator):
 
     def columns(self, indices: Tensor) -> Tensor:
         """``k(x1, x2[indices])``, dense and differentiable: ``(..., n, r)`` for ``indices`` of shape (..., r)."""
-        part = self._with(self.x1, take_rows(self.x2, indices), same=False)
-        if indices.dim() == 1:
-            if self.expression is not None:
-                part.memo["prepared"] = (part._state(), self.prepared().part(None, indices))
-            if self.same:
-                part.coincident = torch.stack([indices, torch.arange(len(indices), device=indices.device)])
+        part = self._part(None, indices)
+        if self.same and indices.dim() == 1:
+            part.coincident = torch.stack([indices, torch.arange(len(indices), device=indices.device)])
         return part.to_dense()
 
     def block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """``k(x1[rows], x2[columns])``, dense and differentiable; indices as in :meth:`columns`."""
-        part = self._with(take_rows(self.x1, rows), take_rows(self.x2, columns), same=False)
-        if rows.dim() == columns.dim() == 1:
-            if self.expression is not None:
-                part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
-            if self.same:
-                part.coincident = (rows.unsqueeze(1) == columns).nonzero().mT
+        part = self._part(rows, columns)
+        if self.same and not part.same and rows.dim() == columns.dim() == 1:
+            part.coincident = (rows.unsqueeze(1) == columns).nonzero().mT
         return part.to_dense()
+
+    def rows(self, indices: Tensor) -> KernelMatrix:
+        """``k(x1[indices], x2)`` for ``indices`` (r,), as an operator."""
+        return self._part(indices, None)
+
+    def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
+        x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
+        part = self._with(x1, x2, same=self.same and rows is columns)
+        if self.expression is not None and all(i is None or i.dim() == 1 for i in (rows, columns)):
+            part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
+        return part
 
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
         """One matrix of the batch (its parameters carry no gradient)."""
@@ -380,9 +385,7 @@ class KernelMatrix(LinearOperator):
         return DenseLinearOperator(self.to_dense())._permute_batch(*dims)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if any(index != slice(None) for index in batch_indices if isinstance(index, slice)) or any(
-            not isinstance(index, slice) for index in batch_indices
-        ):
+        if any(not isinstance(index, slice) or index != slice(None) for index in batch_indices):
             return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
         same = self.same and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
         if torch.is_tensor(row_index) and torch.is_tensor(col_index):

@@ -44,6 +44,15 @@ class System:
     def n(self) -> int:
         return self.operator.shape[-1]
 
+    def element(self, index: tuple[int, ...], batch: torch.Size) -> System:
+        """One system of the batch; operator and noise may be of fewer batch dimensions, which are then repeated."""
+        shape = self.operator.batch_shape
+        operator = self.operator
+        if shape:
+            own = tuple(0 if size == 1 else i for i, size in zip(index[-len(shape) :], shape, strict=True))
+            operator = operator.element(own) if isinstance(operator, KernelMatrix) else operator[own]
+        return System(operator, self.noise.expand(*batch, self.n)[index])
+
     def product(self, vectors: Tensor) -> Tensor:
         """``(K + noise) vectors`` in float64 vectors ``(..., n, t)``, K applied in its own dtype."""
         self.matmuls += 1

@@ -29,7 +29,7 @@ class Dense(Engine):
         return matrix._stored is not None or size <= memory_budget.value(matrix.device)
 
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
-        stored = self._stored(matrix)
+        stored = self.kept(matrix)
         if stored is None:
             return Tiled().product(matrix, rhs)
         return stored.reshape(*matrix.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else stored @ rhs
@@ -37,7 +37,8 @@ class Dense(Engine):
     def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
         return Tiled().derivative(matrix, left, right)
 
-    def _stored(self, matrix: KernelMatrix) -> Tensor | None:
+    def kept(self, matrix: KernelMatrix) -> Tensor | None:
+        """The stored matrix; None where there turned out to be no memory for it."""
         if matrix.memo.get("dense refused"):
             return None
         try:

@@ -1,0 +1,41 @@
+"""The smoothness constant of a preconditioned matrix, which sets the step of the methods that use it.
+
+Reference: Rathore, Frangella, Udell (arXiv:2407.10070), Algorithm 3 (get_L): randomized powering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def smoothness(
+    product: Callable[[Tensor], Tensor],
+    inverse: Callable[[Tensor], Tensor],
+    n: int,
+    *,
+    generator: torch.Generator,
+    device: torch.device,
+    iterations: int = 10,
+) -> float:
+    """Estimate of the largest eigenvalue of ``P^-1/2 H P^-1/2``, from below, by power iteration on ``P^-1 H``.
+
+    :param product: ``v -> H v`` for ``(n, 1)`` float64, H symmetric positive definite.
+    :param inverse: ``v -> P^-1 v``, P symmetric positive definite.
+    :param generator: CPU generator of the random start.
+    :returns: the last Rayleigh quotient ``v^T H P^-1 H v / v^T H v``, at most the eigenvalue; 0 where H v = 0.
+    """
+    v = torch.randn(n, 1, dtype=torch.float64, generator=generator).to(device)
+    estimate = 0.0
+    for _ in range(iterations):
+        image = product(v)
+        following = inverse(image)
+        energy = float((v * image).sum())
+        if not energy > 0:
+            break
+        estimate = float((following * image).sum()) / energy  # v^T H P^-1 H v / v^T H v
+        v = following / following.norm()
+    return estimate

@@ -1,0 +1,87 @@
+"""Some rows of a symmetric matrix times vectors: the one product of solvers that go through a matrix by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from linear_operator.operators import DenseLinearOperator, LinearOperator
+from torch import Tensor
+
+from .access import Term, accurate_terms, columns, dense_product, terms
+from .engines import DENSE, TRITON, choose
+from .kernel_matrix import KernelMatrix
+from .tiles import spans
+
+_GATHERED = {"cpu": 2**20, "cuda": 2**26}  # entries of a stored matrix gathered at once: on CPUs, while in cache
+
+_CHEAP = 96  # features up to which evaluating an entry is faster than fetching it (measured on a CPU)
+_L1_WORK = 12  # of a feature of an l1 distance, in features of a Euclidean one
+
+
+class RowProduct:
+    """``(indices, v) -> K[indices] v`` for one symmetric ``(n, n)`` operator; not batched, no autograd.
+
+    Kernel matrices are evaluated by their engine, ``len(indices) n`` entries a call, or read where they are stored.
+    Sums and multiples are taken part by part.
+
+    :param operator: K.
+    :param accurate: evaluate kernel matrices in float64, by tiles, whatever their dtype.
+    :param engines: the engine of each kernel matrix in place of its own, as :attr:`engines` gave them before.
+    """
+
+    def __init__(self, operator: LinearOperator, accurate: bool = False, engines: Sequence[str] | None = None) -> None:
+        self._terms = accurate_terms(operator) if accurate else list(terms(operator))
+        named = iter(engines) if engines is not None else None
+        for number, (scale, part) in enumerate(self._terms):
+            if isinstance(part, KernelMatrix):  # chosen once, so that free memory does not change it on the way
+                engine = next(named) if named is not None else _engine(part)
+                part = KernelMatrix(*part._args, **{**part._options(), "engine": engine})
+                self._terms[number] = (scale, part)
+
+    @property
+    def engines(self) -> list[str]:
+        """The engine of each kernel matrix, in the order of the sum."""
+        return [part.engine for _, part in self._terms if isinstance(part, KernelMatrix)]
+
+    @torch.no_grad()
+    def __call__(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """``(b, t)`` in float64, for indices ``(b,)`` and float64 vectors ``(n, t)``."""
+        total = vectors.new_zeros(len(indices), vectors.shape[-1])
+        for term in self._terms:
+            total += self._product(term, indices, vectors)
+        return total
+
+    def _product(self, term: Term, indices: Tensor, vectors: Tensor) -> Tensor:
+        scale, operator = term
+        if isinstance(operator, KernelMatrix):
+            vectors = vectors.to(operator.dtype)
+            stored = DENSE.kept(operator) if choose(operator) is DENSE else None
+            product = operator.rows(indices)._matmul(vectors) if stored is None else _gathered(stored, indices, vectors)
+        elif isinstance(operator, DenseLinearOperator):
+            product = _gathered(operator.tensor, indices, vectors)
+        else:
+            product = columns(operator, indices).mT.to(vectors.dtype) @ vectors
+        return product.to(torch.float64) * scale
+
+
+def _engine(matrix: KernelMatrix) -> str:
+    """The engine for rows of the matrix: rows of a cheap kernel are evaluated faster than gathered from memory."""
+    chosen = choose(matrix)
+    if matrix.engine != "auto" or chosen is not DENSE or matrix.expression is None:
+        return chosen.name
+    work = sum(
+        features.left.shape[-1] * (_L1_WORK if atom.profile.l1 else 1)
+        for atom, features in zip(matrix.expression.atoms, matrix.prepared().features, strict=True)
+    )
+    if work > _CHEAP:
+        return chosen.name
+    return "triton" if matrix.device.type == "cuda" and TRITON.missing(matrix) is None else "tiled"
+
+
+def _gathered(matrix: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
+    step = max(1, _GATHERED.get(matrix.device.type, 2**26) // matrix.shape[-1])
+    parts = [matrix.index_select(0, indices[rows]) for rows in spans(len(indices), step)]
+    if vectors.dtype == torch.float64:
+        return torch.cat([dense_product(part, vectors) for part in parts])
+    return torch.cat([part @ vectors for part in parts])

@@ -1,0 +1,26 @@
+"""What the solvers share that go through ``(K + noise) W = Y`` by blocks of rows: Skotch, ASkotch, EigenPro 2.
+
+``system`` evaluates rows and blocks, ``blocks`` draws them, ``inverse`` inverts one; ``solver`` holds the choices that
+all of these solvers have, ``method`` is what each of them adds, ``run`` their one loop, ``checkpoint`` saves it.
+"""
+
+from .blocks import SAMPLINGS, Partition, describe_blocks, next_block
+from .inverse import BlockInverse, block_inverse
+from .method import Method, Progress
+from .solver import BlockSolver, check_count
+from .system import BlockSystem, automatic_block_size
+
+__all__ = [
+    "SAMPLINGS",
+    "BlockInverse",
+    "BlockSolver",
+    "BlockSystem",
+    "Method",
+    "Partition",
+    "Progress",
+    "automatic_block_size",
+    "block_inverse",
+    "check_count",
+    "describe_blocks",
+    "next_block",
+]

@@ -1,0 +1,79 @@
+"""How blocks of rows are drawn: uniformly, or as parts of a random partition that is drawn anew every pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .inverse import BlockInverse, block_inverse
+from .system import BlockSystem
+
+SAMPLINGS = ("shuffled", "uniform")
+
+
+def next_block(
+    sampling: str, n: int, size: int, rest: Tensor, generator: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The rows of the next step, distinct, and what is left of the partition.
+
+    :param sampling: ``"shuffled"``: the next part of a random order of all rows; ``"uniform"``: rows drawn uniformly
+        without replacement, independently of the steps before.
+    :param rest: ``(m,)`` the rows not yet visited in this pass, on the CPU; unused with ``"uniform"``.
+    """
+    if sampling == "uniform":
+        return _draw(n, size, generator).to(device), rest
+    if not len(rest):
+        rest = torch.randperm(n, generator=generator)
+    parts = max(1, round(len(rest) / size))  # parts of nearly equal size, so that no pass ends in a tiny one
+    size = -(-len(rest) // parts)
+    return rest[:size].to(device), rest[size:]
+
+
+def _draw(n: int, size: int, generator: torch.Generator) -> Tensor:
+    """``size`` distinct numbers below n; O(n) work where the block is a fair share of all rows, else O(size)."""
+    if size * 8 > n:
+        return torch.randperm(n, generator=generator)[:size]
+    found = torch.randint(n, (size,), generator=generator).unique()
+    while len(found) < size:
+        more = torch.randint(n, (size - len(found),), generator=generator)
+        found = torch.cat([found, more]).unique()
+    return found[torch.randperm(len(found), generator=generator)]
+
+
+class Partition:
+    """A fixed random partition of the rows into blocks, with the smoothness constant of each (arXiv:2407.10070,
+    Algorithm 1, first loop).
+
+    The inverse of a block is computed anew at every visit, from a seed of its own, so that memory stays O(n + b^2).
+
+    :param rank: of the Nystrom approximations; None solves blocks exactly.
+    """
+
+    def __init__(self, system: BlockSystem, block_size: int, rank: int | None, seed: int) -> None:
+        self.system, self.rank, self.seed = system, rank, seed
+        self.count = max(1, round(system.n / block_size))
+
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Draw the partition and find the smoothness constants, unless ``tensors`` has them."""
+        if "order" in tensors:
+            return
+        tensors["order"] = torch.randperm(self.system.n, generator=torch.Generator().manual_seed(self.seed))
+        constants = [self._inverse(number, self._rows(number, tensors)).smoothness for number in range(self.count)]
+        tensors["smoothness"] = torch.tensor(constants, dtype=torch.float64)
+
+    def block(self, number: int, tensors: dict[str, Tensor]) -> tuple[Tensor, BlockInverse]:
+        """Rows and inverse of one block."""
+        rows = self._rows(number, tensors)
+        return rows, self._inverse(number, rows)
+
+    def _rows(self, number: int, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors["order"].tensor_split(self.count)[number].to(self.system.device)
+
+    def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
+        generator = torch.Generator().manual_seed(self.seed + 1 + number)
+        return block_inverse(self.system.block(rows, rows), self.system.noise[rows], self.rank, generator)
+
+
+def describe_blocks(block_size: int, rank: int) -> str:
+    """How blocks are inverted, in words."""
+    return f"blocks of {block_size}, " + (f"Nystrom rank {rank}" if rank else "exact")

@@ -1,0 +1,130 @@
+"""Checkpoints: one file, replaced as a whole, that holds tensors only and is refused for another problem.
+
+The file is what ``torch.save`` makes of a flat dictionary of tensors, and is read with ``weights_only=True``, so that
+reading it executes nothing.  Numbers and text are JSON in a tensor of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...operators import KernelMatrix
+from ...operators.access import Access, terms
+from ...operators.tiles import spans
+
+_FORMAT = 1
+_HEADER = "header"
+_PROBES = 16  # points at which the kernel's values are part of its fingerprint
+_BYTES = 2**26  # hashed at once
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+class Checkpoint:
+    """Where a solve is saved, how often, and what it is a solve of.
+
+    :param path: the file; it is written beside itself and then renamed.
+    :param every: seconds between two writes.
+    :param problem: name -> fingerprint of each part of the problem.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: float, problem: dict[str, str]) -> None:
+        self.path, self.every, self.problem = Path(path), every, problem
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def save(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Replace the file; whenever the process dies, the path holds a whole file or the one before."""
+        header = json.dumps({"format": _FORMAT, "problem": self.problem, "state": plain}).encode()
+        contents = {name: tensor.detach() for name, tensor in tensors.items()}
+        contents[_HEADER] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        beside = self.path.with_name(self.path.name + ".partial")
+        try:
+            with open(beside, "wb") as file:
+                torch.save(contents, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, self.path)
+        except OSError as error:
+            raise InputError(f"The checkpoint {self.path} cannot be written: {error}.") from error
+
+    def load(self, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What was saved last.
+
+        :raises InputError: if the file is no checkpoint, or one of another problem; the message names what changed.
+        """
+        try:
+            contents = torch.load(self.path, map_location="cpu", weights_only=True)
+            header = json.loads(bytes(contents.pop(_HEADER).numpy()))
+            if header["format"] != _FORMAT:
+                raise ValueError(f"format {header['format']}")
+        except Exception as error:
+            raise InputError(
+                f"{self.path} is no checkpoint that this version of sketchgp can read; delete it or use another path."
+            ) from error
+        changed = [name for name, mark in self.problem.items() if header["problem"].get(name) != mark]
+        if changed:
+            raise InputError(
+                f"The checkpoint {self.path} is of another problem: {' and '.join(changed)} changed since it was "
+                "written. Delete it or use another path."
+            )
+        return header["state"], {name: tensor.to(device) for name, tensor in contents.items()}
+
+
+def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict[str, str]:
+    """A mark for each part of a problem: equal marks, equal solves (on one device and number of threads)."""
+    inputs, kernel = hashlib.sha256(), hashlib.sha256()
+    for scale, part in terms(operator):
+        kernel.update(f"{type(part).__name__} {part.dtype} {_number(scale)}".encode())
+        if isinstance(part, KernelMatrix):
+            _add(inputs, part.x1, part.x2)
+            _add(kernel, *part.parameters, *part.kernel.buffers())
+            kernel.update(repr(list(_structure(part.kernel))).encode())
+        else:
+            _add(inputs, *part.representation())
+    n = operator.shape[-1]
+    some = torch.linspace(0, n - 1, min(n, _PROBES)).round().long().to(noise.device)
+    with torch.no_grad():
+        _add(kernel, Access(operator).block(some, some))
+    return {
+        "the training inputs": inputs.hexdigest(),
+        "the kernel": kernel.hexdigest(),
+        "the noise": _hash(noise),
+        "the targets": _hash(rhs),
+        "the solver's choices": hashlib.sha256(choices.encode()).hexdigest(),
+        "the device": noise.device.type,
+    }
+
+
+def _structure(kernel: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Classes of the kernel and its parts, and what they were set up with beside parameters."""
+    for module in kernel.modules():
+        simple = {k: v for k, v in sorted(vars(module).items()) if isinstance(v, _SIMPLE) and k != "training"}
+        yield type(module).__name__, simple
+
+
+def _number(scale: float | Tensor) -> str:
+    return repr(scale.tolist() if torch.is_tensor(scale) else scale)
+
+
+def _hash(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    _add(digest, *tensors)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().reshape(-1)
+        for part in spans(len(flat), _BYTES // flat.dtype.itemsize):
+            digest.update(flat[part].cpu().contiguous().view(torch.uint8).numpy())

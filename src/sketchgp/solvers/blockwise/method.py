@@ -1,0 +1,86 @@
+"""What a blockwise method is to the loop that runs it, and what the loop tells a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+class Method:
+    """A method at work on ``(K + noise) d = r`` from d = 0.
+
+    Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
+
+    :cvar name: as reports print it.
+    :ivar rank: of the low-rank parts; 0 where there are none.
+    """
+
+    name = ""
+    rank = 0
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {}
+
+    def begin(self, width: int) -> None:
+        """Set d = 0 for ``width`` right-hand sides, and forget momentum."""
+        raise NotImplementedError
+
+    def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One step; returns the rows ``(b,)`` it used and ``(K + noise) d - r`` there ``(b, t)``, as it was before.
+
+        :param generator: CPU generator that every random choice comes from.
+        """
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Tensor:
+        """d, ``(n, t)`` float64."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """How the blocks are inverted, for the report's line on the preconditioner."""
+        raise NotImplementedError
+
+    def evaluation_point(self) -> Tensor:
+        """The d at which the next step takes its residual."""
+        return self.value
+
+    def advice(self) -> str:
+        """What to try when the residual grows, as a sentence; '' from a method that has just helped itself."""
+        return "Use another seed, a larger block_size, or float64 data."
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a callback sees: the work done, the residual as estimated, the held-out error, the iterate.
+
+    :ivar iteration: steps so far.
+    :ivar passes: entries of K evaluated, over n^2.
+    :ivar seconds: since the start, earlier runs of a resumed solve included.
+    :ivar residual: estimated relative residual of each column ``(t,)``.
+    :ivar held_out: root mean square error of each column on the held-out points; None where there are none.
+    """
+
+    iteration: int
+    passes: float
+    seconds: float
+    residual: Tensor
+    held_out: Tensor | None
+    _weights: Callable[[], Tensor] = field(repr=False)
+
+    def weights(self) -> Tensor:
+        """The present W ``(n, t)``, float64."""
+        return self._weights()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop; ``seconds=None`` is no limit."""
+
+    tol: float
+    passes: float
+    seconds: float | None

@@ -1,0 +1,319 @@
+"""The loop of the solvers that go by blocks of rows: budgets, residuals, refinement, progress, Ctrl-C, checkpoints.
+
+The residual is estimated from the steps themselves, and true where a solve ends.  With float32 products the method
+solves ``K d + noise d = r`` with ``r = y - (K + noise) base`` computed in float64.  Once a pass, the residual of one
+block is computed in float64 too; where rounding dominates it, ``base += d`` and the method starts again on the new
+residual (iterative refinement: Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ...errors import NumericalError
+from ...report import SolveReport, peak_memory
+from .checkpoint import Checkpoint
+from .interrupt import DeferredInterrupt
+from .method import Limits, Method, Progress
+from .state import State
+from .system import BlockSystem
+
+_ALL_ROWS = 50_000  # points up to which the final residual is always that of all rows
+_WORTH_ALL_ROWS = 5.0  # passes after which it is for any number of points
+_SAMPLE = 8192  # rows from which it is estimated otherwise
+_WINDOW = 50_000  # the most rows between two estimates of the residual
+_ROUNDED = 0.3  # share of the residual that may be rounding
+_DIVERGED = 100.0  # growth of the residual over its least
+_HELD_OUT_SHARE = 0.1  # of the work that held-out predictions may take
+_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
+_BAR = "{desc}: {n:.1f}/{total} passes [{elapsed}<{remaining}] {postfix}"
+_FINAL = ("reached the tolerance", "was rounded", "stagnated")  # ends that a larger budget does not change
+
+HeldOut = Callable[[Tensor], tuple[Tensor, int]]
+
+
+class Run:
+    """One solve: ``loop`` runs it, then ``value`` is what to return and ``report`` says what happened.
+
+    :param b: right-hand sides ``(n, t)``, float64.
+    :param out_dtype: dtype of ``value``; the residual reported is that of the rounded one.
+    :param held_out: ``W -> (error (t,), entries of K evaluated)``.
+    :param raising: on Ctrl-C raise KeyboardInterrupt, after saving, instead of returning the iterate.
+    """
+
+    def __init__(
+        self,
+        system: BlockSystem,
+        method: Method,
+        b: Tensor,
+        out_dtype: torch.dtype,
+        limits: Limits,
+        seed: int,
+        initial: Tensor | None = None,
+        checkpoint: Checkpoint | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: HeldOut | None = None,
+        raising: bool = False,
+    ) -> None:
+        self.system, self.method, self.b, self.out_dtype, self.limits = system, method, b, out_dtype, limits
+        self.checkpoint, self.callback, self.held_out, self.raising = checkpoint, callback, held_out, raising
+        norm = b.norm(dim=0)
+        if not bool(torch.isfinite(norm).all()):
+            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
+        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+        self.value: Tensor | None = None
+        self.start = self.saved_at = time.perf_counter()
+        self.earlier = 0.0
+        self.generator = torch.Generator().manual_seed(seed)
+        if checkpoint is not None and checkpoint.exists():
+            self._resume(checkpoint)
+        else:
+            self._begin(initial)
+
+    def _begin(self, initial: Tensor | None) -> None:
+        base = torch.zeros_like(self.b) if initial is None else initial.to(torch.float64).clone()
+        r = self.b if initial is None else self.b - self.system.accurate_product(base)
+        zero, tol = torch.zeros_like(self.norm), self.limits.tol
+        self.state = State(base, r, zero, self.generator.get_state(), tol, tol)
+        self.method.begin(self.b.shape[1])
+        self.state.estimates.append(self._relative(r))
+        self.state.true = float(self.state.estimates[0].max())
+        if self._at_target():
+            self._verify_all()
+        self.save()
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def loop(self, progress: bool | None) -> None:
+        """Step until something ends the solve."""
+        show = sys.stderr.isatty() if progress is None else progress
+        bar = tqdm(
+            desc=f"{self.method.name}, n = {self.system.n}",
+            total=round(self.limits.passes, 1),
+            disable=not show,
+            leave=False,
+            delay=_PROGRESS_DELAY,
+            bar_format=_BAR,
+        )
+        self._stop_at_limits()  # of a solve that was resumed
+        with bar, DeferredInterrupt() as interrupt:
+            while not self.state.reason:
+                try:
+                    self._step()
+                    closed = self._close_window(bar)
+                    if interrupt.seen:
+                        raise KeyboardInterrupt
+                except KeyboardInterrupt:
+                    self.save()
+                    if self.raising:
+                        raise
+                    self.state.reason = "was interrupted"
+                    break
+                self._stop_at_limits()
+                if self.state.reason or (closed and time.perf_counter() - self.saved_at >= self._every()):
+                    self.save()
+        if self.value is None:
+            self._verify()
+
+    def _every(self) -> float:
+        return float("inf") if self.checkpoint is None else self.checkpoint.every
+
+    def _step(self) -> None:
+        state, method = self.state, self.method
+        due = self.system.dtype != torch.float64 and state.rows_seen - state.rows_checked >= self.system.n
+        point = method.evaluation_point().clone() if due else None
+        rows, g = method.step(state.r, self.generator)
+        state.steps += 1
+        state.rows_seen += len(rows)
+        state.window_rows += len(rows)
+        state.window_squares = state.window_squares + g.square().sum(dim=0)
+        if point is not None:
+            state.rows_checked = state.rows_seen
+            exact = self.system.accurate_rows(rows, point) - state.r[rows]
+            rounding = self._relative((g - exact) * (self.system.n / len(rows)) ** 0.5)
+            estimate = state.estimates[-1]
+            if bool(((rounding > _ROUNDED * estimate) & (estimate > self.limits.tol)).any()):
+                self._refine()
+
+    def _close_window(self, bar: Any) -> bool:
+        """After enough rows: estimate the residual from the steps since the last time, and tell everyone."""
+        state = self.state
+        if state.window_rows < min(self.system.n, _WINDOW):
+            return False
+        estimate = self._relative((state.window_squares * (self.system.n / state.window_rows)).sqrt().unsqueeze(0))
+        state.window_rows, state.window_squares = 0, torch.zeros_like(state.window_squares)
+        state.estimates.append(estimate)
+        largest = float(estimate.max())
+        if largest > _DIVERGED * max(state.least, self.limits.tol):
+            self._diverged(largest)
+            return True
+        state.least = min(state.least, largest)
+        error = self._held_out_error()
+        bar.n = round(self.system.passes, 1)
+        bar.set_postfix_str(
+            f"residual about {largest:.1e}" + ("" if error is None else f", held-out RMSE {float(error.mean()):.4g}")
+        )
+        if self.callback is not None and self.callback(
+            Progress(state.steps, self.system.passes, self.seconds, estimate, error, self._weights)
+        ):
+            state.reason = "was stopped by the callback"
+        if not state.reason and self._at_target():
+            self._verify_all()
+        return True
+
+    def _diverged(self, largest: float) -> None:
+        advice, least = self.method.advice(), self.state.least
+        if advice:
+            raise NumericalError(
+                f"{self.method.name} diverges: the relative residual grew from {least:.1e} to {largest:.1e}. {advice}"
+            )
+        self.state.notes.append(f"the residual grew to {largest:.1e}; went on with a smaller step")
+        self.method.begin(self.b.shape[1])
+        self.state.least = float("inf")
+
+    def _held_out_error(self) -> Tensor | None:
+        """The error on held-out points; the last one known where computing it again would take too much of the time."""
+        state = self.state
+        if self.held_out is None:
+            return None
+        if state.held_out and state.held_out_entries > _HELD_OUT_SHARE * self.system.entries:
+            return state.held_out[-1][2]
+        error, entries = self.held_out(self._weights())
+        state.held_out_entries += entries
+        state.held_out.append((self.system.passes, self.seconds, error))
+        return error
+
+    def _stop_at_limits(self) -> None:
+        limits, state = self.limits, self.state
+        if not state.reason and self.system.passes >= limits.passes:
+            state.reason = "ran out of passes"
+        if not state.reason and limits.seconds is not None and self.seconds >= limits.seconds:
+            state.reason = "ran out of time"
+
+    # --- residuals ------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Since the start, earlier runs included."""
+        return self.earlier + time.perf_counter() - self.start
+
+    def _weights(self) -> Tensor:
+        return self.state.base + self.method.value
+
+    def _at_target(self) -> bool:
+        return bool((self.state.estimates[-1] <= self.state.target).all())
+
+    def _relative(self, r: Tensor) -> Tensor:
+        relative = (r.norm(dim=0) / self.norm).cpu()
+        if not bool(torch.isfinite(relative).all()):
+            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
+        return relative
+
+    def _true_residual(self) -> tuple[Tensor, Tensor]:
+        """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded; ``(n, t)`` each."""
+        exact = self._weights()
+        self.value = exact.to(self.out_dtype)
+        if self.out_dtype == torch.float64:
+            r = self.b - self.system.accurate_product(exact)
+            return r, r
+        product = self.system.accurate_product(torch.cat([exact, self.value.to(torch.float64)], dim=1))
+        return self.b - product[:, : self.b.shape[1]], self.b - product[:, self.b.shape[1] :]
+
+    def _verify_all(self) -> None:
+        """The estimate is at the target: end if the true residual is at the tolerance, else aim lower."""
+        state, tol = self.state, self.limits.tol
+        r, rounded = self._true_residual()
+        true, self.residual = self._relative(r), self._relative(rounded)
+        if bool((self.residual <= tol).all()):
+            state.reason = "reached the tolerance"
+        elif bool((true <= tol).all()):
+            state.reason = "was rounded"
+        else:
+            state.target, self.value = 0.9 * state.target * min(1.0, tol / float(true.max())), None
+
+    def _refine(self) -> None:
+        """Go on from the true residual; end where that no longer helps."""
+        state = self.state
+        r, rounded = self._true_residual()
+        true, self.residual = float(self._relative(r).max()), self._relative(rounded)
+        if true > 0.5 * state.true:
+            state.reason = "stagnated"
+            return
+        state.notes.append(f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {true:.1e}")
+        state.base, state.r, state.true, self.value = self._weights(), r, true, None
+        self.method.begin(self.b.shape[1])
+
+    def _verify(self) -> None:
+        """The residual of what is returned: of all rows, or of a sample where the budget ended early."""
+        n = self.system.n
+        if n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS:
+            self.residual = self._relative(self._true_residual()[1])
+            return
+        self.value = self._weights().to(self.out_dtype)
+        rows = torch.randperm(n, generator=torch.Generator().manual_seed(n))[:_SAMPLE].to(self.b.device)
+        r = self.b[rows] - self.system.accurate_rows(rows, self.value.to(torch.float64))
+        self.residual = self._relative(r * (n / len(rows)) ** 0.5)
+        self.state.notes.append(f"residual estimated from {len(rows)} random rows, in float64")
+
+    def report(self, preconditioner: str, setup_seconds: float) -> SolveReport:
+        """What happened, once ``loop`` has ended."""
+        state = self.state
+        return SolveReport(
+            solver=self.method.name,
+            preconditioner=preconditioner,
+            n=self.system.n,
+            columns=self.b.shape[1],
+            iterations=state.steps,
+            matmuls=self.system.system.matmuls,
+            residual=self.residual,
+            history=torch.stack(state.estimates),
+            tol=self.limits.tol,
+            converged=state.reason == "reached the tolerance",
+            reason=state.reason,
+            seconds=self.seconds,
+            setup_seconds=setup_seconds,
+            rank=self.method.rank,
+            dtype=str(self.system.dtype).removeprefix("torch."),
+            device=str(self.b.device),
+            peak_memory=peak_memory(self.b.device),
+            notes=list(state.notes),
+            passes=self.system.passes,
+            held_out=list(state.held_out),
+        )
+
+    # --- saving and resuming --------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write everything that the rest of the solve depends on, if there is a checkpoint."""
+        if self.checkpoint is None:
+            return
+        state, method = self.state, self.method
+        state.seconds, state.entries, state.generator = self.seconds, self.system.entries, self.generator.get_state()
+        plain, tensors = state.pack()
+        tensors |= {f"method.{name}": tensor for name, tensor in method.tensors.items()}
+        self.checkpoint.save({**plain, "method": method.numbers, "engines": self.system.engines}, tensors)
+        self.saved_at = time.perf_counter()
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        plain, tensors = checkpoint.load(self.b.device)
+        self.method.numbers = plain.pop("method")
+        self.system.use_engines(plain.pop("engines"))
+        self.method.tensors = {k.removeprefix("method."): v for k, v in tensors.items() if k.startswith("method.")}
+        self.state = state = State.unpack(plain, tensors)
+        self.generator.set_state(state.generator.cpu())
+        self.system.entries, self.earlier = state.entries, state.seconds
+        if state.tol != self.limits.tol:
+            state.tol = state.target = self.limits.tol
+        ended, state.reason = state.reason, ""
+        if ended in _FINAL:
+            self._verify_all()
+            if ended == "stagnated" and not state.reason:
+                self._verify()
+                state.reason = ended

@@ -1,0 +1,216 @@
+"""What users choose for every blockwise solver, and how a choice becomes a solve."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConvergenceWarning, InputError
+from ...operators import KernelMatrix
+from ...report import SolveReport, record
+from ..problem import FullProblem, Solution, System, check_tensor
+from .checkpoint import Checkpoint, fingerprint
+from .method import Limits, Method, Progress
+from .run import HeldOut, Run
+from .system import BlockSystem, automatic_block_size
+
+_BUDGET = ("tol", "max_passes", "max_seconds", "checkpoint", "every")  # choices that change no step
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSolver:
+    """Base class: solves ``(K + noise) W = Y`` by steps that evaluate some rows of K each.
+
+    :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
+        GPyTorch's ``eval_cg_tolerance`` in a model where that is smaller.
+    :param max_passes: the most work, in entries of K evaluated over ``n^2``; not counting the last residual.
+    :param max_seconds: the most time for steps, earlier runs of a resumed solve included; None for no limit.
+    :param block_size: rows a step, or None: see :func:`automatic_block_size`.
+    :param seed: seed of every random choice.
+    :param checkpoint: a file to keep the state of the solve in.  If it exists the solve goes on from it, and ends with
+        the bits that an uninterrupted one ends with (on the same device and number of threads).  It holds tensors
+        only.  Of another problem, or with other choices than budget and tolerance, it is refused.
+    :param every: seconds between two writes of the checkpoint.
+    """
+
+    tol: float | None = None
+    max_passes: float = 200.0
+    max_seconds: float | None = None
+    block_size: int | None = None
+    seed: int = 0
+    checkpoint: str | os.PathLike[str] | None = None
+    every: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.tol is not None and not (_is_number(self.tol) and 0 < self.tol < 1):
+            raise InputError(f"tol expects a number between 0 and 1, or None, got {self.tol!r}.")
+        for name in ("max_passes", "every", *(("max_seconds",) if self.max_seconds is not None else ())):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
+                raise InputError(f"{name} expects a positive number, got {getattr(self, name)!r}.")
+        check_count("block_size", self.block_size)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise InputError(f"seed expects an integer, got {self.seed!r}.")
+        if self.checkpoint is not None and not isinstance(self.checkpoint, str | os.PathLike):
+            raise InputError(f"checkpoint expects a path or None, got {self.checkpoint!r}.")
+
+    @property
+    def name(self) -> str:
+        """The method's name, as reports print it."""
+        return type(self).__name__
+
+    def validate(self, n: int) -> None:
+        """:raises InputError: if a choice does not fit n points."""
+        if self.block_size is not None and self.block_size > n:
+            raise InputError(f"{self.name}(block_size={self.block_size}) exceeds the {n} points; choose at most {n}.")
+
+    def method(self, system: BlockSystem, block_size: int) -> Method:
+        """The method at work on one system."""
+        raise NotImplementedError
+
+    def solve(
+        self,
+        problem: FullProblem,
+        matmul: str = "auto",
+        initial: Tensor | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
+        progress: bool | None = None,
+    ) -> Solution:
+        """Solve a :class:`FullProblem`.
+
+        :param matmul: ``"auto"``, ``"dense"``, ``"tiled"``, ``"keops"`` or ``"triton"``.
+        :param initial: starting point in y's shape; costs one product with K.
+        :param callback: called with a :class:`Progress` after every pass, or 50,000 rows where that is less;
+            returning True ends the solve.
+        :param held_out: points ``(m, d)`` and targets ``(m,)`` or ``(m, t)`` whose root mean square error is computed
+            as the solve goes on (in at most a tenth of the work) and kept in the report.
+        :param progress: show a progress bar (default: only in a terminal).
+        :raises InputError: for arguments that do not fit; :raises NumericalError: for NaN, or where it diverges.
+
+        Ctrl-C ends the solve after the step under way, with the iterate, its true residual and a warning.
+        """
+        self.validate(len(problem.x))
+        if initial is not None and initial.shape != problem.y.shape:
+            raise InputError(f"initial expects y's shape {tuple(problem.y.shape)}, got {tuple(initial.shape)}.")
+        columns = problem.y.reshape(len(problem.x), -1)
+        value, report, _ = self.run(
+            problem.system(matmul),
+            columns,
+            initial=None if initial is None else initial.reshape(columns.shape),
+            callback=callback,
+            held_out=None if held_out is None else _held_out(problem, matmul, *held_out),
+            progress=progress,
+            keep_interrupted=True,
+        )
+        return Solution(value.reshape(problem.y.shape), report)
+
+    @torch.no_grad()
+    def run(
+        self,
+        system: System,
+        rhs: Tensor,
+        preconditioner: Any = None,
+        *,
+        initial: Tensor | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: HeldOut | None = None,
+        progress: bool | None = None,
+        keep_interrupted: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, SolveReport, Tensor | None]:
+        """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.
+
+        :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
+        """
+        batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape, system.noise.shape[:-1])
+        if batch and self.checkpoint is not None:
+            raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
+        rhs = rhs.expand(*batch, *rhs.shape[-2:])
+        values, reports = [], []
+        for index in itertools.product(*(range(size) for size in batch)):
+            part = system.element(index, batch) if batch else system
+            value, report = self._run(part, rhs[index], initial, callback, held_out, progress, keep_interrupted)
+            values.append(value)
+            reports.append(report)
+            record(report)
+            if not report.converged:
+                warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+        return torch.stack(values).reshape(rhs.shape) if batch else values[0], reports[-1], None
+
+    def _run(
+        self,
+        system: System,
+        rhs: Tensor,
+        initial: Tensor | None,
+        callback: Callable[[Progress], Any] | None,
+        held_out: HeldOut | None,
+        progress: bool | None,
+        keep_interrupted: bool,
+    ) -> tuple[Tensor, SolveReport]:
+        start = time.perf_counter()
+        rows = BlockSystem(system)
+        checkpoint = None
+        if self.checkpoint is not None:
+            choices = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _BUDGET}
+            described = f"{self.name} {choices} {rhs.dtype}"
+            marks = fingerprint(system.operator, system.noise, rhs, described)
+            checkpoint = Checkpoint(self.checkpoint, self.every, marks)
+        size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
+        method = self.method(rows, size)
+        setup = time.perf_counter() - start
+        run = Run(
+            rows,
+            method,
+            rhs.to(torch.float64),
+            rhs.dtype,
+            Limits(self.tol or 1e-3, self.max_passes, self.max_seconds),
+            self.seed,
+            initial=initial,
+            checkpoint=checkpoint,
+            callback=callback,
+            held_out=held_out,
+            raising=not keep_interrupted,
+        )
+        run.loop(progress)
+        assert run.value is not None
+        return run.value, run.report(method.describe(), setup)
+
+
+def check_count(name: str, value: Any) -> None:
+    """:raises InputError: unless the value is a positive integer or None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InputError(f"{name} expects a positive integer or None, got {value!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _held_out(problem: FullProblem, matmul: str, x: Tensor, y: Tensor) -> HeldOut:
+    """The error on held-out points as a function of W."""
+    check_tensor("held_out points", x, (2,))
+    check_tensor("held_out targets", y, (1, 2))
+    if x.shape[1] != problem.x.shape[1] or x.dtype != problem.x.dtype or x.device != problem.x.device:
+        raise InputError(
+            f"held_out points expect {problem.x.shape[1]} features in {problem.x.dtype} on {problem.x.device}, got "
+            f"{x.shape[1]} in {x.dtype} on {x.device}."
+        )
+    if y.shape != (len(x), *problem.y.shape[1:]):
+        raise InputError(f"held_out targets expect {(len(x), *problem.y.shape[1:])}, got {tuple(y.shape)}.")
+    cross = KernelMatrix.of(problem.kernel, x, problem.x, engine=matmul).detach()
+    wanted = y.reshape(len(x), -1).to(torch.float64)
+
+    def error(weights: Tensor) -> tuple[Tensor, int]:
+        predicted = cross._matmul(weights.to(cross.dtype)).to(torch.float64)
+        return (predicted - wanted).square().mean(dim=0).sqrt().cpu(), len(x) * weights.shape[0]
+
+    return error

@@ -1,0 +1,61 @@
+"""The state of a blockwise solve that is not its method's: what a checkpoint has to bring back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSORS = ("base", "r", "window_squares", "generator")
+
+
+@dataclass
+class State:
+    """Counters, residuals and notes.  ``base`` is W without the method's d, and ``r = y - (K + noise) base``.
+
+    :ivar tol: the tolerance, and ``target`` the estimated residual at which the true one is looked at.
+    :ivar rows_seen: rows of all steps; ``rows_checked`` of them at the last look at rounding errors.
+    :ivar window_rows: rows since the last estimate, ``window_squares`` (t,) their squared residuals.
+    :ivar true: the largest true residual known, ``least`` the least estimate.
+    :ivar estimates: residual of each column, estimated once a window; the first one is exact.
+    :ivar held_out: passes, seconds and held-out error of each column.
+    :ivar generator: state of the random generator.
+    """
+
+    base: Tensor
+    r: Tensor
+    window_squares: Tensor
+    generator: Tensor
+    tol: float
+    target: float
+    steps: int = 0
+    seconds: float = 0.0
+    entries: int = 0
+    rows_seen: int = 0
+    rows_checked: int = 0
+    window_rows: int = 0
+    held_out_entries: int = 0
+    true: float = float("inf")
+    least: float = float("inf")
+    reason: str = ""
+    estimates: list[Tensor] = field(default_factory=list)
+    held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Numbers and text, and tensors."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors["estimates"] = torch.stack(self.estimates)
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in tensors}
+        plain["held_out"] = [(passes, seconds, error.tolist()) for passes, seconds, error in self.held_out]
+        return plain, tensors
+
+    @classmethod
+    def unpack(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
+        """What :meth:`pack` made."""
+        held_out = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
+        kept = {name: tensors[name] for name in _TENSORS}
+        return cls(**{**plain, **kept, "held_out": held_out, "estimates": list(tensors["estimates"].cpu())})

@@ -1,0 +1,91 @@
+"""``(K + noise) W = Y`` by blocks of rows: residuals of some rows, blocks of the matrix, and a count of the work."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...operators.access import Access
+from ...operators.rows import RowProduct
+from ...settings import memory_budget
+from ..problem import System
+
+_LEAST_BLOCK = 256
+_FLOPS_PER_ENTRY = 20  # of a block's Cholesky factorization, in the time that one kernel entry takes
+_COPIES = 4  # of a block that are held at once
+
+
+class BlockSystem:
+    """One system, without batch, and how many entries of K were evaluated for it.
+
+    :ivar entries: entries of K evaluated so far, by rows, blocks and whole products.
+    """
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.noise = system.noise.to(torch.float64)
+        self.access = Access(system.operator)
+        self._rows = RowProduct(system.operator)
+        self._accurate_rows: RowProduct | None = None
+        self.entries = 0
+
+    @property
+    def n(self) -> int:
+        return self.system.n
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.system.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.noise.device
+
+    @property
+    def passes(self) -> float:
+        """The work done so far, in entries of K over n^2."""
+        return self.entries / self.n**2
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines that kernel matrices are evaluated with, as they were chosen at the start."""
+        return self._rows.engines
+
+    def use_engines(self, engines: list[str]) -> None:
+        """Evaluate with these instead: another engine rounds otherwise."""
+        self._rows = RowProduct(self.system.operator, engines=engines)
+
+    def rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """``(K + noise)[indices] v`` for float64 vectors ``(n, t)``; K in its own dtype."""
+        self.entries += len(indices) * self.n
+        return self._rows(indices, vectors).addcmul_(self.noise[indices, None], vectors[indices])
+
+    def accurate_rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """The same with K evaluated in float64."""
+        if self._accurate_rows is None:
+            self._accurate_rows = RowProduct(self.system.operator, accurate=True)
+        self.entries += len(indices) * self.n
+        return self._accurate_rows(indices, vectors).addcmul_(self.noise[indices, None], vectors[indices])
+
+    def accurate_product(self, vectors: Tensor) -> Tensor:
+        """``(K + noise) v`` in float64."""
+        self.entries += self.n**2
+        return self.system.accurate_product(vectors)
+
+    def block(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """``K[rows, columns]`` in float64, without the noise."""
+        self.entries += len(rows) * len(columns)
+        return self.access.block(rows, columns)
+
+
+def automatic_block_size(n: int, device: torch.device) -> int:
+    """Rows a step, such that factorizing the block takes no longer than evaluating its rows of K.
+
+    ``b^3 / 3`` operations against ``n b`` entries gives ``b = 8 sqrt(n)``, at least 256 and at most n; and no more
+    than the memory budget (:class:`sketchgp.settings.memory_budget`) holds in float64.
+    """
+    balanced = math.ceil(math.sqrt(3 * _FLOPS_PER_ENTRY * n))
+    stored = math.isqrt(memory_budget.value(device) // (8 * _COPIES))
+    return max(1, min(n, max(balanced, _LEAST_BLOCK), stored))
