@@ -47,7 +47,7 @@ class ASkotch(BlockSolver):
     whenever the sampled residuals point against it.  Version 1 is the paper's algorithm: a fixed partition, blocks
     drawn with probability proportional to the square root of their smoothness, and ``mu`` = noise.
 
-    :param rank: of the Nystrom approximation of a block; None solves blocks exactly.
+    :param rank: of the Nystrom approximation of a block; None solves blocks exactly, 0 takes no preconditioner.
     :param version: 2 or 1.
     :param mu: strong convexity constant of the preconditioned problem, for both versions; None as above.
     :param sampling: of version 2: ``"shuffled"``, parts of a random partition that is drawn anew every pass, or
@@ -64,7 +64,7 @@ class ASkotch(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("rank", self.rank)
+        check_count("rank", self.rank, least=0)
         if self.version not in (1, 2):
             raise InputError(f"version expects 1 or 2, got {self.version!r}.")
         if self.mu is not None and not (isinstance(self.mu, int | float) and self.mu > 0):
@@ -90,7 +90,7 @@ class _Fresh(Method):
         self.numbers["block_size"] = block_size
 
     def describe(self) -> str:
-        return describe_blocks(int(self.numbers["block_size"]), self.rank)
+        return describe_blocks(int(self.numbers["block_size"]), self.choices.rank)
 
     def begin(self, width: int) -> None:
         zero = self.system.noise.new_zeros(self.system.n, width)
@@ -168,7 +168,7 @@ class _Fixed(Method):
         self.numbers["block_size"] = block_size
 
     def describe(self) -> str:
-        return describe_blocks(int(self.numbers["block_size"]), self.rank)
+        return describe_blocks(int(self.numbers["block_size"]), self.choices.rank)
 
     def begin(self, width: int) -> None:
         zero = self.system.noise.new_zeros(self.system.n, width)

@@ -35,7 +35,7 @@ class Skotch(BlockSolver):
     powering.  The error in the norm of ``K + noise`` never grows.  :class:`ASkotch` needs fewer steps nearly always;
     choose this one to compare with.
 
-    :param rank: of the Nystrom approximation of a block; None solves blocks exactly.
+    :param rank: of the Nystrom approximation of a block; None solves blocks exactly, 0 takes no preconditioner.
     :param version: 1 as in the paper, a fixed partition whose blocks are drawn with probability proportional to the
         square root of their smoothness; 2 draws blocks afresh.
     :param sampling: of version 2: ``"shuffled"``, parts of a random partition that is drawn anew every pass, or
@@ -51,7 +51,7 @@ class Skotch(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("rank", self.rank)
+        check_count("rank", self.rank, least=0)
         if self.version not in (1, 2):
             raise InputError(f"version expects 1 or 2, got {self.version!r}.")
         if self.sampling not in SAMPLINGS:
@@ -74,7 +74,7 @@ class _Skotch(Method):
         self.numbers["block_size"] = block_size
 
     def describe(self) -> str:
-        return describe_blocks(int(self.numbers["block_size"]), self.rank)
+        return describe_blocks(int(self.numbers["block_size"]), self.choices.rank)
 
     def begin(self, width: int) -> None:
         self.tensors["w"] = self.system.noise.new_zeros(self.system.n, width)

@@ -74,6 +74,7 @@ class Partition:
         return block_inverse(self.system.block(rows, rows), self.system.noise[rows], self.rank, generator)
 
 
-def describe_blocks(block_size: int, rank: int) -> str:
+def describe_blocks(block_size: int, rank: int | None) -> str:
     """How blocks are inverted, in words."""
-    return f"blocks of {block_size}, " + (f"Nystrom rank {rank}" if rank else "exact")
+    how = {None: "exact", 0: "not preconditioned"}.get(rank, f"Nystrom rank {rank}")
+    return f"blocks of {block_size}, {how}"

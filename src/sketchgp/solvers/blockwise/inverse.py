@@ -28,7 +28,8 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
 
     With ``rank=None`` it is exact: a Cholesky factorization, ``b^3 / 3`` operations.  Else P is the rank-r Nystrom
     approximation of the block plus ``noise + rho``, where rho is its smallest eigenvalue, for ``r b^2`` operations
-    (arXiv:2407.10070, section 3.2 and Algorithm 2); the smoothness is estimated by powering (Algorithm 3).
+    (arXiv:2407.10070, section 3.2 and Algorithm 2); the smoothness is estimated by powering (Algorithm 3).  With
+    ``rank=0`` P is the identity.
 
     :param block: ``K_bb`` (b, b) in float64; overwritten.
     :param noise: ``(b,)``.
@@ -42,12 +43,18 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
                 "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise."
             )
         return BlockInverse(lambda g: torch.cholesky_solve(g, root), 1.0)
-    factor = gaussian_nystrom(Access.stored(block), rank, generator=generator).factor
-    least = torch.linalg.eigvalsh(factor.mT @ factor)[0].clamp(min=0)
-    approximation = LowRankPlusDiagonal(factor, noise + least)
+    apply: Callable[[Tensor], Tensor] = _identity
+    if rank:
+        factor = gaussian_nystrom(Access.stored(block), rank, generator=generator).factor
+        least = torch.linalg.eigvalsh(factor.mT @ factor)[0].clamp(min=0)
+        apply = LowRankPlusDiagonal(factor, noise + least).apply_inverse
 
     def product(v: Tensor) -> Tensor:
         return torch.addcmul(block @ v, noise.unsqueeze(-1), v)
 
-    largest = smoothness(product, approximation.apply_inverse, len(block), generator=generator, device=block.device)
-    return BlockInverse(approximation.apply_inverse, max(largest, torch.finfo(torch.float64).tiny))
+    largest = smoothness(product, apply, len(block), generator=generator, device=block.device)
+    return BlockInverse(apply, max(largest, torch.finfo(torch.float64).tiny))
+
+
+def _identity(g: Tensor) -> Tensor:
+    return g

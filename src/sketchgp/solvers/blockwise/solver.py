@@ -185,10 +185,11 @@ class BlockSolver:
         return run.value, run.report(method.describe(), setup)
 
 
-def check_count(name: str, value: Any) -> None:
-    """:raises InputError: unless the value is a positive integer or None."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise InputError(f"{name} expects a positive integer or None, got {value!r}.")
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """:raises InputError: unless the value is an integer of at least ``least``, or None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        kind = "a positive integer" if least else "an integer of at least 0"
+        raise InputError(f"{name} expects {kind} or None, got {value!r}.")
 
 
 def _is_number(value: Any) -> bool:
