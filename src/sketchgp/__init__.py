@@ -6,6 +6,7 @@
 from . import settings
 from .accelerate import accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
+from .exact_gp import ExactGP
 from .fit import FitHistory, fit
 from .kernels import LaplaceKernel
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
@@ -21,6 +22,7 @@ __all__ = [
     "ConjugateGradients",
     "ConvergenceWarning",
     "EigenPro2",
+    "ExactGP",
     "FitHistory",
     "FullProblem",
     "GreedyCholesky",

@@ -9,7 +9,7 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
 from .errors import InputError
-from .models.acceleration import Acceleration
+from .models.acceleration import Acceleration, Solver
 from .models.added_diag import connect_masked_operator
 from .models.mixins import (
     ATTRIBUTE,
@@ -21,7 +21,7 @@ from .models.mixins import (
 )
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
-from .solvers import Cholesky, ConjugateGradients
+from .solvers import BlockSolver, Cholesky, ConjugateGradients
 
 Model = TypeVar("Model", bound=ExactGP)
 _MATMULS = (*ENGINES, "gpytorch")
@@ -30,7 +30,7 @@ _MATMULS = (*ENGINES, "gpytorch")
 def accelerate(
     model: Model,
     preconditioner: Preconditioner | str | None = "auto",
-    solver: ConjugateGradients | Cholesky | str = "auto",
+    solver: Solver | str = "auto",
     matmul: str = "auto",
     matmul_precision: str = "float32",
 ) -> Model:
@@ -45,8 +45,11 @@ def accelerate(
     :param model: any ``gpytorch.models.ExactGP`` (BoTorch's ``SingleTaskGP`` is one).
     :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,
         :class:`NystromEigenPro`, None for none, or ``"auto"``: ``RPCholesky()``.
-    :param solver: :class:`ConjugateGradients`, :class:`Cholesky`, or ``"auto"``: ``ConjugateGradients()``.
-        The marginal likelihood is always estimated by conjugate gradients.
+    :param solver: of the posterior mean: :class:`ConjugateGradients`, :class:`Cholesky`, :class:`ASkotch`,
+        :class:`Skotch`, :class:`EigenPro2`, or ``"auto"``: conjugate gradients while a good preconditioner fits in
+        memory, ASkotch beyond (the report of the solve says which, and why).  The marginal likelihood, variances,
+        fantasies and gradients, which have other right-hand sides for each call, are always left to conjugate
+        gradients (``Cholesky`` solves everything but the marginal likelihood).
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
         solve; ``"tiled"`` never does; ``"keops"`` (with the extra ``sketchgp[keops]``) and ``"triton"`` (on CUDA)
         never do either, by fused kernels; ``"auto"`` stores it where it fits the memory budget, and else takes the
@@ -71,14 +74,17 @@ def accelerate(
         raise InputError(
             f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}."
         )
-    if isinstance(solver, str) and solver == "auto":
-        solver = ConjugateGradients()
-    if not isinstance(solver, ConjugateGradients | Cholesky):
-        raise InputError(f"solver expects ConjugateGradients(...), Cholesky() or 'auto', got {solver!r}.")
+    if not isinstance(solver, ConjugateGradients | Cholesky | BlockSolver) and not (
+        isinstance(solver, str) and solver == "auto"
+    ):
+        raise InputError(
+            "solver expects ConjugateGradients(...), Cholesky(), ASkotch(...), Skotch(...), EigenPro2(...) or 'auto', "
+            f"got {solver!r}."
+        )
     if not isinstance(matmul, str) or matmul not in _MATMULS:
         raise InputError(f"matmul expects one of {', '.join(map(repr, _MATMULS))}, got {matmul!r}.")
     check_choice("auto" if matmul == "gpytorch" else matmul, matmul_precision)
-    _check_data(model, preconditioner)
+    _check_data(model, preconditioner, solver)
     if model.train_inputs is not None:
         check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
 
@@ -129,7 +135,7 @@ def acceleration_of(model: Any) -> Acceleration:
     return model.__dict__[ATTRIBUTE]
 
 
-def _check_data(model: ExactGP, preconditioner: Preconditioner | None) -> None:
+def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: Any) -> None:
     inputs = model.train_inputs
     if inputs is None or model.train_targets is None:
         return
@@ -156,5 +162,6 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None) -> None:
         raise InputError(
             f"The likelihood's noise must be positive and finite; the least is {float(noise.detach().min())}."
         )
-    if preconditioner is not None:
-        preconditioner.validate(inputs[0].shape[-2])
+    for choice in (preconditioner, solver):
+        if isinstance(choice, Preconditioner | BlockSolver):
+            choice.validate(inputs[0].shape[-2])

@@ -94,7 +94,7 @@ class _Conditioning:
         system = System(self.kernel_matrix, self.operator._noise_vector())
         c = self.block(self.kernel_matrix.x1, inputs)
         acceleration = acceleration_of(self.model)
-        solver, built = acceleration.effective_solver(), None
+        solver, built = acceleration.column_solver(), None
         if isinstance(solver, ConjugateGradients):
             largest = max(float(c.norm(dim=0).max()), torch.finfo(c.dtype).tiny)
             tol = min(solver.tol or 1e-3, 0.1 * float(system.noise.min()) / largest)

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, PreconditionerCache
-from ..solvers import Cholesky, ConjugateGradients
+from ..solvers import BlockSolver, Cholesky, ConjugateGradients
+from ..solvers.automatic import automatic_solver
+
+Solver = ConjugateGradients | Cholesky | BlockSolver
 
 
 @dataclass
@@ -21,12 +24,14 @@ class Acceleration:
 
     Deep copies and pickles keep the choices and start with empty caches.
 
+    :ivar solver: the solver of the posterior mean, or "auto"; conjugate gradients (or the :class:`Cholesky` that it is)
+        solve everything else.
     :ivar solution_key: what the model's cached solution was computed from, where ``predict`` has seen it.
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     """
 
     preconditioner: Preconditioner | None
-    solver: ConjugateGradients | Cholesky
+    solver: Solver | str
     matmul: str
     matmul_precision: str = "float32"
     probe_seed: int | None = None
@@ -40,13 +45,30 @@ class Acceleration:
     def preconditioner_name(self) -> str:
         return "none" if self.preconditioner is None else self.preconditioner.name
 
-    def effective_solver(self) -> ConjugateGradients | Cholesky:
-        """The solver with what the user left open taken from GPyTorch's settings in force."""
-        if isinstance(self.solver, Cholesky):
-            return self.solver
-        tol = self.solver.tol or min(1e-3, settings.cg_tolerance.value())
-        limit = self.solver.max_iterations or settings.max_cg_iterations.value()
-        return dataclasses.replace(self.solver, tol=tol, max_iterations=limit)
+    def conjugate_gradients(self) -> ConjugateGradients:
+        """Conjugate gradients with what the user left open taken from GPyTorch's settings in force."""
+        chosen = self.solver if isinstance(self.solver, ConjugateGradients) else ConjugateGradients()
+        limit = chosen.max_iterations or settings.max_cg_iterations.value()
+        return dataclasses.replace(chosen, tol=chosen.tol or self._tolerance(), max_iterations=limit)
+
+    def column_solver(self) -> ConjugateGradients | Cholesky:
+        """The solver of every system but the posterior mean's."""
+        return self.solver if isinstance(self.solver, Cholesky) else self.conjugate_gradients()
+
+    def mean_solver(self, n: int, device: torch.device) -> tuple[Solver, str]:
+        """The solver of the posterior mean of n points; and, where it was chosen here, why."""
+        if isinstance(self.solver, BlockSolver):
+            return dataclasses.replace(self.solver, tol=self.solver.tol or self._tolerance()), ""
+        if not isinstance(self.solver, str):
+            return self.column_solver(), ""
+        chosen, why = automatic_solver(n, device, None if self.cache is None else self.preconditioner)
+        if isinstance(chosen, ConjugateGradients):
+            return self.conjugate_gradients(), why
+        return dataclasses.replace(chosen, tol=self._tolerance()), why
+
+    @staticmethod
+    def _tolerance() -> float:
+        return min(1e-3, settings.cg_tolerance.value())
 
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
         """The preconditioner of ``operator + diag(noise)``, or None where there is to be none."""

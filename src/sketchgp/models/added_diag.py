@@ -27,9 +27,11 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ..operators import KernelMatrix
+from ..operators.tiles import logger
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
-from .acceleration import Acceleration, Inverse
+from .acceleration import Acceleration, Inverse, Solver
+from .mean_solve import other_solves, solving_mean
 
 
 @contextmanager
@@ -61,7 +63,8 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         value, *args = ctx.saved_tensors
-        back = _Solve.apply(ctx.tree, grad, *args)
+        with other_solves():
+            back = _Solve.apply(ctx.tree, grad, *args)
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
         if any(ctx.needs_input_grad[2:]):  # symmetrized, as the matrix is symmetric
             left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
@@ -86,6 +89,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         self.acceleration = acceleration
         self._nondifferentiable_kwargs["acceleration"] = acceleration
         self._probe_source: Any = None
+        self._chosen: tuple[Solver, str] | None = None
 
     def _rebuilt(self, linear_op: Any, diagonal: Any) -> LinearOperator:
         return self.__class__(linear_op, diagonal, acceleration=self.acceleration)
@@ -120,9 +124,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if acceleration is None:
             return super()._solve(rhs, preconditioner, num_tridiag)
         system = System(self._linear_op, self._noise_vector())
-        solver = acceleration.effective_solver()
-        if not isinstance(solver, ConjugateGradients) and num_tridiag:
-            solver = Acceleration(None, ConjugateGradients(), "auto").effective_solver()
+        solver, why = (acceleration.conjugate_gradients(), "") if num_tridiag else self._solver(acceleration)
         name, seconds = "none", 0.0
         if isinstance(preconditioner, Inverse) and acceleration.cache is not None:
             name, seconds = acceleration.preconditioner_name, acceleration.cache.take_seconds()
@@ -134,6 +136,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             setup_seconds=seconds,
             lanczos_columns=num_tridiag or 0,
         )
+        if why:
+            report.notes.append(why)
+            logger.info(why)
         if settings.verbose_linalg.on():
             settings.verbose_linalg.logger.debug(str(report))
         return (value, lanczos) if num_tridiag else value
@@ -148,8 +153,17 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         self._probe_source = built
         return Inverse(built), built, built.log_determinant()
 
+    def _solver(self, acceleration: Acceleration) -> tuple[Solver, str]:
+        """The solver of the solve under way, and why where it was chosen; decided once an operator."""
+        if self._chosen is None:
+            if solving_mean():
+                self._chosen = acceleration.mean_solver(self.shape[-1], self.device)
+            else:
+                self._chosen = acceleration.column_solver(), ""
+        return self._chosen
+
     def _solve_preconditioner(self) -> Any:
-        if self.acceleration is not None and not isinstance(self.acceleration.solver, ConjugateGradients):
+        if self.acceleration is not None and not isinstance(self._solver(self.acceleration)[0], ConjugateGradients):
             return None
         return super()._solve_preconditioner()
 

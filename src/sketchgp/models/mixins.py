@@ -14,6 +14,7 @@ from linear_operator.operators import AddedDiagLinearOperator, BatchRepeatLinear
 
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator, iterative
+from .mean_solve import adopt
 
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 _subclasses: dict[tuple[type, type], type] = {}
@@ -37,6 +38,9 @@ class AcceleratedModel(_Accelerated):
         if cache is not None:
             cache.clear()
         return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, adopt(value) if name == "prediction_strategy" else value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,39 @@
+"""``sketchgp.ExactGP``: a GPyTorch ``ExactGP`` that is accelerated from its construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpytorch
+from torch import Tensor
+
+from .accelerate import accelerate
+from .preconditioners import Preconditioner
+from .solvers import BlockSolver, Cholesky, ConjugateGradients
+
+
+class ExactGP(gpytorch.models.ExactGP):
+    """Base class for new models: ``gpytorch.models.ExactGP`` followed by :func:`sketchgp.accelerate`.
+
+    Define ``mean_module``, ``covar_module`` and ``forward(x)`` as for GPyTorch's class; everything that takes one of
+    its models takes this one.
+
+    :param train_x: training inputs ``(..., n, d)``, or a tuple of tensors.
+    :param train_y: training targets ``(..., n)``.
+    :param likelihood: a Gaussian likelihood.
+    :param solver: as for :func:`sketchgp.accelerate`, like the parameters after it.
+    :raises InputError: for arguments that :func:`sketchgp.accelerate` refuses.
+    """
+
+    def __init__(
+        self,
+        train_x: Tensor | tuple[Tensor, ...],
+        train_y: Tensor,
+        likelihood: Any,
+        solver: ConjugateGradients | Cholesky | BlockSolver | str = "auto",
+        preconditioner: Preconditioner | str | None = "auto",
+        matmul: str = "auto",
+        matmul_precision: str = "float32",
+    ) -> None:
+        super().__init__(train_x, train_y, likelihood)
+        accelerate(self, preconditioner=preconditioner, solver=solver, matmul=matmul, matmul_precision=matmul_precision)

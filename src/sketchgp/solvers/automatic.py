@@ -1,0 +1,34 @@
+"""``solver="auto"``: which solver a system of a given size is given to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..preconditioners import Preconditioner
+from ..settings import memory_budget
+from .askotch import ASkotch
+from .conjugate_gradients import ConjugateGradients
+
+_SHARE = 0.5  # of the rank 10 sqrt(n) that a preconditioner must be allowed for conjugate gradients to be worth it
+_BYTES = 16  # a factor and one more array of its shape, float64
+
+
+def automatic_solver(
+    n: int, device: torch.device, preconditioner: Preconditioner | None
+) -> tuple[ConjugateGradients | ASkotch, str]:
+    """Conjugate gradients while a good preconditioner fits in memory, ASkotch beyond; and why, as a sentence.
+
+    A good preconditioner has the rank that was asked for, or half of the ``10 sqrt(n)`` of arXiv:2304.12465; its
+    n x rank factor has to fit the memory budget (:class:`sketchgp.settings.memory_budget`).  Without a preconditioner
+    nothing has to fit.
+    """
+    if preconditioner is None:
+        return ConjugateGradients(), "solver='auto' chose ConjugateGradients: no preconditioner was asked for"
+    rank = min(n, preconditioner.rank or math.ceil(_SHARE * 10 * math.sqrt(n)))
+    needed, budget = _BYTES * n * rank, memory_budget.value(device)
+    sizes = f"a preconditioner of rank {rank} takes {needed / 2**30:.2g} GiB, the budget is {budget / 2**30:.2g} GiB"
+    if needed <= budget:
+        return ConjugateGradients(), f"solver='auto' chose ConjugateGradients: {sizes}"
+    return ASkotch(), f"solver='auto' chose ASkotch: {sizes}"
