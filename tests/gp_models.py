@@ -365,4 +365,5 @@ def gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 def relative(found: Tensor, expected: Tensor) -> float:
     """Largest error relative to the largest entry."""
     assert found.shape == expected.shape
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).abs().max() / expected.abs().max())

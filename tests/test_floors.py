@@ -24,6 +24,7 @@ FLOORS = {
     "models": 6,
     "accelerate": 6,
     "fit": 6,
+    "exact_gp": 6,
     "predict": 6,
     "cli": 7,
     "__main__": 7,

@@ -11,9 +11,12 @@ import pytest
 import sketchgp
 
 NAMES = {
+    "ASkotch",
     "Cholesky",
     "ConjugateGradients",
     "ConvergenceWarning",
+    "EigenPro2",
+    "ExactGP",
     "FitHistory",
     "FullProblem",
     "GreedyCholesky",
@@ -25,6 +28,7 @@ NAMES = {
     "Prediction",
     "RPCholesky",
     "SketchGPError",
+    "Skotch",
     "Solution",
     "SolveReport",
     "accelerate",
@@ -35,6 +39,15 @@ NAMES = {
     "settings",
 }
 
+BLOCKWISE = {
+    "tol": None,
+    "max_passes": 200.0,
+    "max_seconds": None,
+    "block_size": None,
+    "seed": 0,
+    "checkpoint": None,
+    "every": 60.0,
+}
 # name -> parameters in order, with their defaults (... for a required one)
 SIGNATURES = {
     "accelerate": {
@@ -51,6 +64,18 @@ SIGNATURES = {
     "NystromEigenPro": {"rank": None, "subsample_size": None, "seed": 0},
     "ConjugateGradients": {"tol": None, "max_iterations": None, "precision": "auto"},
     "Cholesky": {},
+    "ASkotch": {**BLOCKWISE, "rank": None, "version": 2, "mu": None, "sampling": "shuffled"},
+    "Skotch": {**BLOCKWISE, "rank": None, "version": 2, "sampling": "shuffled"},
+    "EigenPro2": {**BLOCKWISE, "rank": None, "subsample_size": None},
+    "ExactGP": {
+        "train_x": ...,
+        "train_y": ...,
+        "likelihood": ...,
+        "solver": "auto",
+        "preconditioner": "auto",
+        "matmul": "auto",
+        "matmul_precision": "float32",
+    },
     "FullProblem": {"kernel": ..., "x": ..., "y": ..., "noise": ...},
     "record_solves": {},
     "fit": {
@@ -83,6 +108,8 @@ REPORT_FIELDS = {
     "dtype",
     "device",
     "peak_memory",
+    "passes",
+    "held_out",
 }
 
 
@@ -135,7 +162,7 @@ def test_signature(name):
     assert all(value is not ... for key, value in actual.items() if key not in expected)
 
 
-@pytest.mark.parametrize("name", ["ConjugateGradients", "Cholesky"])
+@pytest.mark.parametrize("name", ["ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"])
 def test_solvers_solve_problems(name):
     assert list(inspect.signature(getattr(sketchgp, name).solve).parameters)[:2] == ["self", "problem"]
 
@@ -151,9 +178,24 @@ def test_solve_signature():
     }
 
 
+@pytest.mark.parametrize("name", ["ASkotch", "Skotch", "EigenPro2"])
+def test_blockwise_solve_signature(name):
+    parameters = inspect.signature(getattr(sketchgp, name).solve).parameters
+    assert {key: p.default for key, p in list(parameters.items())[2:]} == {
+        "matmul": "auto",
+        "initial": None,
+        "callback": None,
+        "held_out": None,
+        "progress": None,
+    }
+
+
 @pytest.mark.parametrize(
     "choice",
-    ["RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro", "ConjugateGradients", "Cholesky"],
+    [
+        *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),
+        *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
+    ],
 )
 def test_choices_are_frozen_and_comparable(choice):
     make = getattr(sketchgp, choice)

@@ -60,6 +60,21 @@ def accelerate(
     :returns: the model.
     :raises InputError: if an argument is not one of these; the model is then as it was.
     """
+    return install(model, preconditioner, solver, matmul, matmul_precision)
+
+
+def install(
+    model: Model,
+    preconditioner: Preconditioner | str | None,
+    solver: Solver | str,
+    matmul: str,
+    matmul_precision: str,
+    built: bool = True,
+) -> Model:
+    """What :func:`accelerate` does.
+
+    :param built: False inside a constructor: the model has no kernel yet, and its dtype may still be changed.
+    """
     if not isinstance(model, ExactGP):
         raise InputError(
             f"accelerate expects a gpytorch.models.ExactGP, got {type(model).__name__}"
@@ -84,7 +99,7 @@ def accelerate(
     if not isinstance(matmul, str) or matmul not in _MATMULS:
         raise InputError(f"matmul expects one of {', '.join(map(repr, _MATMULS))}, got {matmul!r}.")
     check_choice("auto" if matmul == "gpytorch" else matmul, matmul_precision)
-    _check_data(model, preconditioner, solver)
+    _check_data(model, preconditioner, solver, built)
     if model.train_inputs is not None:
         check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
 
@@ -135,7 +150,7 @@ def acceleration_of(model: Any) -> Acceleration:
     return model.__dict__[ATTRIBUTE]
 
 
-def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: Any) -> None:
+def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: Any, built: bool) -> None:
     inputs = model.train_inputs
     if inputs is None or model.train_targets is None:
         return
@@ -147,7 +162,7 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: A
     if bool(torch.isinf(model.train_targets).any()):
         raise InputError("The model's training targets hold infinity.")
     dtype, targets = inputs[0].dtype, model.train_targets
-    if inputs[0].is_floating_point():
+    if built and inputs[0].is_floating_point():
         wrong = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype != dtype]
         if wrong or targets.dtype != dtype:
             what = f"parameter {wrong[0]}" if wrong else "training targets"

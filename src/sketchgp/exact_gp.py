@@ -7,7 +7,7 @@ from typing import Any
 import gpytorch
 from torch import Tensor
 
-from .accelerate import accelerate
+from .accelerate import install
 from .preconditioners import Preconditioner
 from .solvers import BlockSolver, Cholesky, ConjugateGradients
 
@@ -36,4 +36,4 @@ class ExactGP(gpytorch.models.ExactGP):
         matmul_precision: str = "float32",
     ) -> None:
         super().__init__(train_x, train_y, likelihood)
-        accelerate(self, preconditioner=preconditioner, solver=solver, matmul=matmul, matmul_precision=matmul_precision)
+        install(self, preconditioner, solver, matmul, matmul_precision, built=False)

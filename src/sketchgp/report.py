@@ -67,9 +67,13 @@ class SolveReport:
             return head + "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if self.reason == "ran out of iterations":
             return head + f"Raise the preconditioner's rank (now {self.rank}) or max_iterations."
+        if self.reason == "ran out of passes":
+            return head + "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows."
+        if self.reason == "ran out of time":
+            return head + "Raise max_seconds and go on with initial= or a checkpoint."
         if self.solver == "Cholesky":
             return head + f"{self.dtype} cannot hold the solution; use a float64 model and data."
-        return head + "The value returned is the last iterate; solve again from it with initial=."
+        return head + "The value returned is the last iterate; go on from it with initial=."
 
     def __str__(self) -> str:
         state = "converged" if self.converged else "NOT converged"

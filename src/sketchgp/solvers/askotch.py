@@ -189,7 +189,7 @@ class _Fixed(Method):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x, z = self.evaluation_point(), self.tensors["z"]
         mu, gamma = self.numbers["mu"], self.numbers["gamma"]
-        weights = self.tensors["smoothness"].sqrt()
+        weights = self.tensors["smoothness"].sqrt().cpu()
         block = int(torch.multinomial(weights, 1, generator=generator))
         rows, inverse = self.partition.block(block, self.tensors)
         g = self.system.rows(rows, x) - r[rows]

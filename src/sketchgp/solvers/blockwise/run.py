@@ -311,6 +311,7 @@ class Run:
         self.system.entries, self.earlier = state.entries, state.seconds
         if state.tol != self.limits.tol:
             state.tol = state.target = self.limits.tol
+        state.notes.append(f"resumed after {state.steps} steps")
         ended, state.reason = state.reason, ""
         if ended in _FINAL:
             self._verify_all()
