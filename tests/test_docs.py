@@ -100,15 +100,17 @@ def names_for_the_pages() -> dict[str, object]:
         "train_x": x,
         "train_y": y,
         "test_x": torch.rand(20, 2),
+        "test_y": torch.rand(20),
     }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
-def test_code_runs(page, capsys):
+def test_code_runs(page, capsys, tmp_path, monkeypatch):
     """The Python blocks of a page, in order, in one namespace."""
     blocks = python_blocks(page)
     if not blocks:
         pytest.skip("no code on this page")
+    monkeypatch.chdir(tmp_path)  # some of it writes files
     names = names_for_the_pages()
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
