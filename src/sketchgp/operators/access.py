@@ -69,9 +69,7 @@ class Access:
 
     def block(self, rows: Tensor, columns_: Tensor) -> Tensor:
         """``(..., p, q)`` for indices ``(..., p)`` and ``(..., q)``."""
-        if isinstance(self.operator, KernelMatrix):
-            return self.operator.block(rows, columns_)
-        return _gather_rows(self.columns(columns_), rows)
+        return block(self.operator, rows, columns_).to(torch.float64)
 
     def matmul(self, rhs: Tensor) -> Tensor:
         """``K rhs`` for rhs ``(..., n, t)`` in float64, differentiable."""
@@ -108,6 +106,22 @@ def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
     return operator @ identity.scatter_(-2, indices.unsqueeze(-2), 1.0)
 
 
+def block(operator: LinearOperator, rows: Tensor, columns_: Tensor) -> Tensor:
+    """Dense ``operator[rows, columns]``: ``(..., p, q)``.  Sums and products are taken part by part."""
+    if isinstance(operator, KernelMatrix):
+        return operator.block(rows, columns_)
+    if isinstance(operator, DenseLinearOperator):
+        return _gather_columns(_gather_rows(operator.tensor, rows), columns_)
+    if isinstance(operator, _SUMS):
+        first, *others = (block(part, rows, columns_) for part in operator.linear_ops)
+        return sum(others, first)
+    if isinstance(operator, MulLinearOperator):
+        return block(operator.left_linear_op, rows, columns_) * block(operator.right_linear_op, rows, columns_)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return block(operator.base_linear_op, rows, columns_) * operator.expanded_constant
+    return _gather_rows(columns(operator, columns_), rows)
+
+
 def _gather_columns(matrix: Tensor, indices: Tensor) -> Tensor:
     if indices.dim() == 1:
         return matrix.index_select(-1, indices)
@@ -118,6 +132,8 @@ def _gather_columns(matrix: Tensor, indices: Tensor) -> Tensor:
 
 
 def _gather_rows(matrix: Tensor, indices: Tensor) -> Tensor:
+    if indices.dim() == 1:
+        return matrix.index_select(-2, indices)
     return _gather_columns(matrix.mT, indices).mT
 
 

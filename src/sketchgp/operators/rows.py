@@ -52,17 +52,34 @@ class RowProduct:
             total += self._product(term, indices, vectors)
         return total
 
+    def stored_block(self, indices: Tensor) -> Tensor | None:
+        """``K[indices, indices]`` in float64, as it is stored; None where some of K is not stored."""
+        total: Tensor | None = None
+        for scale, operator in self._terms:
+            matrix = _stored(operator)
+            if matrix is None:
+                return None
+            part = matrix.index_select(0, indices).index_select(1, indices).to(torch.float64) * scale
+            total = part if total is None else total + part
+        return total
+
     def _product(self, term: Term, indices: Tensor, vectors: Tensor) -> Tensor:
         scale, operator = term
         if isinstance(operator, KernelMatrix):
-            vectors = vectors.to(operator.dtype)
-            stored = DENSE.kept(operator) if choose(operator) is DENSE else None
+            vectors, stored = vectors.to(operator.dtype), _stored(operator)
             product = operator.rows(indices)._matmul(vectors) if stored is None else _gathered(stored, indices, vectors)
         elif isinstance(operator, DenseLinearOperator):
             product = _gathered(operator.tensor, indices, vectors)
         else:
             product = columns(operator, indices).mT.to(vectors.dtype) @ vectors
         return product.to(torch.float64) * scale
+
+
+def _stored(operator: LinearOperator) -> Tensor | None:
+    """The dense matrix of an operator that keeps one."""
+    if isinstance(operator, DenseLinearOperator):
+        return operator.tensor
+    return DENSE.kept(operator) if isinstance(operator, KernelMatrix) and choose(operator) is DENSE else None
 
 
 def _engine(matrix: KernelMatrix) -> str:

@@ -127,7 +127,7 @@ class _Fresh(Method):
         beta, gamma, alpha = self._constants()
         w, v, y = tensors["w"], tensors["v"], self._point(alpha)
         g = system.rows(rows, y) - r[rows]
-        inverse = block_inverse(system.block(rows, rows), system.noise[rows], self.choices.rank, generator)
+        inverse = block_inverse(system.square_block(rows), system.noise[rows], self.choices.rank, generator)
         d = inverse.apply(g) / inverse.smoothness
         against = float((g * (v[rows] - w[rows])).sum())
         v.mul_(beta).add_(y, alpha=1 - beta)

@@ -28,7 +28,8 @@ class EigenPro2(BlockSolver):
 
     With eigenpairs ``(l_i, e_i)`` of ``K'(Xs, Xs)`` on s points drawn uniformly, ``F = E sqrt(l^-1 - l_{q+1} l^-2)``: a
     batch with residual g changes its weights by ``-step g`` and those of Xs by ``step F F^T K'(Xs, Xm) g``.  With
-    ``beta = max_x k'(x, x) - |F^T K'(Xs, x)|^2`` over the subsample and ``lam = l_{q+1} / s``, the step is ``1 / beta``
+    ``beta = max_x k'(x, x) - |F^T K'(Xs, x)|^2`` over the subsample and as many other points (on the subsample alone it
+    comes out too small, and steps diverge) and ``lam = l_{q+1} / s``, the step is ``1 / beta``
     for batches below the critical size ``beta / lam`` and ``2 / (beta + m lam)`` above.  (The paper has m - 1 for m: a
     step that need not contract for the batch of all points.)
     A step that turns out to diverge is halved, with a note in the report.
@@ -67,6 +68,7 @@ class _EigenPro2(Method):
     """``w_m -= step g`` and ``w_s += step F F^T K'(Xs, Xm) g`` with ``g = (K' w)_m - r_m``."""
 
     name = "EigenPro2"
+    growth = 2.0
 
     def __init__(self, choices: EigenPro2, system: BlockSystem, block_size: int) -> None:
         super().__init__()
@@ -96,7 +98,16 @@ class _EigenPro2(Method):
         generator = torch.Generator().manual_seed(self.choices.seed)
         system.entries += size**2
         top = top_eigensystem(system.access, size, size, generator=generator, noise=system.noise)
-        rank, step = _step(top, most, self.choices.rank is None, int(self.numbers["block_size"]))
+        others = torch.ones(n, dtype=torch.bool, device=system.device)
+        others[top.indices] = False
+        fresh = others.nonzero().squeeze(1)
+        fresh = fresh[torch.randperm(len(fresh), generator=generator)[:size].to(system.device)]
+        inside = top.vectors.mT * top.values.unsqueeze(1)  # E^T K'(Xs, Xs)
+        products = torch.cat([inside, top.vectors.mT @ system.block(top.indices, fresh)], dim=1)
+        points = torch.cat([top.indices, fresh])
+        diagonal = (system.access.diagonal() + system.noise)[points]
+        automatic, batch = self.choices.rank is None, int(self.numbers["block_size"])
+        rank, step = _step(top, products, diagonal, most, automatic, batch)
         tail = top.values[min(rank, len(top.values) - 1)]
         kept = top.values[:rank]
         scales = (1 / kept - tail / kept.square()).clamp(min=0).sqrt()
@@ -127,17 +138,22 @@ class _EigenPro2(Method):
         return rows, g
 
 
-def _step(top: TopEigensystem, most: int, automatic: bool, batch: int) -> tuple[int, float]:
-    """The number of directions, and the step for a batch (arXiv:1806.06144, section 3, with K' on the subsample).
+def _step(
+    top: TopEigensystem, products: Tensor, diagonal: Tensor, most: int, automatic: bool, batch: int
+) -> tuple[int, float]:
+    """The number of directions, and the step for a batch (arXiv:1806.06144, section 3, with K').
 
-    With q directions the preconditioned kernel has the diagonal ``k'(x, x) - sum_i<=q (l_i - l_{q+1}) e_i(x)^2``.
+    With q directions the preconditioned kernel has the diagonal
+    ``k'(x, x) - sum_i<=q (1 / l_i - l_{q+1} / l_i^2) (e_i . K'(Xs, x))^2``.
+
+    :param products: ``E^T K'(Xs, x)`` (s, p) for p points x.
+    :param diagonal: ``k'(x, x)`` (p,).
     """
-    size, squares = len(top.indices), top.vectors.square()
+    size, values = len(top.indices), top.values.unsqueeze(1)
     most = min(most, len(top.values))
-    diagonal = (squares * top.values).sum(dim=1)
     tails = torch.cat([top.values[1:], top.values[-1:]])[:most]  # l_{q+1}, q = 1, 2, ...
-    taken = (squares[:, :most] * top.values[:most]).cumsum(dim=1) - squares[:, :most].cumsum(dim=1) * tails
-    beta = (diagonal.unsqueeze(1) - taken).amax(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+    first, second = ((products.square() / values**power)[:most].cumsum(dim=0) for power in (1, 2))
+    beta = (diagonal - first + tails.unsqueeze(1) * second).amax(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     lam = tails / size
     critical = beta / lam.clamp(min=torch.finfo(torch.float64).tiny)
     rank = most

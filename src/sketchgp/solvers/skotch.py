@@ -96,7 +96,7 @@ class _Skotch(Method):
             size, rest = int(self.numbers["block_size"]), self.tensors["rest"].cpu()
             sampling = self.choices.sampling
             rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
-            inverse = block_inverse(system.block(rows, rows), system.noise[rows], self.choices.rank, generator)
+            inverse = block_inverse(system.square_block(rows), system.noise[rows], self.choices.rank, generator)
         g = system.rows(rows, w) - r[rows]
         w[rows] -= inverse.apply(g) / inverse.smoothness
         return rows, g

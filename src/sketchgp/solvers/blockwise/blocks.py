@@ -71,7 +71,7 @@ class Partition:
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         generator = torch.Generator().manual_seed(self.seed + 1 + number)
-        return block_inverse(self.system.block(rows, rows), self.system.noise[rows], self.rank, generator)
+        return block_inverse(self.system.square_block(rows), self.system.noise[rows], self.rank, generator)
 
 
 def describe_blocks(block_size: int, rank: int | None) -> str:

@@ -15,10 +15,12 @@ class Method:
     Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
 
     :cvar name: as reports print it.
+    :cvar growth: of the residual over its least that is taken for divergence.
     :ivar rank: of the low-rank parts; 0 where there are none.
     """
 
     name = ""
+    growth = 100.0
     rank = 0
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class Method:
         return self.value
 
     def advice(self) -> str:
-        """What to try when the residual grows, as a sentence; '' from a method that has just helped itself."""
+        """What to try when the residual grows, as a sentence; '' from a method that has just made its step smaller."""
         return "Use another seed, a larger block_size, or float64 data."
 
 

@@ -14,6 +14,8 @@ from ..problem import System
 
 _LEAST_BLOCK = 256
 _FLOPS_PER_ENTRY = 20  # of a block's Cholesky factorization, in the time that one kernel entry takes
+_SPREAD = 4.0  # norm of a matrix of b x b independent rounding errors, over sqrt(b) of them
+_TOLERATED = 0.05  # relative error of a block with its noise that its inverse may have
 _COPIES = 4  # of a block that are held at once
 
 
@@ -29,6 +31,7 @@ class BlockSystem:
         self.access = Access(system.operator)
         self._rows = RowProduct(system.operator)
         self._accurate_rows: RowProduct | None = None
+        self._spread: float | None = None
         self.entries = 0
 
     @property
@@ -78,6 +81,19 @@ class BlockSystem:
         """``K[rows, columns]`` in float64, without the noise."""
         self.entries += len(rows) * len(columns)
         return self.access.block(rows, columns)
+
+    def square_block(self, rows: Tensor) -> Tensor:
+        """``K[rows, rows]`` to be inverted with its noise: from the stored matrix, if there is one and the rounding of
+        its entries is small beside the noise."""
+        if self._spread is None:
+            resolution = torch.finfo(self.dtype).eps * float(self.access.diagonal().max())
+            self._spread = _SPREAD * resolution / float(self.noise.min())
+        if self._spread * len(rows) ** 0.5 < _TOLERATED:
+            stored = self._rows.stored_block(rows)
+            if stored is not None:
+                self.entries += len(rows) ** 2
+                return stored
+        return self.block(rows, rows)
 
 
 def automatic_block_size(n: int, device: torch.device) -> int:
