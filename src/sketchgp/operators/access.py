@@ -149,7 +149,7 @@ def terms(operator: LinearOperator, scale: float | Tensor = 1.0) -> Iterator[Ter
     elif isinstance(operator, ConstantMulLinearOperator):
         yield from terms(operator.base_linear_op, scale * operator.expanded_constant.to(torch.float64))
     else:
-        yield scale, operator.detach()
+        yield scale, operator.detach() if operator.requires_grad else operator
 
 
 def accurate_terms(operator: LinearOperator) -> list[Term]:
@@ -190,7 +190,7 @@ class AccurateProduct:
 
 def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
     """``matrix @ vectors`` for float64 vectors, of a stored matrix of any dtype."""
-    if matrix.dtype == torch.float64:
+    if matrix.dtype == vectors.dtype:
         return matrix @ vectors
     batch = torch.Size(matrix.shape[:-2]).numel()
     step = max(1, _CONVERTED // max(1, batch * matrix.shape[-1]))

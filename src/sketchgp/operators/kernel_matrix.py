@@ -299,9 +299,9 @@ class KernelMatrix(LinearOperator):
             part.coincident = (rows.unsqueeze(1) == columns).nonzero().mT
         return part.to_dense()
 
-    def rows(self, indices: Tensor) -> KernelMatrix:
-        """``k(x1[indices], x2)`` for ``indices`` (r,), as an operator."""
-        return self._part(indices, None)
+    def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
+        """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
+        return self._part(rows, columns)
 
     def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))

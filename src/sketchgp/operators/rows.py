@@ -8,7 +8,8 @@ import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
-from .access import Term, accurate_terms, columns, dense_product, terms
+from .access import accurate_terms, block, dense_product, terms
+from .access import columns as columns_of
 from .engines import DENSE, TRITON, choose
 from .kernel_matrix import KernelMatrix
 from .tiles import spans
@@ -27,29 +28,34 @@ class RowProduct:
 
     :param operator: K.
     :param accurate: evaluate kernel matrices in float64, by tiles, whatever their dtype.
-    :param engines: the engine of each kernel matrix in place of its own, as :attr:`engines` gave them before.
+    :param engines: the engine of each kernel matrix in place of its own, as the attribute ``engines`` gave them before.
+    :ivar engines: the engine of each kernel matrix, in the order of the sum.
     """
 
     def __init__(self, operator: LinearOperator, accurate: bool = False, engines: Sequence[str] | None = None) -> None:
         self._terms = accurate_terms(operator) if accurate else list(terms(operator))
+        self.engines: list[str] = []
         named = iter(engines) if engines is not None else None
         for number, (scale, part) in enumerate(self._terms):
-            if isinstance(part, KernelMatrix):  # chosen once, so that free memory does not change it on the way
-                engine = next(named) if named is not None else _engine(part)
-                part = KernelMatrix(*part._args, **{**part._options(), "engine": engine})
-                self._terms[number] = (scale, part)
-
-    @property
-    def engines(self) -> list[str]:
-        """The engine of each kernel matrix, in the order of the sum."""
-        return [part.engine for _, part in self._terms if isinstance(part, KernelMatrix)]
+            if not isinstance(part, KernelMatrix):
+                continue
+            engine = next(named) if named is not None else _engine(part)
+            self.engines.append(engine)
+            if engine != part.engine and not (choose(part) is DENSE and engine == DENSE.name):
+                # named, so that free memory does not change it on the way; an operator that stores is kept as it is,
+                # since others may use what it has stored
+                self._terms[number] = (scale, KernelMatrix(*part._args, **{**part._options(), "engine": engine}))
 
     @torch.no_grad()
-    def __call__(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """``(b, t)`` in float64, for indices ``(b,)`` and float64 vectors ``(n, t)``."""
+    def __call__(self, indices: Tensor, vectors: Tensor, columns: Tensor | None = None) -> Tensor:
+        """``K[indices] v``, or ``K[indices, columns] v``, ``(b, t)`` in float64.
+
+        :param indices: ``(b,)``; :param columns: ``(m,)``.
+        :param vectors: float64, ``(n, t)`` or ``(m, t)``.
+        """
         total = vectors.new_zeros(len(indices), vectors.shape[-1])
-        for term in self._terms:
-            total += self._product(term, indices, vectors)
+        for scale, operator in self._terms:
+            total += self._product(operator, indices, vectors, columns).to(torch.float64) * scale
         return total
 
     def stored_block(self, indices: Tensor) -> Tensor | None:
@@ -63,16 +69,17 @@ class RowProduct:
             total = part if total is None else total + part
         return total
 
-    def _product(self, term: Term, indices: Tensor, vectors: Tensor) -> Tensor:
-        scale, operator = term
+    def _product(self, operator: LinearOperator, indices: Tensor, vectors: Tensor, columns: Tensor | None) -> Tensor:
+        stored = _stored(operator)
+        vectors = vectors.to(operator.dtype) if isinstance(operator, KernelMatrix) else vectors
+        if stored is not None and columns is None:
+            return _gathered(stored, indices, vectors)
+        if stored is not None:
+            return dense_product(stored[indices][:, columns], vectors)
         if isinstance(operator, KernelMatrix):
-            vectors, stored = vectors.to(operator.dtype), _stored(operator)
-            product = operator.rows(indices)._matmul(vectors) if stored is None else _gathered(stored, indices, vectors)
-        elif isinstance(operator, DenseLinearOperator):
-            product = _gathered(operator.tensor, indices, vectors)
-        else:
-            product = columns(operator, indices).mT.to(vectors.dtype) @ vectors
-        return product.to(torch.float64) * scale
+            return operator.rows(indices, columns)._matmul(vectors)
+        part = columns_of(operator, indices).mT if columns is None else block(operator, indices, columns)
+        return part.to(vectors.dtype) @ vectors
 
 
 def _stored(operator: LinearOperator) -> Tensor | None:

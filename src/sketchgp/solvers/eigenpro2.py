@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, NumericalError
 from ..lowrank import TopEigensystem, top_eigensystem
 from .blockwise import BlockSolver, BlockSystem, Method, check_count, next_block
-
-_HALVINGS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +96,8 @@ class _EigenPro2(Method):
         generator = torch.Generator().manual_seed(self.choices.seed)
         system.entries += size**2
         top = top_eigensystem(system.access, size, size, generator=generator, noise=system.noise)
+        if not len(top.values):
+            raise NumericalError("The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.")
         others = torch.ones(n, dtype=torch.bool, device=system.device)
         others[top.indices] = False
         fresh = others.nonzero().squeeze(1)
@@ -112,27 +112,21 @@ class _EigenPro2(Method):
         kept = top.values[:rank]
         scales = (1 / kept - tail / kept.square()).clamp(min=0).sqrt()
         self.tensors["subsample"], self.tensors["vectors"] = top.indices, top.vectors[:, :rank] * scales
-        self.numbers |= {"step": step, "halvings": 0}
+        self.numbers["step"] = step
 
     @property
     def value(self) -> Tensor:
         return self.tensors["w"]
 
-    def advice(self) -> str:
-        self.numbers["halvings"] += 1
+    def shrink_step(self) -> None:
         self.numbers["step"] /= 2
-        return (
-            "" if self.numbers["halvings"] <= _HALVINGS else "Choose a larger subsample_size or a smaller block_size."
-        )
 
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         system, tensors, step = self.system, self.tensors, self.numbers["step"]
         size, some, w = int(self.numbers["block_size"]), tensors["subsample"], tensors["w"]
         rows, tensors["rest"] = next_block("shuffled", system.n, size, tensors["rest"].cpu(), generator, system.device)
         g = system.rows(rows, w) - r[rows]
-        cross = system.block(some, rows)
-        cross += (some.unsqueeze(1) == rows) * system.noise[rows]
-        correction = tensors["vectors"] @ (tensors["vectors"].mT @ (cross @ g))
+        correction = tensors["vectors"] @ (tensors["vectors"].mT @ system.cross(some, rows, g))
         w[rows] -= step * g
         w[some] += step * correction
         return rows, g

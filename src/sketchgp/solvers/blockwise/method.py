@@ -15,12 +15,12 @@ class Method:
     Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
 
     :cvar name: as reports print it.
-    :cvar growth: of the residual over its least that is taken for divergence.
+    :cvar growth: of the estimated residual over its least at which :meth:`shrink_step` is called; None never.
     :ivar rank: of the low-rank parts; 0 where there are none.
     """
 
     name = ""
-    growth = 100.0
+    growth: float | None = None
     rank = 0
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class Method:
         """The d at which the next step takes its residual."""
         return self.value
 
-    def advice(self) -> str:
-        """What to try when the residual grows, as a sentence; '' from a method that has just made its step smaller."""
-        return "Use another seed, a larger block_size, or float64 data."
+    def shrink_step(self) -> None:
+        """Go on with a smaller step: the residual grows."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ _ALL_ROWS = 50_000  # points up to which the final residual is always that of al
 _WORTH_ALL_ROWS = 5.0  # passes after which it is for any number of points
 _SAMPLE = 8192  # rows from which it is estimated otherwise
 _WINDOW = 50_000  # the most rows between two estimates of the residual
-_CHECKED = 256  # rows whose residual is computed in float64 too, once a pass
+_CHECKED = 32  # rows whose residual is computed in float64 too, once a pass
 _ROUNDED = 0.3  # share of the residual that may be rounding
+_DIVERGED = 1e3  # residual, relative to y and to that of the start
 _HELD_OUT_SHARE = 0.1  # of the work that held-out predictions may take
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.1f}/{total} passes [{elapsed}<{remaining}] {postfix}"
@@ -69,6 +70,7 @@ class Run:
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.value: Tensor | None = None
+        self.sampled = False  # whether the final residual is that of a sample of rows
         self.start = self.saved_at = time.perf_counter()
         self.earlier = 0.0
         self.generator = torch.Generator().manual_seed(seed)
@@ -84,7 +86,7 @@ class Run:
         self.state = State(base, r, zero, self.generator.get_state(), tol, tol)
         self.method.begin(self.b.shape[1])
         self.state.estimates.append(self._relative(r))
-        self.state.true = float(self.state.estimates[0].max())
+        self.state.true = _largest(self.state.estimates[0])
         if self._at_target():
             self._verify_all()
         self.save()
@@ -151,10 +153,8 @@ class Run:
         estimate = self._relative((state.window_squares * (self.system.n / state.window_rows)).sqrt().unsqueeze(0))
         state.window_rows, state.window_squares = 0, torch.zeros_like(state.window_squares)
         state.estimates.append(estimate)
-        largest = float(estimate.max())
-        if largest > self.method.growth * max(state.least, self.limits.tol):
-            self._diverged(largest)
-        state.least = min(state.least, largest)
+        largest = _largest(estimate)
+        self._watch_growth(largest)
         error = self._held_out_error()
         bar.n = round(self.system.passes, 1)
         bar.set_postfix_str(
@@ -164,18 +164,22 @@ class Run:
             Progress(state.steps, self.system.passes, self.seconds, estimate, error, self._weights)
         ):
             state.reason = "was stopped by the callback"
-        if not state.reason and self._at_target():
+        if not state.reason and self._at_target() and state.rows_seen >= state.verify_after:
             self._verify_all()
         return True
 
-    def _diverged(self, largest: float) -> None:
-        advice, least = self.method.advice(), self.state.least
-        if advice:
+    def _watch_growth(self, largest: float) -> None:
+        state, method = self.state, self.method
+        if largest > _DIVERGED * max(1.0, _largest(state.estimates[0])):
             raise NumericalError(
-                f"{self.method.name} diverges: the relative residual grew from {least:.1e} to {largest:.1e}. {advice}"
+                f"{method.name} diverges: the relative residual is {largest:.1e}. Use a larger block_size, another "
+                "seed, or float64 data."
             )
-        self.state.notes.append(f"the residual grew from {least:.1e} to {largest:.1e}; went on with a smaller step")
-        self.state.least = largest
+        if method.growth is not None and largest > method.growth * max(state.least, self.limits.tol):
+            method.shrink_step()
+            state.notes.append(f"the residual grew from {state.least:.1e} to {largest:.1e}; went on with half the step")
+            state.least = largest
+        state.least = min(state.least, largest)
 
     def _held_out_error(self) -> Tensor | None:
         """The error on held-out points; the last one known where computing it again would take too much of the time."""
@@ -234,14 +238,16 @@ class Run:
             state.reason = "reached the tolerance"
         elif bool((true <= tol).all()):
             state.reason = "was rounded"
-        else:
-            state.target, self.value = 0.9 * state.target * min(1.0, tol / float(true.max())), None
+        else:  # the estimate was too small: of rows that had just been solved, say
+            state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / _largest(true)))
+            state.failures, self.value = state.failures + 1, None
+            state.verify_after = state.rows_seen + self.system.n * 2 ** min(state.failures, 6)
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that no longer helps."""
         state = self.state
         r, rounded = self._true_residual()
-        true, self.residual = float(self._relative(r).max()), self._relative(rounded)
+        true, self.residual = _largest(self._relative(r)), self._relative(rounded)
         if true > 0.5 * state.true:
             state.reason = "stagnated"
             return
@@ -255,6 +261,7 @@ class Run:
         if n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS:
             self.residual = self._relative(self._true_residual()[1])
             return
+        self.sampled = True
         self.value = self._weights().to(self.out_dtype)
         rows = torch.randperm(n, generator=torch.Generator().manual_seed(n))[:_SAMPLE].to(self.b.device)
         r = self.b[rows] - self.system.accurate_rows(rows, self.value.to(torch.float64))
@@ -274,7 +281,7 @@ class Run:
             residual=self.residual,
             history=torch.stack(state.estimates),
             tol=self.limits.tol,
-            converged=state.reason == "reached the tolerance",
+            converged=not self.sampled and bool((self.residual <= self.limits.tol).all()),
             reason=state.reason,
             seconds=self.seconds,
             setup_seconds=setup_seconds,
@@ -317,3 +324,8 @@ class Run:
             if ended == "stagnated" and not state.reason:
                 self._verify()
                 state.reason = ended
+
+
+def _largest(residual: Tensor) -> float:
+    """The largest over the columns; 0 where there are none."""
+    return float(residual.max()) if residual.numel() else 0.0

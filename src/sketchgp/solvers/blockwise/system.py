@@ -65,6 +65,18 @@ class BlockSystem:
         self.entries += len(indices) * self.n
         return self._rows(indices, vectors).addcmul_(self.noise[indices, None], vectors[indices])
 
+    def cross(self, rows: Tensor, columns: Tensor, vectors: Tensor) -> Tensor:
+        """``(K + noise)[rows, columns] v`` for float64 vectors ``(len(columns), t)``; K in its own dtype.
+
+        Rows are distinct, and columns are.
+        """
+        self.entries += len(rows) * len(columns)
+        product = self._rows(rows, vectors, columns)
+        places = torch.full((self.n,), -1, dtype=torch.long, device=self.device)
+        places[columns] = torch.arange(len(columns), device=self.device)
+        shared = places[rows]  # where a row is among the columns
+        return product + (shared >= 0).unsqueeze(1) * self.noise[rows, None] * vectors[shared]
+
     def accurate_rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
         """The same with K evaluated in float64."""
         if self._accurate_rows is None:
