@@ -67,6 +67,7 @@ class _EigenPro2(Method):
 
     name = "EigenPro2"
     growth = 2.0
+    advice = "Choose a larger subsample_size, or a smaller block_size."
 
     def __init__(self, choices: EigenPro2, system: BlockSystem, block_size: int) -> None:
         super().__init__()

@@ -67,7 +67,8 @@ class Partition:
         return rows, self._inverse(number, rows)
 
     def _rows(self, number: int, tensors: dict[str, Tensor]) -> Tensor:
-        return tensors["order"].tensor_split(self.count)[number].to(self.system.device)
+        count = len(tensors["smoothness"]) if "smoothness" in tensors else self.count  # of a solve that was resumed
+        return tensors["order"].tensor_split(count)[number].to(self.system.device)
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         generator = torch.Generator().manual_seed(self.seed + 1 + number)

@@ -44,8 +44,9 @@ class Checkpoint:
 
     def save(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Replace the file; whenever the process dies, the path holds a whole file or the one before."""
-        header = json.dumps({"format": _FORMAT, "problem": self.problem, "state": plain}).encode()
-        contents = {name: tensor.detach() for name, tensor in tensors.items()}
+        contents = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        described = {"format": _FORMAT, "problem": self.problem, "state": plain}
+        header = json.dumps({**described, "digest": _digest(described, contents)}).encode()
         contents[_HEADER] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         beside = self.path.with_name(self.path.name + ".partial")
         try:
@@ -65,8 +66,9 @@ class Checkpoint:
         try:
             contents = torch.load(self.path, map_location="cpu", weights_only=True)
             header = json.loads(bytes(contents.pop(_HEADER).numpy()))
-            if header["format"] != _FORMAT:
-                raise ValueError(f"format {header['format']}")
+            digest = header.pop("digest")
+            if header["format"] != _FORMAT or digest != _digest(header, contents):
+                raise ValueError("another format, or damaged")
         except Exception as error:
             raise InputError(
                 f"{self.path} is no checkpoint that this version of sketchgp can read; delete it or use another path."
@@ -78,6 +80,15 @@ class Checkpoint:
                 "written. Delete it or use another path."
             )
         return header["state"], {name: tensor.to(device) for name, tensor in contents.items()}
+
+
+def _digest(described: dict[str, Any], contents: dict[str, Tensor]) -> str:
+    """A mark of everything in the file: what is stored damaged or in part is not to be gone on from."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name in sorted(contents):
+        digest.update(name.encode())
+        _add(digest, contents[name])
+    return digest.hexdigest()
 
 
 def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict[str, str]:

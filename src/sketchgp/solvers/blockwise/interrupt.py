@@ -9,14 +9,14 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """Notes the first Ctrl-C in ``seen``; the second one raises KeyboardInterrupt at once, as usual.
+    """Notes the first Ctrl-C in ``seen``; the second one is noted in ``again`` and raises KeyboardInterrupt at once.
 
     Only the main thread can change how signals are handled, and a handler of the user's is left in place: there
     nothing changes.
     """
 
     def __init__(self) -> None:
-        self.seen = False
+        self.seen = self.again = False
         self._before: Any = None
 
     def __enter__(self) -> DeferredInterrupt:
@@ -27,6 +27,7 @@ class DeferredInterrupt:
 
     def _note(self, number: int, frame: Any) -> None:
         if self.seen:
+            self.again = True
             raise KeyboardInterrupt
         self.seen = True
 

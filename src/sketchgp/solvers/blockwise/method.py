@@ -16,11 +16,13 @@ class Method:
 
     :cvar name: as reports print it.
     :cvar growth: of the estimated residual over its least at which :meth:`shrink_step` is called; None never.
+    :cvar advice: what to try when it diverges all the same.
     :ivar rank: of the low-rank parts; 0 where there are none.
     """
 
     name = ""
     growth: float | None = None
+    advice = "Use another seed, a larger block_size, or float64 data."
     rank = 0
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ residual (iterative refinement: Higham, "Accuracy and Stability of Numerical Alg
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ _WINDOW = 50_000  # the most rows between two estimates of the residual
 _CHECKED = 32  # rows whose residual is computed in float64 too, once a pass
 _ROUNDED = 0.3  # share of the residual that may be rounding
 _DIVERGED = 1e3  # residual, relative to y and to that of the start
+_SHRUNK = 10  # times that a step is made smaller
 _HELD_OUT_SHARE = 0.1  # of the work that held-out predictions may take
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.1f}/{total} passes [{elapsed}<{remaining}] {postfix}"
@@ -101,20 +103,24 @@ class Run:
             total=round(self.limits.passes, 1),
             disable=not show,
             leave=False,
+            miniters=0,
             delay=_PROGRESS_DELAY,
             bar_format=_BAR,
         )
         self._stop_at_limits()  # of a solve that was resumed
         with bar, DeferredInterrupt() as interrupt:
             while not self.state.reason:
+                within = True  # a step, whose vectors are then partly old and partly new
                 try:
                     self._step()
+                    within = False
                     closed = self._close_window(bar)
                     if interrupt.seen:
                         raise KeyboardInterrupt
                 except KeyboardInterrupt:
-                    self.save()
-                    if self.raising:
+                    if not within:
+                        self.save()
+                    if self.raising or interrupt.again:
                         raise
                     self.state.reason = "was interrupted"
                     break
@@ -132,6 +138,8 @@ class Run:
         due = self.system.dtype != torch.float64 and state.rows_seen - state.rows_checked >= self.system.n
         point = method.evaluation_point().clone() if due else None
         rows, g = method.step(state.r, self.generator)
+        if not state.window_rows and not bool(torch.isfinite(g).all()):
+            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
         state.steps += 1
         state.rows_seen += len(rows)
         state.window_rows += len(rows)
@@ -150,35 +158,45 @@ class Run:
         state = self.state
         if state.window_rows < min(self.system.n, _WINDOW):
             return False
-        estimate = self._relative((state.window_squares * (self.system.n / state.window_rows)).sqrt().unsqueeze(0))
+        estimate = ((state.window_squares * (self.system.n / state.window_rows)).sqrt() / self.norm).cpu()
         state.window_rows, state.window_squares = 0, torch.zeros_like(state.window_squares)
         state.estimates.append(estimate)
         largest = _largest(estimate)
-        self._watch_growth(largest)
+        self._watch_growth(largest if math.isfinite(largest) else math.inf)
         error = self._held_out_error()
-        bar.n = round(self.system.passes, 1)
-        bar.set_postfix_str(
-            f"residual about {largest:.1e}" + ("" if error is None else f", held-out RMSE {float(error.mean()):.4g}")
-        )
+        held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
+        bar.set_postfix_str(f"residual about {largest:.1e}{held}", refresh=False)
+        bar.update(self.system.passes - bar.n)
         if self.callback is not None and self.callback(
             Progress(state.steps, self.system.passes, self.seconds, estimate, error, self._weights)
         ):
             state.reason = "was stopped by the callback"
-        if not state.reason and self._at_target() and state.rows_seen >= state.verify_after:
+        if not state.reason and self._due():
             self._verify_all()
         return True
 
     def _watch_growth(self, largest: float) -> None:
-        state, method = self.state, self.method
-        if largest > _DIVERGED * max(1.0, _largest(state.estimates[0])):
+        """Shrink the step of a method that can, where the residual grows; a method that cannot must not diverge."""
+        state, method, start = self.state, self.method, max(1.0, _largest(self.state.estimates[0]))
+        if method.growth is None:
+            growing, helped = largest > _DIVERGED * start, False
+        else:
+            growing = largest > method.growth * max(state.least, self.limits.tol)
+            helped = state.shrunk < _SHRUNK
+        if growing and not helped:
             raise NumericalError(
-                f"{method.name} diverges: the relative residual is {largest:.1e}. Use a larger block_size, another "
-                "seed, or float64 data."
+                f"{method.name} diverges: the relative residual grew from {state.least:.1e} to {largest:.1e}. "
+                f"{method.advice}"
             )
-        if method.growth is not None and largest > method.growth * max(state.least, self.limits.tol):
+        if growing:
+            state.notes.append(
+                f"the residual grew from {state.least:.1e} to {largest:.1e}; went on with a smaller step"
+            )
+            state.shrunk, state.least = state.shrunk + 1, largest
             method.shrink_step()
-            state.notes.append(f"the residual grew from {state.least:.1e} to {largest:.1e}; went on with half the step")
-            state.least = largest
+            if largest > start:
+                method.begin(self.b.shape[1])
+                state.least = start
         state.least = min(state.least, largest)
 
     def _held_out_error(self) -> Tensor | None:
@@ -212,6 +230,10 @@ class Run:
 
     def _at_target(self) -> bool:
         return bool((self.state.estimates[-1] <= self.state.target).all())
+
+    def _due(self) -> bool:
+        """Whether it is time to look at the true residual."""
+        return self._at_target() and self.state.rows_seen >= self.state.verify_after
 
     def _relative(self, r: Tensor) -> Tensor:
         relative = (r.norm(dim=0) / self.norm).cpu()
@@ -315,15 +337,21 @@ class Run:
         self.state = state = State.unpack(plain, tensors)
         self.generator.set_state(state.generator.cpu())
         self.system.entries, self.earlier = state.entries, state.seconds
-        if state.tol != self.limits.tol:
+        another = state.tol != self.limits.tol
+        if another:
             state.tol = state.target = self.limits.tol
+            state.failures = state.verify_after = 0
         state.notes.append(f"resumed after {state.steps} steps")
         ended, state.reason = state.reason, ""
         if ended in _FINAL:
             self._verify_all()
+            if another and not state.reason:
+                state.failures, state.verify_after, state.target = 0, 0, self.limits.tol
             if ended == "stagnated" and not state.reason:
                 self._verify()
                 state.reason = ended
+        elif state.steps and not state.window_rows and self._due():
+            self._verify_all()  # it was ended where it would have done this
 
 
 def _largest(residual: Tensor) -> float:

@@ -19,6 +19,7 @@ class State:
     :ivar tol: the tolerance, and ``target`` the estimated residual at which the true one is looked at.
     :ivar rows_seen: rows of all steps; ``rows_checked`` of them at the last look at rounding errors.
     :ivar verify_after: rows before the true residual is looked at again, after ``failures`` times in vain.
+    :ivar shrunk: how often the step was made smaller.
     :ivar window_rows: rows since the last estimate, ``window_squares`` (t,) their squared residuals.
     :ivar true: the largest true residual known, ``least`` the least estimate.
     :ivar estimates: residual of each column, estimated once a window; the first one is exact.
@@ -40,6 +41,7 @@ class State:
     window_rows: int = 0
     verify_after: int = 0
     failures: int = 0
+    shrunk: int = 0
     held_out_entries: int = 0
     true: float = float("inf")
     least: float = float("inf")

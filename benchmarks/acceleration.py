@@ -1,0 +1,271 @@
+"""Does ASkotch's default acceleration need tuning?  Passes to a residual, beside every other rule, on real data.
+
+Every variant solves the same problem with the kernel matrix stored in float32, at the same block size and rank; what
+counts is not time but how many of its rows the steps multiply.  At every half pass the residual is computed in float64
+from the weights themselves; between two of these values the crossing of a tolerance is interpolated (linearly in its
+logarithm).  The promise to check: at most 1.2 times the passes of the best of version 1, version 2 with mu = noise (the
+authors' rule) and no acceleration at all.
+
+    python benchmarks/acceleration.py --data DIRECTORY            # half an hour on two cores; resumes
+    python benchmarks/acceleration.py --data DIRECTORY --quick    # three problems, n = 1000, one seed
+    python benchmarks/acceleration.py --report                    # table and picture again, nothing measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import sketchgp
+from acceleration_report import picture, report
+from blockwise import Trace, callbacks_every, counted_rows
+from common import (
+    data_directory,
+    has_data,
+    load_arrays,
+    load_average,
+    machine,
+    now,
+    read_json,
+    results_directory,
+    standardise,
+    subsample,
+    targets,
+    write_json,
+)
+
+ROWS = 6000
+SEEDS = (0, 1)
+TARGETS = (1e-1, 1e-2, 1e-3)
+CAP = 40.0  # passes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set, a kernel on its standardised inputs, a noise; ``positive`` is the class that becomes +1."""
+
+    data: str
+    kernel: str
+    lengthscale: float
+    noise: float
+    positive: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}, {self.kernel} {self.lengthscale:g}, noise {self.noise:g}"
+
+
+CASES = (
+    Case("uci_kin40k", "RBF", 2, 0.1),
+    Case("uci_kin40k", "RBF", 2, 0.01),
+    Case("uci_kin40k", "RBF", 2, 1e-4),
+    Case("uci_kin40k", "Matern-1/2", 4, 0.01),
+    Case("higgs_18k", "RBF", 3.8, 0.3, positive=1),
+    Case("cod_rna", "RBF", 2, 0.01, positive=1),
+    Case("nyc_green_taxi", "RBF", 1, 0.1),
+    Case("nyc_green_taxi", "RBF", 2, 1e-3),
+    Case("qm9_homo_cm_10k", "Laplace", 5120, 1e-3),
+    Case("uci_pol", "Matern-3/2", 4, 0.01),
+    Case("california_housing", "Matern-3/2", 2, 0.1),
+    Case("ijcnn1", "RBF", 2, 0.1, positive=1),
+    Case("shuttle", "RBF", 0.5, 1e-3, positive=6),
+)
+QUICK = (1, 3, 5)
+
+KERNELS: dict[str, Callable[[], gpytorch.kernels.Kernel]] = {
+    "RBF": gpytorch.kernels.RBFKernel,
+    "Laplace": sketchgp.LaplaceKernel,
+    "Matern-1/2": lambda: gpytorch.kernels.MaternKernel(nu=0.5),
+    "Matern-3/2": lambda: gpytorch.kernels.MaternKernel(nu=1.5),
+}
+
+# at equal block size and rank: ``RIVALS`` in acceleration_report.py are those that the default is compared with
+VARIANTS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
+    "default": lambda noise, same: sketchgp.ASkotch(**same),
+    "default rule, uniform": lambda noise, same: sketchgp.ASkotch(sampling="uniform", **same),
+    "mu = noise, uniform": lambda noise, same: sketchgp.ASkotch(mu=noise, sampling="uniform", **same),
+    "version 1": lambda noise, same: sketchgp.ASkotch(version=1, **same),
+    "Skotch, uniform": lambda noise, same: sketchgp.Skotch(sampling="uniform", **same),
+    "Skotch, shuffled": lambda noise, same: sketchgp.Skotch(**same),
+    "Skotch, version 1": lambda noise, same: sketchgp.Skotch(version=1, **same),
+}
+EXACT = {"exact blocks": {"share": 20, "rank": None}}  # blocks of n / share
+SETTINGS = EXACT | {"rank 100": {"share": 20, "rank": 100}}
+QUICK_SETTINGS = EXACT | {"rank 20": {"share": 20, "rank": 20}}
+OWN: dict[str, Callable[[float, int, dict[str, Any]], Any]] = {  # at settings of their own
+    "automatic": lambda noise, n, same: sketchgp.ASkotch(**same),
+    "authors' defaults": lambda noise, n, same: sketchgp.ASkotch(
+        mu=noise, sampling="uniform", block_size=max(1, n // 100), rank=100, **same
+    ),
+    "EigenPro2": lambda noise, n, same: sketchgp.EigenPro2(**same),
+}
+
+
+@dataclass
+class Loaded:
+    """A case, ready: the problem in float32, and its kernel matrix in float64 (n, n) by the kernel itself."""
+
+    problem: sketchgp.FullProblem
+    matrix: Tensor
+    y: Tensor
+    noise: float
+
+    def residual(self, weights: Tensor) -> dict[str, float]:
+        """The true relative residual."""
+        r = self.y - self.matrix @ weights - self.noise * weights
+        return {"true_residual": float(r.norm() / self.y.norm())}
+
+
+def load(directory: Path, case: Case, rows: int) -> Loaded:
+    """Rows drawn by seed 0, standardised, rounded to float32; the float64 matrix is that of the rounded inputs."""
+    x, y = subsample(load_arrays(directory, case.data), rows, seed=0)
+    (inputs,), (outputs,) = standardise(x), standardise(targets(y, case.positive))
+    points, y32 = torch.as_tensor(inputs).float(), torch.as_tensor(outputs).float()
+    kernel = KERNELS[case.kernel]()
+    kernel.lengthscale = case.lengthscale
+    exact = copy.deepcopy(kernel).double()
+    with torch.no_grad():
+        matrix = torch.cat([exact(part, points.double()).to_dense() for part in points.double().split(500)])
+    problem = sketchgp.FullProblem(kernel, points, y32, case.noise)
+    return Loaded(problem, matrix, y32.double().unsqueeze(-1), case.noise)
+
+
+def crossing(passes: list[float], residuals: list[float], target: float) -> float | None:
+    """Where the residual first falls to ``target``; None if it never does."""
+    for index, value in enumerate(residuals):
+        if value <= target:
+            if index == 0:
+                return passes[0]
+            before = residuals[index - 1]
+            share = math.log(before / target) / math.log(before / max(value, 1e-300))
+            return passes[index - 1] + share * (passes[index] - passes[index - 1])
+    return None
+
+
+def measure(loaded: Loaded, solver: Any) -> dict[str, Any]:
+    """One run: passes to each target, of the steps' rows alone and of all entries evaluated."""
+    n = len(loaded.y)
+    trace = Trace(loaded.residual)
+    own: list[float] = [0.0]  # passes of the steps' rows
+    run: dict[str, Any] = {"reason": ""}
+    with counted_rows() as rows, callbacks_every(n // 2), warnings.catch_warnings():
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+
+        def callback(progress: Any) -> bool:
+            trace.note(progress.weights(), progress.passes, float(progress.residual.max()))
+            own.append(rows[0] / n)
+            return own[-1] >= CAP or trace.columns["true_residual"][-1] <= TARGETS[-1]
+
+        trace.begin(n)
+        try:
+            done = solver.solve(loaded.problem, matmul="dense", callback=callback, progress=False).report
+        except sketchgp.NumericalError as error:
+            run = {"reason": "diverged", "error": str(error)[:300]}
+        else:
+            run |= {"reason": done.reason, "described": f"{done.solver}: {done.preconditioner}", "rank": done.rank,
+                    "notes": done.notes}  # fmt: skip
+    true, total = trace.columns["true_residual"], trace.columns["entries"]
+    kept = [i for i in range(len(own)) if i <= 10 or i % 10 == 0 or i == len(own) - 1]
+    return run | {
+        "passes": {f"{target:g}": crossing(own, true, target) for target in TARGETS},
+        "total_passes": {f"{target:g}": crossing(total, true, target) for target in TARGETS},
+        "seconds": trace.columns["seconds"][-1],
+        "final_residual": true[-1],
+        "final_passes": own[-1],
+        "history": {"passes": [own[i] for i in kept], "residual": [true[i] for i in kept]},
+    }
+
+
+def solvers(n: int, noise: float, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Every solver to run, by the key of its runs in the JSON."""
+    common = {"seed": seed, "tol": 1e-6, "max_passes": 1e9}  # the callback ends a run
+    found: dict[str, Any] = {}
+    for label, setting in settings.items():
+        same = common | {"block_size": max(1, n // setting["share"]), "rank": setting["rank"]}
+        found |= {f"{variant} | {label}": make(noise, same) for variant, make in VARIANTS.items()}
+    return found | {variant: make(noise, n, common) for variant, make in OWN.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="directory with the NAME.npz files")
+    parser.add_argument("--out", help="directory for the results")
+    parser.add_argument("--only", help="only the problems whose name contains this text")
+    parser.add_argument("--n", type=int, help=f"rows at most ({ROWS})")
+    parser.add_argument("--seeds", type=int, nargs="*", help="of the solvers (0 1)")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--quick", action="store_true", help="three problems, n = 1000, one seed")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    path = results_directory(options.out, options.quick) / "acceleration.json"
+    old = {} if options.fresh else read_json(path)
+    if not options.report:
+        old = run_all(options, path, old)
+    if not old:
+        raise SystemExit(f"There is no {path.name} to report on.")
+    text = report(old)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    picture(old, path.with_suffix(".png"))
+    print(text)
+
+
+def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
+    directory = data_directory(options.data)
+    rows = options.n or (1000 if options.quick else ROWS)
+    seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
+    settings = QUICK_SETTINGS if options.quick else SETTINGS
+    parameters = {"rows": rows, "row_seed": 0, "targets": list(TARGETS), "cap": CAP, "dtype": "float32",
+                  "settings": settings, "checked_every_passes": 0.5}  # fmt: skip
+    if old and old.get("problem") != parameters:
+        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
+    results = {"machine": machine(), "problem": parameters, "problems": old.get("problems", {})}
+    chosen = [case for number, case in enumerate(CASES) if not options.quick or number in QUICK]
+    chosen = [case for case in chosen if not options.only or options.only in case.name]
+    wanted = [(seed, key) for seed in seeds for key in solvers(rows, 1.0, seed, settings)]
+    bar = tqdm(total=len(chosen) * len(wanted), disable=None, unit="run")
+    for case in chosen:
+        item = results["problems"].setdefault(case.name, {"runs": {}})
+        done = {(run["seed"], key) for key, runs in item["runs"].items() for run in runs}
+        todo = [run for run in wanted if run not in done]
+        bar.update(len(wanted) - len(todo))
+        if not todo:
+            continue
+        if not has_data(directory, case.data):
+            tqdm.write(f"{case.name}: no {case.data}.npz in the data directory, left out")
+            del results["problems"][case.name]
+            continue
+        loaded = load(directory, case, rows)
+        n = len(loaded.y)
+        item |= {"n": n, "data": case.data, "kernel": case.kernel, "lengthscale": case.lengthscale,
+                 "noise": case.noise, "positive": case.positive}  # fmt: skip
+        for seed, key in todo:
+            load_before = load_average()
+            run = measure(loaded, solvers(n, case.noise, seed, settings)[key])
+            item["runs"].setdefault(key, []).append({"seed": seed, **run, "date": now(), "load_before": load_before})
+            write_json(path, results)
+            tqdm.write(
+                f"{case.name}, {key}, seed {seed}: residual {run['final_residual']:.1e} after "
+                f"{run['final_passes']:.1f} passes, {run['seconds']:.1f} s"
+            )
+            bar.update()
+        del loaded
+        gc.collect()
+    bar.close()
+    write_json(path, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,952 @@
+"""The loop of the solvers by blocks of rows: budgets, residuals, callbacks, held-out points, progress, Ctrl-C."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+import os
+import signal
+import sys
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpytorch.kernels import RBFKernel, ScaleKernel
+
+from problems import normal, points, radial, relative, set_scales
+from sketchgp import (
+    ASkotch,
+    ConvergenceWarning,
+    EigenPro2,
+    FullProblem,
+    InputError,
+    NumericalError,
+    Skotch,
+    record_solves,
+)
+from sketchgp.operators import KernelMatrix
+from sketchgp.solvers import System, askotch, eigenpro2, skotch
+from sketchgp.solvers.blockwise import BlockSystem, run
+
+N, BLOCK = 300, 50
+SOLVERS = {
+    "askotch": ASkotch(block_size=BLOCK),
+    "askotch-nystrom": ASkotch(block_size=BLOCK, rank=15),
+    "askotch-uniform": ASkotch(block_size=BLOCK, sampling="uniform", mu=0.1),
+    "askotch-v1": ASkotch(block_size=BLOCK, version=1),
+    "skotch": Skotch(block_size=BLOCK),
+    "skotch-v1": Skotch(block_size=BLOCK, version=1),
+    "eigenpro2": EigenPro2(block_size=BLOCK, subsample_size=80),
+}
+TOLERANCE = {"askotch-v1": 0.1, "skotch-v1": 0.1}  # fixed partitions are slow; 1e-2 for the others
+METHODS = (askotch._Fresh, askotch._Fixed, skotch._Skotch, eigenpro2._EigenPro2)
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+
+
+def _kernel(lengthscale=0.6):
+    return set_scales(ScaleKernel(RBFKernel(ard_num_dims=3)), 1.3, lengthscale)
+
+
+def _problem(columns=2, noise=0.3, dtype=torch.float64, n=N, lengthscale=0.6):
+    x, width = points(n), columns or 1
+    y = (x @ (3 * normal(3, width, seed=2))).sin() + 0.2 * normal(n, width, seed=1)
+    y = y * torch.logspace(0, 1, width, dtype=torch.float64)  # residuals are relative to each column
+    y = y[:, 0] if columns is None else y
+    return FullProblem(_kernel(lengthscale).to(dtype), x.to(dtype), y.to(dtype), noise)
+
+
+def _matrix(problem):
+    """``K + noise`` in float64 from the formula, and from the float64 forms of the raw parameters."""
+    return _covariance(problem, problem.x) + torch.diag(problem.noise_vector)
+
+
+def _covariance(problem, x):
+    matrix = radial(copy.deepcopy(problem.kernel).double(), x, problem.x)
+    return matrix.detach()
+
+
+def _residual(problem, value):
+    """The true relative residual of each column, by a dense product."""
+    y = problem.y.double().reshape(len(problem.y), -1)
+    return (y - _matrix(problem) @ value.double().reshape(y.shape)).norm(dim=0) / y.norm(dim=0)
+
+
+def _quietly(solver, problem, **options):
+    """The solution of a solve that is meant to end early."""
+    with pytest.warns(ConvergenceWarning):
+        return solver.solve(problem, **options)
+
+
+def _with(name, **choices):
+    return dataclasses.replace(SOLVERS[name], **choices)
+
+
+def _converging(name):
+    return _with(name, tol=TOLERANCE.get(name, 1e-2))
+
+
+@pytest.fixture
+def after_step(monkeypatch):
+    """``after_step(f)``: ``f(method, rows, g)`` is called after every step of any method; what it returns replaces
+    the step's result, unless it is None."""
+
+    def install(follow):
+        for kind in METHODS:
+            original = kind.step
+
+            def step(self, r, generator, original=original):
+                rows, g = original(self, r, generator)
+                return follow(self, rows, g) or (rows, g)
+
+            monkeypatch.setattr(kind, "step", step)
+
+    return install
+
+
+@pytest.fixture
+def steps(after_step):
+    """``(rows, squares of the residual)`` of every step."""
+    found = []
+    after_step(lambda method, rows, g: found.append((rows.clone(), g.square().sum(dim=0))))
+    return found
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT as Python handles it at a terminal, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+# --- ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_solver
+def test_the_tolerance(name, dtype):
+    """Columns of different norms all meet it, and the residual reported is that of the value returned."""
+    problem = _problem(columns=3, dtype=dtype)
+    solver = _converging(name)
+    solution = solver.solve(problem)
+    report = solution.report
+    assert (report.converged, report.reason, report.tol) == (True, "reached the tolerance", solver.tol)
+    assert solution.value.dtype == dtype
+    assert solution.value.shape == problem.y.shape
+    torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-6, atol=1e-12)
+    assert report.max_residual <= solver.tol
+    assert report.history.shape[1] == 3
+    assert torch.equal(report.history[0], torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+@every_solver
+def test_max_passes(name, columns):
+    problem = _problem(columns=columns)
+    with pytest.warns(ConvergenceWarning, match="ran out of passes") as caught:
+        solution = _with(name, tol=1e-12, max_passes=4).solve(problem)
+    report = solution.report
+    assert len(caught) == 1
+    assert (report.converged, report.reason) == (False, "ran out of passes")
+    step = (BLOCK * N + BLOCK * max(BLOCK, 80)) / N**2
+    assert 4 <= report.passes - 1 < 4 + step + 1e-12  # one pass for the residual of what is returned
+    torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
+    assert report.max_residual > 1e-12
+    assert str(caught[0].message) == report.advice()
+
+
+def _clock(monkeypatch, after_step):
+    """A clock that every step moves on by a second."""
+    now = SimpleNamespace(seconds=1000.0)
+
+    def tick(method, rows, g):
+        now.seconds += 1.0
+
+    after_step(tick)
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    return now
+
+
+def test_max_seconds(monkeypatch, after_step):
+    _clock(monkeypatch, after_step)
+    problem = _problem()
+    solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-12, max_seconds=7.5), problem)
+    report = solution.report
+    assert (report.converged, report.reason, report.iterations, report.seconds) == (False, "ran out of time", 8, 8.0)
+    torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
+
+
+def test_max_seconds_are_seconds():
+    report = _quietly(Skotch(block_size=BLOCK, tol=1e-15, max_seconds=0.3, max_passes=1e9), _problem()).report
+    assert report.reason == "ran out of time"
+    assert 0.3 <= report.seconds < 60
+
+
+def test_a_budget_that_was_enough():
+    """Where the residual of all rows is at the tolerance when the budget ends, there is nothing to warn of."""
+    problem = _problem()
+    solution = ASkotch(block_size=BLOCK, tol=0.9, max_passes=0.9).solve(problem)
+    assert float(_residual(problem, solution.value).max()) < 0.9
+    assert solution.report.converged
+    assert solution.report.passes < 2.1
+
+
+@pytest.mark.parametrize("true", [True, 1])
+def test_a_callback_ends_the_solve(true):
+    problem, seen = _problem(), []
+
+    def callback(progress):
+        seen.append(progress)
+        return true if len(seen) == 3 else None
+
+    solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-12), problem, callback=callback)
+    report = solution.report
+    assert (report.converged, report.reason) == (False, "was stopped by the callback")
+    assert len(seen) == 3
+    assert report.iterations == seen[-1].iteration == 18
+    torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
+
+
+def test_rounding_to_float32_is_an_end():
+    problem = _problem(dtype=torch.float32, lengthscale=2.0, noise=0.01)
+    solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-7), problem)
+    report = solution.report
+    assert (report.converged, report.reason) == (False, "was rounded")
+    residual = _residual(problem, solution.value)
+    torch.testing.assert_close(report.residual, residual, rtol=1e-4, atol=0)
+    assert float(residual.max()) > 1e-7
+    # the iterate before it was rounded does meet it: float64 data (the same numbers) converge to a value close to it
+    finer = FullProblem(problem.kernel.double(), problem.x.double(), problem.y.double(), 0.01)
+    assert relative(solution.value, torch.linalg.solve(_matrix(finer), finer.y)) < 1e-6
+
+
+def test_stagnation():
+    """Where K in float32 is too far from K, corrections do not help, and the solve says so early."""
+    problem = _problem(n=200, dtype=torch.float32, lengthscale=2.0, noise=1e-7)
+    report = _quietly(ASkotch(block_size=BLOCK, tol=1e-6), problem).report
+    assert (report.converged, report.reason) == (False, "stagnated")
+    assert report.passes < 100
+
+
+REASONS = {
+    "ran out of passes": {"max_passes": 2},
+    "ran out of time": {"max_seconds": 1e-9},
+    "was stopped by the callback": {},
+    "was interrupted": {},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_advice(reason):
+    """It names the reason, the size, the residual reached, and what helps: to go on from the iterate, which does."""
+
+    def callback(progress):
+        if reason == "was interrupted":
+            raise KeyboardInterrupt
+        return reason == "was stopped by the callback"
+
+    problem = _problem()
+    with pytest.warns(ConvergenceWarning) as caught:
+        solution = ASkotch(block_size=BLOCK, tol=1e-4, **REASONS[reason]).solve(problem, callback=callback)
+    report = solution.report
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert report.reason == reason
+    start = f"A linear solve with n = {N} {reason} after {report.iterations} iterations: "
+    assert message.startswith(start)
+    assert f"residual {report.max_residual:.1e}, tolerance 1e-04" in message
+    assert "initial=" in message
+    assert "NOT converged, " + reason in str(report)
+    again = ASkotch(block_size=BLOCK, tol=1e-4).solve(problem, initial=solution.value)
+    torch.testing.assert_close(again.report.history[0], report.residual, rtol=1e-9, atol=0)
+    assert again.report.converged
+
+
+def test_advice_for_the_limits_of_float32():
+    base = _quietly(ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2), _problem()).report
+    stagnated = dataclasses.replace(base, reason="stagnated", dtype="float32").advice()
+    assert "stagnated after" in stagnated and "float64" in stagnated and "initial=" not in stagnated
+    rounded = dataclasses.replace(base, reason="was rounded", dtype="float32").advice()
+    assert "was rounded after" in rounded and "float64" in rounded and "initial=" not in rounded
+
+
+def test_a_tolerance_met_at_the_start():
+    problem = _problem()
+    exact = torch.linalg.solve(_matrix(problem), problem.y)
+    solution = ASkotch(tol=1e-6).solve(problem, initial=exact)
+    assert (solution.report.iterations, solution.report.converged) == (0, True)
+    assert torch.equal(solution.value, exact)
+    assert solution.report.passes == 2.0  # the product of the start, and the one that checks the end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_targets(dtype):
+    problem = _problem(dtype=dtype)
+    problem.y.zero_()
+    solution = ASkotch().solve(problem)
+    assert torch.equal(solution.value, problem.y)
+    assert (solution.report.iterations, solution.report.converged, solution.report.max_residual) == (0, True, 0.0)
+
+
+@every_solver
+def test_no_columns(name):
+    problem = FullProblem(_kernel(), points(N), normal(N, 0), 0.1)
+    solution = SOLVERS[name].solve(problem)
+    assert solution.value.shape == (N, 0)
+    assert solution.report.converged
+    assert solution.report.max_residual == 0
+
+
+def test_initial_of_another_shape_is_refused():
+    with pytest.raises(InputError, match="initial expects y's shape"):
+        ASkotch().solve(_problem(), initial=torch.zeros(N))
+
+
+def test_a_zero_column_beside_others():
+    problem = _problem(columns=2)
+    problem.y[:, 0] = 0
+    solution = ASkotch(block_size=BLOCK, tol=1e-4).solve(problem)
+    assert solution.report.converged
+    assert torch.equal(solution.value[:, 0], torch.zeros(N, dtype=torch.float64))
+    assert torch.equal(solution.report.history[:, 0], torch.zeros(len(solution.report.history), dtype=torch.float64))
+
+
+# --- residuals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [50_000, 120])
+@every_solver
+def test_estimates_are_those_of_the_rows_that_were_seen(monkeypatch, steps, name, window):
+    """One a window: a pass, or fewer rows; the root of n times the mean square residual of its rows."""
+    monkeypatch.setattr(run, "_WINDOW", window)
+    problem = _problem()
+    report = _quietly(_with(name, tol=1e-12, max_passes=8), problem).report
+    expected, rows, squares = [], 0, torch.zeros(2, dtype=torch.float64)
+    for seen, square in steps:
+        rows, squares = rows + len(seen), squares + square
+        if rows >= min(N, window):
+            expected.append((squares * N / rows).sqrt() / problem.y.norm(dim=0))
+            rows, squares = 0, torch.zeros(2, dtype=torch.float64)
+    assert len(expected) == len(report.history) - 1 >= (5 if window > N else 10)
+    torch.testing.assert_close(report.history[1:], torch.stack(expected), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_solver
+def test_estimates_follow_the_true_residual(name, dtype):
+    problem, ratios = _problem(noise=0.01, dtype=dtype), []
+    matrix, norm = _matrix(problem), problem.y.double().norm(dim=0)
+
+    def callback(progress):
+        true = (problem.y.double() - matrix @ progress.weights()).norm(dim=0) / norm
+        ratios.append(progress.residual / true)
+
+    _quietly(_with(name, tol=1e-12, max_passes=20), problem, callback=callback)
+    logs = torch.stack(ratios).log2()
+    assert len(logs) >= 10
+    assert abs(float(logs.mean())) < 1
+    assert float(logs.abs().max()) < 2.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_first_residual_is_exact(dtype):
+    problem = _problem(dtype=dtype)
+    start = normal(N, 2, seed=5, dtype=dtype)
+    report = _quietly(ASkotch(block_size=BLOCK, tol=1e-12, max_passes=3), problem, initial=start).report
+    torch.testing.assert_close(report.history[0], _residual(problem, start), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_sampled_residual(monkeypatch, early):
+    """Of more than _ALL_ROWS points, after fewer than 5 passes, the residual is that of a sample of rows, and said to
+    be: close to the true one, and the value is the same.  After 5 passes it is of all rows again."""
+    monkeypatch.setattr(run, "_ALL_ROWS", 200)
+    monkeypatch.setattr(run, "_SAMPLE", 150)
+    solver, problem = ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2.5 if early else 5.5), _problem(columns=4)
+    solution = _quietly(solver, problem)
+    report, true = solution.report, _residual(problem, solution.value)
+    assert not report.converged
+    assert any("estimated from 150 random rows" in note for note in report.notes) == early
+    if early:
+        assert float((report.residual / true).log().abs().max()) < 0.25  # 1 / sqrt(2 * 150) = 0.06 is usual
+        assert not torch.allclose(report.residual, true, rtol=1e-6)
+        assert report.matmuls == 0
+    else:
+        torch.testing.assert_close(report.residual, true, rtol=1e-9, atol=0)
+    monkeypatch.undo()
+    everything = _quietly(solver, problem)
+    assert torch.equal(everything.value, solution.value)
+    torch.testing.assert_close(everything.report.residual, true, rtol=1e-9, atol=0)
+    assert everything.report.notes == []
+
+
+def test_a_sample_of_float32_is_in_float64(monkeypatch):
+    """The rows of the sample are evaluated in float64, at the rounded value that is returned."""
+    monkeypatch.setattr(run, "_ALL_ROWS", 200)
+    monkeypatch.setattr(run, "_SAMPLE", N)  # all rows: then it is the true residual
+    problem = _problem(dtype=torch.float32)
+    solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-12, max_passes=4), problem)
+    assert solution.report.notes == [f"residual estimated from {N} random rows, in float64"]
+    torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-6, atol=0)
+
+
+def test_a_sample_never_converges(monkeypatch):
+    """However low the residual of the sample: only all rows can tell that the tolerance was met."""
+    monkeypatch.setattr(run, "_ALL_ROWS", 200)
+    monkeypatch.setattr(run, "_SAMPLE", 150)
+    report = _quietly(ASkotch(block_size=BLOCK, tol=0.9, max_passes=0.9), _problem()).report
+    assert report.max_residual < 0.9
+    assert not report.converged
+
+
+def test_many_points_converge_by_all_rows(monkeypatch):
+    monkeypatch.setattr(run, "_ALL_ROWS", 200)
+    monkeypatch.setattr(run, "_SAMPLE", 20)
+    problem = _problem()
+    solution = ASkotch(block_size=BLOCK, tol=0.3).solve(problem)
+    assert solution.report.converged
+    assert solution.report.passes < 5
+    assert solution.report.notes == []
+    torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["askotch", "skotch", "eigenpro2"])
+def test_an_optimistic_estimate_is_not_believed(after_step, name, dtype):
+    """Estimates of a fifth of the residual: the true one is looked at too early, and then aimed at."""
+    after_step(lambda method, rows, g: (rows, 0.2 * g))
+    problem = _problem(dtype=torch.float64)
+    solution = _with(name, tol=1e-3).solve(problem)
+    report = solution.report
+    assert report.converged
+    assert float(_residual(problem, solution.value).max()) <= 1e-3
+    early = int((report.history.max(dim=1).values <= 1e-3).nonzero()[0])
+    assert early < len(report.history) - 1
+    assert 2 <= report.matmuls <= 4
+    if name != "eigenpro2":
+        assert report.passes == pytest.approx(report.iterations * (BLOCK / N + (BLOCK / N) ** 2) + report.matmuls)
+
+
+# --- work -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["askotch", "askotch-nystrom", "askotch-uniform", "skotch", "eigenpro2"])
+def test_passes_count_entries(monkeypatch, steps, name):
+    """Rows and blocks of every step, the set-up, the product of a start, and those that verify."""
+    problem = _problem()
+    solver = _with(name, tol=1e-2)
+    for start in (None, torch.ones_like(problem.y)):
+        steps.clear()
+        report = solver.solve(problem, initial=start).report
+        sizes = [len(rows) for rows, _ in steps]
+        assert report.iterations == len(sizes)
+        if name == "eigenpro2":
+            entries = 80**2 + 80 * 80 + sum(size * (N + 80) for size in sizes)  # the subsample, and other points
+        else:
+            entries = sum(size * N + size**2 for size in sizes)
+        assert report.matmuls >= (2 if start is not None else 1)
+        entries += report.matmuls * N**2
+        assert report.passes == pytest.approx(entries / N**2, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["askotch-v1", "skotch-v1"])
+def test_passes_of_a_fixed_partition(steps, name):
+    report = _quietly(_with(name, tol=1e-12, max_passes=4), _problem()).report
+    assert all(len(rows) == BLOCK for rows, _ in steps)
+    entries = N * BLOCK + report.iterations * (N * BLOCK + BLOCK**2) + N**2
+    assert report.passes == pytest.approx(entries / N**2, rel=1e-12)
+
+
+@pytest.mark.parametrize("checked", [256, 20])
+def test_passes_of_float32(monkeypatch, steps, checked):
+    """Once a pass some rows of a block in float64 too, and a product for every correction."""
+    looks = []
+    monkeypatch.setattr(run, "_CHECKED", checked)
+    accurate_rows = BlockSystem.accurate_rows
+    monkeypatch.setattr(
+        BlockSystem, "accurate_rows", lambda self, rows, v: looks.append(len(rows)) or accurate_rows(self, rows, v)
+    )
+    report = ASkotch(block_size=BLOCK, tol=1e-5).solve(_problem(dtype=torch.float32, noise=0.01)).report
+    assert len(report.notes) >= 1
+    assert all("float32 products corrected" in note for note in report.notes)
+    assert report.matmuls == len(report.notes) + 1
+    assert looks == [min(checked, BLOCK)] * (report.iterations // (N // BLOCK + 1))
+    entries = report.iterations * (N * BLOCK + BLOCK**2) + sum(looks) * N + report.matmuls * N**2
+    assert report.passes == pytest.approx(entries / N**2, rel=1e-12)
+
+
+def test_corrections_reach_what_float32_products_cannot():
+    """With float32 products alone the residual would stay near 1e-4."""
+    problem = _problem(dtype=torch.float32, noise=0.01)
+    solution = ASkotch(block_size=BLOCK, tol=1e-5).solve(problem)
+    assert solution.report.converged
+    assert float(_residual(problem, solution.value).max()) <= 1.0001e-5
+    corrected = [float(note.split()[-1]) for note in solution.report.notes]
+    assert corrected == sorted(corrected, reverse=True)
+    assert corrected[0] > 2e-5
+
+
+# --- divergence -----------------------------------------------------------------------------------------------
+
+
+def test_divergence_is_an_error(after_step):
+    """A method that cannot help itself says what it saw and what to try, and leaves nothing behind."""
+
+    def spoil(method, rows, g):
+        method.tensors["w"].mul_(1.6)
+
+    after_step(spoil)
+    with pytest.raises(NumericalError, match=r"ASkotch diverges: the relative residual .*seed"):
+        ASkotch(block_size=BLOCK).solve(_problem())
+
+
+def test_a_diverging_step_is_halved(monkeypatch):
+    original = eigenpro2._step
+    monkeypatch.setattr(eigenpro2, "_step", lambda *args: (original(*args)[0], 2 * original(*args)[1]))
+    problem = _problem()
+    solution = EigenPro2(block_size=BLOCK, subsample_size=80, tol=1e-2).solve(problem)
+    assert solution.report.converged
+    assert 1 <= len(solution.report.notes) <= 5
+    assert all("went on with" in note for note in solution.report.notes)
+    torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
+
+
+def test_nan_in_a_right_hand_side():
+    problem = _problem()
+    problem.y[3, 1] = float("nan")
+    with pytest.raises(NumericalError, match="right-hand side"):
+        ASkotch(block_size=BLOCK).solve(problem)
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------
+
+
+@every_solver
+def test_what_a_callback_sees(steps, name):
+    problem, seen = _problem(), []
+    solution = _converging(name).solve(problem, callback=seen.append)
+    report = solution.report
+    assert len(seen) == len(report.history) - 1 > 2
+    rows = torch.tensor([len(rows) for rows, _ in steps]).cumsum(0)
+    for k, progress in enumerate(seen):
+        assert torch.equal(progress.residual, report.history[k + 1])
+        assert progress.held_out is None
+        assert int(rows[progress.iteration - 1]) >= (k + 1) * N
+    for before, after in itertools.pairwise(seen):
+        assert before.iteration < after.iteration
+        assert before.passes < after.passes
+        assert before.seconds < after.seconds
+    assert seen[-1].iteration == report.iterations
+    assert 0 < seen[0].seconds < seen[-1].seconds <= report.seconds
+    assert 1 < seen[0].passes < seen[-1].passes <= report.passes - 1
+
+
+def test_a_callback_every_window(monkeypatch):
+    """With more points than _WINDOW, that many rows pass between two calls."""
+    monkeypatch.setattr(run, "_WINDOW", 2 * BLOCK)
+    iterations = []
+    _quietly(
+        ASkotch(block_size=BLOCK, tol=1e-12, max_passes=3),
+        _problem(),
+        callback=lambda progress: iterations.append(progress.iteration),
+    )
+    assert iterations == list(range(2, iterations[-1] + 1, 2))
+    assert len(iterations) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "columns"),
+    [
+        ("askotch", torch.float32, 2),
+        ("askotch", torch.float64, None),
+        ("askotch-v1", torch.float64, 2),
+        ("skotch", torch.float32, None),
+        ("eigenpro2", torch.float64, 2),
+    ],
+)
+def test_weights_are_the_solution_of_that_time(name, dtype, columns):
+    """Those of the k-th call are what is returned by a solve that ends there; they are the caller's own."""
+    problem, weights = _problem(dtype=dtype, columns=columns, noise=0.01), []
+
+    def callback(progress):
+        found = progress.weights()
+        assert found.dtype == torch.float64
+        assert found.shape == (N, columns or 1)
+        weights.append(found.clone())
+        found.fill_(float("nan"))
+
+    solver = _with(name, tol=1e-12, max_passes=30)
+    notes = _quietly(solver, problem, callback=callback).report.notes
+    if name == "askotch":  # across corrections of float32 products too
+        assert bool(notes) == (dtype == torch.float32)
+    for k in (0, 4, len(weights) - 1):
+        calls = iter(range(k + 1))
+        stopped = _quietly(solver, problem, callback=lambda progress, calls=calls, k=k: next(calls) == k)
+        assert torch.equal(stopped.value.reshape(N, -1), weights[k].to(dtype))
+
+
+@every_solver
+def test_a_callback_that_only_looks_changes_nothing(name):
+    problem = _problem()
+    plain = _converging(name).solve(problem)
+    watched = _converging(name).solve(problem, callback=lambda progress: progress.weights().sum() > 1e9)
+    assert torch.equal(plain.value, watched.value)
+    assert torch.equal(plain.report.history, watched.report.history)
+
+
+def test_an_exception_in_a_callback(interruptible):
+    """It propagates as it is; no report, no handler and no bar are left, and the solver works as before."""
+    solver, problem = ASkotch(block_size=BLOCK, tol=1e-3), _problem()
+    expected = solver.solve(problem)
+
+    class Mine(Exception):
+        pass
+
+    def callback(progress):
+        if progress.passes > 3:
+            raise Mine("stop")
+
+    with record_solves() as solves, pytest.raises(Mine, match="stop"):
+        solver.solve(problem, callback=callback)
+    assert solves == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    again = solver.solve(problem)
+    assert torch.equal(again.value, expected.value)
+    assert again.report.passes == expected.report.passes
+
+
+# --- held-out points ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [None, 3])
+def test_held_out_errors(columns, dtype):
+    """Root mean square errors of each column, as by dense products; the solve is the one without them."""
+    problem, seen = _problem(columns=columns, dtype=dtype), []
+    x, y = points(17, seed=8, dtype=dtype), normal(17, columns or 1, seed=9, dtype=dtype)
+    cross = _covariance(problem, x)
+
+    def callback(progress):
+        expected = (cross @ progress.weights() - y.double()).square().mean(dim=0).sqrt()
+        torch.testing.assert_close(progress.held_out, expected, rtol=1e-9 if dtype == torch.float64 else 1e-4, atol=0)
+        seen.append((progress.passes, progress.seconds, progress.held_out))
+
+    solver = ASkotch(block_size=BLOCK, tol=1e-3)
+    solution = solver.solve(problem, callback=callback, held_out=(x, y[:, 0] if columns is None else y))
+    held_out = solution.report.held_out
+    assert len(held_out) == len(seen) == len(solution.report.history) - 1
+    for (passes, seconds, error), (passes_then, seconds_then, error_then) in zip(held_out, seen, strict=True):
+        assert passes == passes_then
+        assert seconds <= seconds_then < seconds + 1
+        assert torch.equal(error, error_then)
+        assert error.shape == (columns or 1,)
+    plain = solver.solve(problem)
+    assert torch.equal(plain.value, solution.value)
+    assert plain.report.passes == solution.report.passes
+    assert plain.report.held_out == []
+
+
+def test_held_out_errors_take_a_tenth_of_the_work(steps):
+    """With half as many held-out points as points, an error is computed every fifth pass or so; between, it stays."""
+    problem, seen = _problem(noise=0.01), []
+    held_out = points(N // 2, seed=8), normal(N // 2, 2, seed=9)
+    solver = Skotch(block_size=BLOCK, tol=1e-12, max_passes=40)
+    report = _quietly(solver, problem, callback=lambda p: seen.append((p.passes, p.held_out)), held_out=held_out).report
+    cost, spent, expected = 0.5, 0.0, []
+    for passes, error in seen:
+        if not expected or spent <= 0.1 * passes:
+            expected.append(passes)
+            spent += cost
+        assert torch.equal(error, report.held_out[len(expected) - 1][2])
+    assert [passes for passes, _, _ in report.held_out] == expected
+    assert 5 <= len(expected) <= 9
+    assert len(seen) > 30
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (points(5, 2), normal(5, 2), "held_out points expect 3 features"),
+        (points(5).float(), normal(5, 2), "held_out points expect 3 features"),
+        (points(5), normal(4, 2), "held_out targets expect"),
+        (points(5), normal(5), "held_out targets expect"),
+        (points(5)[0], normal(5, 2), "held_out points expects shape"),
+        (points(5), normal(5, 2) / 0, "held_out targets holds NaN"),
+    ],
+    ids=["features", "dtype", "rows", "columns", "shape", "infinite"],
+)
+def test_held_out_points_that_do_not_fit(x, y, message):
+    with pytest.raises(InputError, match=message):
+        ASkotch().solve(_problem(), held_out=(x, y))
+
+
+# --- progress -------------------------------------------------------------------------------------------------
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _shown(monkeypatch, stream, **options):
+    """What a solve of 20 passes writes to stderr."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    _quietly(Skotch(block_size=BLOCK, tol=1e-12, max_passes=20), _problem(), **options)
+    return stream.getvalue()
+
+
+def test_no_progress_bar_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(run, "_PROGRESS_DELAY", 0.0)
+    assert _shown(monkeypatch, io.StringIO()) == ""
+    assert _shown(monkeypatch, _Terminal(), progress=False) == ""
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_progress_bar(monkeypatch, asked):
+    monkeypatch.setattr(run, "_PROGRESS_DELAY", 0.0)
+    held_out = points(5, seed=8), normal(5, 2, seed=9)
+    if asked:
+        text = _shown(monkeypatch, io.StringIO(), progress=True, held_out=held_out)
+    else:
+        text = _shown(monkeypatch, _Terminal(), held_out=held_out)
+    assert "Skotch, n = 300" in text
+    assert "/20" in text
+    assert "residual about " in text
+    assert "held-out RMSE " in text
+
+
+def test_a_short_solve_shows_no_progress_bar(monkeypatch):
+    assert run._PROGRESS_DELAY == 2.0
+    monkeypatch.setattr(run, "_PROGRESS_DELAY", 60.0)  # as if on a machine that is not busy
+    assert _shown(monkeypatch, _Terminal()) == ""
+
+
+# --- reports and batches --------------------------------------------------------------------------------------
+
+
+def test_reports_are_recorded():
+    with record_solves() as solves:
+        first = ASkotch(block_size=BLOCK, tol=1e-2).solve(_problem())
+        second = _quietly(EigenPro2(block_size=BLOCK, max_passes=2), _problem())
+    assert [report is solution.report for report, solution in zip(solves, (first, second), strict=True)] == [True, True]
+    assert [report.solver for report in solves] == ["ASkotch", "EigenPro2"]
+    assert (first.report.n, first.report.columns, first.report.dtype, first.report.device) == (N, 2, "float64", "cpu")
+    assert first.report.preconditioner == "blocks of 50, exact"
+    assert first.report.peak_memory > 2**20
+
+
+def _batch(dtype=torch.float64):
+    """Two kernels, three noises: the operator has batch shape (2,), the noise (3, 2), the right-hand side (3, 1)."""
+    lengthscales, noise = (0.5, 0.9), torch.tensor([[0.1, 0.2], [0.3, 0.5], [1.0, 2.0]]).double()
+    kernel = ScaleKernel(RBFKernel(batch_shape=torch.Size([2])), batch_shape=torch.Size([2])).double()
+    kernel.base_kernel.lengthscale = torch.tensor(lengthscales).double().reshape(2, 1, 1)
+    kernel.outputscale = torch.tensor([1.3, 0.7]).double()
+    n = 120
+    x = points(n)
+    operator = KernelMatrix.of(kernel, x.expand(2, n, 3))
+    rhs = normal(3, 1, n, 2, seed=3)
+    return operator, noise.unsqueeze(-1).expand(3, 2, n), rhs.expand(3, 2, n, 2), lengthscales, x
+
+
+@pytest.mark.parametrize("solver", [ASkotch(block_size=40, tol=1e-6), EigenPro2(block_size=40, tol=1e-3)])
+def test_each_of_a_batch_is_solved_as_if_alone(solver):
+    operator, noise, rhs, lengthscales, x = _batch()
+    with record_solves() as solves:
+        value, report, lanczos = solver.run(System(operator, noise), rhs[:, :1])
+    assert lanczos is None
+    assert value.shape == rhs.shape
+    assert len(solves) == 6
+    assert report is solves[-1]
+    for i in range(3):
+        for j in range(2):
+            kernel = ScaleKernel(RBFKernel()).double()
+            kernel.base_kernel.lengthscale, kernel.outputscale = lengthscales[j], (1.3, 0.7)[j]
+            problem = FullProblem(kernel, x, rhs[i, j], noise[i, j])
+            alone = solver.solve(problem)
+            assert relative(value[i, j], alone.value) < 1e-9
+            assert solves[2 * i + j].iterations == alone.report.iterations
+            assert float(_residual(problem, value[i, j]).max()) <= solver.tol
+
+
+def test_each_of_a_batch_warns_for_itself():
+    operator, noise, rhs, _, _ = _batch()
+    with record_solves() as solves, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ASkotch(block_size=40, tol=1e-4, max_passes=14).run(System(operator, noise), rhs)
+    failed = [report for report in solves if not report.converged]
+    assert 0 < len(failed) < len(solves)
+    assert [str(warning.message) for warning in caught] == [report.advice() for report in failed]
+
+
+def test_no_checkpoint_of_a_batch(tmp_path):
+    operator, noise, rhs, _, _ = _batch()
+    with pytest.raises(InputError, match="single system"):
+        ASkotch(checkpoint=tmp_path / "c.pt").run(System(operator, noise), rhs)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+LONG = Skotch(block_size=BLOCK, tol=1e-30, max_passes=1e9, max_seconds=60)
+
+
+def _interrupted(solver, problem, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            solution = solver.solve(problem, **options)
+        except KeyboardInterrupt:  # which would end all tests
+            pytest.fail("the interrupt was not kept until the step had ended")
+    report = solution.report
+    assert [(warning.category, str(warning.message)) for warning in caught] == [(ConvergenceWarning, report.advice())]
+    assert (report.converged, report.reason) == (False, "was interrupted")
+    assert report.seconds < 30
+    torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-3, atol=1e-12)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return solution
+
+
+@pytest.mark.parametrize("name", ["askotch", "askotch-v1", "skotch", "eigenpro2"])
+def test_an_interrupt_in_a_callback(interruptible, name):
+    problem, weights = _problem(), []
+
+    def callback(progress):
+        weights.append(progress.weights())
+        if len(weights) == 3:
+            raise KeyboardInterrupt
+
+    solution = _interrupted(_with(name, tol=1e-12), problem, callback=callback)
+    assert len(weights) == 3
+    assert torch.equal(solution.value, weights[-1])
+
+
+@pytest.mark.parametrize("name", ["askotch", "askotch-v1", "skotch", "eigenpro2"])
+def test_ctrl_c_within_a_step(interruptible, monkeypatch, name):
+    """The step under way is finished: the value is that of a solve that ends with it."""
+    problem, count = _problem(), 9
+    stopped = []
+    original = BlockSystem.rows
+
+    def rows(self, *args):
+        stopped.append(0)
+        if len(stopped) == count:
+            _ctrl_c()
+        return original(self, *args)
+
+    monkeypatch.setattr(BlockSystem, "rows", rows)
+    solution = _interrupted(_with(name, tol=1e-12), problem)
+    assert solution.report.iterations == count
+    monkeypatch.undo()
+    passes = (solution.report.passes - 1) * 0.9999
+    expected = _quietly(_with(name, tol=1e-12, max_passes=passes), problem)
+    assert expected.report.iterations == count
+    assert torch.equal(solution.value, expected.value)
+
+
+def test_ctrl_c_at_some_time(interruptible):
+    timer, started = threading.Timer(0.3, _ctrl_c), []
+
+    def callback(progress):
+        if not started:
+            started.append(progress.seconds)
+            timer.start()
+
+    solution = _interrupted(LONG, _problem(), callback=callback)
+    timer.join()
+    assert started[0] + 0.29 <= solution.report.seconds
+
+
+def test_ctrl_c_where_the_iterate_is_not_kept(interruptible, after_step):
+    """As within a model: nothing half done is returned, and nothing is recorded."""
+    after_step(lambda method, rows, g: _ctrl_c())
+    problem = _problem()
+    with record_solves() as solves, pytest.raises(KeyboardInterrupt):
+        LONG.run(problem.system(), problem.y)
+    assert solves == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_raises(interruptible, monkeypatch):
+    """At once, in the middle of a step."""
+    calls = []
+    original = BlockSystem.rows
+
+    def rows(self, *args):
+        calls.append(0)
+        if len(calls) == 8:
+            _ctrl_c()
+            _ctrl_c()
+        return original(self, *args)
+
+    monkeypatch.setattr(BlockSystem, "rows", rows)
+    with pytest.raises(KeyboardInterrupt):
+        LONG.solve(_problem())
+    assert len(calls) == 8
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_while_the_residual_is_computed(interruptible, monkeypatch, after_step):
+    after_step(lambda method, rows, g: _ctrl_c())
+    monkeypatch.setattr(BlockSystem, "accurate_product", lambda self, v: _ctrl_c())
+    with pytest.raises(KeyboardInterrupt):
+        LONG.solve(_problem())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_the_first_step(interruptible, monkeypatch):
+    """There is no iterate yet that would be worth returning."""
+    monkeypatch.setattr(eigenpro2, "top_eigensystem", lambda *args, **options: _ctrl_c())
+    with pytest.raises(KeyboardInterrupt):
+        EigenPro2().solve(_problem())
+
+
+def test_signals_are_handled_only_during_the_loop(interruptible):
+    during = []
+    _quietly(
+        ASkotch(block_size=BLOCK, tol=1e-12, max_passes=5),
+        _problem(),
+        callback=lambda progress: during.append(signal.getsignal(signal.SIGINT)),
+    )
+    assert len(during) > 1
+    assert signal.default_int_handler not in during
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_is_left_in_place(interruptible, after_step):
+    caught = []
+
+    def mine(number, frame):
+        caught.append(number)
+
+    signal.signal(signal.SIGINT, mine)
+    after_step(lambda method, rows, g: _ctrl_c())
+    problem = _problem()
+    solution = ASkotch(block_size=BLOCK, tol=1e-2).solve(problem)
+    assert solution.report.converged
+    assert caught == [signal.SIGINT] * solution.report.iterations
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_in_another_thread(interruptible):
+    """Handlers of signals cannot be set there; the solve is the same."""
+    problem, solver, found = _problem(), ASkotch(block_size=BLOCK, tol=1e-3), []
+
+    def work():
+        try:
+            found.append(solver.solve(problem))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert torch.equal(found[0].value, solver.solve(problem).value)
+    assert found[0].report.converged
