@@ -83,6 +83,7 @@ class _Fresh(Method):
     """
 
     name = "ASkotch"
+    positions = ("w", "v")
 
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()
@@ -160,6 +161,7 @@ class _Fixed(Method):
     """
 
     name = "ASkotch v1"
+    positions = ("w", "z")
 
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()

@@ -15,12 +15,14 @@ class Method:
     Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
 
     :cvar name: as reports print it.
+    :cvar positions: the names of the tensors that are points like d.
     :cvar growth: of the estimated residual over its least at which :meth:`shrink_step` is called; None never.
     :cvar advice: what to try when it diverges all the same.
     :ivar rank: of the low-rank parts; 0 where there are none.
     """
 
     name = ""
+    positions: tuple[str, ...] = ("w",)
     growth: float | None = None
     advice = "Use another seed, a larger block_size, or float64 data."
     rank = 0
@@ -32,6 +34,15 @@ class Method:
     def begin(self, width: int) -> None:
         """Set d = 0 for ``width`` right-hand sides, and forget momentum."""
         raise NotImplementedError
+
+    def rebase(self) -> None:
+        """Take the present d as the new origin, so that d = 0 again; momentum is kept.
+
+        The method goes on with ``r - (K + noise) d`` for r, as it would have gone on.
+        """
+        origin = self.value.clone()
+        for name in self.positions:
+            self.tensors[name].sub_(origin)
 
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """One step; returns the rows ``(b,)`` it used and ``(K + noise) d - r`` there ``(b, t)``, as it was before.

@@ -2,8 +2,8 @@
 
 The residual is estimated from the steps themselves, and true where a solve ends.  With float32 products the method
 solves ``K d + noise d = r`` with ``r = y - (K + noise) base`` computed in float64.  Once a pass, the residual of some
-rows is computed in float64 too; where rounding dominates it, ``base += d`` and the method starts again on the new
-residual (iterative refinement: Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12).
+rows is computed in float64 too; where rounding dominates it, ``base += d`` and the method goes on from d = 0 with
+the new residual (iterative refinement: Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _HELD_OUT_SHARE = 0.1  # of the work that held-out predictions may take
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.1f}/{total} passes [{elapsed}<{remaining}] {postfix}"
 _FINAL = ("reached the tolerance", "was rounded", "stagnated")  # ends that a larger budget does not change
+
+_NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 
 HeldOut = Callable[[Tensor], tuple[Tensor, int]]
 
@@ -139,7 +141,7 @@ class Run:
         point = method.evaluation_point().clone() if due else None
         rows, g = method.step(state.r, self.generator)
         if not state.window_rows and not bool(torch.isfinite(g).all()):
-            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
+            raise NumericalError(_NAN)
         state.steps += 1
         state.rows_seen += len(rows)
         state.window_rows += len(rows)
@@ -183,6 +185,8 @@ class Run:
         else:
             growing = largest > method.growth * max(state.least, self.limits.tol)
             helped = state.shrunk < _SHRUNK
+        if largest == math.inf and method.growth is None:
+            raise NumericalError(_NAN)
         if growing and not helped:
             raise NumericalError(
                 f"{method.name} diverges: the relative residual grew from {state.least:.1e} to {largest:.1e}. "
@@ -238,7 +242,7 @@ class Run:
     def _relative(self, r: Tensor) -> Tensor:
         relative = (r.norm(dim=0) / self.norm).cpu()
         if not bool(torch.isfinite(relative).all()):
-            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
+            raise NumericalError(_NAN)
         return relative
 
     def _true_residual(self) -> tuple[Tensor, Tensor]:
@@ -275,7 +279,7 @@ class Run:
             return
         state.notes.append(f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {true:.1e}")
         state.base, state.r, state.true, self.value = self._weights(), r, true, None
-        self.method.begin(self.b.shape[1])
+        self.method.rebase()
 
     def _verify(self) -> None:
         """The residual of what is returned: of all rows, or of a sample where the budget ended early."""
