@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import itertools
 import os
@@ -697,8 +698,9 @@ class _Terminal(io.StringIO):
 
 
 def _shown(monkeypatch, stream, **options):
-    """What a solve of 20 passes writes to stderr."""
+    """What a solve of 20 passes writes to stderr, with no least time between two drawings of the bar."""
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(run, "tqdm", functools.partial(run.tqdm, mininterval=0.0))
     _quietly(Skotch(block_size=BLOCK, tol=1e-12, max_passes=20), _problem(), **options)
     return stream.getvalue()
 

@@ -704,18 +704,18 @@ def test_steps_of_askotch(spy, mu, rank, sampling):
         assert relative(method.value, w) < 1e-9
 
 
-@pytest.mark.parametrize("case", [("rbf-ard", 0, 2.0, 0.4), ("rbf-ard", 6, 0.1, 0.4), ("matern12", 6, 0.1, 0.4),
-                                  ("rbf-ard", None, 0.5, 0.4)], ids=lambda case: f"{case[0]}-{case[1]}")  # fmt: skip
+@pytest.mark.parametrize("case", [("rbf-ard", 0, 2.0, 20), ("rbf-ard", 6, 0.1, 20), ("matern12", 6, 0.1, 20),
+                                  ("rbf-ard", None, 0.5, 20), ("rbf-ard", None, 0.01, 20), ("matern12", None, 2.0, 10)],
+                         ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")  # fmt: skip
 def test_steps_of_askotch_without_mu(spy, case):
     """The momentum is that of ``mu = (2 / (2 + passes since the restart))^2 / nu``.  It starts anew where the slope
     of the objective along ``v - w``, added up over half a pass, is positive, but not in the first pass."""
-    name, rank, noise, lengthscale = case
-    n, size = 100, 20
-    problem = _problem(name=name, noise=noise, columns=2, lengthscale=lengthscale)
+    (name, rank, noise, size), n = case, 100
+    problem = _problem(name=name, noise=noise, columns=2, lengthscale=0.4)
     method, step, matrix, target = _begin(ASkotch(rank=rank), problem, size)
     nu = n / size
     w, v = torch.zeros_like(target), torch.zeros_like(target)
-    since, judged, slope, size_of_slope, restarts, kept = 0, 0, 0.0, 0.0, [], 0
+    since, judged, slope, size_of_slope, restarts, kept, too_early = 0, 0, 0.0, 0.0, [], 0, 0
     for number in range(150):
         mu = (2 / (2 + since / n)) ** 2 / nu
         gamma = 1 / math.sqrt(mu * nu)
@@ -743,10 +743,13 @@ def test_steps_of_askotch_without_mu(spy, case):
                     restarts.append(number)
                 else:
                     kept += 1
+            elif slope > 1e-10 * size_of_slope:
+                too_early += 1
             judged, slope, size_of_slope = 0, 0.0, 0.0
     assert restarts  # or the test has not seen one
     assert number > restarts[0] + 3
-    assert kept or rank is None
+    assert kept or rank is None  # both outcomes,
+    assert too_early or (rank, noise) not in ((None, 0.01), (None, 2.0))  # and a slope that is not acted upon
 
 
 @pytest.mark.parametrize("size", [14, 20])
