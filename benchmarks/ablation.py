@@ -5,7 +5,7 @@ in float32 with ``matmul="auto"``, and ends after the same time.  The clock stan
 computed (from a stored matrix of test against training points); what a solver does before its first step is on it,
 storing the kernel matrix too.  The work is the number of entries of the kernel matrix that were evaluated or read.
 
-    python benchmarks/ablation.py --data DIRECTORY            # a quarter of an hour on two cores; resumes
+    python benchmarks/ablation.py --data DIRECTORY            # three quarters of an hour; resumes
     python benchmarks/ablation.py --data DIRECTORY --quick    # small problems, two seconds a run
     python benchmarks/ablation.py --report                    # tables and pictures again, nothing measured
 """
@@ -118,13 +118,13 @@ def _homo(directory: Path, train: int, test: int) -> Split:
 
 CASES = (
     Case("homo", "QM9 HOMO, l1 Laplace 5120, 435 inputs", _homo, ("qm9_geometry", "qm9_homo_cmeig"),
-         sketchgp.LaplaceKernel, 5120, 1e-3, "smape", 8_000, 10_000, 12),
+         sketchgp.LaplaceKernel, 5120, 1e-3, "smape", 8_000, 10_000, 45),
     Case("higgs", "higgs, RBF 3.8, 28 inputs", _random_split("higgs_18k", 1), ("higgs_18k",),
-         gpytorch.kernels.RBFKernel, 3.8, 0.315, "error", 15_000, 3_484, 6),
+         gpytorch.kernels.RBFKernel, 3.8, 0.315, "error", 15_000, 3_484, 25),
     Case("cod_rna", "cod_rna, RBF 2, 8 inputs", _cod_rna, ("cod_rna",),
-         gpytorch.kernels.RBFKernel, 2, 0.1, "error", 50_000, 10_000, 6),
+         gpytorch.kernels.RBFKernel, 2, 0.1, "error", 25_000, 10_000, 35),
     Case("taxi", "nyc_green_taxi, RBF 1, 10 inputs", _random_split("nyc_green_taxi"), ("nyc_green_taxi",),
-         gpytorch.kernels.RBFKernel, 1, 0.1, "rmse", 50_000, 10_000, 6),
+         gpytorch.kernels.RBFKernel, 1, 0.1, "rmse", 25_000, 10_000, 35),
 )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--out", help="directory for the results")
     parser.add_argument("--problems", nargs="*", choices=[case.name for case in CASES], help="only these")
     parser.add_argument("--methods", help="only the methods whose label contains this text")
-    parser.add_argument("--seconds", type=float, help="a run (12 for HOMO, else 6)")
+    parser.add_argument("--seconds", type=float, help="a run (25 to 45)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--quick", action="store_true", help="small problems, two seconds a run")
     parser.add_argument("--report", action="store_true", help="measure nothing")

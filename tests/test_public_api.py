@@ -17,15 +17,19 @@ NAMES = {
     "ConvergenceWarning",
     "EigenPro2",
     "ExactGP",
+    "Falkon",
     "FitHistory",
     "FullProblem",
     "GreedyCholesky",
+    "InducingPointProblem",
     "InputError",
+    "KRILL",
     "LaplaceKernel",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",
     "Prediction",
+    "QR",
     "RPCholesky",
     "SketchGPError",
     "Skotch",
@@ -48,6 +52,7 @@ BLOCKWISE = {
     "checkpoint": None,
     "every": 60.0,
 }
+NORMAL = {"tol": 1e-4, "max_iterations": 200, "precision": "auto"}
 # name -> parameters in order, with their defaults (... for a required one)
 SIGNATURES = {
     "accelerate": {
@@ -77,6 +82,10 @@ SIGNATURES = {
         "matmul_precision": "float32",
     },
     "FullProblem": {"kernel": ..., "x": ..., "y": ..., "noise": ...},
+    "InducingPointProblem": {"kernel": ..., "x": ..., "y": ..., "noise": ..., "inducing_points": ...},
+    "KRILL": {**NORMAL, "sketch_size": None, "nonzeros": 8, "seed": 0},
+    "Falkon": {**NORMAL, "counts": None},
+    "QR": {},
     "record_solves": {},
     "fit": {
         "model": ...,
@@ -162,7 +171,9 @@ def test_signature(name):
     assert all(value is not ... for key, value in actual.items() if key not in expected)
 
 
-@pytest.mark.parametrize("name", ["ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"])
+@pytest.mark.parametrize(
+    "name", ["ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2", "KRILL", "Falkon", "QR"]
+)
 def test_solvers_solve_problems(name):
     assert list(inspect.signature(getattr(sketchgp, name).solve).parameters)[:2] == ["self", "problem"]
 
@@ -195,6 +206,7 @@ def test_blockwise_solve_signature(name):
     [
         *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),
         *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
+        *("KRILL", "Falkon", "QR"),
     ],
 )
 def test_choices_are_frozen_and_comparable(choice):

@@ -12,20 +12,36 @@ from .kernels import LaplaceKernel
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
 from .report import SolveReport, record_solves
-from .solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solution
+from .solvers import (
+    KRILL,
+    QR,
+    ASkotch,
+    Cholesky,
+    ConjugateGradients,
+    EigenPro2,
+    Falkon,
+    FullProblem,
+    InducingPointProblem,
+    Skotch,
+    Solution,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KRILL",
+    "QR",
     "ASkotch",
     "Cholesky",
     "ConjugateGradients",
     "ConvergenceWarning",
     "EigenPro2",
     "ExactGP",
+    "Falkon",
     "FitHistory",
     "FullProblem",
     "GreedyCholesky",
+    "InducingPointProblem",
     "InputError",
     "LaplaceKernel",
     "NumericalError",

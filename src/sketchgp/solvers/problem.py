@@ -89,35 +89,54 @@ class FullProblem:
     noise_vector: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.kernel, "forward") and hasattr(self.kernel, "active_dims")):
-            raise InputError(f"kernel expects a gpytorch kernel, got {type(self.kernel).__name__}.")
-        check_tensor("x", self.x, (2,))
-        check_tensor("y", self.y, (1, 2))
-        n = self.x.shape[0]
-        if self.y.shape[0] != n:
-            raise InputError(f"y expects one row per row of x ({n}), got {self.y.shape[0]}.")
-        if self.y.dtype != self.x.dtype or self.y.device != self.x.device:
-            raise InputError(
-                f"x and y expect one dtype and device, got {self.x.dtype} on {self.x.device} and "
-                f"{self.y.dtype} on {self.y.device}."
-            )
-        if len(self.kernel.batch_shape):
-            raise InputError("kernel expects no batch_shape; solve one problem for each kernel of the batch.")
-        wider = [p.dtype for p in self.kernel.parameters() if p.dtype.itemsize > self.x.dtype.itemsize]
-        if wider:
-            raise InputError(f"kernel has dtype {wider[0]}, x {self.x.dtype}; convert one: kernel.to(x.dtype).")
-        noise = torch.as_tensor(self.noise, dtype=torch.float64, device=self.x.device).detach()
-        if noise.dim() == 0 or noise.shape == (1,):
-            noise = noise.reshape(1).expand(n)
-        if noise.shape != (n,):
-            raise InputError(f"noise expects a number or a tensor of shape ({n},), got shape {tuple(noise.shape)}.")
-        if not bool(torch.isfinite(noise).all()) or not bool((noise > 0).all()):
-            raise InputError(f"noise expects positive, finite variances; the smallest given is {float(noise.min())}.")
-        self.noise_vector = noise
+        check_kernel(self.kernel)
+        check_data(self.kernel, self.x, self.y)
+        self.noise_vector = check_noise(self.noise, self.x)
 
     def system(self, matmul: str = "auto") -> System:
         """The linear system, with the kernel matrix as an operator."""
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)
+
+
+def check_kernel(kernel: Any) -> None:
+    """:raises InputError: for what is no GPyTorch kernel, or one of a batch."""
+    if not (hasattr(kernel, "forward") and hasattr(kernel, "active_dims")):
+        raise InputError(f"kernel expects a gpytorch kernel, got {type(kernel).__name__}.")
+    if len(kernel.batch_shape):
+        raise InputError("kernel expects no batch_shape; solve one problem for each kernel of the batch.")
+
+
+def check_data(kernel: Any, x: Tensor, y: Tensor) -> None:
+    """:raises InputError: for inputs and targets that do not fit each other or the kernel."""
+    check_tensor("x", x, (2,))
+    check_tensor("y", y, (1, 2))
+    n = x.shape[0]
+    if y.shape[0] != n:
+        raise InputError(f"y expects one row per row of x ({n}), got {y.shape[0]}.")
+    if y.dtype != x.dtype or y.device != x.device:
+        raise InputError(
+            f"x and y expect one dtype and device, got {x.dtype} on {x.device} and {y.dtype} on {y.device}."
+        )
+    wider = [p.dtype for p in kernel.parameters() if p.dtype.itemsize > x.dtype.itemsize]
+    if wider:
+        raise InputError(f"kernel has dtype {wider[0]}, x {x.dtype}; convert one: kernel.to(x.dtype).")
+
+
+def check_noise(noise: float | Tensor, x: Tensor, zero: bool = False) -> Tensor:
+    """The variances ``(n,)``, float64.
+
+    :param zero: whether noise may be 0.
+    :raises InputError: for a wrong shape, NaN, or variances that are not positive.
+    """
+    n = x.shape[0]
+    noise = torch.as_tensor(noise, dtype=torch.float64, device=x.device).detach()
+    if noise.dim() == 0 or noise.shape == (1,):
+        noise = noise.reshape(1).expand(n)
+    if noise.shape != (n,):
+        raise InputError(f"noise expects a number or a tensor of shape ({n},), got shape {tuple(noise.shape)}.")
+    if not bool(torch.isfinite(noise).all()) or not bool(((noise > 0) | (zero & (noise == 0))).all()):
+        raise InputError(f"noise expects positive, finite variances; the smallest given is {float(noise.min())}.")
+    return noise
 
 
 def check_tensor(name: str, tensor: Any, dims: tuple[int, ...]) -> None:

@@ -1,0 +1,226 @@
+"""Is what ``solver="auto"`` takes ever the worst choice?
+
+Every solver of the posterior mean solves the same problems, from 2,000 to 100,000 points, to the residual 1e-3 that a
+model asks for by default, or until time is up.  The slowest to arrive is the worst; where not all arrive, the one that
+ends with the largest residual is.
+
+    python benchmarks/automatic.py --data DIRECTORY            # twenty minutes on two cores; resumes
+    python benchmarks/automatic.py --data DIRECTORY --quick    # small problems
+    python benchmarks/automatic.py --report                    # the table again, nothing measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import sketchgp
+from ablation import CASES as ABLATION
+from ablation import Case as Problem
+from ablation import Loaded
+from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
+from common import (
+    data_directory,
+    describe,
+    has_data,
+    load_average,
+    machine,
+    now,
+    number,
+    read_json,
+    results_directory,
+    table,
+    write_json,
+)
+from sketchgp.solvers.automatic import automatic_solver
+
+TOL = 1e-3
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of ablation.py at another size and noise, in so many bytes a stored matrix, for so long a run."""
+
+    problem: str
+    n: int
+    noise: float
+    budget: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.problem}, n = {self.n}, noise {self.noise:g}"
+
+
+CASES = (
+    Case("taxi", 2_000, 0.1, 4 * GIB, 20),
+    Case("higgs", 2_000, 0.315, 4 * GIB, 20),
+    Case("cod_rna", 5_000, 0.01, 4 * GIB, 20),
+    Case("homo", 5_000, 1e-3, 4 * GIB, 30),
+    Case("higgs", 15_000, 0.315, 4 * GIB, 30),
+    Case("taxi", 20_000, 0.1, 4 * GIB, 30),
+    Case("taxi", 20_000, 1e-3, 4 * GIB, 45),
+    Case("cod_rna", 20_000, 1e-3, 4 * GIB, 45),
+    Case("cod_rna", 50_000, 0.1, 4 * GIB, 60),
+    Case("taxi", 50_000, 0.1, 4 * GIB, 60),
+    Case("taxi", 50_000, 0.1, GIB // 4, 90),
+    Case("taxi", 100_000, 0.1, GIB, 120),
+)
+QUICK = (0, 1)
+CHOLESKY_ROWS = 15_000  # beyond, n^3 / 3 operations in float64 are minutes
+
+
+def solvers(n: int) -> dict[str, Any]:
+    """Every solver, by name."""
+    same: dict[str, Any] = {"tol": TOL, "max_passes": 1e9}
+    found = {
+        "ConjugateGradients": sketchgp.ConjugateGradients(tol=TOL),
+        "ASkotch": sketchgp.ASkotch(**same),
+        "Skotch": sketchgp.Skotch(**same),
+        "EigenPro2": sketchgp.EigenPro2(**same),
+        "Cholesky": sketchgp.Cholesky(),
+    }
+    if n > CHOLESKY_ROWS:
+        del found["Cholesky"]
+    return found
+
+
+def measure(loaded: Loaded, solver: Any, seconds: float) -> dict[str, Any]:
+    """One run from zero: seconds, residual and held-out error at the end, and whether the tolerance was reached."""
+    n, trace = len(loaded.problem.x), Trace(loaded.measure, limit=seconds, spacing=0.05)
+    if isinstance(solver, sketchgp.Cholesky):
+        trace.begin(n)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+            solution = solver.solve(loaded.problem)
+        trace.limit = 0.0  # so that the one iterate is noted
+        trace.note(solution.value.reshape(n, 1).double(), n**2, solution.report.max_residual)
+        run: dict[str, Any] = {"reason": solution.report.reason, "true_residual": solution.report.max_residual}
+    elif isinstance(solver, sketchgp.ConjugateGradients):
+        run = follow_conjugate_gradients(solver, sketchgp.RPCholesky(), loaded.problem, trace)
+    else:
+        run = follow_blockwise(solver, loaded.problem, trace, n // 2)
+    course = trace.columns
+    residual = run.get("true_residual") or course["residual"][-1]
+    return run | {
+        "solver": repr(solver),
+        "seconds": max(course["seconds"][-1], trace.seconds),  # with the verification at the end
+        "residual": residual,
+        "reached": residual <= 1.05 * TOL,
+        loaded.metric: course[loaded.metric][-1],
+    }
+
+
+def order(runs: dict[str, Any]) -> list[str]:
+    """The solvers, best first: those that arrived by their seconds, then the rest by their residual."""
+
+    def key(name: str) -> tuple[bool, float]:
+        run = runs[name]
+        return (False, run["seconds"]) if run["reached"] else (True, run["residual"])
+
+    return sorted(runs, key=key)
+
+
+def report(results: dict[str, Any]) -> str:
+    lines = [
+        "# What solver=\"auto\" takes", "", describe(results["machine"]), "",
+        f"float32, residual {results['problem']['tolerance']:g}, everything else automatic; rows by seed 0, solvers' "
+        "seed 0. A number is the seconds until the solver was done, with its verification; of a solver that did not "
+        "arrive, \"over\" the time it had and the residual it ended with. \"Memory\" is the budget of one stored "
+        "matrix. Load of the minute before a run: "
+        f"{min(loads(results), default=0):g} to {max(loads(results), default=0):g}.", "",
+    ]  # fmt: skip
+    names = list(solvers(1))
+    rows = []
+    for name, item in results["problems"].items():
+        runs, best = item["runs"], order(item["runs"])
+        chosen = item["automatic"]
+        rank = best.index(chosen) + 1
+        cells = [cell(runs[solver], item["seconds"]) if solver in runs else None for solver in names]
+        rows.append([name.split(", memory")[0], f"{item['budget'] / GIB:g} GiB", *cells, chosen,
+                     f"{rank} of {len(best)}"])  # fmt: skip
+    lines.append(table(["problem", "memory", *names, "auto takes", "which is number"], rows))
+    worst = [name for name, item in results["problems"].items() if order(item["runs"])[-1] == item["automatic"]]
+    lines += ["", f"The worst choice: {'; '.join(worst) or 'never'}.", ""]
+    return "\n".join(lines)
+
+
+def cell(run: dict[str, Any], limit: float) -> str:
+    if run["reached"]:
+        return number(run["seconds"])
+    return f"over {limit:g} ({number(run['residual'], 2)})" if run["reason"] != "diverged" else "diverged"
+
+
+def loads(results: dict[str, Any]) -> list[float]:
+    runs = [run for item in results["problems"].values() for run in item["runs"].values()]
+    return [run["load_before"] for run in runs if run["load_before"] is not None]
+
+
+def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
+    directory = data_directory(options.data)
+    results = {
+        "machine": machine(),
+        "problem": {"dtype": "float32", "matmul": "auto", "row_seed": 0, "solver_seed": 0, "tolerance": TOL},
+        "problems": old.get("problems", {}),
+    }
+    problems: dict[str, Problem] = {problem.name: problem for problem in ABLATION}
+    for number_, case in enumerate(CASES):
+        if options.quick and number_ not in QUICK:
+            continue
+        problem = problems[case.problem]
+        if not all(has_data(directory, name) for name in problem.files):
+            tqdm.write(f"{case.name}: data missing, left out")
+            continue
+        with sketchgp.settings.memory_budget(case.budget):
+            chosen, why = automatic_solver(case.n, torch.device("cpu"), sketchgp.RPCholesky())
+            item = results["problems"].setdefault(f"{case.name}, memory {case.budget / GIB:g} GiB", {"runs": {}})
+            item |= {"n": case.n, "noise": case.noise, "budget": case.budget, "seconds": case.seconds,
+                     "words": problem.words, "automatic": type(chosen).__name__, "why": why}  # fmt: skip
+            todo = {name: solver for name, solver in solvers(case.n).items() if name not in item["runs"]}
+            if not todo:
+                continue
+            loaded = Loaded(dataclasses.replace(problem, noise=case.noise), directory, case.n, 2_000)
+            warm_up(problem.kernel())
+            for name, solver in tqdm(todo.items(), disable=None, unit="run", desc=case.name):
+                load_before = load_average()
+                run = measure(loaded, solver, case.seconds)
+                item["runs"][name] = {**run, "date": now(), "load_before": load_before}
+                write_json(path, results)
+                tqdm.write(f"{case.name}, {name}: {run['seconds']:.1f} s, residual {run['residual']:.1e}")
+                gc.collect()
+            del loaded
+            gc.collect()
+    write_json(path, results)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="directory with the NAME.npz files, and make_cm.py for HOMO")
+    parser.add_argument("--out", help="directory for the results")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--quick", action="store_true", help="the smallest two problems")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    path = results_directory(options.out, options.quick) / "automatic.json"
+    results = {} if options.fresh else read_json(path)
+    if not options.report:
+        results = run_all(options, path, results)
+    if not results.get("problems"):
+        raise SystemExit(f"There is nothing in {path.name} to report on.")
+    text = report(results)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

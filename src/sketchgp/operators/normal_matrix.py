@@ -1,0 +1,81 @@
+"""The matrix of the inducing-point problem, ``Kzx Kxz + noise Kzz``, as an operator that never holds Kxz."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from .tall import TallMatrix
+
+
+class NormalMatrix(LinearOperator):
+    """``M = T^T T + level Kzz``, ``(m, m)`` float64, with ``T = diag(weights) k(x, z)`` by tiles.
+
+    A product costs ``n m`` kernel evaluations and O((n + m) t) memory beside one tile and Kzz.  Its preconditioner, for
+    :meth:`solve` of linear_operator too, is what ``preconditioner`` makes of it.  Not differentiable.
+
+    :param kzz: ``(m, m)`` float64, the kernel matrix of the inducing points.
+    :param tall: T.
+    :param level: the noise variance that ``weights`` refer to.
+    :param preconditioner: from this operator to an object with ``apply_inverse``; called once, when needed.
+    """
+
+    def __init__(
+        self,
+        kzz: Tensor,
+        *,
+        tall: TallMatrix,
+        level: float,
+        preconditioner: Callable[[NormalMatrix], Any] | None = None,
+        memo: dict[str, Any] | None = None,
+    ) -> None:
+        memo = {} if memo is None else memo  # shared with the copies that linear_operator makes
+        super().__init__(kzz, tall=tall, level=level, preconditioner=preconditioner, memo=memo)
+        self.kzz, self.tall, self.level, self.make, self.memo = kzz, tall, level, preconditioner, memo
+
+    def accurate(self) -> NormalMatrix:
+        """The same with float64 entries of T."""
+        return NormalMatrix(self.kzz, **{**self._kwargs, "tall": self.tall.accurate()})
+
+    @torch.no_grad()
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if rhs.dim() == 1:
+            return self._matmul(rhs.unsqueeze(1)).squeeze(1)
+        return self.tall.gram_matmul(rhs).addmm_(self.kzz, rhs, alpha=self.level)
+
+    @torch.no_grad()
+    def to_dense(self) -> Tensor:
+        """``(m, m)``."""
+        out = self.kzz * self.level
+        for _, tile in self.tall.tiles():
+            out.addmm_(tile.mT, tile)
+        return out
+
+    def built(self) -> Any:
+        """The preconditioner, made at the first call; None without."""
+        if self.make is not None and "built" not in self.memo:
+            self.memo["built"] = self.make(self)
+        return self.memo.get("built")
+
+    def _preconditioner(self) -> tuple[Callable[[Tensor], Tensor] | None, None, None]:
+        built = self.built()
+        return (None if built is None else built.apply_inverse), None, None
+
+    def _size(self) -> torch.Size:
+        return self.kzz.shape
+
+    def _transpose_nonbatch(self) -> NormalMatrix:
+        return self
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
+        return self.to_dense()[row_index, col_index]
+
+    def _diagonal(self) -> Tensor:
+        out = self.kzz.diagonal() * self.level
+        for _, tile in self.tall.tiles():
+            out += tile.square().sum(dim=0)
+        return out

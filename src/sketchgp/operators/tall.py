@@ -1,0 +1,93 @@
+"""``k(x, z)`` for many rows x and fewer columns z, by tiles of whole rows that serve all that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernel_matrix import KernelMatrix
+from .tiles import spans
+
+_CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores
+_CUDA_ENTRIES = 2**26
+
+
+class TallMatrix:
+    """``T = k(x, z)``, ``(n, m)``, never stored: products with T, with its transpose, and with ``T^T T``, in float64.
+
+    Entries are evaluated in the dtype of x; sums are float64.  So T is the same matrix in every product, and ``T^T T``
+    positive semidefinite, to float64 rounding: float32 entries only perturb the kernel, by 1e-7 of itself.
+
+    :param kernel: a GPyTorch kernel without batch.
+    :param x: ``(n, d)``; :param z: ``(m, d)``, of one dtype and device.
+    :param weights: ``(n,)`` positive: the root of what each row counts; None for ones.  T is then ``diag(weights) k``.
+    :param accurate: evaluate the entries in float64, whatever the dtype.
+    """
+
+    def __init__(
+        self, kernel: Any, x: Tensor, z: Tensor, weights: Tensor | None = None, accurate: bool = False
+    ) -> None:
+        self.kernel, self.x, self.z, self.weights = kernel, x, z, weights
+        matrix = KernelMatrix.of(kernel, x, z, engine="tiled").detach()
+        self._matrix = matrix.double() if accurate else matrix
+        self.entries = 0  # evaluated so far
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.x), len(self.z)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the entries."""
+        return self._matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def accurate(self) -> TallMatrix:
+        """The same with float64 entries."""
+        return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
+
+    def part(self, rows: Tensor) -> Tensor:
+        """``T[rows]`` for indices ``(r,)``, dense, float64."""
+        self.entries += len(rows) * self.shape[1]
+        part = self._matrix.rows(rows).to_dense().to(torch.float64)
+        return part if self.weights is None else part * self.weights[rows, None]
+
+    @torch.no_grad()
+    def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of rows and the tiles ``(rows, m)``, float64, in order.
+
+        :param rows: of a tile; None for what products do best with.
+        """
+        n, m = self.shape
+        most = _CUDA_ENTRIES if self.device.type == "cuda" else _CPU_ENTRIES
+        step = max(1, min(n, rows or max(16, most // m)))
+        for span in spans(n, step):
+            indices = torch.arange(span.start, span.stop, device=self.device)
+            yield span, self.part(indices)
+
+    def matmul(self, vectors: Tensor) -> Tensor:
+        """``T v``: ``(m, t)`` to ``(n, t)``, float64."""
+        out = vectors.new_empty(self.shape[0], vectors.shape[-1])
+        for span, tile in self.tiles():
+            torch.matmul(tile, vectors, out=out[span])
+        return out
+
+    def t_matmul(self, vectors: Tensor) -> Tensor:
+        """``T^T v``: ``(n, t)`` to ``(m, t)``, float64."""
+        out = vectors.new_zeros(self.shape[1], vectors.shape[-1])
+        for span, tile in self.tiles():
+            out.addmm_(tile.mT, vectors[span])
+        return out
+
+    def gram_matmul(self, vectors: Tensor) -> Tensor:
+        """``T^T (T v)``: ``(m, t)`` to ``(m, t)``, float64, in one sweep."""
+        out = torch.zeros_like(vectors)
+        for _, tile in self.tiles():
+            out.addmm_(tile.mT, tile @ vectors)
+        return out

@@ -1,0 +1,163 @@
+"""The inducing-point problem, from tensors or from a stream of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...operators import KernelMatrix
+from ...operators.normal_matrix import NormalMatrix
+from ...operators.tall import TallMatrix
+from ...preconditioners.krill import krill_preconditioner
+from ...settings import available_memory
+from ..problem import check_data, check_kernel, check_noise, check_tensor
+
+
+@dataclass
+class InducingPointProblem:
+    """The inducing-point problem: minimise ``sum_i (f(x_i) - y_i)^2 / noise_i + ||f||^2`` over ``f = k(., z) W``.
+
+    With one noise for all points that is ``(Kzx Kxz + noise Kzz) W = Kzx y``; the posterior mean of the subset of
+    regressors (and of DTC, FITC without its diagonal) at a point is then ``k(point, z) W``.  Also called restricted
+    kernel ridge regression, and general kernel model where noise is 0.
+
+    :param kernel: a GPyTorch kernel, its output scale included.
+    :param x: inputs ``(n, d)``, float32 or float64; or an iterable of batches ``(x, y)`` that can be gone through once
+        an epoch, such as a ``torch.utils.data.DataLoader``, for the solvers that take a stream (y is None then).
+    :param y: targets ``(n,)`` or ``(n, t)``, of x's dtype and device.
+    :param noise: variance, a positive number or a tensor ``(n,)`` of positive numbers; 0 for the solvers that
+        interpolate and stop early.
+    :param inducing_points: z, ``(m, d)``, of x's dtype and device; duplicates are allowed.
+    :raises InputError: for wrong shapes, dtypes, devices, NaN or infinity, no rows, or a noise that is negative.
+    """
+
+    kernel: Any
+    x: Tensor | Iterable[tuple[Tensor, Tensor]]
+    y: Tensor | None
+    noise: float | Tensor
+    inducing_points: Tensor
+    level: float = field(init=False, repr=False)  # one variance for all, the geometric mean of noise
+    weights: Tensor | None = field(init=False, repr=False)  # (n,) float64 root of level / noise; None where constant
+
+    def __post_init__(self) -> None:
+        check_kernel(self.kernel)
+        check_tensor("inducing_points", self.inducing_points, (2,))
+        z = self.inducing_points
+        wider = [p.dtype for p in self.kernel.parameters() if p.dtype.itemsize > z.dtype.itemsize]
+        if wider:
+            raise InputError(f"kernel has dtype {wider[0]}, inducing_points {z.dtype}; convert one.")
+        self.weights = None
+        if not torch.is_tensor(self.x):
+            if not isinstance(self.x, Iterable):
+                raise InputError(f"x expects a tensor or an iterable of batches (x, y), got {type(self.x).__name__}.")
+            if self.y is not None:
+                raise InputError("y expects None where x is a stream of batches (x, y): the stream holds the targets.")
+            if iter(self.x) is self.x:
+                raise InputError(
+                    "x expects an iterable that starts anew at every epoch, got an iterator, which can be gone through "
+                    "once; pass a list, a DataLoader, or an object with __iter__."
+                )
+            self.level = float(check_noise(self.noise, z[:1], zero=True)[0])
+            return
+        if self.y is None:
+            raise InputError("y expects the targets, as x is a tensor; got None.")
+        check_data(self.kernel, self.x, self.y)
+        self._check_points(self.x, "x")
+        noise = check_noise(self.noise, self.x, zero=True)
+        first = float(noise[0])
+        if bool((noise == first).all()):
+            self.level = first
+        elif bool((noise == 0).any()):
+            raise InputError("noise expects to be positive for all points, or 0 for all.")
+        else:
+            self.level = float(noise.log().mean().exp())
+            self.weights = (self.level / noise).sqrt()
+
+    def _check_points(self, x: Tensor, name: str) -> None:
+        z = self.inducing_points
+        if x.shape[-1] != z.shape[-1]:
+            raise InputError(f"{name} and inducing_points expect as many features: {x.shape[-1]} and {z.shape[-1]}.")
+        if x.dtype != z.dtype or x.device != z.device:
+            raise InputError(
+                f"{name} and inducing_points expect one dtype and device, got {x.dtype} on {x.device} and {z.dtype} "
+                f"on {z.device}."
+            )
+
+    @property
+    def m(self) -> int:
+        """How many inducing points."""
+        return len(self.inducing_points)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether x is a stream of batches."""
+        return not torch.is_tensor(self.x)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the inducing points, and so of all tensors."""
+        return self.inducing_points.device
+
+    def tensors(self, solver: str) -> tuple[Tensor, Tensor]:
+        """x ``(n, d)`` and the targets as float64 columns ``(n, t)``, times the weights.
+
+        :param solver: who asks, for the message.
+        :raises InputError: for a stream, or noise 0.
+        """
+        if not torch.is_tensor(self.x):
+            raise InputError(
+                f"{solver} expects x and y as tensors; for a stream of batches use EigenPro4 or EigenPro3."
+            )
+        assert self.y is not None
+        if not self.level > 0:
+            raise InputError(f"{solver} expects noise above 0; EigenPro4 and EigenPro3 do without.")
+        y = self.y.reshape(len(self.x), -1).to(torch.float64)
+        return self.x, y if self.weights is None else y * self.weights.unsqueeze(1)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch of a stream: inputs ``(b, d)`` and targets ``(b, t)`` in z's dtype, each batch checked.
+
+        :raises InputError: for a batch that is not a pair of tensors that fit, naming the batch.
+        """
+        assert not torch.is_tensor(self.x)
+        for number, batch in enumerate(self.x):
+            try:
+                x, y = batch
+            except (TypeError, ValueError):
+                raise InputError(f"Batch {number} of the stream is not a pair (x, y).") from None
+            name = f"x of batch {number}"
+            check_tensor(name, x, (2,))
+            self._check_points(x, name)
+            check_data(self.kernel, x, y)
+            yield x, y.reshape(len(x), -1)
+
+    def tall(self, accurate: bool) -> TallMatrix:
+        """``diag(weights) k(x, z)`` by tiles."""
+        x, _ = self.tensors("This solver")
+        return TallMatrix(self.kernel, x, self.inducing_points, self.weights, accurate)
+
+    def kzz(self) -> Tensor:
+        """``k(z, z)``, ``(m, m)`` float64.
+
+        :raises InputError: where it does not fit into the memory that is free.
+        """
+        needed, free = 8 * self.m**2, available_memory(self.device)
+        if needed > free:
+            raise InputError(
+                f"k(z, z) takes {needed / 2**30:.1f} GiB for m = {self.m} and {free / 2**30:.1f} GiB are free; use "
+                "fewer inducing points, or solver=EigenPro4() or SketchySAGA(), which do not store it."
+            )
+        return KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach().double().to_dense()
+
+    def normal_matrix(self, accurate: bool = True) -> NormalMatrix:
+        """``Kzx Kxz + noise Kzz`` as a LinearOperator (m, m) whose preconditioner is KRILL's.
+
+        :param accurate: evaluate Kxz in float64 whatever the dtype of x.
+        """
+        tall = self.tall(accurate)
+        return NormalMatrix(self.kzz(), tall=tall, level=self.level, preconditioner=krill_preconditioner)
