@@ -66,14 +66,14 @@ CASES = (
     Case("higgs", 2_000, 0.315, 4 * GIB, 20),
     Case("cod_rna", 5_000, 0.01, 4 * GIB, 20),
     Case("homo", 5_000, 1e-3, 4 * GIB, 30),
-    Case("higgs", 15_000, 0.315, 4 * GIB, 30),
-    Case("taxi", 20_000, 0.1, 4 * GIB, 30),
-    Case("taxi", 20_000, 1e-3, 4 * GIB, 45),
-    Case("cod_rna", 20_000, 1e-3, 4 * GIB, 45),
-    Case("cod_rna", 50_000, 0.1, 4 * GIB, 60),
-    Case("taxi", 50_000, 0.1, 4 * GIB, 60),
-    Case("taxi", 50_000, 0.1, GIB // 4, 90),
-    Case("taxi", 100_000, 0.1, GIB, 120),
+    Case("higgs", 15_000, 0.315, 4 * GIB, 40),
+    Case("taxi", 20_000, 0.1, 4 * GIB, 60),
+    Case("taxi", 20_000, 1e-3, 4 * GIB, 60),
+    Case("cod_rna", 20_000, 1e-3, 4 * GIB, 60),
+    Case("cod_rna", 50_000, 0.1, 4 * GIB, 120),
+    Case("taxi", 50_000, 0.1, 4 * GIB, 150),
+    Case("taxi", 50_000, 0.1, GIB // 4, 150),
+    Case("taxi", 100_000, 0.1, GIB, 150),
 )
 QUICK = (0, 1)
 CHOLESKY_ROWS = 15_000  # beyond, n^3 / 3 operations in float64 are minutes

@@ -118,13 +118,37 @@ def test_fantasies_copies_and_pickles():
         with sketchgp.record_solves() as solves:
             assert torch.equal(copy.deepcopy(model)(test).mean, mean)
         assert solves[0].solver == "ASkotch"
-        fantasy = model.get_fantasy_model(test[:3], torch.zeros(3, dtype=test.dtype))
-        found = fantasy(test).mean
+        with sketchgp.record_solves() as solves:
+            fantasy = model.get_fantasy_model(test[:3], torch.zeros(3, dtype=test.dtype))
+            found = fantasy(test).mean
+        assert {report.solver for report in solves} <= {"ConjugateGradients"}  # as the docs say
     plain = model_of()[0].eval()
     with dense():
         plain(test)
         wanted = plain.get_fantasy_model(test[:3], torch.zeros(3, dtype=test.dtype))(test).mean
     assert relative(found, wanted) < 1e-4
+
+
+def test_fantasies_beside_a_checkpoint(tmp_path):
+    """They are of another problem than the file's, and do not touch it."""
+    model, test = model_of()
+    solver = dataclasses.replace(SOLVERS["askotch"], checkpoint=tmp_path / "solve.pt")
+    sketchgp.accelerate(model, solver=solver).eval()
+    with iterative():
+        model(test)
+        before = (tmp_path / "solve.pt").read_bytes()
+        fantasy = model.get_fantasy_model(test[:3], torch.zeros(3, dtype=test.dtype))
+        assert bool(torch.isfinite(fantasy(test).mean).all())
+    assert (tmp_path / "solve.pt").read_bytes() == before
+
+
+def test_auto_where_gpytorch_wants_no_preconditioner(caplog):
+    model, test = model_of()
+    sketchgp.accelerate(model)
+    no_variances = gpytorch.settings.skip_posterior_variances()
+    with iterative(), no_variances, gpytorch.settings.max_preconditioner_size(0), caplog.at_level("INFO", "sketchgp"):
+        model.eval()(test)
+    assert any("no preconditioner was asked for" in message for message in caplog.messages)
 
 
 def test_restore_and_other_solvers_afterwards():

@@ -8,7 +8,9 @@ from .accelerate import accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
 from .exact_gp import ExactGP
 from .fit import FitHistory, fit
+from .inducing_point_gp import InducingPointGP
 from .kernels import LaplaceKernel
+from .one_hot import OneHot
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
 from .report import SolveReport, record_solves
@@ -19,6 +21,8 @@ from .solvers import (
     Cholesky,
     ConjugateGradients,
     EigenPro2,
+    EigenPro3,
+    EigenPro4,
     Falkon,
     FullProblem,
     InducingPointProblem,
@@ -36,17 +40,21 @@ __all__ = [
     "ConjugateGradients",
     "ConvergenceWarning",
     "EigenPro2",
+    "EigenPro3",
+    "EigenPro4",
     "ExactGP",
     "Falkon",
     "FitHistory",
     "FullProblem",
     "GreedyCholesky",
+    "InducingPointGP",
     "InducingPointProblem",
     "InputError",
     "LaplaceKernel",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",
+    "OneHot",
     "Prediction",
     "RPCholesky",
     "SketchGPError",

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
 from .errors import ConvergenceWarning, InputError, NumericalError
+from .inducing_point_gp import InducingPointGP
 
 
 @dataclass
@@ -49,14 +50,15 @@ def fit(
     progress: bool | None = None,
     callback: Callable[[int, float], Any] | None = None,
 ) -> FitHistory:
-    """Maximise the marginal likelihood of an accelerated model with Adam, in place.
+    """Maximise the marginal likelihood of an accelerated model, or an :class:`InducingPointGP`, with Adam, in place.
 
     The probe vectors of the log determinant are drawn once, so the objective is the same function at every step
     (a sum of one smooth estimate) instead of a new random one; the preconditioner's pivots are kept while they
     serve.  Log determinant and gradient as in Wenger et al. (arXiv:2107.00243).
 
-    :param model: a model that :func:`accelerate` was called on.  It is left in eval mode with the parameters of the
-        best step; parameters with ``requires_grad=False`` stay as they are.
+    :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose bound is
+        computed without probes (``num_probes`` and ``seed`` then change nothing).  It is left in eval mode with the
+        parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
     :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``).
     :param iterations: the most steps.
     :param learning_rate: Adam's step size, in the unconstrained parameters.
@@ -68,7 +70,7 @@ def fit(
     :raises InputError: for a model that is not accelerated, or arguments that are not positive.
     :raises NumericalError: if the first loss is not finite.
     """
-    acceleration = acceleration_of(model)
+    acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model)
     for name, count in (("iterations", iterations), ("num_probes", num_probes)):
         if not isinstance(count, int) or count < 1:
             raise InputError(f"{name} expects a positive integer, got {count!r}.")
@@ -87,7 +89,9 @@ def fit(
     progress = sys.stderr.isatty() if progress is None else progress
     start = time.perf_counter()
     model.train()
-    acceleration.probe_seed, probes_before = seed, acceleration.probe_seed
+    probes_before = None
+    if acceleration is not None:
+        acceleration.probe_seed, probes_before = seed, acceleration.probe_seed
     try:
         with (
             settings.num_trace_samples(num_probes),
@@ -125,7 +129,8 @@ def fit(
             stacklevel=2,
         )
     finally:
-        acceleration.probe_seed = probes_before
+        if acceleration is not None:
+            acceleration.probe_seed = probes_before
         with torch.no_grad():
             for parameter, kept in zip(parameters, best, strict=True):
                 parameter.copy_(kept)

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
 from .errors import InputError
+from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
 from .models.added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .models.mixins import ATTRIBUTE, AcceleratedModel
@@ -41,7 +42,8 @@ class Prediction:
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
     ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
-    ``"low_rank"`` (:class:`sketchgp.inference.LowRankVariance`) or ``"none"``.  ``variance_check`` compares low-rank
+    ``"low_rank"`` (:class:`sketchgp.inference.LowRankVariance`), ``"dtc"`` (:class:`sketchgp.InducingPointGP`) or
+    ``"none"``.  ``variance_check`` compares low-rank
     variances with exact ones at ``points`` test points: ``min_ratio``, ``median_ratio``, ``max_ratio`` of the latent
     variances, and ``observation_min_ratio`` and so on with the noise added.
     ``report`` is of the solve behind the mean, None where that had been done before.
@@ -136,7 +138,8 @@ def predict(
 
     Unlike ``model(x)`` it never makes an m x n or m x m array: the mean goes by chunks of tiles, and so do variances.
 
-    :param model: a model that :func:`accelerate` was called on; it is put into eval mode.
+    :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP` (variances of DTC); it
+        is put into eval mode.
     :param x: test inputs ``(m, d)``, of the training inputs' dtype and device.
     :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
         inducing points (FITC, which lies above the exact variance nearly always) and compares it with exact ones
@@ -147,7 +150,8 @@ def predict(
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
         asked of a covariance with structure of its own.
     """
-    acceleration_of(model)
+    if not isinstance(model, InducingPointGP):
+        acceleration_of(model)
     if variance not in _VARIANCES:
         raise InputError(f"variance expects one of {_VARIANCES}, got {variance!r}.")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
@@ -174,8 +178,10 @@ def predict(
             f"got {tuple(x.shape)}, {x.dtype} on {x.device}."
         )
     model.eval()
-    _renew(model)
     show = sys.stderr.isatty() if progress is None else progress
+    if isinstance(model, InducingPointGP):
+        return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
+    _renew(model)
     with torch.no_grad(), record_solves() as solves:
         conditioning = None if variance is None else _Conditioning.of(model)
         if variance == "auto":
@@ -194,6 +200,26 @@ def predict(
             latent, check = _low_rank_variance(conditioning, x)
         noise = _noise(model, x, latent)
         return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
+
+
+def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
+    """Of a model on inducing points: variances are those of DTC."""
+    if variance not in (None, "auto"):
+        raise InputError(f"The variance of an InducingPointGP is that of DTC; variance expects 'auto' or None, got "
+                         f"{variance!r}.")  # fmt: skip
+    means, variances = [], []
+    with torch.no_grad(), record_solves() as solves:
+        for part in tqdm(list(spans(len(x), rows)), desc="prediction", disable=not show or len(x) <= rows, leave=False):
+            posterior = model(x[part])
+            means.append(posterior.mean)
+            if variance is not None:
+                variances.append(posterior.variance)
+        mean, report = torch.cat(means), solves[0] if solves else None
+        if variance is None:
+            return Prediction(mean, None, None, "none", None, report)
+        latent = torch.cat(variances)
+        noise = _noise(model, x, latent)
+        return Prediction(mean, latent, None if noise is None else latent + noise, "dtc", None, report)
 
 
 def _renew(model: Any) -> None:

@@ -59,6 +59,8 @@ class SolveReport:
             f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: largest true "
             f"relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}. "
         )
+        if self.reason == "stagnated" and self.dtype == "float64":
+            return head + "float64 cannot do better; raise tol or the noise."
         if self.reason == "stagnated":
             return head + f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
         if self.reason == "was rounded":
@@ -77,12 +79,14 @@ class SolveReport:
 
     def __str__(self) -> str:
         state = "converged" if self.converged else "NOT converged"
-        return (
+        work = f"{self.passes:.1f} passes" if self.passes else f"{self.matmuls} products"
+        text = (
             f"{self.solver} ({self.preconditioner}): {state}, {self.reason}; n = {self.n}, {self.columns} column(s), "
-            f"{self.iterations} iterations, {self.matmuls} products, residual {self.max_residual:.2e} "
+            f"{self.iterations} iterations, {work}, residual {self.max_residual:.2e} "
             f"(tolerance {self.tol:.0e}), {self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
             f"{self.dtype} on {self.device}"
         )
+        return f"{text}; notes: {'; '.join(self.notes)}" if self.notes else text
 
 
 @contextmanager

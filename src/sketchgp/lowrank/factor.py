@@ -64,10 +64,11 @@ def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Te
     core = (core + core.mT) / 2
     scale = core.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # the factor of a zero matrix is zero
-    eye = torch.eye(core.shape[-1], dtype=core.dtype, device=core.device)
     shift = resolution
     while shift < limit:
-        root, info = torch.linalg.cholesky_ex(core + shift * scale * eye)
+        shifted = core.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift * scale[..., 0])
+        root, info = torch.linalg.cholesky_ex(shifted)
         if not bool(info.any()):
             return root
         shift *= 10

@@ -61,7 +61,8 @@ class Acceleration:
             return dataclasses.replace(self.solver, tol=self.solver.tol or self._tolerance()), ""
         if not isinstance(self.solver, str):
             return self.column_solver(), ""
-        chosen, why = automatic_solver(n, device, None if self.cache is None else self.preconditioner)
+        none = self.cache is None or settings.max_preconditioner_size.value() == 0
+        chosen, why = automatic_solver(n, device, None if none else self.preconditioner)
         if isinstance(chosen, ConjugateGradients):
             return self.conjugate_gradients(), why
         return dataclasses.replace(chosen, tol=self._tolerance()), why

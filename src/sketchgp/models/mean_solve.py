@@ -43,6 +43,16 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         finally:
             _solving.reset(token)
 
+    def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
+        """A strategy whose mean is solved for like everything else: it is of another problem."""
+        strategy = super().get_fantasy_strategy(*args, **kwargs)
+        strategy.__class__ = FantasyPredictionStrategy
+        return strategy
+
+
+class FantasyPredictionStrategy(DefaultPredictionStrategy):
+    """GPyTorch's strategy, of a model's fantasies."""
+
 
 def adopt(strategy: Any) -> Any:
     """Make a plain prediction strategy an accelerated one, in place; others (structured kernels) are left alone."""

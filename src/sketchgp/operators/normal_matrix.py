@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from linear_operator.operators import LinearOperator
+from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
 from .tall import TallMatrix
@@ -70,6 +70,9 @@ class NormalMatrix(LinearOperator):
 
     def _transpose_nonbatch(self) -> NormalMatrix:
         return self
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
         return self.to_dense()[row_index, col_index]

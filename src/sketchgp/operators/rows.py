@@ -29,18 +29,20 @@ class RowProduct:
     :param operator: K.
     :param accurate: evaluate kernel matrices in float64, by tiles, whatever their dtype.
     :param engines: the engine of each kernel matrix in place of its own, as the attribute ``engines`` gave them before.
-    :ivar engines: the engine of each kernel matrix, in the order of the sum.
+    :ivar engines: the engine of each kernel matrix, in the order of the sum; ``asked``: whether by name.
     """
 
     def __init__(self, operator: LinearOperator, accurate: bool = False, engines: Sequence[str] | None = None) -> None:
         self._terms = accurate_terms(operator) if accurate else list(terms(operator))
         self.engines: list[str] = []
+        self.asked: list[bool] = []
         named = iter(engines) if engines is not None else None
         for number, (scale, part) in enumerate(self._terms):
             if not isinstance(part, KernelMatrix):
                 continue
             engine = next(named) if named is not None else _engine(part)
             self.engines.append(engine)
+            self.asked.append(part.engine != "auto")
             if engine != part.engine and not (choose(part) is DENSE and engine == DENSE.name):
                 # named, so that free memory does not change it on the way; an operator that stores is kept as it is,
                 # since others may use what it has stored

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import NumericalError
-
 
 @dataclass
 class TriangularFactors:
@@ -31,19 +29,3 @@ class TriangularFactors:
         for factor in self.factors:
             vectors = torch.linalg.solve_triangular(factor, vectors, upper=True)
         return vectors
-
-
-def shifted_cholesky(matrix: Tensor, shift: float, what: str) -> tuple[Tensor, float]:
-    """Upper Cholesky factor of ``matrix + shift I``, the shift raised tenfold until there is one; and the shift.
-
-    :raises NumericalError: where none helps: the matrix holds NaN, or is far from positive semidefinite.
-    """
-    least = torch.finfo(torch.float64).eps * float(matrix.diagonal().mean())
-    for _ in range(10):
-        shifted = matrix.clone()
-        shifted.diagonal().add_(shift)
-        root, failed = torch.linalg.cholesky_ex(shifted, upper=True)
-        if not int(failed) and bool(torch.isfinite(root.diagonal()).all()):
-            return root, shift
-        shift = max(10 * shift, least)
-    raise NumericalError(f"{what} has no Cholesky factor: it holds NaN or is not positive definite; check the inputs.")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..lowrank import shifted_cholesky
 from ..operators.normal_matrix import NormalMatrix
-from .factored import TriangularFactors, shifted_cholesky
+from .factored import TriangularFactors
 
 
 @torch.no_grad()
@@ -18,8 +19,8 @@ def falkon_preconditioner(matrix: NormalMatrix, counts: Tensor | None = None) ->
     """``P = Kzz diag(counts) Kzz + level Kzz``, for Kzx Kxz as if every point were one of the inducing points.
 
     ``T^T T = Kzz + shift I`` and ``A^T A = T diag(counts) T^T + level I`` give ``P = (A T)^T (A T)``: two Cholesky
-    factorizations and one product of m x m matrices, float64.  The shift, the unit roundoff times m times the largest
-    variance, is in the preconditioner only and does not change the problem.
+    factorizations and one product of m x m matrices, float64.  The shift, the unit roundoff times the trace, is in the
+    preconditioner only and does not change the problem.
 
     :param counts: ``(m,)`` positive, how many points each inducing point stands for; None is n / m each, right for
         points that were drawn uniformly.
@@ -30,8 +31,8 @@ def falkon_preconditioner(matrix: NormalMatrix, counts: Tensor | None = None) ->
     weights = matrix.tall.weights
     if weights is not None:
         counts = counts * weights.square().mean()
-    shift = torch.finfo(torch.float64).eps * m * float(kzz.diagonal().max())
-    root, _ = shifted_cholesky(kzz, shift, "The kernel matrix of the inducing points")
+    eps = torch.finfo(torch.float64).eps
+    root = shifted_cholesky(kzz, eps).mT
     inner = (root * counts) @ root.mT
     inner.diagonal().add_(matrix.level)
-    return TriangularFactors([shifted_cholesky(inner, 0.0, "Falkon's inner matrix")[0], root])
+    return TriangularFactors([shifted_cholesky(inner, eps).mT, root])

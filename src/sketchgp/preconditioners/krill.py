@@ -8,33 +8,40 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import NumericalError
+from ..lowrank import shifted_cholesky
 from ..operators.normal_matrix import NormalMatrix
 from ..operators.sparse_sign import SparseSignEmbedding
-from .factored import TriangularFactors, shifted_cholesky
+from .factored import TriangularFactors
 
 
 @torch.no_grad()
 def krill_preconditioner(
     matrix: NormalMatrix, sketch_size: int | None = None, nonzeros: int = 8, seed: int = 0
 ) -> TriangularFactors:
-    """``P = (Phi T)^T (Phi T) + level Kzz`` by Cholesky, for a sparse sign embedding Phi, in float64.
+    """``P = (Phi T)^T (Phi T) + level Kzz`` as ``R^T R``, for a sparse sign embedding Phi, in float64.
 
-    ``n m`` kernel evaluations, ``nonzeros n m`` additions, ``O(sketch_size m^2)`` operations; ``4 m^2`` float64 numbers
-    for a sketch of 2m rows.  The diagonal is shifted by the unit roundoff times the trace, so that the factorization
-    exists; only the preconditioner is changed by that.
+    The paper forms P and takes its Cholesky factor.  Here R comes from a QR factorization of ``Phi T`` stacked on
+    ``sqrt(level) Kzz^1/2``: P itself has the square of their condition number, and where the noise is small its
+    rounding errors are larger than what the noise contributes; conjugate gradients then stall.
+
+    ``n m`` kernel evaluations, ``nonzeros n m`` additions, ``2 (sketch_size + m) m^2`` operations;
+    ``2 (sketch_size + 2m) m`` float64 numbers.  The diagonal of Kzz is shifted by the unit roundoff times its trace, so
+    that it has a root; only the preconditioner is changed by that.
 
     :param sketch_size: rows of Phi, the paper's 2m where None.
+    :raises NumericalError: where the kernel gives NaN.
     """
     tall, m = matrix.tall, matrix.shape[-1]
     rows = sketch_size or 2 * m
     embedding = SparseSignEmbedding(
         matrix.kzz[:0], rows=rows, columns=tall.shape[0], nonzeros=min(nonzeros, rows), seed=seed
     )
-    sketch = matrix.kzz.new_zeros(rows, m)
+    stacked = matrix.kzz.new_zeros(rows + m, m)
     for span, tile in tall.tiles():
-        embedding.add_product(sketch, span, tile)
-    gram = sketch.mT @ sketch
-    del sketch
-    gram.add_(matrix.kzz, alpha=matrix.level)
-    shift = torch.finfo(torch.float64).eps * float(gram.diagonal().sum())
-    return TriangularFactors([shifted_cholesky(gram, shift, "The sketched normal matrix")[0]])
+        embedding.add_product(stacked[:rows], span, tile)
+    stacked[rows:] = shifted_cholesky(matrix.kzz, torch.finfo(torch.float64).eps).mT * matrix.level**0.5
+    root = torch.linalg.qr(stacked, mode="r").R
+    if not bool(torch.isfinite(root).all()):
+        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
+    return TriangularFactors([root])

@@ -5,6 +5,8 @@ from .blockwise import BlockSolver, Progress
 from .cholesky import Cholesky
 from .conjugate_gradients import ConjugateGradients, Iterate
 from .eigenpro2 import EigenPro2
+from .eigenpro3 import EigenPro3
+from .eigenpro4 import EigenPro4
 from .falkon import Falkon
 from .inducing import InducingPointProblem, NormalEquationsSolver
 from .krill import KRILL
@@ -12,7 +14,10 @@ from .problem import FullProblem, Solution, System
 from .qr import QR
 from .skotch import Skotch
 
+INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, EigenPro3, EigenPro4)
+
 __all__ = [
+    "INDUCING_POINT_SOLVERS",
     "KRILL",
     "QR",
     "ASkotch",
@@ -20,6 +25,8 @@ __all__ = [
     "Cholesky",
     "ConjugateGradients",
     "EigenPro2",
+    "EigenPro3",
+    "EigenPro4",
     "Falkon",
     "FullProblem",
     "InducingPointProblem",

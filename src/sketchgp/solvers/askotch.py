@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ..errors import InputError
 from .blockwise import (
-    SAMPLINGS,
     BlockSolver,
     BlockSystem,
     Method,
     Partition,
     block_inverse,
-    check_count,
+    check_blocks,
     describe_blocks,
     next_block,
+    nystrom_rank,
 )
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
@@ -45,7 +45,7 @@ class ASkotch(BlockSolver):
     Version 2 (the default) draws blocks afresh and extrapolates as if strong convexity were ``mu``.  With ``mu=None``
     nothing has to be known: momentum grows with the passes since the last restart, and starts again from nothing
     whenever the sampled residuals point against it.  Version 1 is the paper's algorithm: a fixed partition, blocks
-    drawn with probability proportional to the square root of their smoothness, and ``mu`` = noise.
+    drawn with probability proportional to the square root of their smoothness, and ``mu`` = noise (the least of them).
 
     :param rank: of the Nystrom approximation of a block; None solves blocks exactly, 0 takes no preconditioner.
     :param version: 2 or 1.
@@ -64,13 +64,9 @@ class ASkotch(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("rank", self.rank, least=0)
-        if self.version not in (1, 2):
-            raise InputError(f"version expects 1 or 2, got {self.version!r}.")
+        check_blocks(self.rank, self.version, self.sampling)
         if self.mu is not None and not (isinstance(self.mu, int | float) and self.mu > 0):
             raise InputError(f"mu expects a positive number or None, got {self.mu!r}.")
-        if self.sampling not in SAMPLINGS:
-            raise InputError(f"sampling expects {' or '.join(map(repr, SAMPLINGS))}, got {self.sampling!r}.")
 
     def method(self, system: BlockSystem, block_size: int) -> Method:
         return (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)
@@ -87,7 +83,7 @@ class _Fresh(Method):
 
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()
-        self.choices, self.system, self.rank = choices, system, choices.rank or 0
+        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
         self.numbers["block_size"] = block_size
 
     def describe(self) -> str:
@@ -165,7 +161,7 @@ class _Fixed(Method):
 
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()
-        self.choices, self.system, self.rank = choices, system, choices.rank or 0
+        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
         self.partition = Partition(system, block_size, choices.rank, choices.seed)
         self.numbers["block_size"] = block_size
 
@@ -176,7 +172,7 @@ class _Fixed(Method):
         zero = self.system.noise.new_zeros(self.system.n, width)
         self.tensors |= {"w": zero, "z": zero.clone()}
         self.partition.prepare(self.tensors)
-        mu = float(self.system.noise.mean()) if self.choices.mu is None else self.choices.mu
+        mu = float(self.system.noise.min()) if self.choices.mu is None else self.choices.mu
         total = float(self.tensors["smoothness"].sqrt().sum())
         tau = 2 / (1 + math.sqrt(4 * total**2 / mu + 1))
         self.numbers |= {"mu": mu, "tau": tau, "gamma": 1 / (tau * total**2)}
@@ -191,13 +187,11 @@ class _Fixed(Method):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x, z = self.evaluation_point(), self.tensors["z"]
         mu, gamma = self.numbers["mu"], self.numbers["gamma"]
-        weights = self.tensors["smoothness"].sqrt().cpu()
-        block = int(torch.multinomial(weights, 1, generator=generator))
-        rows, inverse = self.partition.block(block, self.tensors)
+        rows, inverse, odds = self.partition.draw(self.tensors, generator)
         g = self.system.rows(rows, x) - r[rows]
         d = inverse.apply(g)
         z.add_(x, alpha=gamma * mu).div_(1 + gamma * mu)
-        z[rows] -= (gamma / (1 + gamma * mu) * float(weights.sum() / weights[block])) * d
+        z[rows] -= (gamma / (1 + gamma * mu) * odds) * d
         x[rows] -= d / inverse.smoothness
         self.tensors["w"] = x
         return rows, g

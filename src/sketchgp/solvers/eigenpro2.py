@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import InputError, NumericalError
 from ..lowrank import TopEigensystem, top_eigensystem
 from .blockwise import BlockSolver, BlockSystem, Method, check_count, next_block
+from .eigenpro_step import directions, scaled_vectors, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,10 @@ class EigenPro2(BlockSolver):
         super().__post_init__()
         check_count("rank", self.rank)
         check_count("subsample_size", self.subsample_size)
+        if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
+            raise InputError(
+                f"EigenPro2(rank={self.rank}) expects a subsample_size of as many, got {self.subsample_size}."
+            )
 
     def validate(self, n: int) -> None:
         super().validate(n)
@@ -106,13 +111,10 @@ class _EigenPro2(Method):
         inside = top.vectors.mT * top.values.unsqueeze(1)  # E^T K'(Xs, Xs)
         products = torch.cat([inside, top.vectors.mT @ system.block(top.indices, fresh)], dim=1)
         points = torch.cat([top.indices, fresh])
-        diagonal = (system.access.diagonal() + system.noise)[points]
+        diagonal = system.access.diagonal()[points] + system.noise.max()  # of points outside the sample too
         automatic, batch = self.choices.rank is None, int(self.numbers["block_size"])
         rank, step = _step(top, products, diagonal, most, automatic, batch)
-        tail = top.values[min(rank, len(top.values) - 1)]
-        kept = top.values[:rank]
-        scales = (1 / kept - tail / kept.square()).clamp(min=0).sqrt()
-        self.tensors["subsample"], self.tensors["vectors"] = top.indices, top.vectors[:, :rank] * scales
+        self.tensors["subsample"], self.tensors["vectors"] = top.indices, scaled_vectors(top, rank)
         self.numbers["step"] = step
 
     @property
@@ -136,24 +138,6 @@ class _EigenPro2(Method):
 def _step(
     top: TopEigensystem, products: Tensor, diagonal: Tensor, most: int, automatic: bool, batch: int
 ) -> tuple[int, float]:
-    """The number of directions, and the step for a batch (arXiv:1806.06144, section 3, with K').
-
-    With q directions the preconditioned kernel has the diagonal
-    ``k'(x, x) - sum_i<=q (1 / l_i - l_{q+1} / l_i^2) (e_i . K'(Xs, x))^2``.
-
-    :param products: ``E^T K'(Xs, x)`` (s, p) for p points x.
-    :param diagonal: ``k'(x, x)`` (p,).
-    """
-    size, values = len(top.indices), top.values.unsqueeze(1)
-    most = min(most, len(top.values))
-    tails = torch.cat([top.values[1:], top.values[-1:]])[:most]  # l_{q+1}, q = 1, 2, ...
-    first, second = ((products.square() / values**power)[:most].cumsum(dim=0) for power in (1, 2))
-    beta = (diagonal - first + tails.unsqueeze(1) * second).amax(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-    lam = tails / size
-    critical = beta / lam.clamp(min=torch.finfo(torch.float64).tiny)
-    rank = most
-    if automatic and bool((critical >= batch).any()):
-        rank = int((critical >= batch).nonzero()[0]) + 1
-    top_beta, top_lam = float(beta[rank - 1]), float(lam[rank - 1])
-    below = batch < float(critical[rank - 1])
-    return rank, 1 / top_beta if below else 2 / (top_beta + batch * top_lam)
+    """The number of directions, and the step for a batch, with K' for K."""
+    rank, beta, lam = directions(top, products, diagonal, most, automatic, batch)
+    return rank, step_size(beta, lam, batch)

@@ -18,8 +18,9 @@ class KRILL(NormalEquationsSolver):
 
     With inducing points of any kind a few tens of iterations at the most: the preconditioner is within a constant
     factor of the matrix whatever the data (arXiv:2304.12465, Theorem 3.4 and section 3).  Costs
-    ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``5 m^2``
-    float64 numbers.  Choose it wherever m x m matrices fit; else :class:`EigenPro4` or :class:`SketchySAGA`.
+    ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``8 m^2``
+    float64 numbers at the start.  Choose it wherever m x m matrices fit; else :class:`EigenPro4` or
+    :class:`SketchySAGA`.
 
     :param sketch_size: rows of Phi, at least m; None is 2m, the paper's.  More takes fewer iterations.
     :param nonzeros: of a column of Phi.
@@ -49,7 +50,7 @@ class KRILL(NormalEquationsSolver):
             )
 
     def _bytes(self, m: int) -> int:
-        return 8 * m * (3 * m + (self.sketch_size or 2 * m))
+        return 8 * m * (4 * m + 2 * (self.sketch_size or 2 * m))
 
     def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
         """KRILL's, of one normal matrix."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConvergenceWarning, InputError, NumericalError
-from ..preconditioners.factored import shifted_cholesky
+from ..lowrank import shifted_cholesky
 from ..report import SolveReport, peak_memory, record
 from ..settings import available_memory
 from .inducing import InducingPointProblem
@@ -27,8 +27,8 @@ class QR:
     one after the other, so nothing n x m is stored, and the condition number is not squared as in the normal equations.
     Choose it for m up to about a thousand, and as the reference.
 
-    ``Kzz^1/2`` is a Cholesky factor, its diagonal shifted by m unit roundoffs (more where that is not enough, with a
-    note): of duplicated points the weights share what belongs to them.
+    ``Kzz^1/2`` is a Cholesky factor of Kzz with its diagonal shifted by the unit roundoff times the trace (more where
+    that is not enough): duplicated points share their weights.
     """
 
     def solve(
@@ -59,10 +59,8 @@ class QR:
         with torch.no_grad():
             tall = problem.tall(accurate=True)
             kzz = problem.kzz()
-            least = torch.finfo(torch.float64).eps * m * float(kzz.diagonal().max())
-            root, shift = shifted_cholesky(kzz, least, "The kernel matrix of the inducing points")
-            notes = [] if shift == least else [f"the inducing points' matrix is singular; shifted by {shift:.1e}"]
-            factor = torch.cat([root * problem.level**0.5, y.new_zeros(m, columns)], dim=1)
+            root = shifted_cholesky(kzz, torch.finfo(torch.float64).eps).mT * problem.level**0.5
+            factor = torch.cat([root, y.new_zeros(m, columns)], dim=1)
             del root
             rhs = y.new_zeros(m, columns)
             for span, tile in tall.tiles(rows=max(256, _TILE * m)):
@@ -92,7 +90,6 @@ class QR:
             dtype="float64",
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
-            notes=notes,
         )
         record(report)
         if not report.converged:

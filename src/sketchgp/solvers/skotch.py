@@ -12,17 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from .blockwise import (
-    SAMPLINGS,
     BlockSolver,
     BlockSystem,
     Method,
     Partition,
     block_inverse,
-    check_count,
+    check_blocks,
     describe_blocks,
     next_block,
+    nystrom_rank,
 )
 
 
@@ -51,11 +50,7 @@ class Skotch(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("rank", self.rank, least=0)
-        if self.version not in (1, 2):
-            raise InputError(f"version expects 1 or 2, got {self.version!r}.")
-        if self.sampling not in SAMPLINGS:
-            raise InputError(f"sampling expects {' or '.join(map(repr, SAMPLINGS))}, got {self.sampling!r}.")
+        check_blocks(self.rank, self.version, self.sampling)
 
     def method(self, system: BlockSystem, block_size: int) -> Method:
         return _Skotch(self, system, block_size)
@@ -68,7 +63,7 @@ class _Skotch(Method):
 
     def __init__(self, choices: Skotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()
-        self.choices, self.system, self.rank = choices, system, choices.rank or 0
+        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
         self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
         self.name = "Skotch" if self.partition is None else "Skotch v1"
         self.numbers["block_size"] = block_size
@@ -89,9 +84,7 @@ class _Skotch(Method):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         system, w = self.system, self.tensors["w"]
         if self.partition is not None:
-            weights = self.tensors["smoothness"].sqrt().cpu()
-            block = int(torch.multinomial(weights, 1, generator=generator))
-            rows, inverse = self.partition.block(block, self.tensors)
+            rows, inverse, _ = self.partition.draw(self.tensors, generator)
         else:
             size, rest = int(self.numbers["block_size"]), self.tensors["rest"].cpu()
             sampling = self.choices.sampling

@@ -4,10 +4,10 @@
 all of these solvers have, ``method`` is what each of them adds, ``run`` their one loop, ``checkpoint`` saves it.
 """
 
-from .blocks import SAMPLINGS, Partition, describe_blocks, next_block
+from .blocks import SAMPLINGS, Partition, check_blocks, check_count, describe_blocks, next_block, nystrom_rank
 from .inverse import BlockInverse, block_inverse
 from .method import Method, Progress
-from .solver import BlockSolver, check_count
+from .solver import BlockSolver
 from .system import BlockSystem, automatic_block_size
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "Progress",
     "automatic_block_size",
     "block_inverse",
+    "check_blocks",
     "check_count",
     "describe_blocks",
     "next_block",
+    "nystrom_rank",
 ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from .inverse import BlockInverse, block_inverse
 from .system import BlockSystem
 
@@ -24,7 +28,7 @@ def next_block(
         return _draw(n, size, generator).to(device), rest
     if not len(rest):
         rest = torch.randperm(n, generator=generator)
-    parts = max(1, round(len(rest) / size))  # parts of nearly equal size, so that no pass ends in a tiny one
+    parts = -(-len(rest) // size)  # parts of nearly equal size, so that no pass ends in a tiny one
     size = -(-len(rest) // parts)
     return rest[:size].to(device), rest[size:]
 
@@ -51,7 +55,7 @@ class Partition:
 
     def __init__(self, system: BlockSystem, block_size: int, rank: int | None, seed: int) -> None:
         self.system, self.rank, self.seed = system, rank, seed
-        self.count = max(1, round(system.n / block_size))
+        self.count = -(-system.n // block_size)
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Draw the partition and find the smoothness constants, unless ``tensors`` has them."""
@@ -61,10 +65,12 @@ class Partition:
         constants = [self._inverse(number, self._rows(number, tensors)).smoothness for number in range(self.count)]
         tensors["smoothness"] = torch.tensor(constants, dtype=torch.float64)
 
-    def block(self, number: int, tensors: dict[str, Tensor]) -> tuple[Tensor, BlockInverse]:
-        """Rows and inverse of one block."""
+    def draw(self, tensors: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
+        """Rows and inverse of a block, drawn with probability p proportional to sqrt(smoothness), and 1 / p."""
+        weights = tensors["smoothness"].sqrt().cpu()
+        number = int(torch.multinomial(weights, 1, generator=generator))
         rows = self._rows(number, tensors)
-        return rows, self._inverse(number, rows)
+        return rows, self._inverse(number, rows), float(weights.sum() / weights[number])
 
     def _rows(self, number: int, tensors: dict[str, Tensor]) -> Tensor:
         count = len(tensors["smoothness"]) if "smoothness" in tensors else self.count  # of a solve that was resumed
@@ -75,7 +81,31 @@ class Partition:
         return block_inverse(self.system.square_block(rows), self.system.noise[rows], self.rank, generator)
 
 
+def check_blocks(rank: Any, version: Any, sampling: Any) -> None:
+    """:raises InputError: for a rank, version or sampling that there is not."""
+    check_count("rank", rank, least=0)
+    if version not in (1, 2) or isinstance(version, bool):
+        raise InputError(f"version expects 1 or 2, got {version!r}.")
+    if sampling not in SAMPLINGS:
+        raise InputError(f"sampling expects {' or '.join(map(repr, SAMPLINGS))}, got {sampling!r}.")
+    if version == 1 and sampling != SAMPLINGS[0]:
+        raise InputError("sampling is of version 2; version 1 has its own, a fixed partition.")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """:raises InputError: unless the value is an integer of at least ``least``, or None."""
+    if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
+        kind = "a positive integer" if least else "an integer of at least 0"
+        raise InputError(f"{name} expects {kind} or None, got {value!r}.")
+
+
+def nystrom_rank(block_size: int, rank: int | None) -> int:
+    """The rank of the Nystrom approximations; 0 where blocks are solved exactly, as those of rank b are."""
+    return 0 if rank is None or rank >= block_size else rank
+
+
 def describe_blocks(block_size: int, rank: int | None) -> str:
     """How blocks are inverted, in words."""
-    how = {None: "exact", 0: "not preconditioned"}.get(rank, f"Nystrom rank {rank}")
+    used = nystrom_rank(block_size, rank)
+    how = f"Nystrom rank {used}" if used else "not preconditioned" if rank == 0 else "exact"
     return f"blocks of {block_size}, {how}"

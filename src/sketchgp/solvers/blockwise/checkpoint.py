@@ -6,9 +6,12 @@ reading it executes nothing.  Numbers and text are JSON in a tensor of bytes.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ from ...operators import KernelMatrix
 from ...operators.access import Access, terms
 from ...operators.tiles import spans
 
-_FORMAT = 1
+_FORMAT = 2
 _HEADER = "header"
 _PROBES = 16  # points at which the kernel's values are part of its fingerprint
 _BYTES = 2**26  # hashed at once
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR, errno.ENOMEM)  # which says nothing of the file
 _SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -38,6 +42,7 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str], every: float, problem: dict[str, str]) -> None:
         self.path, self.every, self.problem = Path(path), every, problem
+        self.written = False  # by this process: later failures do not end the solve
 
     def exists(self) -> bool:
         return self.path.exists()
@@ -55,8 +60,14 @@ class Checkpoint:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, self.path)
-        except OSError as error:
-            raise InputError(f"The checkpoint {self.path} cannot be written: {error}.") from error
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter where the disk is full
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            message = f"The checkpoint {self.path} cannot be written: {error}"
+            if not self.written:
+                raise InputError(f"{message}.") from error
+            warnings.warn(f"{message}; the solve goes on without.", UserWarning, stacklevel=2)
+        self.written = True
 
     def load(self, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What was saved last.
@@ -70,6 +81,8 @@ class Checkpoint:
             if header["format"] != _FORMAT or digest != _digest(header, contents):
                 raise ValueError("another format, or damaged")
         except Exception as error:
+            if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _UNREADABLE):
+                raise InputError(f"The checkpoint {self.path} cannot be read now: {error!r}.") from error
             raise InputError(
                 f"{self.path} is no checkpoint that this version of sketchgp can read; delete it or use another path."
             ) from error
@@ -109,8 +122,8 @@ def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict
     return {
         "the training inputs": inputs.hexdigest(),
         "the kernel": kernel.hexdigest(),
-        "the noise": _hash(noise),
-        "the targets": _hash(rhs),
+        "the noise": hash_tensors(noise),
+        "the targets": hash_tensors(rhs),
         "the solver's choices": hashlib.sha256(choices.encode()).hexdigest(),
         "the device": noise.device.type,
     }
@@ -127,7 +140,8 @@ def _number(scale: float | Tensor) -> str:
     return repr(scale.tolist() if torch.is_tensor(scale) else scale)
 
 
-def _hash(*tensors: Tensor) -> str:
+def hash_tensors(*tensors: Tensor) -> str:
+    """A mark of the tensors' shapes, dtypes and values."""
     digest = hashlib.sha256()
     _add(digest, *tensors)
     return digest.hexdigest()

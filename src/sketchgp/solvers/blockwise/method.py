@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -90,6 +91,14 @@ class Progress:
     def weights(self) -> Tensor:
         """The present W ``(n, t)``, float64."""
         return self._weights()
+
+
+class HeldOut(Protocol):
+    """``W -> (error (t,), entries of K evaluated)`` on held-out points; ``mark`` tells one set from another."""
+
+    mark: str
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, int]: ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ the new residual (iterative refinement: Higham, "Accuracy and Stability of Numer
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +21,10 @@ from ...errors import NumericalError
 from ...report import SolveReport, peak_memory
 from .checkpoint import Checkpoint
 from .interrupt import DeferredInterrupt
-from .method import Limits, Method, Progress
-from .state import State
+from .method import HeldOut, Limits, Method, Progress
+from .state import State, largest_of
 from .system import BlockSystem
+from .watch import NAN, plateau, stuck, watch_growth
 
 _ALL_ROWS = 50_000  # points up to which the final residual is always that of all rows
 _WORTH_ALL_ROWS = 5.0  # passes after which it is for any number of points
@@ -32,16 +32,12 @@ _SAMPLE = 8192  # rows from which it is estimated otherwise
 _WINDOW = 50_000  # the most rows between two estimates of the residual
 _CHECKED = 32  # rows whose residual is computed in float64 too, once a pass
 _ROUNDED = 0.3  # share of the residual that may be rounding
-_DIVERGED = 1e3  # residual, relative to y and to that of the start
-_SHRUNK = 10  # times that a step is made smaller
 _HELD_OUT_SHARE = 0.1  # of the work that held-out predictions may take
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.1f}/{total} passes [{elapsed}<{remaining}] {postfix}"
 _FINAL = ("reached the tolerance", "was rounded", "stagnated")  # ends that a larger budget does not change
-
-_NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
-
-HeldOut = Callable[[Tensor], tuple[Tensor, int]]
+_BUDGETS = ("ran out of passes", "ran out of time")
+_FRUITLESS = 3  # corrections in a row that halve the residual of no column
 
 
 class Run:
@@ -49,7 +45,6 @@ class Run:
 
     :param b: right-hand sides ``(n, t)``, float64.
     :param out_dtype: dtype of ``value``; the residual reported is that of the rounded one.
-    :param held_out: ``W -> (error (t,), entries of K evaluated)``.
     :param raising: on Ctrl-C raise KeyboardInterrupt, after saving, instead of returning the iterate.
     """
 
@@ -79,18 +74,19 @@ class Run:
         self.earlier = 0.0
         self.generator = torch.Generator().manual_seed(seed)
         if checkpoint is not None and checkpoint.exists():
-            self._resume(checkpoint)
+            self._resume(checkpoint, initial is not None)
         else:
             self._begin(initial)
 
     def _begin(self, initial: Tensor | None) -> None:
         base = torch.zeros_like(self.b) if initial is None else initial.to(torch.float64).clone()
         r = self.b if initial is None else self.b - self.system.accurate_product(base)
-        zero, tol = torch.zeros_like(self.norm), self.limits.tol
-        self.state = State(base, r, zero, self.generator.get_state(), tol, tol)
+        self.system.entries = 0  # a warm start is not charged for
+        zero, tol, start = torch.zeros_like(self.norm), self.limits.tol, self._relative(r)
+        best = base.clone() if initial is not None else base[:0]
+        self.state = State(base, r, zero, self.generator.get_state(), best, start, start.clone(), tol, tol)
         self.method.begin(self.b.shape[1])
-        self.state.estimates.append(self._relative(r))
-        self.state.true = _largest(self.state.estimates[0])
+        self.state.estimates.append(start)
         if self._at_target():
             self._verify_all()
         self.save()
@@ -111,26 +107,33 @@ class Run:
         )
         self._stop_at_limits()  # of a solve that was resumed
         with bar, DeferredInterrupt() as interrupt:
-            while not self.state.reason:
-                within = True  # a step, whose vectors are then partly old and partly new
-                try:
-                    self._step()
-                    within = False
-                    closed = self._close_window(bar)
-                    if interrupt.seen:
-                        raise KeyboardInterrupt
-                except KeyboardInterrupt:
-                    if not within:
-                        self.save()
-                    if self.raising or interrupt.again:
-                        raise
-                    self.state.reason = "was interrupted"
-                    break
-                self._stop_at_limits()
-                if self.state.reason or (closed and time.perf_counter() - self.saved_at >= self._every()):
+            self._loop(bar, interrupt)
+            if interrupt.seen and self.raising:  # it came too late to be noticed by a step
+                raise KeyboardInterrupt
+            if self.value is None:
+                self._verify(quick=interrupt.seen)
+            if not interrupt.seen:
+                self._look_at_held_out()
+
+    def _loop(self, bar: Any, interrupt: DeferredInterrupt) -> None:
+        while not self.state.reason:
+            within = True  # a step, whose vectors are then partly old and partly new
+            try:
+                self._step()
+                within = False
+                self._close_window(bar)
+                if interrupt.seen:
+                    raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                if not within:
                     self.save()
-        if self.value is None:
-            self._verify()
+                if self.raising or interrupt.again:
+                    raise
+                self.state.reason = self.state.reason or "was interrupted"
+                break
+            self._stop_at_limits()
+            if self.state.reason or time.perf_counter() - self.saved_at >= self._every():
+                self.save()
 
     def _every(self) -> float:
         return float("inf") if self.checkpoint is None else self.checkpoint.every
@@ -141,7 +144,7 @@ class Run:
         point = method.evaluation_point().clone() if due else None
         rows, g = method.step(state.r, self.generator)
         if not state.window_rows and not bool(torch.isfinite(g).all()):
-            raise NumericalError(_NAN)
+            raise NumericalError(NAN)
         state.steps += 1
         state.rows_seen += len(rows)
         state.window_rows += len(rows)
@@ -155,16 +158,16 @@ class Run:
             if bool(((rounding > _ROUNDED * estimate) & (estimate > self.limits.tol)).any()):
                 self._refine()
 
-    def _close_window(self, bar: Any) -> bool:
+    def _close_window(self, bar: Any) -> None:
         """After enough rows: estimate the residual from the steps since the last time, and tell everyone."""
         state = self.state
         if state.window_rows < min(self.system.n, _WINDOW):
-            return False
+            return
         estimate = ((state.window_squares * (self.system.n / state.window_rows)).sqrt() / self.norm).cpu()
         state.window_rows, state.window_squares = 0, torch.zeros_like(state.window_squares)
         state.estimates.append(estimate)
-        largest = _largest(estimate)
-        self._watch_growth(largest if math.isfinite(largest) else math.inf)
+        largest = largest_of(estimate)
+        watch_growth(state, self.method, self.limits.tol, largest, self.b.shape[1])
         error = self._held_out_error()
         held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
         bar.set_postfix_str(f"residual about {largest:.1e}{held}", refresh=False)
@@ -175,33 +178,11 @@ class Run:
             state.reason = "was stopped by the callback"
         if not state.reason and self._due():
             self._verify_all()
-        return True
-
-    def _watch_growth(self, largest: float) -> None:
-        """Shrink the step of a method that can, where the residual grows; a method that cannot must not diverge."""
-        state, method, start = self.state, self.method, max(1.0, _largest(self.state.estimates[0]))
-        if method.growth is None:
-            growing, helped = largest > _DIVERGED * start, False
-        else:
-            growing = largest > method.growth * max(state.least, self.limits.tol)
-            helped = state.shrunk < _SHRUNK
-        if largest == math.inf and method.growth is None:
-            raise NumericalError(_NAN)
-        if growing and not helped:
-            raise NumericalError(
-                f"{method.name} diverges: the relative residual grew from {state.least:.1e} to {largest:.1e}. "
-                f"{method.advice}"
-            )
-        if growing:
-            state.notes.append(
-                f"the residual grew from {state.least:.1e} to {largest:.1e}; went on with a smaller step"
-            )
-            state.shrunk, state.least = state.shrunk + 1, largest
-            method.shrink_step()
-            if largest > start:
-                method.begin(self.b.shape[1])
-                state.least = start
-        state.least = min(state.least, largest)
+        if self.system.dtype == torch.float64 and plateau(state, largest, self.system.n) and not state.reason:
+            before = largest_of(state.true)
+            self._verify_all()
+            if not state.reason and stuck(largest_of(state.true), before):
+                state.reason = "stagnated"
 
     def _held_out_error(self) -> Tensor | None:
         """The error on held-out points; the last one known where computing it again would take too much of the time."""
@@ -210,7 +191,14 @@ class Run:
             return None
         if state.held_out and state.held_out_entries > _HELD_OUT_SHARE * self.system.entries:
             return state.held_out[-1][2]
-        error, entries = self.held_out(self._weights())
+        return self._look_at_held_out()
+
+    def _look_at_held_out(self) -> Tensor | None:
+        """The error on held-out points now, or of the value to return where there is one."""
+        if self.held_out is None:
+            return None
+        state, weights = self.state, self._weights() if self.value is None else self.value.to(torch.float64)
+        error, entries = self.held_out(weights)
         state.held_out_entries += entries
         state.held_out.append((self.system.passes, self.seconds, error))
         return error
@@ -242,50 +230,74 @@ class Run:
     def _relative(self, r: Tensor) -> Tensor:
         relative = (r.norm(dim=0) / self.norm).cpu()
         if not bool(torch.isfinite(relative).all()):
-            raise NumericalError(_NAN)
+            raise NumericalError(NAN)
         return relative
 
-    def _true_residual(self) -> tuple[Tensor, Tensor]:
-        """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded; ``(n, t)`` each."""
+    def _true_residual(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded, and that; ``(n, t)`` each."""
         exact = self._weights()
-        self.value = exact.to(self.out_dtype)
+        value = exact.to(self.out_dtype)
         if self.out_dtype == torch.float64:
             r = self.b - self.system.accurate_product(exact)
-            return r, r
-        product = self.system.accurate_product(torch.cat([exact, self.value.to(torch.float64)], dim=1))
-        return self.b - product[:, : self.b.shape[1]], self.b - product[:, self.b.shape[1] :]
+            return r, r, value
+        product = self.system.accurate_product(torch.cat([exact, value.to(torch.float64)], dim=1))
+        return self.b - product[:, : self.b.shape[1]], self.b - product[:, self.b.shape[1] :], value
 
     def _verify_all(self) -> None:
         """The estimate is at the target: end if the true residual is at the tolerance, else aim lower."""
         state, tol = self.state, self.limits.tol
-        r, rounded = self._true_residual()
+        r, rounded, value = self._true_residual()
         true, self.residual = self._relative(r), self._relative(rounded)
         if bool((self.residual <= tol).all()):
-            state.reason = "reached the tolerance"
+            state.reason, self.value = "reached the tolerance", value
         elif bool((true <= tol).all()):
-            state.reason = "was rounded"
+            state.reason, self.value = "was rounded", value
         else:  # the estimate was too small: of rows that had just been solved, say
-            state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / _largest(true)))
-            state.failures, self.value = state.failures + 1, None
+            state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / largest_of(true)))
+            state.failures, state.true = state.failures + 1, true
             state.verify_after = state.rows_seen + self.system.n * 2 ** min(state.failures, 6)
 
     def _refine(self) -> None:
-        """Go on from the true residual; end where that no longer helps."""
+        """Go on from the true residual; end where that has not helped any column several times."""
         state = self.state
-        r, rounded = self._true_residual()
-        true, self.residual = _largest(self._relative(r)), self._relative(rounded)
-        if true > 0.5 * state.true:
+        r, rounded, value = self._true_residual()
+        true, self.residual = self._relative(r), self._relative(rounded)
+        helped = bool((true <= 0.5 * state.true)[true > self.limits.tol].any()) or bool((true <= self.limits.tol).all())
+        if state.corrections:  # before the first one the residual may have risen, as it does in the 2-norm
+            state.fruitless = 0 if helped else state.fruitless + 1
+        state.corrections += 1
+        state.keep(value, self.residual)
+        if state.fruitless >= _FRUITLESS:
             state.reason = "stagnated"
+            self.value, self.residual = state.best_of(value, self.residual)
             return
-        state.notes.append(f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {true:.1e}")
-        state.base, state.r, state.true, self.value = self._weights(), r, true, None
+        state.notes.append(
+            f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {largest_of(true):.1e}"
+        )
+        state.base, state.r, state.true = self._weights(), r, true
         self.method.rebase()
 
-    def _verify(self) -> None:
-        """The residual of what is returned: of all rows, or of a sample where the budget ended early."""
+    def _verify(self, quick: bool = False) -> None:
+        """The residual of what is returned: of all rows, or of a sample where the budget ended early.
+
+        :param quick: a sample at the most: somebody waits.  Ctrl-C then leaves the residual as the steps estimated it.
+        """
+        try:
+            self._look(quick)
+        except KeyboardInterrupt:
+            if self.raising:
+                raise
+            self.value, self.residual, self.sampled = self._weights().to(self.out_dtype), self.state.estimates[-1], True
+            self.state.notes.append("interrupted again: the residual is what the last steps estimated")
+            return
+        if not self.sampled and bool((self.residual <= self.limits.tol).all()) and self.state.reason in _BUDGETS:
+            self.state.reason = "reached the tolerance"
+
+    def _look(self, quick: bool) -> None:
         n = self.system.n
-        if n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS:
-            self.residual = self._relative(self._true_residual()[1])
+        if n <= _SAMPLE or (not quick and (n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS)):
+            _, rounded, value = self._true_residual()
+            self.value, self.residual = self.state.best_of(value, self._relative(rounded))
             return
         self.sampled = True
         self.value = self._weights().to(self.out_dtype)
@@ -330,13 +342,17 @@ class Run:
         state.seconds, state.entries, state.generator = self.seconds, self.system.entries, self.generator.get_state()
         plain, tensors = state.pack()
         tensors |= {f"method.{name}": tensor for name, tensor in method.tensors.items()}
-        self.checkpoint.save({**plain, "method": method.numbers, "engines": self.system.engines}, tensors)
+        self.checkpoint.save({**plain, "method": method.numbers, "engines": self.system.engines,
+                              "held_out_set": self._held_out_set()}, tensors)  # fmt: skip
         self.saved_at = time.perf_counter()
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
+    def _held_out_set(self) -> str:
+        return "" if self.held_out is None else self.held_out.mark
+
+    def _resume(self, checkpoint: Checkpoint, warm: bool) -> None:
         plain, tensors = checkpoint.load(self.b.device)
         self.method.numbers = plain.pop("method")
-        self.system.use_engines(plain.pop("engines"))
+        another_engine, another_set = self.system.use_engines(plain.pop("engines")), plain.pop("held_out_set")
         self.method.tensors = {k.removeprefix("method."): v for k, v in tensors.items() if k.startswith("method.")}
         self.state = state = State.unpack(plain, tensors)
         self.generator.set_state(state.generator.cpu())
@@ -346,6 +362,12 @@ class Run:
             state.tol = state.target = self.limits.tol
             state.failures = state.verify_after = 0
         state.notes.append(f"resumed after {state.steps} steps")
+        if warm:
+            state.notes.append("initial= was not used: the checkpoint is ahead of it")
+        if another_engine:
+            state.notes.append("matmul= is another than before: the last digits are those of another rounding")
+        if another_set != self._held_out_set():
+            state.held_out, state.held_out_entries = [], 0
         ended, state.reason = state.reason, ""
         if ended in _FINAL:
             self._verify_all()
@@ -356,8 +378,3 @@ class Run:
                 state.reason = ended
         elif state.steps and not state.window_rows and self._due():
             self._verify_all()  # it was ended where it would have done this
-
-
-def _largest(residual: Tensor) -> float:
-    """The largest over the columns; 0 where there are none."""
-    return float(residual.max()) if residual.numel() else 0.0

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from ...errors import ConvergenceWarning, InputError
 from ...operators import KernelMatrix
 from ...report import SolveReport, record
 from ..problem import FullProblem, Solution, System, check_tensor
-from .checkpoint import Checkpoint, fingerprint
-from .method import Limits, Method, Progress
-from .run import HeldOut, Run
+from .blocks import check_count
+from .checkpoint import Checkpoint, fingerprint, hash_tensors
+from .method import HeldOut, Limits, Method, Progress
+from .run import Run
 from .system import BlockSystem, automatic_block_size
 
 _BUDGET = ("tol", "max_passes", "max_seconds", "checkpoint", "every")  # choices that change no step
@@ -32,7 +34,8 @@ class BlockSolver:
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
         GPyTorch's ``eval_cg_tolerance`` in a model where that is smaller.
-    :param max_passes: the most work, in entries of K evaluated over ``n^2``; not counting the last residual.
+    :param max_passes: the most work, in entries of K evaluated over ``n^2``; not counting the last residual, nor
+        that of a warm start.
     :param max_seconds: the most time for steps, earlier runs of a resumed solve included; None for no limit.
     :param block_size: rows a step, or None: see :func:`automatic_block_size`.
     :param seed: seed of every random choice.
@@ -57,8 +60,8 @@ class BlockSolver:
             if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
                 raise InputError(f"{name} expects a positive number, got {getattr(self, name)!r}.")
         check_count("block_size", self.block_size)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise InputError(f"seed expects an integer, got {self.seed!r}.")
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed expects an integer below 2^63, got {self.seed!r}.")
         if self.checkpoint is not None and not isinstance(self.checkpoint, str | os.PathLike):
             raise InputError(f"checkpoint expects a path or None, got {self.checkpoint!r}.")
 
@@ -96,12 +99,15 @@ class BlockSolver:
         :param progress: show a progress bar (default: only in a terminal).
         :raises InputError: for arguments that do not fit; :raises NumericalError: for NaN, or where it diverges.
 
-        Ctrl-C ends the solve after the step under way, with the iterate, its true residual and a warning.
+        Ctrl-C ends the solve after the step under way, with the iterate, its residual (on at most 8,192 rows) and a
+        warning; before the first step, and in what comes before it, it is passed on.
         """
         self.validate(len(problem.x))
         if initial is not None and initial.shape != problem.y.shape:
             raise InputError(f"initial expects y's shape {tuple(problem.y.shape)}, got {tuple(initial.shape)}.")
         columns = problem.y.reshape(len(problem.x), -1)
+        if initial is not None:
+            check_tensor("initial", initial, (1, 2))
         value, report, _ = self.run(
             problem.system(matmul),
             columns,
@@ -143,7 +149,7 @@ class BlockSolver:
             reports.append(report)
             record(report)
             if not report.converged:
-                warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+                warnings.warn(report.advice(), ConvergenceWarning, stacklevel=4)
         return torch.stack(values).reshape(rhs.shape) if batch else values[0], reports[-1], None
 
     def _run(
@@ -185,15 +191,8 @@ class BlockSolver:
         return run.value, run.report(method.describe(), setup)
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """:raises InputError: unless the value is an integer of at least ``least``, or None."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        kind = "a positive integer" if least else "an integer of at least 0"
-        raise InputError(f"{name} expects {kind} or None, got {value!r}.")
-
-
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _held_out(problem: FullProblem, matmul: str, x: Tensor, y: Tensor) -> HeldOut:
@@ -210,8 +209,15 @@ def _held_out(problem: FullProblem, matmul: str, x: Tensor, y: Tensor) -> HeldOu
     cross = KernelMatrix.of(problem.kernel, x, problem.x, engine=matmul).detach()
     wanted = y.reshape(len(x), -1).to(torch.float64)
 
-    def error(weights: Tensor) -> tuple[Tensor, int]:
-        predicted = cross._matmul(weights.to(cross.dtype)).to(torch.float64)
-        return (predicted - wanted).square().mean(dim=0).sqrt().cpu(), len(x) * weights.shape[0]
+    return _HeldOut(cross, wanted)
 
-    return error
+
+class _HeldOut:
+    """The root mean square error ``(t,)`` of ``k(held-out, x) W``, and the entries of K that it took."""
+
+    def __init__(self, cross: KernelMatrix, wanted: Tensor) -> None:
+        self.cross, self.wanted, self.mark = cross, wanted, hash_tensors(cross.x1, wanted)
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, int]:
+        predicted = self.cross._matmul(weights.to(self.cross.dtype)).to(torch.float64)
+        return (predicted - self.wanted).square().mean(dim=0).sqrt().cpu(), self.cross.shape.numel()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TENSORS = ("base", "r", "window_squares", "generator")
+_TENSORS = ("base", "r", "window_squares", "generator", "best", "best_true", "true")
+_ON_CPU = ("best_true", "true")
 
 
 @dataclass
@@ -21,7 +22,10 @@ class State:
     :ivar verify_after: rows before the true residual is looked at again, after ``failures`` times in vain.
     :ivar shrunk: how often the step was made smaller.
     :ivar window_rows: rows since the last estimate, ``window_squares`` (t,) their squared residuals.
-    :ivar true: the largest true residual known, ``least`` the least estimate.
+    :ivar best: the value ``(n, t)`` with the least true residuals ``best_true`` (t,) known; empty while that is zero.
+    :ivar true: the true residuals (t,) when all rows were last looked at and found above the tolerance;
+        ``fruitless`` of the ``corrections`` in a row did not help.
+    :ivar least: the least estimate; ``lowest`` the least that was clearly below those before, at row ``lowest_at``.
     :ivar estimates: residual of each column, estimated once a window; the first one is exact.
     :ivar held_out: passes, seconds and held-out error of each column.
     :ivar generator: state of the random generator.
@@ -31,6 +35,9 @@ class State:
     r: Tensor
     window_squares: Tensor
     generator: Tensor
+    best: Tensor
+    best_true: Tensor
+    true: Tensor
     tol: float
     target: float
     steps: int = 0
@@ -43,7 +50,10 @@ class State:
     failures: int = 0
     shrunk: int = 0
     held_out_entries: int = 0
-    true: float = float("inf")
+    corrections: int = 0
+    fruitless: int = 0
+    lowest_at: int = 0
+    lowest: float = float("inf")
     least: float = float("inf")
     reason: str = ""
     estimates: list[Tensor] = field(default_factory=list)
@@ -62,5 +72,28 @@ class State:
     def unpack(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         """What :meth:`pack` made."""
         held_out = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
-        kept = {name: tensors[name] for name in _TENSORS}
+        kept = {name: tensors[name].cpu() if name in _ON_CPU else tensors[name] for name in _TENSORS}
         return cls(**{**plain, **kept, "held_out": held_out, "estimates": list(tensors["estimates"].cpu())})
+
+    def keep(self, value: Tensor, residual: Tensor) -> None:
+        """Remember the columns of a value whose true residuals are the least so far."""
+        better = residual < self.best_true
+        if bool(better.any()):
+            best = self.best if len(self.best) else torch.zeros_like(self.r)
+            self.best = torch.where(better.to(best.device), value.to(torch.float64), best)
+            self.best_true = torch.where(better, residual, self.best_true)
+
+    def best_of(self, value: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """A value and its true residuals, in whose place the best columns known stand where they are better."""
+        worse = residual > self.best_true
+        if not bool(worse.any()):
+            return value, residual
+        self.notes.append(f"{int(worse.sum())} column(s) returned as they were at their least residual")
+        best = self.best if len(self.best) else torch.zeros_like(self.r)
+        value = torch.where(worse.to(best.device), best.to(value.dtype), value)
+        return value, torch.where(worse, self.best_true, residual)
+
+
+def largest_of(residual: Tensor) -> float:
+    """The largest over the columns; 0 where there are none."""
+    return float(residual.max()) if residual.numel() else 0.0

@@ -56,9 +56,15 @@ class BlockSystem:
         """The engines that kernel matrices are evaluated with, as they were chosen at the start."""
         return self._rows.engines
 
-    def use_engines(self, engines: list[str]) -> None:
-        """Evaluate with these instead: another engine rounds otherwise."""
-        self._rows = RowProduct(self.system.operator, engines=engines)
+    def use_engines(self, engines: list[str]) -> bool:
+        """Evaluate with these, but where an engine was asked for by name; returns whether that makes a difference.
+
+        Another engine rounds otherwise.
+        """
+        asked = self._rows.asked
+        chosen = [mine if asked_for else old for old, mine, asked_for in zip(engines, self.engines, asked, strict=True)]
+        self._rows = RowProduct(self.system.operator, engines=chosen)
+        return chosen != engines
 
     def rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
         """``(K + noise)[indices] v`` for float64 vectors ``(n, t)``; K in its own dtype."""

@@ -1,0 +1,115 @@
+"""The statistics that an inducing-point model is tuned and judged by, in one sweep over the data, differentiable.
+
+With ``L L^T = Kzz``, ``A = L^-1 Kzx``, ``D = diag(noise)`` and residuals R of the prior mean:
+``S = A D^-1 A^T`` (m, m) and ``C = A D^-1 R`` (m, t).  The log density of the data under ``Q + D``, Q = A^T A, follows
+by Woodbury's identity from ``B = I + S``; so do posterior variances.  Titsias, "Variational learning of inducing
+variables in sparse Gaussian processes" (AISTATS 2009), equation 9; Matthews (2016), Appendix B for this stable order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..lowrank import shifted_cholesky
+from ..operators import KernelMatrix
+from ..operators.tall import TallMatrix
+from ..operators.tiles import spans
+
+_ENTRIES = 2**21  # of a tile in the backward pass
+
+
+class _Statistics(torch.autograd.Function):
+    """``(S, C)`` from L, the precisions, R, z and the kernel's parameters: two sweeps by tiles, nothing n x m kept."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, kernel: Any, x: Tensor, root: Tensor, precision: Tensor, residual: Tensor, z: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        m = len(z)
+        s, c = root.new_zeros(m, m), root.new_zeros(m, residual.shape[1])
+        for span, tile in TallMatrix(kernel, x, z, accurate=True).tiles():
+            half = torch.linalg.solve_triangular(root, tile.mT, upper=False)
+            weighted = half * precision[span]
+            s.addmm_(weighted, half.mT)
+            c.addmm_(weighted, residual[span])
+        ctx.kernel = kernel
+        ctx.save_for_backward(x, root, precision, residual, z, s, c)
+        return s, c
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_s: Tensor, grad_c: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, root, precision, residual, z, s, c = ctx.saved_tensors
+        both = grad_s + grad_s.mT
+        # dL/dA = (both A + grad_c R^T) D^-1, and L^-T of it times A^T is what reaches L
+        grad_root = -torch.linalg.solve_triangular(root.mT, both @ s + grad_c @ c.mT, upper=True).tril()
+        parameters = list(ctx.kernel.parameters())
+        grad_precision, grad_residual = torch.zeros_like(precision), torch.zeros_like(residual)
+        with torch.enable_grad():
+            z = z.detach().requires_grad_(ctx.needs_input_grad[5])
+        wanted = [z, *parameters]
+        live = [i for i, t in enumerate(wanted) if t.requires_grad]
+        grads: list[Tensor | None] = [None] * len(wanted)
+        for span in spans(len(x), max(16, _ENTRIES // len(z))):
+            with torch.enable_grad():
+                tile = KernelMatrix.of(ctx.kernel, x[span], z, engine="tiled").double().to_dense()
+            half = torch.linalg.solve_triangular(root, tile.detach().mT, upper=False)
+            grad_precision[span] = (half * (grad_s @ half)).sum(dim=0)
+            projected = half.mT @ grad_c
+            grad_precision[span] += (residual[span] * projected).sum(dim=1)
+            grad_residual[span] = projected * precision[span, None]
+            grad_half = (both @ half + grad_c @ residual[span].mT) * precision[span]
+            grad_tile = torch.linalg.solve_triangular(root.mT, grad_half, upper=True).mT
+            if live and tile.requires_grad:
+                found = torch.autograd.grad(tile, [wanted[i] for i in live], grad_tile, allow_unused=True)
+                for i, grad in zip(live, found, strict=True):
+                    if grad is not None:
+                        known = grads[i]
+                        grads[i] = grad if known is None else known + grad
+        return (None, None, grad_root, grad_precision, grad_residual, *grads)
+
+
+class Collapsed:
+    """The sparse model's sufficient statistics for one kernel, data and noise; float64, differentiable.
+
+    ``n m^2`` operations and ``O(m^2)`` memory beside tiles, forward and backward.
+
+    :param kernel: a GPyTorch kernel without batch.
+    :param x: ``(n, d)``; :param z: ``(m, d)`` inducing points.
+    :param noise: ``(n,)`` variances.
+    :param residual: ``(n, t)``, targets less prior means.
+    """
+
+    def __init__(self, kernel: Any, x: Tensor, z: Tensor, noise: Tensor, residual: Tensor) -> None:
+        self.kernel, self.z = kernel, z
+        self.noise, self.residual = noise.to(torch.float64), residual.to(torch.float64)
+        core = KernelMatrix.of(kernel, z, engine="tiled").double().to_dense()
+        self.root = shifted_cholesky(core, torch.finfo(torch.float64).eps)
+        self.s, c = _Statistics.apply(kernel, x, self.root, 1 / self.noise, self.residual, z, *kernel.parameters())
+        inner = self.s + torch.eye(len(z), dtype=torch.float64, device=z.device)
+        self.inner_root = torch.linalg.cholesky(inner)
+        self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
+        self._diagonal = KernelMatrix.of(kernel, x, engine="tiled").diagonal(dim1=-1, dim2=-2)
+
+    def inv_quad(self) -> Tensor:
+        """``residual^T (Q + diag(noise))^-1 residual``, the sum over columns."""
+        return (self.residual.square() / self.noise.unsqueeze(1)).sum() - self.projected.square().sum()
+
+    def logdet(self) -> Tensor:
+        """``log det(Q + diag(noise))``."""
+        return 2 * self.inner_root.diagonal().log().sum() + self.noise.log().sum()
+
+    def trace_gap(self) -> Tensor:
+        """``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, what the inducing points leave unexplained."""
+        return (self._diagonal.to(torch.float64) / self.noise).sum() - self.s.diagonal().sum()
+
+    def half(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``L^-1 k(z, x)`` and ``LB^-1`` of it, ``(m, p)``, differentiable in x: the posterior covariance is
+        ``k(x, x) - half^T half + inner^T inner``."""
+        block = KernelMatrix.of(self.kernel, self.z.detach(), x, engine="tiled").double().to_dense()
+        half = torch.linalg.solve_triangular(self.root.detach(), block, upper=False)
+        return half, torch.linalg.solve_triangular(self.inner_root.detach(), half, upper=False)

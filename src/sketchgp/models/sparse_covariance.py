@@ -1,0 +1,132 @@
+"""Covariances of an inducing-point model as LinearOperators: the prior Q with noise, and the posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpytorch.mlls import AddedLossTerm
+from linear_operator.operators import DiagLinearOperator, LinearOperator
+from torch import Tensor
+
+from ..errors import InputError
+from ..inference.collapsed import Collapsed
+from ..operators import KernelMatrix
+from ..operators.tiles import spans
+
+_ENTRIES = 2**22  # of k(z, x) held at once
+
+Collapse = Callable[[Tensor, Tensor], Collapsed]
+
+
+class TraceTerm(AddedLossTerm):
+    """``-1/2 sum_i (k_ii - q_ii) / noise_i``: with it the log density under Q + noise becomes Titsias's bound."""
+
+    def __init__(self) -> None:
+        self.collapsed: Collapsed | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"collapsed": None}  # an autograd graph
+
+    def loss(self, *params: Any) -> Tensor:
+        if self.collapsed is None:
+            raise InputError("The bound's trace is known once the log density was computed: mll(model(x), y).")
+        return -0.5 * self.collapsed.residual.shape[1] * self.collapsed.trace_gap()
+
+
+class SparsePrior(LinearOperator):
+    """``Q = Kxz Kzz^-1 Kzx``, ``(n, n)``; useful once a diagonal of noise is added, for its log density.
+
+    :param x: ``(n, d)`` training inputs.
+    :param collapse: ``(noise, residual) -> Collapsed``.
+    :param term: is told what was computed.
+    """
+
+    def __init__(self, x: Tensor, *, collapse: Collapse, term: TraceTerm, noise: Tensor | None = None) -> None:
+        super().__init__(x, collapse=collapse, term=term, noise=noise)
+        self.x, self.collapse, self.term, self.noise = x, collapse, term, noise
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, DiagLinearOperator) and self.noise is None:
+            noise = other._diagonal().expand(len(self.x))
+            return SparsePrior(self.x, collapse=self.collapse, term=self.term, noise=noise)
+        return super().__add__(other)
+
+    def inv_quad_logdet(
+        self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        """``(r^T (Q + noise)^-1 r, log det(Q + noise))`` for one right-hand side, differentiable."""
+        if self.noise is None or inv_quad_rhs is None or inv_quad_rhs.shape[-1] != 1 or inv_quad_rhs.dim() > 2:
+            raise InputError("The covariance of an inducing-point model expects noise, and one vector of residuals.")
+        collapsed = self.collapse(self.noise, inv_quad_rhs)
+        self.term.collapsed = collapsed
+        return collapsed.inv_quad().to(self.dtype), collapsed.logdet().to(self.dtype)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        raise InputError(
+            "The prior covariance of an inducing-point model is there for its log density (a marginal log likelihood); "
+            "call model.eval() for predictions."
+        )
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self.x), len(self.x)))
+
+    def _transpose_nonbatch(self) -> SparsePrior:
+        return self
+
+
+class SparsePosterior(LinearOperator):
+    """``K - half^T half + inner^T inner`` at points x, ``(p, p)``: the posterior covariance of DTC.
+
+    :param x: ``(p, d)``.
+    :param collapsed: gives the :class:`Collapsed` statistics, which are computed when they are first needed.
+    """
+
+    def __init__(self, x: Tensor, *, kernel: Any, collapsed: Callable[[], Collapsed]) -> None:
+        super().__init__(x, kernel=kernel, collapsed=collapsed)
+        self.x, self.kernel, self.collapsed = x, kernel, collapsed
+
+    def _parts(self) -> Any:
+        statistics = self.collapsed()
+        for span in spans(len(self.x), max(1, _ENTRIES // len(statistics.z))):
+            yield span, *statistics.half(self.x[span])
+
+    def _diagonal(self) -> Tensor:
+        prior = KernelMatrix.of(self.kernel, self.x, engine="tiled").diagonal(dim1=-1, dim2=-2).to(torch.float64)
+        parts = [inner.square().sum(dim=0) - half.square().sum(dim=0) for _, half, inner in self._parts()]
+        least = torch.finfo(self.dtype).eps * prior
+        return torch.maximum(prior + torch.cat(parts), least).to(self.dtype)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if rhs.dim() == 1:
+            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
+        wide = rhs.to(torch.float64)
+        m = len(self.collapsed().z)
+        first, second = (wide.new_zeros(*wide.shape[:-2], m, wide.shape[-1]) for _ in range(2))
+        for span, half, inner in self._parts():
+            first, second = first + half @ wide[..., span, :], second + inner @ wide[..., span, :]
+        parts = [inner.mT @ second - half.mT @ first for _, half, inner in self._parts()]
+        product = KernelMatrix.of(self.kernel, self.x, engine="tiled") @ rhs
+        return (product.to(torch.float64) + torch.cat(parts, dim=-2)).to(rhs.dtype)
+
+    def to_dense(self) -> Tensor:
+        """``(p, p)``, differentiable in x."""
+        halves, inners = zip(*((half, inner) for _, half, inner in self._parts()), strict=True)
+        half, inner = torch.cat(halves, dim=1), torch.cat(inners, dim=1)
+        prior = KernelMatrix.of(self.kernel, self.x, engine="tiled").to_dense().to(torch.float64)
+        return (prior - half.mT @ half + inner.mT @ inner).to(self.dtype)
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self.x), len(self.x)))
+
+    def _transpose_nonbatch(self) -> SparsePosterior:
+        return self
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        if isinstance(row_index, slice) and row_index == col_index:
+            return SparsePosterior(self.x[row_index], kernel=self.kernel, collapsed=self.collapsed)
+        return super()._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
+        return self.to_dense()[row_index, col_index]

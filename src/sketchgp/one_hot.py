@@ -1,0 +1,56 @@
+"""Classes as regression targets: least squares on one column a class, and the class of the largest mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """Class labels to targets ``(n, c)`` and predictions back: one column a class, 1 where it is the row's and 0 else.
+
+    .. code-block:: python
+
+        classes = sketchgp.OneHot(train_labels)
+        model = sketchgp.InducingPointGP(train_x, classes.encode(train_labels), ...).eval()
+        labels = classes.decode(model(test_x).mean)
+
+    :param labels: any tensor of integers that holds every class.
+    :ivar classes: ``(c,)`` the classes, ascending.
+    :raises InputError: for labels that are not integers, or none.
+    """
+
+    labels: Tensor = field(repr=False)
+    classes: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not torch.is_tensor(self.labels) or self.labels.is_floating_point() or self.labels.is_complex():
+            raise InputError("labels expects a tensor of integers.")
+        if not self.labels.numel():
+            raise InputError("labels expects at least one label, got none.")
+        object.__setattr__(self, "classes", self.labels.unique())
+
+    def encode(self, labels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``(n,)`` labels as targets ``(n, c)``.
+
+        :raises InputError: for a label that is none of the classes.
+        """
+        hot = labels.reshape(-1, 1) == self.classes.to(labels.device)
+        if not bool(hot.any(dim=1).all()):
+            unknown = labels.reshape(-1)[~hot.any(dim=1)][0]
+            raise InputError(f"labels expects one of {self.classes.tolist()}, got {unknown.item()}.")
+        return hot.to(dtype)
+
+    def decode(self, scores: Tensor) -> Tensor:
+        """Means ``(..., c)`` as labels ``(...)``: the class of the largest.
+
+        :raises InputError: where there is not one column a class.
+        """
+        if scores.shape[-1] != len(self.classes):
+            raise InputError(f"scores expects {len(self.classes)} columns, got {scores.shape[-1]}.")
+        return self.classes.to(scores.device)[scores.argmax(dim=-1)]

@@ -1,0 +1,293 @@
+"""What EigenPro 3 and 4 share: their choices, and how a solve is put together."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConvergenceWarning, InputError
+from ...operators.tall import TallMatrix
+from ...report import SolveReport, peak_memory, record
+from ..blockwise import check_count
+from ..problem import Solution, check_tensor
+from .epochs import Epoch, Epochs, Plan, check_columns
+from .preconditioned_gradient import Directions, Model, find_directions
+from .problem import InducingPointProblem
+from .projection import ExactProjection, InexactProjection, Projection, exact_fits
+
+_SUBSAMPLE = (500, 2000)  # points of the subsample, where the choice is automatic
+_FRESH = 1000  # the most points beside it on which the step is computed
+_CHECKED = 8192  # the most training points on which the weights returned are judged
+_ITERATIONS = 200  # the most of a projection by conjugate gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class EigenProSolver:
+    """Preconditioned stochastic gradients for the inducing-point problem, from tensors or from a stream.
+
+    :param epochs: the most epochs.
+    :param max_seconds: no batch is begun after so many seconds; None is no limit.
+    :param block_size: points of a batch of tensors; None is m / 16, at least 256, at most 2048 and n / 8.  A stream
+        comes in its own batches.
+    :param rank: q, the directions that are slowed down; None takes the least for which the batch is critical, at most a
+        quarter of the subsample.
+    :param subsample_size: s, points for the eigensystem: random ones of tensors, the first ones of a stream, which
+        therefore should be shuffled.  None is ``10 sqrt(n)``, at least 500 and at most 2000 (2000 for a stream), at
+        most half of the points.
+    :param projection: ``"exact"``, by a Cholesky factor of Kzz; ``"inexact"``, by conjugate gradients in O(m) memory;
+        ``"auto"`` is exact while Kzz is within :class:`sketchgp.settings.memory_budget`.
+    :param projection_tol: relative residual of an inexact projection; that of the directions is at most 1e-3.
+    :param projection_rank: of its RPCholesky preconditioner; None is ``10 sqrt(m)``.
+    :param preconditioner: ``"projected"``, whose fixed point is the solution; or ``"paper"``, whose fixed point for
+        noise 0 is that of the papers, a least-squares fit in which the top directions count less.
+    :param step_scale: a factor of the computed step.
+    :param averaging: return an average of the iterates that forgets early ones, instead of the last.
+    :param cooldown: the last share of the run, in which the step falls linearly to 0; 0 for a constant step.
+    :param patience: epochs without a lower held-out error after which to stop; where the step is still constant, it
+        first falls to 0 in as many epochs.  None for all epochs.
+    :param seed: of all random choices.
+    """
+
+    epochs: int = 10
+    max_seconds: float | None = None
+    block_size: int | None = None
+    rank: int | None = None
+    subsample_size: int | None = None
+    projection: str = "auto"
+    projection_tol: float = 1e-2
+    projection_rank: int | None = None
+    preconditioner: str = "projected"
+    step_scale: float = 1.0
+    averaging: bool = True
+    cooldown: float = 0.5
+    patience: int | None = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "block_size", "rank", "subsample_size", "projection_rank", "patience"):
+            check_count(name, getattr(self, name))
+        if self.epochs is None:
+            raise InputError("epochs expects a positive integer, got None.")
+        for name, allowed in (("projection", ("auto", "exact", "inexact")), ("preconditioner", ("projected", "paper"))):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} expects one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        positive = {"step_scale": self.step_scale, "max_seconds": 1.0 if self.max_seconds is None else self.max_seconds}
+        for name, value in positive.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
+                raise InputError(f"{name} expects a positive number, got {value!r}.")
+        if not 0 < self.projection_tol < 1:
+            raise InputError(f"projection_tol expects a number between 0 and 1, got {self.projection_tol!r}.")
+        if not 0 <= self.cooldown <= 1:
+            raise InputError(f"cooldown expects a number from 0 to 1, got {self.cooldown!r}.")
+        if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
+            raise InputError(f"rank={self.rank} expects a subsample_size of as many, got {self.subsample_size}.")
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def validate(self, problem: InducingPointProblem) -> None:
+        """:raises InputError: where the choices do not fit the problem."""
+        if problem.weights is not None:
+            raise InputError(f"{self.name}() expects one noise for all points; use KRILL() for a noise of each point.")
+        if problem.streamed and self.block_size is not None:
+            raise InputError("block_size expects None for a stream, which comes in its own batches; set theirs.")
+        if torch.is_tensor(problem.x):
+            for name in ("rank", "subsample_size"):
+                if (getattr(self, name) or 0) > len(problem.x):
+                    raise InputError(
+                        f"{self.name}({name}={getattr(self, name)}) exceeds the {len(problem.x)} points; choose fewer."
+                    )
+
+    def _delay(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
+        """T, the batches between two projections."""
+        raise NotImplementedError
+
+    def _advice(self) -> str:
+        return (
+            "Choose projection='exact' or a smaller projection_tol, a larger subsample_size, or a smaller step_scale."
+        )
+
+    def solve(
+        self,
+        problem: InducingPointProblem,
+        initial: Tensor | None = None,
+        callback: Callable[[Epoch], Any] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
+        progress: bool | None = None,
+    ) -> Solution:
+        """Solve an :class:`InducingPointProblem` of tensors or of a stream.
+
+        :param initial: starting point, of the solution's shape.
+        :param callback: called with an :class:`Epoch` once an epoch; True ends the solve.
+        :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)``: after each epoch their root mean square
+            error is computed; the best weights are kept and returned.
+        :param progress: show a progress bar (default: only in a terminal).
+        :returns: W, ``(m,)`` or ``(m, t)``, float64.  There is no tolerance: the report's ``residual`` is that of
+            training points, ``||f(x) - y|| / ||y||``, ``history`` the same over each epoch (each batch before its own
+            step), and ``held_out`` lists (epochs, seconds, error of each column).
+        :raises InputError: for arguments that do not fit, or batches that do not.
+        :raises NumericalError: where it diverges, or a projection does not converge.
+
+        With a stream n is unknown: the first epoch counts the points, and does without the noise.
+        Ctrl-C ends the solve with the best weights so far, and a warning.
+        """
+        start = time.perf_counter()
+        self.validate(problem)
+        generator = torch.Generator().manual_seed(self.seed)
+        x, y, vector, batch = self._first_points(problem, generator)
+        columns = y.shape[1]
+        shape = (problem.m,) if vector else (problem.m, columns)
+        if initial is not None and initial.shape != shape:
+            raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
+        error = None if held_out is None else _held_out(problem, *held_out, shape[1:])
+        base = torch.zeros(problem.m, columns, dtype=torch.float64, device=problem.device)
+        if initial is not None:
+            base += initial.reshape(base.shape).to(base)
+        projection = self._projection(problem, columns)
+        size = self._subsample_size(len(x), problem)
+        directions = find_directions(
+            problem, projection, x[:size], x[size : size + _FRESH], self.rank, batch, self.preconditioner == "projected"
+        )
+        plan = Plan(
+            self.epochs,
+            self.max_seconds,
+            batch,
+            self._delay(problem, batch, projection),
+            self.step_scale,
+            self.averaging,
+            self.cooldown,
+            self.patience if held_out is not None else None,
+            self._advice(),
+        )
+        checked = x[:_CHECKED], y[:_CHECKED].to(torch.float64)
+        model = Model(problem, directions, projection, base)
+        setup = time.perf_counter() - start
+        run = Epochs(problem, model, plan, generator, error, checked, callback)
+        run.loop(progress)
+        report = self._report(problem, run, directions, projection, size, setup)
+        record(report)
+        if not report.converged:
+            warnings.warn(
+                f"{self.name} {report.reason} after {run.epoch} epochs; the weights returned are the best so far. "
+                "Go on from them with initial=.",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
+        return Solution(run.value.reshape(shape), report)
+
+    def _first_points(
+        self, problem: InducingPointProblem, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, bool, int]:
+        """Training points and targets in random order, as many as the set-up may use; whether y is a vector; the batch.
+
+        Of a stream, the first ones; the batch is its first one.
+        """
+        if torch.is_tensor(problem.x):
+            assert problem.y is not None
+            n = len(problem.x)
+            most = max(_CHECKED, (self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0))) + _FRESH)
+            rows = torch.randperm(n, generator=generator)[:most].to(problem.device)
+            batch = self.block_size or min(max(256, problem.m // 16), 2048, max(1, n // 8))
+            return problem.x[rows], problem.y.reshape(n, -1)[rows], problem.y.dim() == 1, min(batch, n)
+        wanted = (self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0))) + _FRESH
+        xs: list[Tensor] = []
+        ys: list[Tensor] = []
+        count = 0
+        for x, y in problem.batches():
+            xs.append(x)
+            ys.append(y)
+            check_columns(len(ys) - 1, y, ys[0].shape[1])
+            count += len(x)
+            if count >= wanted:
+                break
+        if not xs:
+            raise InputError("x expects a stream of at least one batch, got none.")
+        vector = ys[0].shape[1] == 1 and _first_targets(problem.x).dim() == 1
+        return torch.cat(xs)[:wanted], torch.cat(ys)[:wanted], vector, len(xs[0])
+
+    def _subsample_size(self, count: int, problem: InducingPointProblem) -> int:
+        """s, of ``count`` points that are at hand."""
+        if (self.rank or 0) > count:
+            raise InputError(f"rank={self.rank} exceeds the {count} points of the stream; choose fewer.")
+        if self.subsample_size is not None:
+            return min(self.subsample_size, count)
+        n = len(problem.x) if torch.is_tensor(problem.x) else _SUBSAMPLE[1] ** 2
+        wanted = min(max(_SUBSAMPLE[0], math.ceil(10 * math.sqrt(n))), _SUBSAMPLE[1])
+        return max(self.rank or 0, min(max(wanted, 4 * (self.rank or 0)), max(1, count // 2)))
+
+    def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
+        if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
+            return ExactProjection(problem, columns)
+        rank = self.projection_rank or max(1, math.ceil(10 * math.sqrt(problem.m)))
+        return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
+
+    def _report(
+        self,
+        problem: InducingPointProblem,
+        run: Epochs,
+        directions: Directions,
+        projection: Projection,
+        size: int,
+        setup: float,
+    ) -> SolveReport:
+        rank = directions.factor.shape[1]
+        kind = "exact" if isinstance(projection, ExactProjection) else "inexact"
+        notes = [
+            "residual is that of training points, not of the normal equations",
+            f"batches of {run.plan.block_size}, step {run.plan.step_scale * directions.step(run.plan.block_size):.3g}, "
+            f"{run.projections} {kind} projections, one every {run.plan.delay} batches at most",
+        ]
+        return SolveReport(
+            solver=self.name,
+            preconditioner=f"{rank} of {size} directions",
+            n=problem.m,
+            columns=run.value.shape[1],
+            iterations=run.batches,
+            matmuls=run.projections,
+            residual=run.residual,
+            history=torch.stack(run.history) if run.history else run.first.unsqueeze(0),
+            tol=float("inf"),
+            converged=run.reason.startswith(("finished", "stopped early")),
+            reason=run.reason,
+            seconds=run.seconds,
+            setup_seconds=setup,
+            rank=rank,
+            dtype=str(problem.inducing_points.dtype).removeprefix("torch."),
+            device=str(problem.device),
+            peak_memory=peak_memory(problem.device),
+            notes=notes + projection.notes + run.notes,
+            held_out=run.errors,
+        )
+
+
+def _first_targets(stream: Tensor | Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """y of the first batch as the stream gives it."""
+    _, y = next(iter(stream))
+    return y
+
+
+def _held_out(
+    problem: InducingPointProblem, x: Tensor, y: Tensor, columns: tuple[int, ...]
+) -> Callable[[Tensor], Tensor]:
+    """The root mean square error of each column on held-out points, as a function of W."""
+    check_tensor("held_out points", x, (2,))
+    check_tensor("held_out targets", y, (1, 2))
+    z = problem.inducing_points
+    if x.shape[1] != z.shape[1] or x.dtype != z.dtype or x.device != z.device:
+        raise InputError(
+            f"held_out points expect {z.shape[1]} features in {z.dtype} on {z.device}, got {x.shape[1]} in {x.dtype} "
+            f"on {x.device}."
+        )
+    if y.shape != (len(x), *columns):
+        raise InputError(f"held_out targets expect {(len(x), *columns)}, got {tuple(y.shape)}.")
+    tall = TallMatrix(problem.kernel, x, z)
+    wanted = y.reshape(len(x), -1).to(torch.float64)
+    return lambda weights: (tall.matmul(weights) - wanted).square().mean(dim=0).sqrt().cpu()

@@ -1,0 +1,185 @@
+"""Stochastic gradients in function space, the top directions slowed down: what a step of EigenPro 3 and 4 does.
+
+References: Abedsoltan, Belkin, Pandit, "Toward large kernel models" (EigenPro 3), and Abedsoltan, Ma, Pandit, Belkin,
+"Fast training of large kernel models with delayed projections" (EigenPro 4).  The objective is
+``sum_i (f(x_i) - y_i)^2 + noise ||f||^2`` over f in the span of the inducing points Z, and half its gradient
+``K(., X)(f(X) - y) + noise f``.  With eigenpairs ``(l_i, e_i)`` of ``K(Xs, Xs)`` and
+``F = E sqrt(l^-1 - l_{q+1} l^-2)`` the papers precondition by ``P f = f - K(., Xs) F F^T f(Xs)``.
+
+That does not commute with the projection on the span, so it moves the fixed point: away from the least squares
+solution (EigenPro 3, Lemma 6), and from that of the ridge.  Here the functions ``K(., Xs) F`` are projected first,
+once: ``P f = f - K(., Z) N N^T f(Z)`` with ``Kzz N = K(Z, Xs) F``.  That P commutes, the fixed point is that of the
+objective, however well N is known, and a step evaluates no K(Xs, .).  The papers' P is there to compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import NumericalError
+from ...lowrank import top_eigensystem
+from ...operators import KernelMatrix
+from ...operators.access import Access
+from ...operators.tall import TallMatrix
+from ..eigenpro_step import directions, scaled_vectors, step_size
+from .problem import InducingPointProblem
+from .projection import Projection
+
+_TINY = torch.finfo(torch.float64).tiny
+_TOL = 1e-3  # of the projected directions: the less accurate, the smaller the step
+
+
+@dataclass
+class Directions:
+    """``P f = f - K(., C) G G^T f(C)``, and what the step rule needs to know of it.
+
+    :ivar points: C ``(c, d)``; None for the inducing points.
+    :ivar factor: G ``(c, q)``.
+    :ivar at_points: ``K(C, C) G`` ``(c, q)``, and ``at_inducing`` ``K(Z, C) G`` ``(m, q)``; one tensor where C is Z.
+    :ivar beta: the largest diagonal entry of the preconditioned kernel.
+    :ivar lam: the top eigenvalue of its covariance operator.
+    """
+
+    points: Tensor | None
+    factor: Tensor
+    at_points: Tensor
+    at_inducing: Tensor
+    beta: float
+    lam: float
+
+    def step(self, batch: int, ridge: float = 0.0) -> float:
+        """The step of a batch of so many points, where the objective has ``ridge`` = noise / n for each of them.
+
+        The eigenvalues are then from ridge to lam + ridge: 2 over their sum is best.
+        """
+        return step_size(self.beta, self.lam + 2 * ridge, batch)
+
+
+@torch.no_grad()
+def find_directions(
+    problem: InducingPointProblem,
+    projection: Projection,
+    subsample: Tensor,
+    fresh: Tensor,
+    rank: int | None,
+    batch: int,
+    commuting: bool,
+) -> Directions:
+    """P from a subsample; beta and lam on that and on fresh points, where both are larger than on the subsample.
+
+    :param subsample: ``(s, d)``; :param fresh: ``(p, d)`` other points, p may be 0.
+    :param rank: q; None for the least for which ``batch`` is critical, at most a quarter of s.
+    :param commuting: project the functions, instead of the papers' P.
+    """
+    size, kernel = len(subsample), problem.kernel
+    access = Access(KernelMatrix.of(kernel, subsample, engine="tiled").detach())
+    top = top_eigensystem(access, size, size, generator=torch.Generator().manual_seed(0))
+    if not len(top.values):
+        raise NumericalError("The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.")
+    subsample = subsample[top.indices]
+    points = torch.cat([subsample, fresh])
+    all_points = Access(KernelMatrix.of(kernel, points, engine="tiled").detach())
+    at_subsample = TallMatrix(kernel, points, subsample, accurate=True)
+    diagonal = all_points.diagonal()
+    products = at_subsample.matmul(top.vectors).mT
+    q, _, _ = directions(top, products, diagonal, rank or max(1, size // 4), rank is None, batch)
+    n = 0 if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+    factor = scaled_vectors(top, q, problem.level * size / n if n else 0.0)
+    at_inducing = TallMatrix(kernel, problem.inducing_points, subsample).matmul(factor)
+    if commuting:
+        factor, at_inducing = projection.solve(at_inducing, tol=_TOL)
+        images = TallMatrix(kernel, points, problem.inducing_points).matmul(factor)
+    else:
+        images = at_subsample.matmul(factor)
+    beta = float((diagonal - images.square().sum(dim=1)).max().clamp(min=_TINY))
+    judged = torch.arange(size, len(points)) if len(fresh) else torch.arange(size)
+    judged = judged.to(points.device)
+    block = all_points.block(judged, judged) - images[judged] @ images[judged].mT
+    lam = float(torch.linalg.eigvalsh(block)[-1].clamp(min=_TINY)) / len(judged)
+    if commuting:
+        return Directions(None, factor, at_inducing, at_inducing, beta, lam)
+    return Directions(subsample, factor, images[:size], at_inducing, beta, lam)
+
+
+class Model:
+    """``f = K(., Z) base + `` what was added since the last projection, which :meth:`project` brings into the span.
+
+    All weights are float64; kernel entries are evaluated in the dtype of the inputs, products summed in float64.
+
+    :param base: ``(m, t)`` weights of the inducing points.
+    """
+
+    def __init__(
+        self, problem: InducingPointProblem, directions: Directions, projection: Projection, base: Tensor
+    ) -> None:
+        self.problem, self.directions, self.projection = problem, directions, projection
+        self.base = base.clone()
+        self._forget()
+
+    def _forget(self) -> None:
+        directions, columns = self.directions, self.base.shape[1]
+        self.recent: tuple[Tensor, Tensor] | None = None  # points of the batches, and their weights
+        self.correction = self.base.new_zeros(len(directions.factor), columns)  # weights of C
+        self.h = torch.zeros_like(self.base)  # recent part and correction, at Z
+        self.h_points = self.h if directions.points is None else torch.zeros_like(self.correction)  # the same at C
+
+    @torch.no_grad()
+    def step(self, x: Tensor, y: Tensor, step: float, decay: float, last: bool) -> Tensor:
+        """``f -= step P (K(., x) g) + decay P f`` with ``g = f(x) - y``; returns g ``(b, t)``.
+
+        :param y: ``(b, t)`` float64.
+        :param last: whether a projection follows.
+        """
+        kernel, directions = self.problem.kernel, self.directions
+        g = -y
+        if self.recent is not None:
+            g += TallMatrix(kernel, x, self.recent[0]).matmul(self.recent[1])
+        tall = TallMatrix(kernel, x, self.problem.inducing_points)
+        weights = self.base
+        if directions.points is None:
+            weights = weights + self.correction
+        else:
+            to_points = TallMatrix(kernel, x, directions.points)
+            g += to_points.matmul(self.correction)
+        gradient = torch.zeros_like(self.base)
+        for span, tile in tall.tiles():
+            g[span] += tile @ weights
+            gradient.addmm_(tile.mT, g[span])
+        at_points = gradient if directions.points is None else to_points.t_matmul(g)
+        slowed = step * (directions.factor.mT @ at_points)
+        if decay:
+            slowed += decay * (directions.at_inducing.mT @ self.base + directions.factor.mT @ self.h_points)
+            self._shrink(1 - decay)
+        self.correction += directions.factor @ slowed
+        self.h.sub_(gradient, alpha=step).add_(directions.at_inducing @ slowed)
+        if directions.points is not None:
+            self.h_points.sub_(at_points, alpha=step).add_(directions.at_points @ slowed)
+        if not last:
+            new = (x, g * -step)
+            self.recent = (
+                new
+                if self.recent is None
+                else (
+                    torch.cat([self.recent[0], new[0]]),
+                    torch.cat([self.recent[1], new[1]]),
+                )
+            )
+        return g
+
+    def _shrink(self, factor: float) -> None:
+        self.base *= factor
+        self.correction *= factor
+        self.h *= factor
+        if self.h_points is not self.h:
+            self.h_points *= factor
+        if self.recent is not None:
+            self.recent[1].mul_(factor)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Replace f by its projection on the span of the inducing points."""
+        self.base += self.projection.solve(self.h)[0]
+        self._forget()

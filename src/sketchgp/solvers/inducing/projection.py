@@ -1,0 +1,113 @@
+"""``Kzz theta = h``: from the values of a function at the inducing points to its projection on their span."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import NumericalError
+from ...lowrank import rpcholesky, shifted_cholesky
+from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.access import Access
+from ...settings import memory_budget
+from .problem import InducingPointProblem
+
+_FAILED = 0.5  # relative residual above which a projection does more harm than good
+_LEAST_LEVEL = 1e-9  # of a preconditioner's diagonal over the trace of Kzz: its inverse loses digits below
+
+
+class Projection:
+    """Solves ``(Kzz + shift I) theta = h``; the shift is at the level of rounding of kernel entries in x's dtype.
+
+    :ivar shift: see above, and ``trace`` that of Kzz.
+    :ivar cost: of one solve, in evaluations of Kzz.
+    :ivar notes: what a report should say.
+    """
+
+    cost: float
+    notes: list[str]
+
+    def __init__(self, problem: InducingPointProblem, columns: int) -> None:
+        z = problem.inducing_points
+        self.matrix = KernelMatrix.of(problem.kernel, z, engine="tiled").detach()
+        self.trace = float(self.matrix.diagonal(dim1=-1, dim2=-2).double().sum())
+        self.shift = torch.finfo(z.dtype).eps * self.trace
+        self.notes = []
+
+    def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
+        """theta ``(m, t)``, and ``(Kzz + shift I) theta``, which an inexact solve leaves a little off h.
+
+        :param tol: relative residual of every column, where that is less than the projection's own.
+        """
+        raise NotImplementedError
+
+
+class ExactProjection(Projection):
+    """By a Cholesky factor of Kzz, ``(m, m)`` float64."""
+
+    def __init__(self, problem: InducingPointProblem, columns: int) -> None:
+        super().__init__(problem, columns)
+        self.root = shifted_cholesky(problem.kzz(), torch.finfo(self.matrix.dtype).eps)
+        self.cost = columns / (problem.inducing_points.shape[1] + 10)  # operations, in those of a kernel entry
+
+    def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
+        return torch.cholesky_solve(h, self.root), h
+
+
+class InexactProjection(Projection):
+    """By conjugate gradients with an RPCholesky preconditioner, to a tolerance, in O(m rank) memory.
+
+    :param tol: relative residual of every column.
+    :param rank: of the preconditioner.
+    :param max_iterations: the most; what is short of the tolerance then is noted, and far from it an error.
+    """
+
+    def __init__(
+        self, problem: InducingPointProblem, columns: int, tol: float, rank: int, max_iterations: int, seed: int
+    ) -> None:
+        super().__init__(problem, columns)
+        self.tol, self.max_iterations = tol, max_iterations
+        self.solves = self.iterations = 0
+        generator = torch.Generator().manual_seed(seed)
+        low_rank = rpcholesky(Access(self.matrix), min(rank, problem.m), generator=generator)
+        level = max(self.shift, low_rank.trace / problem.m, _LEAST_LEVEL * self.trace)
+        self.preconditioner = LowRankPlusDiagonal(low_rank.factor, torch.full_like(low_rank.residual, level))
+
+    @property
+    def cost(self) -> float:  # type: ignore[override]
+        return max(1.0, self.iterations / max(1, self.solves))
+
+    def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
+        norm, tol = h.norm(dim=0), min(tol, self.tol)
+        value, r = torch.zeros_like(h), h.clone()
+        direction, rz = torch.zeros_like(h), torch.ones_like(norm)
+        self.solves += 1
+        for _ in range(self.max_iterations):
+            active = r.norm(dim=0) > tol * norm
+            if not bool(active.any()):
+                break
+            z = self.preconditioner.apply_inverse(r)
+            new = (r * z).sum(dim=0)
+            direction = z + direction * (new / rz)
+            product = self.matrix._matmul(direction.to(self.matrix.dtype)).to(torch.float64)
+            product.add_(direction, alpha=self.shift)
+            curvature = (direction * product).sum(dim=0)
+            step = torch.where(active & (curvature > 0), new / curvature, 0)
+            value.addcmul_(step, direction)
+            r.addcmul_(step, product, value=-1)
+            rz = torch.where(new > 0, new, 1)
+            self.iterations += 1
+        left = float((r.norm(dim=0) / torch.where(norm > 0, norm, 1)).max())
+        if not left <= max(_FAILED, tol):
+            raise NumericalError(
+                f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "
+                "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows."
+            )
+        if left > tol and not self.notes:
+            self.notes.append(f"a projection ended at residual {left:.1e}, tolerance {tol:.0e}")
+        return value, h - r
+
+
+def exact_fits(problem: InducingPointProblem) -> bool:
+    """Whether an m x m float64 matrix is within :class:`sketchgp.settings.memory_budget`."""
+    return 8 * problem.m**2 <= memory_budget.value(problem.device)

@@ -1,0 +1,382 @@
+"""``InducingPointGP`` against dense float64 algebra and GPyTorch's own SGPR."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.kernels import InducingPointKernel, MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
+from gpytorch.means import ConstantMean, LinearMean, ZeroMean
+from gpytorch.mlls import ExactMarginalLogLikelihood
+
+from problems import normal, points, relative, set_scales
+from sketchgp import KRILL, QR, Falkon, InducingPointGP, InputError, OneHot, fit, predict, record_solves
+from sketchgp.inference.collapsed import Collapsed
+
+N, M = 200, 25
+KERNELS = {
+    "rbf-ard": lambda: ScaleKernel(RBFKernel(ard_num_dims=3)),
+    "matern32": lambda: ScaleKernel(MaternKernel(nu=1.5)),
+    "sum": lambda: ScaleKernel(RBFKernel()) + MaternKernel(nu=2.5),
+}
+
+
+def _data(dtype=torch.float64, columns=None):
+    x = points(N)
+    y = (x @ normal(3, columns or 1, seed=2) * 3).sin() + 0.1 * normal(N, columns or 1, seed=3) + 0.5
+    return x.to(dtype), (y if columns else y.squeeze(1)).to(dtype)
+
+
+def _model(dtype=torch.float64, kernel="matern32", solver="auto", columns=None, noise=0.05, mean=None, z=None):
+    x, y = _data(dtype, columns)
+    likelihood = GaussianLikelihood()
+    likelihood.noise = noise
+    mean = ConstantMean() if mean is None else mean
+    with torch.no_grad():
+        for parameter in mean.parameters():
+            parameter.fill_(0.3)
+    covar = set_scales(KERNELS[kernel](), 1.3, 0.6)
+    z = points(M, seed=9) if z is None else z
+    return InducingPointGP(x, y, likelihood, mean, covar, z.to(dtype), solver=solver).to(dtype), x, y
+
+
+def _reference(model, test):
+    """Mean and DTC covariance at ``test``, in float64, densely."""
+    model = copy.deepcopy(model).double()
+    kernel, z = model.covar_module, model.inducing_points
+    x, y = model.train_inputs[0].double(), model.train_targets.double().reshape(N, -1)
+    test = test.double()
+    with torch.no_grad():
+        noise = model.noise().double()
+        kzz, kxz, ktz = kernel(z).to_dense(), kernel(x, z).to_dense(), kernel(test, z).to_dense()
+        inner = kzz + kxz.mT @ (kxz / noise.unsqueeze(1))
+        weights = torch.linalg.solve(inner, kxz.mT @ ((y - model.mean_module(x).unsqueeze(1)) / noise.unsqueeze(1)))
+        mean = model.mean_module(test).unsqueeze(1) + ktz @ weights
+        covariance = (
+            kernel(test).to_dense() - ktz @ torch.linalg.solve(kzz, ktz.mT) + ktz @ torch.linalg.solve(inner, ktz.mT)
+        )
+    return mean, covariance
+
+
+TEST = points(11, seed=4)
+
+
+@pytest.mark.parametrize("solver", ["auto", QR(), KRILL(tol=1e-9), Falkon(tol=1e-9)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_predictions(kernel, dtype, solver):
+    model, _, _ = _model(dtype, kernel, solver)
+    model.eval()
+    test = TEST.to(dtype)
+    mean, covariance = _reference(model, test)
+    tight = 1e-5 if dtype == torch.float32 else 1e-6
+    with torch.no_grad(), record_solves() as solves:
+        found = model(test)
+        assert isinstance(found, MultivariateNormal)
+        assert found.mean.dtype == dtype
+        assert relative(found.mean, mean.squeeze(1)) < tight
+        assert relative(found.variance, covariance.diagonal()) < 10 * tight
+        assert relative(found.covariance_matrix, covariance) < 10 * tight
+        ones = torch.ones(11, 2, dtype=dtype)
+        assert relative(found.lazy_covariance_matrix @ ones, covariance @ ones.double()) < 10 * tight
+        noisy = model.likelihood(found)
+        assert relative(noisy.variance, covariance.diagonal() + 0.05) < 10 * tight
+        assert relative(model(test[3:5]).mean, mean[3:5, 0]) < tight
+    assert len(solves) == 1  # kept
+    assert found.rsample(torch.Size([3])).shape == (3, 11)
+
+
+@pytest.mark.parametrize("mean", [ZeroMean(), LinearMean(3)])
+def test_prior_means(mean):
+    model, _, _ = _model(mean=mean)
+    assert relative(model.eval()(TEST).mean, _reference(model, TEST)[0].squeeze(1)) < 1e-8
+
+
+def test_fixed_noise():
+    x, y = _data()
+    noise = torch.linspace(0.01, 1.0, N, dtype=torch.float64)
+    model = InducingPointGP(x, y, FixedNoiseGaussianLikelihood(noise), ZeroMean(), RBFKernel(), points(M, seed=9))
+    model = model.double().eval()
+    mean, covariance = _reference(model, TEST)
+    assert relative(model(TEST).mean, mean.squeeze(1)) < 1e-6
+    assert relative(model(TEST).variance, covariance.diagonal()) < 1e-6
+
+
+@pytest.mark.parametrize("solver", [QR(), KRILL(tol=1e-9)], ids=repr)
+def test_several_outputs(solver):
+    """Each is what it would be alone; the covariance is the same for all, and there is none between them."""
+    model, _, _ = _model(columns=3, solver=solver)
+    found = model.eval()(TEST)
+    mean, covariance = _reference(model, TEST)
+    assert isinstance(found, MultitaskMultivariateNormal)
+    assert found.mean.shape == found.variance.shape == (11, 3)
+    assert relative(found.mean, mean) < 1e-7
+    assert relative(found.variance, covariance.diagonal().unsqueeze(1).expand(11, 3)) < 1e-6
+    full = found.covariance_matrix.reshape(11, 3, 11, 3)
+    assert float(full[:, 0, :, 1].detach().abs().max()) == 0
+    assert relative(full[:, 1, :, 1], covariance) < 1e-6
+    with pytest.raises(InputError, match="one output"):
+        model.train()(model.train_inputs[0])
+
+
+def test_batches_of_test_points_and_gradients():
+    """As BoTorch asks: leading dimensions, and derivatives with respect to the points."""
+    model, _, _ = _model()
+    model.eval()
+    batch = points(12, seed=4).reshape(2, 2, 3, 3)
+    found = model(batch)
+    assert found.mean.shape == (2, 2, 3)
+    for index in ((0, 0), (1, 0)):
+        alone = model(batch[index])
+        assert relative(found.mean[index], alone.mean) < 1e-12
+        assert relative(found.covariance_matrix[index], alone.covariance_matrix) < 1e-9
+    point = TEST[:2].clone().requires_grad_()
+    out = model(point)
+    (by_mean,) = torch.autograd.grad(out.mean.sum(), point)
+    (by_variance,) = torch.autograd.grad(out.variance.sum(), point)
+    step = 1e-5 * torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64)
+    with torch.no_grad():
+        up, down = model(TEST[:2] + step), model(TEST[:2] - step)
+        assert relative(by_mean[:, 1], (up.mean - down.mean) / 2e-5) < 1e-5
+        assert relative(by_variance[:, 1], (up.variance - down.variance) / 2e-5) < 1e-4
+
+
+# --- the marginal likelihood ----------------------------------------------------------------------------------
+
+
+class _SGPR(gpytorch.models.ExactGP):
+    def __init__(self, x, y, likelihood, mean, kernel, z):
+        super().__init__(x, y, likelihood)
+        self.mean_module, self.covar_module = mean, InducingPointKernel(kernel, z, likelihood)
+
+    def forward(self, x):
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def test_the_bound_is_gpytorchs():
+    model, x, y = _model()
+    plain = _SGPR(x, y, model.likelihood, model.mean_module, model.covar_module, model.inducing_points.detach())
+    plain = plain.double().train()
+    found = ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y)
+    wanted = ExactMarginalLogLikelihood(plain.likelihood, plain)(plain(x), y)
+    assert float((found - wanted).detach().abs()) < 1e-4  # jitter, in GPyTorch
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_its_gradient(kernel, monkeypatch):
+    """With respect to everything: kernel, mean, noise, inducing points; by tiles, against dense autograd."""
+    monkeypatch.setattr("sketchgp.inference.collapsed._ENTRIES", 30 * M)
+    model, x, y = _model(kernel=kernel)
+    model.inducing_points.requires_grad_()
+    value = ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y)
+    found = torch.autograd.grad(value, list(model.parameters()))
+    k, z, noise = model.covar_module, model.inducing_points, model.likelihood.noise
+    kzz, kxz = k(z).to_dense(), k(x, z).to_dense()
+    q = kxz @ torch.linalg.solve(kzz, kxz.mT)
+    eye = torch.eye(N, dtype=torch.float64)
+    density = torch.distributions.MultivariateNormal(model.mean_module(x), q + noise * eye).log_prob(y)
+    wanted = (density - 0.5 * ((k(x).to_dense() - q).diagonal() / noise).sum()) / N
+    assert float((value - wanted).detach().abs()) < 1e-9
+    for one, other in zip(found, torch.autograd.grad(wanted, list(model.parameters())), strict=True):
+        assert relative(one, other) < 1e-6
+
+
+def test_statistics_of_several_columns_and_noises():
+    """Gradients with respect to noises and residuals of each row; two columns are two problems."""
+    x, z = points(60), points(12, seed=1)
+    kernel = set_scales(KERNELS["rbf-ard"](), 1.3, 0.6).double()
+    raw, residual = normal(60, seed=3).requires_grad_(), normal(60, 2, seed=4).requires_grad_()
+    both = Collapsed(kernel, x, z, raw.exp(), residual)
+    one = [Collapsed(kernel, x, z, raw.exp(), residual[:, [i]]) for i in range(2)]
+    assert abs(float((both.inv_quad() - one[0].inv_quad() - one[1].inv_quad()).detach())) < 1e-9
+    q = kernel(x, z).to_dense() @ torch.linalg.solve(kernel(z).to_dense(), kernel(z, x).to_dense())
+    full = q + raw.exp().diag()
+    wanted = (residual * torch.linalg.solve(full, residual)).sum() + torch.logdet(full)
+    found = both.inv_quad() + both.logdet()
+    assert abs(float((found - wanted).detach())) < 1e-7
+    variables = [raw, residual, *kernel.parameters()]
+    for mine, other in zip(torch.autograd.grad(found, variables), torch.autograd.grad(wanted, variables), strict=True):
+        assert relative(mine, other) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training(dtype):
+    model, x, y = _model(dtype)
+    model.inducing_points.requires_grad_()
+    model.train()
+    mll = ExactMarginalLogLikelihood(model.likelihood, model)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.05), []
+    before = model.inducing_points.detach().clone()
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = -mll(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.1
+    assert not torch.equal(before, model.inducing_points)
+    mean, _ = _reference(model, TEST)
+    assert relative(model.eval()(TEST.to(dtype)).mean, mean.squeeze(1)) < 1e-4  # nothing stale is kept
+
+
+def test_training_only_on_the_training_inputs():
+    model, x, _ = _model()
+    with pytest.raises(RuntimeError, match="training inputs"):
+        model.train()(x + 1)
+    with pytest.raises(InputError, match=r"call model\.eval\(\)"):
+        model(x).covariance_matrix  # noqa: B018
+
+
+# --- what is kept, copied, refused ----------------------------------------------------------------------------
+
+
+def test_a_change_is_noticed():
+    model, x, y = _model()
+    model.eval()
+    with torch.no_grad():
+        changes = {
+            "noise": lambda: setattr(model.likelihood, "noise", 0.5),
+            "data": lambda: model.likelihood.raw_noise.data.add_(0.3),
+            "kernel": lambda: setattr(model.covar_module, "outputscale", 0.7),
+            "mean": lambda: model.mean_module.raw_constant.fill_(-1.0),
+            "points": lambda: model.inducing_points.mul_(0.9),
+            "targets": lambda: model.set_train_data(x, y + 1, strict=False),
+            "in place": lambda: model.train_targets.mul_(2),
+            "state": lambda: model.load_state_dict(_model(noise=0.2)[0].state_dict()),
+        }
+        last = model(TEST).mean
+        for change in changes.values():
+            change()
+            mean, covariance = _reference(model, TEST)
+            assert not torch.equal(model(TEST).mean, last)
+            last = model(TEST).mean
+            assert relative(last, mean.squeeze(1)) < 1e-7
+            assert relative(model(TEST).variance, covariance.diagonal()) < 1e-6
+
+
+def test_copies_pickles_and_states():
+    model, x, y = _model(solver=KRILL(tol=1e-9))
+    ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y).backward()
+    model.eval()
+    mean = model(TEST).mean
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert relative(other(TEST).mean, mean) < 1e-12
+        assert other.solver == model.solver
+    fresh = _model(noise=0.7)[0]
+    fresh.load_state_dict(model.state_dict())
+    assert relative(fresh.eval()(TEST).mean, mean) < 1e-7
+    single = copy.deepcopy(model).float()
+    assert relative(single(TEST.float()).mean, mean) < 1e-5
+
+
+def test_solution():
+    model, _, _ = _model(solver=KRILL(tol=1e-6))
+    model.eval()
+    assert model.solution.report.solver == "KRILL"
+    assert model.solution.value.shape == (M, 1)
+    assert model.solution is model.solution
+
+
+def test_one_dimension():
+    x = torch.linspace(0, 1, 50).double()
+    model = InducingPointGP(x, x.sin(), GaussianLikelihood(), ZeroMean(), RBFKernel(), x[::10]).double().eval()
+    assert model(x[:4]).mean.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"solver": "krill"}, r"'auto' or one of QR\(\), KRILL\(\)"),
+        ({"solver": KRILL}, "solver expects"),
+        ({"x": points(9)}, "one row per row"),
+        ({"z": points(4).float()}, "convert one"),
+        ({"z": points(4)[:, :2]}, "as many features"),
+        ({"y": normal(N) / 0}, "NaN"),
+        ({"kernel": RBFKernel(batch_shape=torch.Size([2]))}, "batch_shape"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    x, y = _data()
+    given = {"x": x, "y": y, "z": points(4), "kernel": RBFKernel(), "solver": "auto"} | changes
+    with pytest.raises(InputError, match=message):
+        InducingPointGP(given["x"], given["y"], GaussianLikelihood(), ZeroMean(), given["kernel"].double(), given["z"],
+                        solver=given["solver"])  # fmt: skip
+
+
+def test_test_points_that_do_not_fit():
+    model, _, _ = _model()
+    model.eval()
+    with pytest.raises(InputError, match="3 features"):
+        model(TEST[:, :2])
+    with pytest.raises(InputError, match=r"expects torch\.float64"):
+        model(TEST.float())
+
+
+def test_prior_mode():
+    model, _, _ = _model()
+    with gpytorch.settings.prior_mode(True):
+        assert relative(model.eval()(TEST).covariance_matrix, model.covar_module(TEST).to_dense()) < 1e-12
+
+
+def test_auto_by_size(monkeypatch):
+    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", M - 1)
+    assert _model()[0].eval().solution.report.solver == "KRILL"
+    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", M)
+    with warnings.catch_warnings():
+        assert _model()[0].eval().solution.report.solver == "QR"
+
+
+# --- fit, predict, classes ------------------------------------------------------------------------------------
+
+
+def test_fit():
+    model, x, y = _model()
+    before = -float(ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y).detach())
+    history = fit(model, iterations=12)
+    assert not model.training
+    assert history.best_loss < before - 0.05
+    again = -float(ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y).detach())
+    assert abs(again - history.best_loss) < 1e-9
+
+
+@pytest.mark.parametrize("columns", [None, 2])
+def test_predict(columns):
+    model, _, _ = _model(columns=columns)
+    found = predict(model, TEST, batch_size=4)
+    mean, covariance = _reference(model, TEST)
+    wanted = covariance.diagonal().unsqueeze(1).expand(11, columns or 1)
+    shape = (11, columns) if columns else (11,)
+    assert found.mean.shape == found.variance.shape == shape
+    assert relative(found.mean.reshape(11, -1), mean) < 1e-7
+    assert relative(found.variance.reshape(11, -1), wanted) < 1e-6
+    assert relative(found.observation_variance.reshape(11, -1), wanted + 0.05) < 1e-6
+    assert (found.variance_method, found.report.solver) == ("dtc", "QR")
+    alone = predict(model, TEST, variance=None)
+    assert (alone.variance, alone.variance_method, alone.report) == (None, "none", None)
+    with pytest.raises(InputError, match="that of DTC"):
+        predict(model, TEST, variance="exact")
+
+
+def test_classes():
+    x = points(300)
+    labels = (3 * x[:, 0]).long() + 5
+    classes = OneHot(labels)
+    targets = classes.encode(labels, torch.float64)
+    assert classes.classes.tolist() == [5, 6, 7]
+    assert torch.equal(targets.argmax(dim=1) + 5, labels)
+    assert torch.equal(targets.sum(dim=1), torch.ones(300).double())
+    model = InducingPointGP(x, targets, GaussianLikelihood(), ZeroMean(), RBFKernel(), x[::6]).double().eval()
+    assert float((classes.decode(model(x).mean) == labels).double().mean()) > 0.9
+    with pytest.raises(InputError, match=r"one of \[5, 6, 7\], got 9"):
+        classes.encode(torch.tensor([5, 9]))
+    with pytest.raises(InputError, match="3 columns"):
+        classes.decode(x[:, :2])
+    for wrong in (x, torch.tensor([], dtype=torch.long), [1, 2]):
+        with pytest.raises(InputError, match="labels expects"):
+            OneHot(wrong)

@@ -1,0 +1,488 @@
+"""The inducing-point problem and its solvers by normal equations: sparse sign embedding, KRILL, Falkon, QR."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import signal
+import warnings
+
+import linear_operator
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from problems import normal, points, relative, set_scales
+from sketchgp import (
+    KRILL,
+    QR,
+    ConvergenceWarning,
+    Falkon,
+    InducingPointProblem,
+    InputError,
+    LaplaceKernel,
+    NumericalError,
+    record_solves,
+)
+from sketchgp.operators.sparse_sign import SparseSignEmbedding, distinct
+from sketchgp.operators.tall import TallMatrix
+from sketchgp.preconditioners.krill import krill_preconditioner
+from sketchgp.solvers.inducing import normal_equations
+from sketchgp.solvers.inducing import problem as inducing_problem
+
+N, M = 300, 40
+KERNELS = {
+    "rbf-ard": lambda: ScaleKernel(RBFKernel(ard_num_dims=3)),
+    "matern12": lambda: ScaleKernel(MaternKernel(nu=0.5)),
+    "matern32": lambda: MaternKernel(nu=1.5),
+    "laplace": LaplaceKernel,
+    "periodic + rbf": lambda: PeriodicKernel() + ScaleKernel(RBFKernel(active_dims=(0, 2))),
+}
+SOLVERS = {
+    "krill": KRILL(tol=1e-9),
+    "krill, wide": KRILL(tol=1e-9, sketch_size=4 * M, nonzeros=3, seed=1),
+    "falkon": Falkon(tol=1e-9, max_iterations=500),
+    "falkon, counts": Falkon(tol=1e-9, max_iterations=500, counts=torch.linspace(1, 20, M)),
+    "qr": QR(),
+}
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+
+
+def _problem(dtype=torch.float64, noise=0.1, kernel="rbf-ard", columns=2, n=N, m=M, seed=0):
+    x = points(n, seed=seed)
+    y = (x @ (3 * normal(3, columns or 1, seed=2))).sin() + 0.2 * normal(n, columns or 1, seed=seed + 1)
+    y = y.squeeze(1) if columns is None else y
+    z = x[:: max(1, n // m)][:m] if seed == 0 else points(m, seed=seed + 5)
+    made = set_scales(KERNELS[kernel](), 1.3, 0.6).to(dtype)
+    return InducingPointProblem(made, x.to(dtype), y.to(dtype), noise, z.to(dtype))
+
+
+def _dense(problem):
+    """Kzz and diag(noise)^-1/2 Kxz, and the targets alike, in float64 by the kernel itself."""
+    with torch.no_grad():
+        kernel = copy.deepcopy(problem.kernel).double()
+        x, z = problem.x.double(), problem.inducing_points.double()
+        kzz, kxz = kernel(z).to_dense(), kernel(x, z).to_dense()
+    noise = torch.as_tensor(problem.noise, dtype=torch.float64).expand(len(x)).sqrt().unsqueeze(1)
+    return kzz, kxz / noise, problem.y.double().reshape(len(x), -1) / noise, kxz
+
+
+def _predictions(problem):
+    """The mean at the training points, by least squares with ``[D^-1/2 Kxz; Kzz^1/2]``."""
+    kzz, tall, y, kxz = _dense(problem)
+    values, vectors = torch.linalg.eigh(kzz)
+    root = values.clamp(min=0).sqrt().unsqueeze(1) * vectors.mT
+    stacked = torch.cat([tall, root]), torch.cat([y, y.new_zeros(len(root), y.shape[1])])
+    return kxz @ torch.linalg.lstsq(*stacked, driver="gelsd").solution
+
+
+def _found(problem, solution):
+    return _dense(problem)[3] @ solution.value.reshape(problem.m, -1)
+
+
+# --- the sparse sign embedding --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rows", "columns", "nonzeros"), [(30, 5000, 8), (8, 17, 8), (3, 9000, 1), (1, 1, 1)])
+def test_columns_of_the_embedding(rows, columns, nonzeros, dtype):
+    """As many entries as promised, in distinct rows, of the one size; products are those of the dense matrix."""
+    embedding = SparseSignEmbedding(torch.empty(0, dtype=dtype), rows=rows, columns=columns, nonzeros=nonzeros, seed=3)
+    dense = embedding @ torch.eye(columns, dtype=dtype)
+    assert dense.shape == embedding.shape == (rows, columns)
+    assert dense.dtype == embedding.dtype == dtype
+    assert torch.equal((dense != 0).sum(dim=0), torch.full((columns,), nonzeros))
+    torch.testing.assert_close(dense[dense != 0].abs(), torch.full((nonzeros * columns,), nonzeros**-0.5, dtype=dtype))
+    right, left = normal(columns, 3, seed=1, dtype=dtype), normal(rows, 2, seed=2, dtype=dtype)
+    tight = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {}
+    torch.testing.assert_close(embedding @ right, dense @ right, **tight)
+    torch.testing.assert_close(embedding.mT @ left, dense.mT @ left, **tight)
+    torch.testing.assert_close(embedding @ right[:, 0], dense @ right[:, 0], **tight)
+    assert torch.equal(embedding.mT.mT @ right, embedding @ right)
+
+
+def test_the_embedding_by_parts():
+    """However the columns are cut, across the chunks that they are drawn in; and another seed draws others."""
+    embedding = SparseSignEmbedding(torch.empty(0).double(), rows=20, columns=9000, seed=5)
+    right, out = normal(9000, 2, seed=1), torch.zeros(20, 2, dtype=torch.float64)
+    for start, stop in ((0, 1), (1, 4100), (4100, 8192), (8192, 9000)):
+        embedding.add_product(out, slice(start, stop), right[start:stop])
+    torch.testing.assert_close(out, embedding @ right)
+    assert relative(SparseSignEmbedding(torch.empty(0).double(), rows=20, columns=9000, seed=6) @ right, out) > 0.1
+
+
+def test_rows_and_signs_are_uniform():
+    rows = distinct(20_000, 3, 7, torch.Generator().manual_seed(0))
+    assert bool((rows.sort(dim=1).values.diff(dim=1) > 0).all())
+    for column in rows.unbind(1):
+        counts = column.bincount(minlength=7).double()
+        assert float(((counts - 20_000 / 7) ** 2 / (20_000 / 7)).sum()) < 22  # chi-square, 6 degrees: 0.1%
+    dense = SparseSignEmbedding(torch.empty(0).double(), rows=7, columns=20_000, nonzeros=3).to_dense()
+    assert abs(float(dense.sign().sum(dim=1).mean())) < 4 * (3 * 20_000 / 7) ** 0.5
+
+
+def test_lengths_are_kept():
+    """A subspace of 20 dimensions in 5,000 is embedded in 40 rows within the bounds of a Gaussian matrix."""
+    basis = torch.linalg.qr(normal(5000, 20, seed=0)).Q
+    for seed in range(5):
+        values = torch.linalg.svdvals(SparseSignEmbedding(basis[:0], rows=40, columns=5000, seed=seed) @ basis)
+        assert 0.15 < float(values[-1]) <= float(values[0]) < 2.0  # 1 -+ sqrt(1/2), and what chance adds
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 5, 4), "at most as many nonzeros"),
+        *(((sizes), "positive sizes") for sizes in ((0, 5, 1), (3, 0, 1), (3, 3, 0))),
+    ],
+)
+def test_embeddings_that_there_are_not(sizes, message):
+    rows, columns, nonzeros = sizes
+    with pytest.raises(InputError, match=message):
+        SparseSignEmbedding(torch.empty(0), rows=rows, columns=columns, nonzeros=nonzeros)
+
+
+# --- products -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accurate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_products_of_the_tall_matrix(kernel, dtype, accurate, monkeypatch):
+    monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 100 * M)  # three tiles
+    problem = _problem(dtype, kernel=kernel, noise=torch.linspace(0.05, 0.3, N, dtype=torch.float64))
+    _, tall, _, _ = _dense(problem)
+    scale = float(torch.as_tensor(problem.noise).log().mean().exp()) ** 0.5
+    matrix = problem.tall(accurate)
+    assert matrix.dtype == (torch.float64 if accurate else dtype)
+    v, u = normal(M, 2, seed=1), normal(N, 3, seed=2)
+    tight = 1e-8 if accurate or dtype == torch.float64 else 1e-5  # coincident points: distances of 1e-8
+    assert relative(matrix.matmul(v), scale * tall @ v) < tight
+    assert relative(matrix.t_matmul(u), scale * tall.mT @ u) < tight
+    assert relative(matrix.gram_matmul(v), scale**2 * tall.mT @ (tall @ v)) < tight
+    assert matrix.gram_matmul(v).dtype == torch.float64
+    assert matrix.entries == 4 * N * M
+
+
+def test_the_normal_matrix():
+    problem = _problem(noise=torch.linspace(0.05, 0.3, N, dtype=torch.float64))
+    kzz, tall, _, _ = _dense(problem)
+    dense = problem.level * (kzz + tall.mT @ tall)
+    matrix = problem.normal_matrix()
+    assert relative(matrix.to_dense(), dense) < 1e-13
+    assert relative(matrix @ torch.eye(M, dtype=torch.float64), dense) < 1e-13
+    assert relative(matrix.diagonal(), dense.diagonal()) < 1e-13
+    assert matrix.mT is matrix or relative(matrix.mT.to_dense(), dense) < 1e-13
+    assert relative(matrix[:3, 5:7].to_dense(), dense[:3, 5:7]) < 1e-13
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_linear_operators_own_solve(small):
+    """By Cholesky for small matrices, and by its conjugate gradients with KRILL, which needs few of them."""
+    problem = _problem(noise=0.1, kernel="matern32")
+    matrix, rhs = problem.normal_matrix(), normal(M, 2, seed=4)
+    calls, original = [], TallMatrix.gram_matmul
+    with pytest.MonkeyPatch.context() as patch, linear_operator.settings.max_cholesky_size(1000 if small else 1):
+        patch.setattr(TallMatrix, "gram_matmul", lambda self, v: (calls.append(1), original(self, v))[1])
+        with linear_operator.settings.cg_tolerance(1e-3), linear_operator.settings.max_cg_iterations(40):
+            found = matrix.solve(rhs)
+    assert relative(matrix.to_dense() @ found, rhs) < 1e-2
+    assert small or 1 < len(calls) <= 41  # without a preconditioner its residual is 30 then
+
+
+def test_krill_is_close_to_the_matrix():
+    """Its condition number is that of a sketch of 2m rows, whatever the noise; the exact matrix is for many rows."""
+    for noise in (1e-1, 1e-4, 1e-8):
+        problem = _problem(noise=noise, kernel="matern32")
+        matrix = problem.normal_matrix()
+        inverse = krill_preconditioner(matrix).apply_inverse(torch.eye(M, dtype=torch.float64))
+        values = torch.linalg.eigvals(inverse @ matrix.to_dense()).real
+        assert float(values.max() / values.min()) < 60
+    wide = krill_preconditioner(matrix, sketch_size=40 * M).apply_inverse(matrix.to_dense())
+    values = torch.linalg.eigvals(wide).real
+    assert float(values.max() / values.min()) < 2.5
+
+
+# --- solutions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", KERNELS)
+@every_solver
+def test_solutions(name, kernel, dtype):
+    for noise, columns, seed in (
+        (0.1, 2, 0),
+        (1e-3, None, 1),
+        (torch.linspace(0.05, 0.3, N, dtype=torch.float64), 1, 2),
+    ):
+        problem = _problem(dtype, noise, kernel, columns, seed=seed)
+        solution = SOLVERS[name].solve(problem)
+        assert solution.value.shape == ((M,) if columns is None else (M, columns))
+        assert solution.value.dtype == torch.float64
+        assert relative(_found(problem, solution), _predictions(problem)) < 1e-7
+        kzz, tall, y, _ = _dense(problem)
+        rhs = tall.mT @ y
+        residual = (rhs - (kzz + tall.mT @ tall) @ solution.value.reshape(M, -1)).norm(dim=0) / rhs.norm(dim=0)
+        assert solution.report.converged
+        torch.testing.assert_close(solution.report.residual, residual, rtol=0.2, atol=2e-9)
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-5, 1e-8])
+@every_solver
+def test_error_in_the_norm_of_the_problem(name, noise):
+    """Ill-conditioned as it may be: ``||w - w*||_M / ||w*||_M`` with the reference by QR of the stacked matrix."""
+    problem = _problem(noise=noise, columns=1)
+    kzz, tall, y, _ = _dense(problem)
+    root = torch.linalg.cholesky(kzz, upper=True)
+    stacked = torch.cat([tall, root])
+    expected = torch.linalg.lstsq(stacked, torch.cat([y, torch.zeros(M, 1).double()])).solution
+    solution = dataclasses.replace(SOLVERS[name], tol=1e-11) if name != "qr" else SOLVERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = solution.solve(problem).value
+    assert float((stacked @ (found - expected)).norm() / (stacked @ expected).norm()) < 1e-6
+
+
+@every_solver
+def test_degenerate_points(name):
+    """Duplicated inducing points, and duplicated rows; the prediction is that of the distinct ones."""
+    problem = _problem()
+    twice = torch.cat([problem.inducing_points, problem.inducing_points[:7]])
+    solver = SOLVERS[name]
+    if name == "falkon, counts":
+        solver = dataclasses.replace(solver, counts=torch.ones(M + 7))
+    more = dataclasses.replace(problem, inducing_points=twice)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        solution = solver.solve(more)
+    assert relative(_found(more, solution), _predictions(problem)) < 1e-5
+    same = dataclasses.replace(problem, x=problem.x[:1].expand(N, 3).clone(), y=torch.ones(N, 1).double())
+    found = _found(same, SOLVERS[name].solve(same))
+    assert relative(found, found[:1].expand(N, 1)) < 1e-9
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 1), (2, 2), (1, 2), (5, 9), (50, 50)])
+@pytest.mark.parametrize("solver", [KRILL(tol=1e-8), Falkon(tol=1e-8), QR()], ids=lambda solver: type(solver).__name__)
+def test_tiny_and_wide(solver, n, m):
+    x, z = points(n), points(m, seed=3)
+    problem = InducingPointProblem(MaternKernel(nu=1.5).double(), x, normal(n, seed=1), 0.1, z)
+    assert relative(_found(problem, solver.solve(problem)), _predictions(problem)) < 1e-6
+
+
+def test_zero_targets():
+    problem = dataclasses.replace(_problem(), y=torch.zeros(N, 2).double())
+    for solver in SOLVERS.values():
+        assert torch.equal(solver.solve(problem).value, torch.zeros(M, 2).double())
+
+
+def test_iterations():
+    """KRILL's do not depend on the noise or on how the points were chosen; Falkon's do."""
+    counts = {}
+    for noise in (1e-2, 1e-6):
+        problem = _problem(noise=noise, n=2000, m=200, kernel="matern32", columns=1, seed=0)
+        skewed = dataclasses.replace(problem, inducing_points=problem.x[problem.x[:, 0].argsort()[:200]])
+        for case, one in (("uniform", problem), ("skewed", skewed)):
+            for solver in (KRILL(), Falkon(max_iterations=1000)):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ConvergenceWarning)
+                    counts[type(solver).__name__, case, noise] = solver.solve(one).report.iterations
+    assert max(value for key, value in counts.items() if key[0] == "KRILL") <= 40
+    assert counts["Falkon", "skewed", 1e-6] > 2 * counts["KRILL", "skewed", 1e-6]
+
+
+def test_float32_products_are_corrected():
+    problem = _problem(torch.float32, noise=1e-3)
+    with record_solves() as solves:
+        solution = KRILL(tol=1e-8, precision="float32").solve(problem)
+    assert solves == [solution.report]
+    assert (solution.report.dtype, solution.report.converged) == ("float32", True)
+    assert relative(_found(problem, solution), _predictions(problem)) < 1e-6
+
+
+def test_a_report():
+    report = KRILL(sketch_size=100).solve(_problem()).report
+    assert (report.solver, report.preconditioner) == ("KRILL", "sparse sign embedding of 100 rows")
+    assert (report.n, report.columns, report.rank, report.converged) == (M, 2, M, True)
+    assert report.reason == "reached the tolerance"
+    assert len(report.history) == report.iterations + 1
+    assert Falkon().solve(_problem()).report.solver == "Falkon"
+    direct = QR().solve(_problem()).report
+    assert (direct.solver, direct.iterations, direct.converged) == ("QR", 0, True)
+
+
+def test_warm_starts_and_budgets():
+    problem = _problem()
+    exact = KRILL(tol=1e-10).solve(problem).value
+    assert KRILL(tol=1e-6).solve(problem, initial=exact).report.iterations == 0
+    with pytest.warns(ConvergenceWarning, match="ran out of iterations"):
+        report = KRILL(tol=1e-10, max_iterations=2).solve(problem).report
+    assert (report.iterations, report.converged) == (2, False)
+    with pytest.raises(InputError, match="initial expects the shape"):
+        KRILL().solve(problem, initial=exact[:3])
+
+
+def test_seeds():
+    problem = _problem(columns=1)
+    first, again, other = (KRILL(tol=1e-3, seed=seed).solve(problem).value for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_ctrl_c_returns_an_iterate():
+    problem, seen = _problem(), []
+
+    def callback(iterate):
+        seen.append(iterate.iteration)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.warns(ConvergenceWarning, match="interrupted"):
+            solution = KRILL(tol=1e-12).solve(problem, callback=callback)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 0 < solution.report.max_residual < 1
+
+
+class _Largest(TorchDispatchMode):
+    """The most entries of any tensor that is made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if torch.is_tensor(item):
+                self.entries = max(self.entries, item.numel())
+        return out
+
+
+@pytest.mark.parametrize("solver", [KRILL(tol=1e-2), Falkon(tol=1e-2), QR()], ids=lambda solver: type(solver).__name__)
+def test_nothing_n_by_m_is_made(solver, monkeypatch):
+    monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 200 * M)
+    problem = _problem(n=6000, columns=1)
+    with _Largest() as largest:
+        solver.solve(problem)
+    assert largest.entries < 6000 * M / 4
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def _wrong(**changes):
+    given = {"kernel": RBFKernel().double(), "x": points(9), "y": normal(9), "noise": 0.1, "inducing_points": points(4)}
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": "rbf"}, "gpytorch kernel"),
+        ({"kernel": RBFKernel(batch_shape=torch.Size([2]))}, "batch_shape"),
+        ({"x": points(9)[:, :2]}, "as many features"),
+        ({"inducing_points": points(4).float()}, "kernel has dtype"),
+        ({"inducing_points": points(4).float(), "kernel": RBFKernel()}, "one dtype and device"),
+        ({"inducing_points": points(4)[:0]}, "at least one row"),
+        ({"inducing_points": points(4) / 0}, "inducing_points holds NaN"),
+        ({"inducing_points": [[1.0]]}, "inducing_points expects a tensor"),
+        ({"x": points(9)[0]}, "x expects shape"),
+        ({"x": points(9) * math.nan}, "x holds NaN"),
+        ({"y": normal(8)}, "one row per row"),
+        ({"y": None}, "expects the targets"),
+        ({"y": normal(9) / 0}, "y holds NaN"),
+        ({"noise": -1.0}, "positive, finite"),
+        ({"noise": math.nan}, "positive, finite"),
+        ({"noise": torch.ones(4)}, "noise expects a number"),
+        ({"noise": torch.tensor([1.0] * 8 + [0.0])}, "or 0 for all"),
+        ({"x": 3}, "a tensor or an iterable"),
+        ({"x": [(points(9), normal(9))]}, "y expects None"),
+        ({"x": iter([(points(9), normal(9))]), "y": None}, "starts anew at every epoch"),
+    ],
+)
+def test_problems_that_do_not_fit(changes, message):
+    with pytest.raises(InputError, match=message):
+        InducingPointProblem(**_wrong(**changes))
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([points(9)], r"Batch 0 .* not a pair"),
+        ([(points(9), normal(9)), (points(9), normal(8))], "one row per row"),
+        ([(points(9), normal(9)), (points(9) / 0, normal(9))], "x of batch 1 holds NaN"),
+        ([(points(9).float(), normal(9).float())], "x of batch 0 and inducing_points expect one dtype"),
+        ([(points(9)[:, :1], normal(9))], "x of batch 0 and inducing_points expect as many features"),
+    ],
+)
+def test_streams_that_do_not_fit(batches, message):
+    problem = InducingPointProblem(**_wrong(x=batches, y=None))
+    assert problem.streamed
+    with pytest.raises(InputError, match=message):
+        list(problem.batches())
+
+
+@every_solver
+def test_what_these_solvers_do_not_take(name):
+    solver = SOLVERS[name]
+    with pytest.raises(InputError, match="as tensors; for a stream"):
+        solver.solve(InducingPointProblem(**_wrong(x=[(points(9), normal(9))], y=None)))
+    with pytest.raises(InputError, match="noise above 0"):
+        solver.solve(dataclasses.replace(_problem(), noise=0.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KRILL(tol=0.0), "tol expects"),
+        (lambda: KRILL(tol=2.0), "tol expects"),
+        (lambda: Falkon(max_iterations=0), "max_iterations expects"),
+        (lambda: KRILL(precision="float16"), "precision expects"),
+        (lambda: KRILL(nonzeros=0), "nonzeros expects"),
+        (lambda: KRILL(sketch_size=-1), "sketch_size expects"),
+        (lambda: Falkon(counts=[1.0]), "counts expects a tensor"),
+        (lambda: Falkon(counts=torch.zeros(3)), "counts expects positive"),
+        (lambda: Falkon(counts=torch.ones(3)).solve(_problem()), "one number for each of 40"),
+        (lambda: KRILL(sketch_size=M - 1).solve(_problem()), "below the 40 inducing points"),
+    ],
+)
+def test_choices_that_do_not_fit(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_too_little_memory(monkeypatch):
+    monkeypatch.setattr(normal_equations, "available_memory", lambda device: 64 * M * M - 1)
+    with pytest.raises(InputError, match=r"needs 0.0 GiB for m = 40 .* fewer inducing points"):
+        KRILL().solve(_problem())
+    monkeypatch.setattr(inducing_problem, "available_memory", lambda device: 8 * M * M - 1)
+    with pytest.raises(InputError, match=r"k\(z, z\) takes"):
+        _problem().kzz()
+    monkeypatch.setattr("sketchgp.solvers.qr.available_memory", lambda device: 8 * M * M)
+    with pytest.raises(InputError, match=r"QR\(\) needs"):
+        QR().solve(_problem())
+
+
+def test_a_kernel_that_gives_nan():
+    kernel = RBFKernel().double()
+    problem = InducingPointProblem(kernel, points(9), normal(9), 0.1, points(4))
+    kernel.raw_lengthscale.data.fill_(math.nan)
+    for solver in (KRILL(), Falkon(), QR()):
+        with pytest.raises(NumericalError):
+            solver.solve(problem)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["krill", "falkon", "qr"])
+def test_on_a_device(name):
+    problem = _problem(torch.float32)
+    there = InducingPointProblem(problem.kernel.cuda(), problem.x.cuda(), problem.y.cuda(), 0.1,
+                                 problem.inducing_points.cuda())  # fmt: skip
+    value = SOLVERS[name].solve(there).value
+    assert value.device.type == "cuda"
+    problem = _problem(torch.float32)
+    assert relative(_dense(problem)[3] @ value.cpu(), _predictions(problem)) < 1e-5
