@@ -101,6 +101,11 @@ def names_for_the_pages() -> dict[str, object]:
         "train_y": y,
         "test_x": torch.rand(20, 2),
         "test_y": torch.rand(20),
+        "val_x": torch.rand(20, 2),
+        "val_y": torch.rand(20),
+        "mean": gpytorch.means.ConstantMean(),
+        "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=100, shuffle=True),
+        "train_labels": (3 * x[:, 0]).long(),
     }
 
 

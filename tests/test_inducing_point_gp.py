@@ -16,7 +16,20 @@ from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
 from problems import normal, points, relative, set_scales
-from sketchgp import KRILL, QR, Falkon, InducingPointGP, InputError, OneHot, fit, predict, record_solves
+from sketchgp import (
+    KRILL,
+    QR,
+    EigenPro3,
+    EigenPro4,
+    Falkon,
+    InducingPointGP,
+    InputError,
+    OneHot,
+    SketchySAGA,
+    fit,
+    predict,
+    record_solves,
+)
 from sketchgp.inference.collapsed import Collapsed
 
 N, M = 200, 25
@@ -322,6 +335,28 @@ def test_prior_mode():
     model, _, _ = _model()
     with gpytorch.settings.prior_mode(True):
         assert relative(model.eval()(TEST).covariance_matrix, model.covar_module(TEST).to_dense()) < 1e-12
+
+
+def test_auto_where_memory_is_short(monkeypatch):
+    """The mean is found in memory O(m) then; the variance says what it needs."""
+    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)
+    monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: 50 * M**2)
+    model = _model(noise=0.5)[0].eval()
+    assert model.solution.report.solver == "EigenPro4"
+    assert relative(predict(model, TEST, variance=None).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
+    with pytest.raises(InputError, match=r"Variances take .* predict\(model, x, variance=None\)"):
+        model(TEST).variance  # noqa: B018
+    x, y = _data()
+    noises = FixedNoiseGaussianLikelihood(torch.linspace(0.1, 1.0, N, dtype=torch.float64))
+    own = InducingPointGP(x, y, noises, ZeroMean(), RBFKernel(), points(M, seed=9)).double().eval()
+    assert own.solution.report.solver == "SketchySAGA"
+
+
+@pytest.mark.parametrize("solver", [SketchySAGA(tol=1e-3), EigenPro3(epochs=20), EigenPro4(epochs=20)], ids=repr)
+def test_stochastic_solvers(solver):
+    model = _model(solver=solver, noise=0.5)[0].eval()
+    assert relative(model(TEST).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
+    assert model.solution.report.solver == type(solver).__name__
 
 
 def test_auto_by_size(monkeypatch):

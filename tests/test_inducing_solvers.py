@@ -28,6 +28,7 @@ from sketchgp import (
 )
 from sketchgp.operators.sparse_sign import SparseSignEmbedding, distinct
 from sketchgp.operators.tall import TallMatrix
+from sketchgp.preconditioners.falkon import falkon_preconditioner
 from sketchgp.preconditioners.krill import krill_preconditioner
 from sketchgp.solvers.inducing import normal_equations
 from sketchgp.solvers.inducing import problem as inducing_problem
@@ -111,6 +112,15 @@ def test_the_embedding_by_parts():
         embedding.add_product(out, slice(start, stop), right[start:stop])
     torch.testing.assert_close(out, embedding @ right)
     assert relative(SparseSignEmbedding(torch.empty(0).double(), rows=20, columns=9000, seed=6) @ right, out) > 0.1
+
+
+def test_chunks_of_columns_differ():
+    embedding, first = SparseSignEmbedding(torch.empty(0).double(), rows=50, columns=9000), torch.arange(4)
+    units = torch.zeros(9000, 12, dtype=torch.float64)
+    for chunk in range(3):
+        units[4096 * chunk + first, 4 * chunk + first] = 1.0
+    drawn = (embedding @ units).split(4, dim=1)
+    assert all(not torch.equal(drawn[i], drawn[j]) for i, j in ((0, 1), (1, 2), (0, 2)))
 
 
 def test_rows_and_signs_are_uniform():
@@ -200,9 +210,23 @@ def test_krill_is_close_to_the_matrix():
         inverse = krill_preconditioner(matrix).apply_inverse(torch.eye(M, dtype=torch.float64))
         values = torch.linalg.eigvals(inverse @ matrix.to_dense()).real
         assert float(values.max() / values.min()) < 60
-    wide = krill_preconditioner(matrix, sketch_size=40 * M).apply_inverse(matrix.to_dense())
-    values = torch.linalg.eigvals(wide).real
-    assert float(values.max() / values.min()) < 2.5
+    for noise in (1e-8, 1e-2, 100.0):
+        matrix = _problem(noise=noise, kernel="matern32").normal_matrix()
+        wide = krill_preconditioner(matrix, sketch_size=40 * M).apply_inverse(matrix.to_dense())
+        values = torch.linalg.eigvals(wide).real
+        assert 0.6 < float(values.min()) < float(values.max()) < 1.6
+
+
+@pytest.mark.parametrize("counts", [None, torch.linspace(1, 20, M, dtype=torch.float64)])
+def test_falkons_preconditioner(counts):
+    """``Kzz diag(counts) Kzz + level Kzz``, where each point stands for n / m unless it is told otherwise."""
+    problem = _problem(kernel="matern12", noise=torch.linspace(0.5, 2.0, N, dtype=torch.float64))
+    matrix = problem.normal_matrix()
+    stands = torch.full((M,), N / M, dtype=torch.float64) if counts is None else counts
+    stands = stands * (problem.level / problem.noise).mean()
+    kzz = matrix.kzz
+    dense = kzz @ stands.diag() @ kzz + problem.level * kzz
+    assert relative(falkon_preconditioner(matrix, counts).apply_inverse(dense), torch.eye(M).double()) < 1e-8
 
 
 # --- solutions ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ NAMES = {
     "GreedyCholesky",
     "InducingPointGP",
     "InducingPointProblem",
+    "InducingPoints",
     "InputError",
     "KRILL",
     "LaplaceKernel",
@@ -36,10 +37,12 @@ NAMES = {
     "QR",
     "RPCholesky",
     "SketchGPError",
+    "SketchySAGA",
     "Skotch",
     "Solution",
     "SolveReport",
     "accelerate",
+    "choose_inducing_points",
     "fit",
     "predict",
     "record_solves",
@@ -55,6 +58,22 @@ BLOCKWISE = {
     "seed": 0,
     "checkpoint": None,
     "every": 60.0,
+}
+EIGENPRO = {
+    "epochs": 10,
+    "max_seconds": None,
+    "block_size": None,
+    "rank": None,
+    "subsample_size": None,
+    "projection": "auto",
+    "projection_tol": 1e-2,
+    "projection_rank": None,
+    "preconditioner": "projected",
+    "step_scale": 1.0,
+    "averaging": True,
+    "cooldown": 0.5,
+    "patience": 3,
+    "seed": 0,
 }
 NORMAL = {"tol": 1e-4, "max_iterations": 200, "precision": "auto"}
 # name -> parameters in order, with their defaults (... for a required one)
@@ -99,6 +118,18 @@ SIGNATURES = {
     "KRILL": {**NORMAL, "sketch_size": None, "nonzeros": 8, "seed": 0},
     "Falkon": {**NORMAL, "counts": None},
     "QR": {},
+    "EigenPro3": EIGENPRO,
+    "EigenPro4": {**EIGENPRO, "delay": None},
+    "SketchySAGA": {
+        "tol": 1e-4,
+        "max_epochs": 200.0,
+        "max_seconds": None,
+        "block_size": None,
+        "rank": None,
+        "rho": None,
+        "seed": 0,
+    },
+    "choose_inducing_points": {"kernel": ..., "x": ..., "m": ..., "method": "uniform", "noise": None, "seed": 0},
     "OneHot": {"labels": ...},
     "record_solves": {},
     "fit": {
@@ -186,7 +217,20 @@ def test_signature(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2", "KRILL", "Falkon", "QR"]
+    "name",
+    [
+        "ConjugateGradients",
+        "Cholesky",
+        "ASkotch",
+        "Skotch",
+        "EigenPro2",
+        "KRILL",
+        "Falkon",
+        "QR",
+        "EigenPro3",
+        "EigenPro4",
+        "SketchySAGA",
+    ],
 )
 def test_solvers_solve_problems(name):
     assert list(inspect.signature(getattr(sketchgp, name).solve).parameters)[:2] == ["self", "problem"]
@@ -220,7 +264,7 @@ def test_blockwise_solve_signature(name):
     [
         *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),
         *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
-        *("KRILL", "Falkon", "QR"),
+        *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "SketchySAGA"),
     ],
 )
 def test_choices_are_frozen_and_comparable(choice):

@@ -26,8 +26,11 @@ from .solvers import (
     Falkon,
     FullProblem,
     InducingPointProblem,
+    InducingPoints,
+    SketchySAGA,
     Skotch,
     Solution,
+    choose_inducing_points,
 )
 
 __version__ = "0.1.0"
@@ -49,6 +52,7 @@ __all__ = [
     "GreedyCholesky",
     "InducingPointGP",
     "InducingPointProblem",
+    "InducingPoints",
     "InputError",
     "LaplaceKernel",
     "NumericalError",
@@ -58,10 +62,12 @@ __all__ = [
     "Prediction",
     "RPCholesky",
     "SketchGPError",
+    "SketchySAGA",
     "Skotch",
     "Solution",
     "SolveReport",
     "accelerate",
+    "choose_inducing_points",
     "fit",
     "predict",
     "record_solves",

@@ -16,9 +16,11 @@ from .models.sparse_covariance import SparsePosterior, SparsePrior, TraceTerm
 from .operators import KernelMatrix
 from .operators.tiles import spans
 from .settings import available_memory
-from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, Solution
+from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, EigenPro4, InducingPointProblem, SketchySAGA, Solution
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
+_KRILL_BYTES = 64  # times m^2
+_STATISTICS_BYTES = 56  # times m^2
 _ENTRIES = 2**22  # of k(x, z) held at once
 
 
@@ -42,8 +44,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param likelihood: a ``GaussianLikelihood`` or ``FixedNoiseGaussianLikelihood``.
     :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch.
     :param inducing_points: ``(m, d)``; a parameter that is not trained unless asked for.
-    :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, or ``"auto"``: QR up to 1,000 points, KRILL while its
-        matrices fit into half of the free memory.
+    :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``SketchySAGA(...)``, ``EigenPro3(...)``,
+        ``EigenPro4(...)``, or ``"auto"``: QR up to 1,000 points, KRILL while its matrices fit into half of the free
+        memory, EigenPro 4 beyond (SketchySAGA where each point has a noise of its own).
     :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver.
     """
 
@@ -107,18 +110,20 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.solver
         if problem.m <= _DIRECT:
             return QR()
-        needed = 8 * 5 * problem.m**2
-        if needed > available_memory(problem.device) // 2:
-            raise InputError(
-                f"{problem.m} inducing points are too many for KRILL here ({needed / 2**30:.1f} GiB); choose fewer, or "
-                "a solver with memory O(m)."
-            )
-        return KRILL()
+        if _KRILL_BYTES * problem.m**2 <= available_memory(problem.device) // 2:
+            return KRILL()
+        return EigenPro4() if problem.weights is None else SketchySAGA()
 
     def _statistics(self) -> Collapsed:
         with torch.no_grad():
             self._forget_if_changed()
             if "statistics" not in self._kept:
+                m, free = len(self.inducing_points), available_memory(self._x.device)
+                if _STATISTICS_BYTES * m**2 > free:
+                    raise InputError(
+                        f"Variances take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
+                        f"{free / 2**30:.1f} GiB are free; the mean is there: predict(model, x, variance=None)."
+                    )
                 noise = self.noise().to(torch.float64)
                 self._kept["statistics"] = self._collapse(noise, self._residual())
             return self._kept["statistics"]

@@ -9,12 +9,15 @@ from .eigenpro3 import EigenPro3
 from .eigenpro4 import EigenPro4
 from .falkon import Falkon
 from .inducing import InducingPointProblem, NormalEquationsSolver
+from .inducing.epochs import Epoch
+from .inducing.points import InducingPoints, choose_inducing_points
 from .krill import KRILL
 from .problem import FullProblem, Solution, System
 from .qr import QR
+from .sketchysaga import SketchySAGA
 from .skotch import Skotch
 
-INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, EigenPro3, EigenPro4)
+INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, SketchySAGA, EigenPro3, EigenPro4)
 
 __all__ = [
     "INDUCING_POINT_SOLVERS",
@@ -27,13 +30,17 @@ __all__ = [
     "EigenPro2",
     "EigenPro3",
     "EigenPro4",
+    "Epoch",
     "Falkon",
     "FullProblem",
     "InducingPointProblem",
+    "InducingPoints",
     "Iterate",
     "NormalEquationsSolver",
     "Progress",
+    "SketchySAGA",
     "Skotch",
     "Solution",
     "System",
+    "choose_inducing_points",
 ]

@@ -1,0 +1,226 @@
+"""Does SketchySAGA's automatic damping hold?  Epochs to a residual, beside a grid of dampings, on real data.
+
+Every run solves the same inducing-point problem (uniform points) at the same block size, rank and seed; only rho
+differs: the automatic one, and a grid of numbers times n times the kernel's variance squared, the scale of the
+Hessian (the authors search such a grid by hand, and used about 0.03 n in one place; arXiv:2407.10070, section B.5).
+What counts is not time but epochs of steps, and passes: all kernel evaluations over n m.  The promise to check: at most
+twice the epochs of the best of the grid.
+
+    python benchmarks/sketchysaga_rho.py --data DIRECTORY            # ten minutes on one core; resumes
+    python benchmarks/sketchysaga_rho.py --data DIRECTORY --quick    # two problems, n = 1000
+    python benchmarks/sketchysaga_rho.py --report                    # the table again, nothing measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import torch
+from tqdm import tqdm
+
+import sketchgp
+from common import (
+    data_directory,
+    describe,
+    has_data,
+    load_arrays,
+    load_average,
+    machine,
+    now,
+    number,
+    read_json,
+    results_directory,
+    standardise,
+    subsample,
+    table,
+    targets,
+    write_json,
+)
+from sketchgp.solvers.inducing.points import choose_inducing_points
+from sketchgp.solvers.sketchysaga import SketchySAGA
+
+ROWS, POINTS = 10_000, 1000
+TOL = 1e-3
+CAP = 60  # epochs
+GRID = (1e-5, 1e-4, 3e-4, 1e-3, 1e-2)  # rho / n
+PROMISE = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set, a kernel on its standardised inputs, a noise; ``positive`` is the class that becomes +1."""
+
+    data: str
+    kernel: str
+    lengthscale: float
+    noise: float
+    positive: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}, {self.kernel} {self.lengthscale:g}, noise {self.noise:g}"
+
+
+CASES = (
+    Case("uci_kin40k", "RBF", 2, 0.1),
+    Case("california_housing", "Matern-3/2", 2, 0.1),
+    Case("nyc_green_taxi", "RBF", 1, 0.1),
+    Case("uci_bike", "Laplace", 20, 0.1),
+    Case("uci_kin40k", "Matern-1/2", 4, 0.01),
+    Case("uci_pol", "Matern-3/2", 4, 0.01),
+    Case("ijcnn1", "RBF", 2, 0.1, positive=1),
+)
+QUICK = (0, 1)
+
+KERNELS: dict[str, Callable[[], gpytorch.kernels.Kernel]] = {
+    "RBF": gpytorch.kernels.RBFKernel,
+    "Laplace": sketchgp.LaplaceKernel,
+    "Matern-1/2": lambda: gpytorch.kernels.MaternKernel(nu=0.5),
+    "Matern-3/2": lambda: gpytorch.kernels.MaternKernel(nu=1.5),
+}
+
+
+def load(directory: Path, case: Case, rows: int, m: int) -> sketchgp.InducingPointProblem:
+    """Rows drawn by seed 0, standardised, float32; inducing points drawn uniformly by seed 0."""
+    x, y = subsample(load_arrays(directory, case.data), rows, seed=0)
+    (inputs,), (outputs,) = standardise(x), standardise(targets(y, case.positive))
+    x32, y32 = torch.as_tensor(inputs).float(), torch.as_tensor(outputs).float()
+    kernel = KERNELS[case.kernel]()
+    kernel.lengthscale = case.lengthscale
+    points = choose_inducing_points(kernel, x32, m, "uniform", seed=0).points
+    return sketchgp.InducingPointProblem(kernel, x32, y32, case.noise, points)
+
+
+def measure(problem: sketchgp.InducingPointProblem, rho: float | None) -> dict[str, Any]:
+    """One run to the tolerance or the cap; ``epochs`` is None where it did not get there."""
+    solver = SketchySAGA(tol=TOL, max_epochs=CAP, rho=rho)
+    before = load_average()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+        try:
+            done = solver.solve(problem, progress=False).report
+        except sketchgp.NumericalError as error:
+            return {"rho": rho, "epochs": None, "reason": "diverged", "error": str(error)[:300], "date": now()}
+    return {
+        "rho": rho,
+        "epochs": len(done.history) - 1 if done.converged else None,
+        "passes": done.passes,
+        "residual": done.max_residual,
+        "reason": done.reason,
+        "described": done.preconditioner,
+        "seconds": done.seconds,
+        "notes": done.notes,
+        "history": [float(h.max()) for h in done.history],
+        "date": now(),
+        "load_before": before,
+    }
+
+
+def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
+    directory = data_directory(options.data)
+    rows, m = (1000, 100) if options.quick else (ROWS, POINTS)
+    parameters = {"rows": rows, "points": m, "tol": TOL, "cap": CAP, "dtype": "float32", "seed": 0}
+    if old and old.get("problem") != parameters:
+        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
+    results = {"machine": machine(), "problem": parameters, "problems": old.get("problems", {})}
+    chosen = [case for number, case in enumerate(CASES) if not options.quick or number in QUICK]
+    wanted = {"automatic": None, **{f"{rho:g} n": rho for rho in GRID}}
+    bar = tqdm(total=len(chosen) * len(wanted), disable=None, unit="run")
+    for case in chosen:
+        if not has_data(directory, case.data):
+            tqdm.write(f"{case.name}: no {case.data}.npz in the data directory, left out")
+            continue
+        problem = load(directory, case, rows, m)
+        assert torch.is_tensor(problem.x)
+        runs = results["problems"].setdefault(case.name, {"n": len(problem.x), "m": problem.m, "runs": {}})["runs"]
+        for label, rho in wanted.items():
+            if label not in runs:
+                runs[label] = measure(problem, None if rho is None else rho * len(problem.x))
+                write_json(path, results)
+            bar.update()
+            tqdm.write(f"{case.name}, rho {label}: epochs {runs[label]['epochs']}, {runs[label]['reason']}")
+    bar.close()
+    return results
+
+
+def _epochs(run: dict[str, Any]) -> str:
+    if run["epochs"] is not None:
+        return str(run["epochs"])
+    return "diverged" if run["reason"] == "diverged" else f">{CAP} ({run['residual']:.0e})"
+
+
+def ratio(runs: dict[str, Any]) -> float | None:
+    """Epochs of the automatic damping over those of the best of the grid; None where no rho got there."""
+    found = [run["epochs"] for label, run in runs.items() if label != "automatic" and run["epochs"] is not None]
+    own = runs["automatic"]["epochs"]
+    if not found:
+        return None if own is None else 0.0
+    return math.inf if own is None else own / min(found)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The table, in Markdown."""
+    labels = ["automatic", *(f"{rho:g} n" for rho in GRID)]
+    rows, ratios = [], []
+    for name, item in results["problems"].items():
+        runs = item["runs"]
+        if any(label not in runs for label in labels):
+            continue
+        found = ratio(runs)
+        ratios.append(found)
+        chosen = runs["automatic"].get("described", "").split("damping ")[-1].split(",")[0]
+        share = float(chosen) / item["n"] if chosen else None
+        rows.append(
+            [name, _epochs(runs["automatic"]), number(runs["automatic"].get("passes")), f"{number(share, 2)} n"]
+            + [_epochs(runs[label]) for label in labels[1:]]
+            + ["-" if found is None else "no rho of the grid" if found == 0 else f"{found:.2f}"]
+        )
+    held = sum(found is not None and found <= PROMISE for found in ratios)
+    problem = results["problem"]
+    head = ["problem", "automatic: epochs", "passes", "its rho", *labels[1:], "automatic / best"]
+    return "\n".join(
+        [
+            "# SketchySAGA: the automatic damping beside a grid",
+            "",
+            f"Epochs until the true residual is {problem['tol']:g}, checked at sweeps; n = {problem['rows']:,} at "
+            f"most, {problem['points']:,} uniform inducing points, {problem['dtype']}, at most {problem['cap']} epochs "
+            "(the residual then in brackets). Passes are all kernel evaluations over n m, of set-up and checks too.",
+            "",
+            table(head, rows),
+            "",
+            f"At most {PROMISE:g} times the epochs of the best of the grid: {held} of {len(ratios)} problems.",
+            "",
+            describe(results["machine"]),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="directory with the NAME.npz files")
+    parser.add_argument("--out", help="directory for the results")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--quick", action="store_true", help="two problems, n = 1000")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    path = results_directory(options.out, options.quick) / "sketchysaga_rho.json"
+    old = {} if options.fresh else read_json(path)
+    if not options.report:
+        old = run_all(options, path, old)
+    if not old:
+        raise SystemExit(f"There is no {path.name} to report on.")
+    text = report(old)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Choosing inducing points: uniform, k-means, RPCholesky pivots, ridge leverage scores."""
+
+from __future__ import annotations
+
+import sys
+
+import gpytorch
+import pytest
+import torch
+
+import sketchgp
+from problems import normal, points, relative, squared_distances
+from sketchgp import InducingPointProblem, InputError
+from sketchgp.solvers.inducing.points import InducingPoints, _inclusion, choose_inducing_points, leverage_scores
+
+METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
+
+
+def rbf(lengthscale=0.5, dtype=torch.float64):
+    kernel = gpytorch.kernels.RBFKernel().to(dtype)
+    kernel.lengthscale = lengthscale
+    return kernel
+
+
+@pytest.fixture(autouse=True)
+def _needs_scikit_learn(request):
+    if "k-means" in request.node.name:
+        pytest.importorskip("sklearn")
+
+
+def choose(method, x, m, kernel=None, seed=0):
+    return choose_inducing_points(kernel or rbf(dtype=x.dtype), x, m, method, noise=0.1, seed=seed)
+
+
+def clustered(n=400):
+    """Nine tenths of the points in one small cluster, the rest spread out far away."""
+    dense = 0.01 * normal(n * 9 // 10, 2)
+    return torch.cat([dense, 5 + 3 * normal(n - len(dense), 2, seed=1)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shapes_dtypes_and_determinism(method, dtype):
+    x = points(120, dtype=dtype)
+    first, again, other = choose(method, x, 15), choose(method, x, 15), choose(method, x, 15, seed=1)
+    assert isinstance(first, InducingPoints) and first.method == method
+    assert first.points.shape == (15, 3) and first.points.dtype == dtype and first.points.device == x.device
+    assert torch.equal(first.points, again.points)
+    assert not torch.equal(first.points, other.points)
+    if method == "k-means":
+        assert first.indices is None
+    else:
+        assert len(first.indices.unique()) == 15
+        assert torch.equal(first.points, x[first.indices])
+    if method == "rpcholesky":
+        assert first.counts is None
+    else:
+        assert first.counts.shape == (15,) and first.counts.dtype == torch.float64 and bool((first.counts >= 1).all())
+        assert abs(float(first.counts.sum()) - 120) < 60
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_points_are_a_copy(method):
+    x = points(30)
+    before = x.clone()
+    choose(method, x, 30).points.zero_()
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 1), (2, 2), (25, 25)])
+def test_few_points_and_all_points(method, n, m):
+    x = points(n)
+    chosen = choose(method, x, m)
+    assert chosen.points.shape == (m, 3)
+    if chosen.indices is not None and n == m:
+        assert chosen.indices.sort().values.tolist() == list(range(n))
+        if chosen.counts is not None:
+            assert relative(chosen.counts, torch.ones(n, dtype=torch.float64)) < 1e-12
+    if method == "k-means" and n == m:
+        assert float(squared_distances(x, chosen.points).min(dim=1).values.max()) < 1e-20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_duplicated_rows(method):
+    x = points(5).repeat(12, 1)
+    chosen = choose(method, x, 9)
+    assert chosen.points.shape == (9, 3) and bool(torch.isfinite(chosen.points).all())
+    assert float(squared_distances(chosen.points, x).min(dim=1).values.max()) < 1e-12
+    distinct = squared_distances(chosen.points, points(5)).argmin(dim=1).unique()
+    if method in ("k-means", "rpcholesky"):
+        assert len(distinct) == 5 and chosen.notes
+    if chosen.indices is not None:
+        assert len(chosen.indices.unique()) == 9
+    problem = InducingPointProblem(rbf(), x, normal(60), 0.1, chosen.points)
+    assert sketchgp.KRILL().solve(problem).report.converged
+
+
+def test_uniform_is_uniform():
+    x = torch.arange(10, dtype=torch.float64).unsqueeze(1)
+    found = torch.cat([choose("uniform", x, 3, seed=seed).indices for seed in range(400)])
+    assert float((torch.bincount(found, minlength=10) - 120).abs().max()) < 45
+    assert choose("uniform", x, 4).counts.tolist() == [2.5] * 4
+
+
+def test_k_means_counts_are_the_sizes_of_the_clusters():
+    centres = torch.tensor([[0.0, 0], [10, 0], [0, 10]], dtype=torch.float64)
+    x = torch.cat(
+        [centre + 0.01 * normal(size, 2, seed=size) for centre, size in zip(centres, (50, 20, 5), strict=True)]
+    )
+    chosen = choose("k-means", x, 3)
+    order = squared_distances(centres, chosen.points).argmin(dim=1)
+    assert chosen.counts[order].tolist() == [50, 20, 5]
+    means = torch.stack([part.mean(dim=0) for part in x.split([50, 20, 5])])
+    assert relative(chosen.points[order], means) < 1e-12
+
+
+def test_k_means_measures_distance_by_the_lengthscales():
+    x = torch.cat([points(100, 1), 10 * points(100, 1, seed=1)], dim=1)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=2)).double()
+    kernel.base_kernel.lengthscale = torch.tensor([0.01, 1000.0])
+    chosen = choose_inducing_points(kernel, x, 10, "k-means")
+    assert float(chosen.points[:, 0].std()) > 0.25  # along the first input, which matters
+    assert float(chosen.points[:, 1].std()) < 2
+
+
+def test_k_means_of_a_subsample_says_so(monkeypatch):
+    monkeypatch.setattr("sketchgp.solvers.inducing.points._KMEANS_LEAST", 50)
+    monkeypatch.setattr("sketchgp.solvers.inducing.points._KMEANS_ROWS", 10)
+    chosen = choose("k-means", points(500), 5)
+    assert "50 of 500" in chosen.notes[0]
+    assert float(chosen.counts.sum()) == pytest.approx(500)
+    monkeypatch.setattr("sketchgp.solvers.inducing.points._FULL_KMEANS", 10)
+    assert choose("k-means", points(500), 5).points.shape == (5, 3)  # mini-batches
+
+
+def test_k_means_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+    with pytest.raises(InputError, match="scikit-learn"):
+        choose("k-means", points(20), 3)
+
+
+def test_rpcholesky_finds_the_few_that_differ():
+    x = clustered()
+    far = (choose("rpcholesky", x, 30).indices >= 360).sum()
+    assert far >= 20 > (choose("uniform", x, 30).indices >= 360).sum()
+
+
+def test_leverage_scores_are_exact_with_all_pilots():
+    x, kernel, noise = clustered(), rbf(), 0.1
+    matrix = kernel(x).to_dense().detach()
+    exact = torch.linalg.solve(matrix + noise * torch.eye(400, dtype=torch.float64), matrix).diagonal()
+    found = leverage_scores(kernel, x, noise, 400, torch.Generator().manual_seed(0))
+    assert relative(found, exact) < 1e-6
+    some = leverage_scores(kernel, x, noise, 100, torch.Generator().manual_seed(0))
+    assert float((some / exact).max()) < 1.7 and float((some / exact).min()) > 0.6
+
+
+def test_leverage_scores_with_an_output_scale_and_float32():
+    x = points(200)
+    kernel = gpytorch.kernels.ScaleKernel(rbf()).double()
+    kernel.outputscale = 4.0
+    matrix = kernel(x).to_dense().detach()
+    exact = torch.linalg.solve(matrix + 0.5 * torch.eye(200, dtype=torch.float64), matrix).diagonal()
+    assert relative(leverage_scores(kernel, x, 0.5, 200, torch.Generator().manual_seed(0)), exact) < 1e-6
+    low = leverage_scores(kernel.float(), x.float(), 0.5, 200, torch.Generator().manual_seed(0))
+    assert relative(low, exact) < 1e-3
+
+
+def test_inclusion_probabilities():
+    scores = torch.tensor([100.0, 50, 1, 1, 1, 1], dtype=torch.float64)
+    found = _inclusion(scores, 4)
+    assert found[:2].tolist() == [1, 1] and float(found.sum()) == pytest.approx(4)
+    assert relative(found[2:], torch.full((4,), 0.5, dtype=torch.float64)) < 1e-12
+
+
+def test_leverage_draws_by_its_probabilities():
+    """Inverse probabilities make sums unbiased: the counts sum to n on average; far rows come more often."""
+    x = clustered(100)
+    draws = [choose("leverage", x, 12, seed=seed) for seed in range(300)]
+    total = torch.stack([draw.counts.sum() for draw in draws]).mean()
+    assert abs(float(total) - 100) < 12
+    often = torch.bincount(torch.cat([draw.indices for draw in draws]), minlength=100) / 300
+    assert float(often[90:].mean()) > 0.5 > 0.15 > float(often[:90].mean())
+
+
+@pytest.mark.parametrize("method", ["rpcholesky", "leverage", "k-means"])
+def test_better_than_uniform_where_points_cluster(method):
+    """By what the Nystrom approximation from the points leaves of the trace of K."""
+    x = clustered()
+
+    def error(chosen):
+        cross, inner = (rbf(1.0)(a, chosen.points).to_dense().detach() for a in (x, chosen.points))
+        inverse = torch.linalg.pinv(inner, rtol=1e-10, hermitian=True)
+        return 400 - float(((cross @ inverse) * cross).sum())
+
+    uniform = min(error(choose("uniform", x, 20, rbf(1.0), seed)) for seed in range(3))
+    assert error(choose(method, x, 20, rbf(1.0))) < 0.8 * uniform
+
+
+def test_falkon_takes_the_counts():
+    x, y = clustered(), normal(400)
+    chosen = choose("leverage", x, 40)
+    problem = InducingPointProblem(rbf(), x, y, 0.1, chosen.points)
+    assert sketchgp.Falkon(counts=chosen.counts).solve(problem).report.converged
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"m": 21}, "at most as many inducing points as rows of x: 21 of 20"),
+        ({"m": 0}, "m expects a positive integer, got 0"),
+        ({"m": 2.0}, "m expects a positive integer"),
+        ({"m": True}, "m expects a positive integer"),
+        ({"method": "kmeans"}, "'uniform', 'k-means', 'rpcholesky', 'leverage', got 'kmeans'"),
+        ({"method": "leverage"}, "noise expects a positive number for method='leverage', got None"),
+        ({"method": "leverage", "noise": 0.0}, "noise expects a positive number"),
+        ({"method": "leverage", "noise": float("nan")}, "noise expects a positive number"),
+        ({"seed": -1}, "seed expects an integer"),
+        ({"x": torch.full((20, 3), float("nan"))}, "x holds NaN or infinity, first in row 0"),
+        ({"x": torch.zeros(20)}, "x expects shape"),
+        ({"kernel": "RBF"}, "kernel expects a gpytorch kernel"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    arguments = {"kernel": rbf(), "x": points(20), "m": 3, **change}
+    with pytest.raises(InputError) as error:
+        choose_inducing_points(**arguments)
+    assert message in str(error.value)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_device(method):
+    chosen = choose(method, points(100).cuda(), 10, rbf().cuda())
+    assert chosen.points.is_cuda
