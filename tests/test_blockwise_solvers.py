@@ -767,13 +767,13 @@ def test_restarts_do_not_depend_on_rounding(size):
 @pytest.mark.parametrize("rank", [None, 6, 0])
 @pytest.mark.parametrize("mu", [None, 0.02])
 def test_steps_of_the_printed_algorithm(spy, mu, rank):
-    """NU_ACDM with beta = 0, in the paper's names but for x, z, w; mu is the mean noise unless it is given."""
+    """NU_ACDM with beta = 0, in the paper's names but for x, z, w; mu is the least noise unless it is given."""
     noise = torch.linspace(0.1, 2, 100, dtype=torch.float64)
     problem = _problem(noise=noise, columns=2)
     method, step, matrix, target = _begin(ASkotch(version=1, rank=rank, mu=mu), problem)
     constants = [smooth for _, _, smooth in spy.calls]
     assert len(constants) == 5
-    lam = float(noise.mean()) if mu is None else mu
+    lam = float(noise.min()) if mu is None else mu
     total = sum(math.sqrt(smooth) for smooth in constants)
     tau = 2 / (1 + math.sqrt(4 * total**2 / lam + 1))
     gamma = 1 / (tau * total**2)

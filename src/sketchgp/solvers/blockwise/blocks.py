@@ -69,8 +69,12 @@ class Partition:
         """Rows and inverse of a block, drawn with probability p proportional to sqrt(smoothness), and 1 / p."""
         weights = tensors["smoothness"].sqrt().cpu()
         number = int(torch.multinomial(weights, 1, generator=generator))
+        return *self.block(number, tensors), float(weights.sum() / weights[number])
+
+    def block(self, number: int, tensors: dict[str, Tensor]) -> tuple[Tensor, BlockInverse]:
+        """Rows and inverse of one block."""
         rows = self._rows(number, tensors)
-        return rows, self._inverse(number, rows), float(weights.sum() / weights[number])
+        return rows, self._inverse(number, rows)
 
     def _rows(self, number: int, tensors: dict[str, Tensor]) -> Tensor:
         count = len(tensors["smoothness"]) if "smoothness" in tensors else self.count  # of a solve that was resumed
