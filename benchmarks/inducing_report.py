@@ -13,8 +13,9 @@ METHODS = {
     "none": {"color": "#999999", "linewidth": 1.4, "linestyle": ":"},
     "QR": {"color": "#009E73", "linewidth": 1.8, "linestyle": "-."},
 }
-WORDS = {"sqrt": "k = sqrt(N)", "tenth": "k = N / 10", "tiny": "k = sqrt(N), mu / N = 2e-10"}
-BOUNDS = {"sqrt": 25, "tenth": 30, "tiny": 10}
+WORDS = {"sqrt": "k = sqrt(N)", "tenth": "k = N / 10", "tiny": "k = sqrt(N), mu / N = 2e-10",
+         "tiny tenth": "k = N / 10, mu / N = 2e-10"}  # fmt: skip
+BOUNDS = {"sqrt": 25, "tenth": 30, "tiny": 25, "tiny tenth": 10}
 
 
 def cell(run: dict[str, Any] | None) -> str | None:

@@ -194,8 +194,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         weights = self.solution.value.reshape(len(self.inducing_points), -1)
         z, parts = self.inducing_points.detach(), []
         for span in spans(x.shape[-2], max(1, _ENTRIES // len(z))):
-            block = KernelMatrix.of(self.covar_module, x[..., span, :], z, engine="tiled").to_dense()
-            parts.append((block.to(torch.float64) @ weights).to(x.dtype))
+            block = KernelMatrix.of(self.covar_module, x[..., span, :], z, engine="tiled").double().to_dense()
+            parts.append((block @ weights).to(x.dtype))
         return torch.cat(parts, dim=-2) + self.mean_module(x).unsqueeze(-1)
 
 

@@ -60,7 +60,9 @@ class SolveReport:
             f"relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}. "
         )
         if self.reason == "stagnated" and self.dtype == "float64":
-            return head + "float64 cannot do better; raise tol or the noise."
+            return (
+                head + "Rounding in float64 allows no less; raise tol or the noise, or solve directly (Cholesky, QR)."
+            )
         if self.reason == "stagnated":
             return head + f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
         if self.reason == "was rounded":
@@ -73,6 +75,8 @@ class SolveReport:
             return head + "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows."
         if self.reason == "ran out of time":
             return head + "Raise max_seconds and go on with initial= or a checkpoint."
+        if self.solver == "QR":
+            return head + "The points are nearly dependent; drop some, or raise the noise."
         if self.solver == "Cholesky":
             return head + f"{self.dtype} cannot hold the solution; use a float64 model and data."
         return head + "The value returned is the last iterate; go on from it with initial=."

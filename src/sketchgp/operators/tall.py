@@ -85,9 +85,15 @@ class TallMatrix:
             out.addmm_(tile.mT, vectors[span])
         return out
 
-    def gram_matmul(self, vectors: Tensor) -> Tensor:
-        """``T^T (T v)``: ``(m, t)`` to ``(m, t)``, float64, in one sweep."""
-        out = torch.zeros_like(vectors)
+    def gram(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """``T^T (T v)`` and ``|T v|^2`` of each column: ``(m, t)`` to ``(m, t)`` and ``(t,)``, in one sweep."""
+        out, squares = torch.zeros_like(vectors), vectors.new_zeros(vectors.shape[1])
         for _, tile in self.tiles():
-            out.addmm_(tile.mT, tile @ vectors)
-        return out
+            image = tile @ vectors
+            squares += image.square().sum(dim=0)
+            out.addmm_(tile.mT, image)
+        return out, squares
+
+    def gram_matmul(self, vectors: Tensor) -> Tensor:
+        """``T^T (T v)``."""
+        return self.gram(vectors)[0]

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..lowrank import shifted_cholesky
+from ..operators.normal_matrix import NormalMatrix
+
 
 @dataclass
 class TriangularFactors:
@@ -22,10 +25,31 @@ class TriangularFactors:
     def rank(self) -> int:
         return len(self.factors[0])
 
-    def apply_inverse(self, vectors: Tensor) -> Tensor:
-        """``P^-1 v``, ``(m, t)`` float64."""
-        for factor in reversed(self.factors):
-            vectors = torch.linalg.solve_triangular(factor.mT, vectors, upper=False)
+    def inverse(self, vectors: Tensor) -> Tensor:
+        """``R^-1 v`` for the root ``R = A T``, ``(m, t)`` float64."""
         for factor in self.factors:
             vectors = torch.linalg.solve_triangular(factor, vectors, upper=True)
         return vectors
+
+    def inverse_t(self, vectors: Tensor) -> Tensor:
+        """``R^-T v``."""
+        for factor in reversed(self.factors):
+            vectors = torch.linalg.solve_triangular(factor.mT, vectors, upper=False)
+        return vectors
+
+    def multiply_t(self, vectors: Tensor) -> Tensor:
+        """``R^T v``."""
+        for factor in self.factors:
+            vectors = factor.mT @ vectors
+        return vectors
+
+    def apply_inverse(self, vectors: Tensor) -> Tensor:
+        """``P^-1 v``, ``(m, t)`` float64."""
+        return self.inverse(self.inverse_t(vectors))
+
+
+def root_of(matrix: NormalMatrix) -> Tensor:
+    """L ``(m, m)``, upper triangular: ``L^T L`` is Kzz with the unit roundoff times its trace added to the diagonal."""
+    if "root" not in matrix.memo:
+        matrix.memo["root"] = shifted_cholesky(matrix.kzz, torch.finfo(torch.float64).eps).mT
+    return matrix.memo["root"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..lowrank import shifted_cholesky
 from ..operators.normal_matrix import NormalMatrix
-from .factored import TriangularFactors
+from .factored import TriangularFactors, root_of
 
 
 @torch.no_grad()
@@ -31,8 +31,7 @@ def falkon_preconditioner(matrix: NormalMatrix, counts: Tensor | None = None) ->
     weights = matrix.tall.weights
     if weights is not None:
         counts = counts * weights.square().mean()
-    eps = torch.finfo(torch.float64).eps
-    root = shifted_cholesky(kzz, eps).mT
+    root = root_of(matrix)
     inner = (root * counts) @ root.mT
     inner.diagonal().add_(matrix.level)
-    return TriangularFactors([shifted_cholesky(inner, eps).mT, root])
+    return TriangularFactors([shifted_cholesky(inner, torch.finfo(torch.float64).eps).mT, root])

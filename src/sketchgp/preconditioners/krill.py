@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from ..errors import NumericalError
-from ..lowrank import shifted_cholesky
 from ..operators.normal_matrix import NormalMatrix
 from ..operators.sparse_sign import SparseSignEmbedding
-from .factored import TriangularFactors
+from .factored import TriangularFactors, root_of
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def krill_preconditioner(
     stacked = matrix.kzz.new_zeros(rows + m, m)
     for span, tile in tall.tiles():
         embedding.add_product(stacked[:rows], span, tile)
-    stacked[rows:] = shifted_cholesky(matrix.kzz, torch.finfo(torch.float64).eps).mT * matrix.level**0.5
+    stacked[rows:] = root_of(matrix) * matrix.level**0.5
     root = torch.linalg.qr(stacked, mode="r").R
     if not bool(torch.isfinite(root).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")

@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 from ..errors import ConvergenceWarning, InputError, NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, RPCholesky
-from ..preconditioners.factored import TriangularFactors
 from ..report import SolveReport, peak_memory, record
 from .problem import FullProblem, Solution, System
 
@@ -118,9 +117,8 @@ class ConjugateGradients:
         self,
         system: System,
         rhs: Tensor,
-        preconditioner: LowRankPlusDiagonal | TriangularFactors | None,
+        preconditioner: LowRankPlusDiagonal | None,
         *,
-        solver: str = "ConjugateGradients",
         name: str = "none",
         setup_seconds: float = 0.0,
         initial: Tensor | None = None,
@@ -132,7 +130,6 @@ class ConjugateGradients:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
-        :param solver: the name in the report, with ``name`` that of the preconditioner.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
         :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
@@ -143,7 +140,7 @@ class ConjugateGradients:
                 self, system, rhs, preconditioner, initial, lanczos_columns, callback, progress, keep_interrupted
             )
             state.loop()
-        report = state.report(solver, name, setup_seconds)
+        report = state.report(name, setup_seconds)
         record(report)
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
@@ -157,7 +154,7 @@ class _Run:
     choices: ConjugateGradients
     system: System
     rhs: Tensor
-    preconditioner: LowRankPlusDiagonal | TriangularFactors | None
+    preconditioner: LowRankPlusDiagonal | None
     initial: Tensor | None
     lanczos_columns: int
     callback: Callable[[Iterate], Any] | None
@@ -348,11 +345,11 @@ class _Run:
             matrix[..., k, k] = torch.where(active, entry, 1)
         return matrix.movedim(-3, 0).to(self.out_dtype)
 
-    def report(self, solver: str, name: str, setup_seconds: float) -> SolveReport:
+    def report(self, name: str, setup_seconds: float) -> SolveReport:
         residual = self.best_residual.reshape(-1).cpu()
         device = self.b.device
         return SolveReport(
-            solver=solver,
+            solver="ConjugateGradients",
             preconditioner=name,
             n=self.system.n,
             columns=residual.numel(),

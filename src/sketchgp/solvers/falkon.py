@@ -53,7 +53,7 @@ class Falkon(NormalEquationsSolver):
             )
 
     def _bytes(self, m: int) -> int:
-        return 8 * m * 5 * m
+        return 8 * m * 6 * m
 
     def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
         """Falkon's, of one normal matrix."""

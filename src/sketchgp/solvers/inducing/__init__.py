@@ -1,6 +1,6 @@
 """What the solvers of the inducing-point problem share: the problem, its batches, its normal equations."""
 
-from .normal_equations import NormalEquationsSolver, NormalSystem
+from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
 
-__all__ = ["InducingPointProblem", "NormalEquationsSolver", "NormalSystem"]
+__all__ = ["InducingPointProblem", "NormalEquationsSolver"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,35 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import ConvergenceWarning, InputError
 from ...operators.normal_matrix import NormalMatrix
 from ...preconditioners.factored import TriangularFactors
+from ...report import SolveReport, peak_memory, record
 from ...settings import available_memory
-from ..conjugate_gradients import ConjugateGradients, Iterate
-from ..problem import Solution, System
+from ..conjugate_gradients import Iterate
+from ..problem import Solution, check_tensor
 from .problem import InducingPointProblem
-
-
-class NormalSystem(System):
-    """``(Kzx Kxz + noise Kzz) W = Kzx y``: products with entries in x's dtype or in float64; sums are float64."""
-
-    def __init__(self, matrix: NormalMatrix) -> None:
-        self.operator, self.matmuls = matrix, 0
-        self._exact: NormalMatrix | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.operator.tall.dtype
-
-    def product(self, vectors: Tensor) -> Tensor:
-        self.matmuls += 1
-        return self.operator._matmul(vectors)
-
-    def accurate_product(self, vectors: Tensor) -> Tensor:
-        self.matmuls += 1
-        if self._exact is None:
-            self._exact = self.operator.accurate()
-        return self._exact._matmul(vectors)
+from .split_gradients import SplitGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +28,22 @@ class NormalEquationsSolver:
 
     :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
     :param max_iterations: the most iterations.
-    :param precision: of the entries of Kxz: ``"float64"``; ``"float32"``, in which the dtype of x is kept and the
-        residual corrected with float64 products, until those do more good; or ``"auto"``, float64 on a CPU, where it
-        costs a fifth more, and ``"float32"`` on CUDA.  Sums and factors are float64 in any case.
+    :param precision: of the entries of Kxz: ``"float64"`` whatever the dtype of x, which costs a fifth more on a CPU; or
+        ``"float32"`` for float32 data on devices where float64 is slow: the residual is then corrected with float64
+        entries, which takes several times the iterations where the noise is small.  Sums and factors are float64.
     """
 
     tol: float = 1e-4
     max_iterations: int = 200
-    precision: str = "auto"
+    precision: str = "float64"
 
     def __post_init__(self) -> None:
         if not 0 < self.tol < 1:
             raise InputError(f"tol expects a number between 0 and 1, got {self.tol!r}.")
         if not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise InputError(f"max_iterations expects a positive integer, got {self.max_iterations!r}.")
-        if self.precision not in ("auto", "float32", "float64"):
-            raise InputError(f"precision expects 'auto', 'float32' or 'float64', got {self.precision!r}.")
+        if self.precision not in ("float32", "float64"):
+            raise InputError(f"precision expects 'float32' or 'float64', got {self.precision!r}.")
 
     @property
     def name(self) -> str:
@@ -81,8 +62,8 @@ class NormalEquationsSolver:
         """Of the m x m matrices that are held at once."""
         raise NotImplementedError
 
-    def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
-        """The preconditioner of one normal matrix."""
+    def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors | None:
+        """The preconditioner of one normal matrix; None for none."""
         raise NotImplementedError
 
     def _describe(self, problem: InducingPointProblem) -> str:
@@ -111,24 +92,41 @@ class NormalEquationsSolver:
         x, y = problem.tensors(f"{self.name}()")
         assert problem.y is not None
         shape = (problem.m, *problem.y.shape[1:])
-        if initial is not None and initial.shape != shape:
-            raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
+        if initial is not None:
+            check_tensor("initial", initial, (1, 2))
+            if initial.shape != shape:
+                raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
         self.validate(problem)
-        float32 = self.precision == "float32" or (self.precision == "auto" and x.device.type == "cuda")
-        system = NormalSystem(problem.normal_matrix(accurate=not float32))
+        float32 = self.precision == "float32"
+        matrix = problem.normal_matrix(accurate=not float32)
         rhs = problem.tall(accurate=True).t_matmul(y)
-        built = self.preconditioner(system.operator)
-        solver = ConjugateGradients(tol=self.tol, max_iterations=self.max_iterations)
-        value, report, _ = solver.run(
-            system,
-            rhs,
-            built,
+        with torch.no_grad():
+            factors = self.preconditioner(matrix)
+            setup = time.perf_counter() - start
+            initial = None if initial is None else initial.reshape(rhs.shape).to(rhs)
+            run = SplitGradients(matrix, factors, rhs, self.tol, self.max_iterations, initial, callback)
+            run.loop(progress, self.name)
+        report = SolveReport(
             solver=self.name,
-            name=self._describe(problem),
-            setup_seconds=time.perf_counter() - start,
-            initial=None if initial is None else initial.reshape(rhs.shape).to(rhs),
-            callback=callback,
-            progress=progress,
-            keep_interrupted=True,
+            preconditioner=self._describe(problem),
+            n=problem.m,
+            columns=rhs.shape[1],
+            iterations=run.iterations,
+            matmuls=run.products,
+            residual=run.residual.cpu(),
+            history=torch.stack(run.history).cpu(),
+            tol=self.tol,
+            converged=bool((run.residual <= self.tol).all()),
+            reason=run.reason,
+            seconds=time.perf_counter() - start - setup,
+            setup_seconds=setup,
+            rank=0 if factors is None else factors.rank,
+            dtype="float32" if float32 and x.dtype == torch.float32 else "float64",
+            device=str(problem.device),
+            peak_memory=peak_memory(problem.device),
+            notes=run.notes,
         )
-        return Solution(value.reshape(shape), report)
+        record(report)
+        if not report.converged:
+            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=2)
+        return Solution(run.best.reshape(shape), report)
