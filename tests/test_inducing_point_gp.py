@@ -273,6 +273,113 @@ def test_a_change_is_noticed():
             assert relative(model(TEST).variance, covariance.diagonal()) < 1e-6
 
 
+def test_changes_that_are_no_parameters():
+    """Noises given for each point, another kernel with the same raw values, a setting of a kernel, another solver."""
+    x, y = _data()
+    likelihood = FixedNoiseGaussianLikelihood(torch.full((N,), 0.05, dtype=torch.float64))
+    model = InducingPointGP(x, y, likelihood, ZeroMean(), MaternKernel(nu=1.5), points(M, seed=9)).double().eval()
+
+    def right():
+        mean, covariance = _reference(model, TEST)
+        return (
+            relative(model(TEST).mean, mean.squeeze(1)) + relative(model(TEST).variance, covariance.diagonal()) < 1e-6
+        )
+
+    assert right()
+    likelihood.noise = torch.full((N,), 5.0, dtype=torch.float64)
+    assert right()
+    model.covar_module.nu = 0.5
+    assert right()
+    model.covar_module = MaternKernel(nu=2.5).double()
+    assert right()
+    assert model.solution.report.solver == "QR"
+    model.solver = KRILL()
+    assert model.solution.report.solver == "KRILL"
+    model.set_train_data(x[:50], y[:50], strict=False)
+    with pytest.raises(InputError, match="one positive noise for each of 50"):
+        model(TEST)
+
+
+def test_a_prediction_is_of_the_moment_it_was_made():
+    model, _, _ = _model()
+    model.eval()
+    first = model(TEST)
+    model.train().eval()
+    assert relative(first.variance, _reference(model, TEST)[1].diagonal()) < 1e-6
+    second = model(TEST)
+    model.likelihood.noise = 2.0
+    with pytest.raises(InputError, match="changed after this prediction"):
+        second.variance  # noqa: B018
+
+
+@pytest.mark.parametrize("solver", [QR(), KRILL(), Falkon()], ids=repr)
+def test_smooth_kernels_with_little_noise(solver):
+    """Kzz is singular to working precision and its weights cancel: float32 data must not lose what float64 has."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(2000, 2, generator=generator, dtype=torch.float64)
+    y = (5 * x[:, 0]).sin() + x[:, 1] ** 2 + 0.01 * normal(2000, seed=1)
+    truth = (5 * TEST[:, 0]).sin() + TEST[:, 1] ** 2
+    for dtype in (torch.float32, torch.float64):
+        likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
+        likelihood.noise = 1e-4
+        model = InducingPointGP(
+            x.to(dtype),
+            y.to(dtype),
+            likelihood,
+            ZeroMean(),
+            set_scales(RBFKernel(), 1.0, 0.5),
+            x[:300].to(dtype),
+            solver,
+        )
+        model.to(dtype).eval()
+        assert model.solution.report.converged
+        error = (model(TEST[:, :2].to(dtype)).mean.double() - truth).square().mean().sqrt()
+        assert float(error.detach()) < 4e-3
+
+
+def test_training_beside_botorch():
+    """BoTorch turns fast log densities off for everyone."""
+    model, x, y = _model()
+    with gpytorch.settings.fast_computations(log_prob=False):
+        found = ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y)
+    wanted = ExactMarginalLogLikelihood(model.likelihood, model)(model(x), y)
+    assert float((found - wanted).detach()) == 0
+
+
+def test_gradients_that_there_are_not():
+    """Of predictions with respect to hyperparameters, of the bound with respect to the data: rather none than wrong."""
+    model, x, y = _model()
+    model.eval()
+    out = model(TEST[:3].clone().requires_grad_())
+    (out.mean.sum() + out.variance.sum()).backward()
+    assert all(p.grad is None for p in model.parameters())
+    with gpytorch.settings.detach_test_caches(False), pytest.raises(InputError, match="no gradients of predictions"):
+        model(TEST)
+    live = x.clone().requires_grad_()
+    model.set_train_data(live, y, strict=False)
+    with pytest.raises(InputError, match="no gradient with respect to the training inputs"):
+        ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(live), y)
+
+
+def test_the_mean_of_several_outputs_needs_no_statistics(monkeypatch):
+    model, _, _ = _model(columns=3)
+    monkeypatch.setattr(InducingPointGP, "_statistics", None)
+    assert predict(model, TEST, variance=None).mean.shape == (11, 3)
+    monkeypatch.undo()
+    twice = MultitaskMultivariateNormal.from_independent_mvns([_model()[0].eval()(TEST), _model()[0].eval()(TEST)])
+    assert twice.covariance_matrix.shape == (22, 22)
+
+
+def test_inference_mode():
+    model, _, _ = _model()
+    model.eval()
+    with torch.inference_mode():
+        model(TEST).variance  # noqa: B018
+    point = TEST.clone().requires_grad_()
+    (model(point).mean.sum() + model(point).variance.sum()).backward()
+    assert point.grad is not None
+
+
 def test_copies_pickles_and_states():
     model, x, y = _model(solver=KRILL(tol=1e-9))
     ExactMarginalLogLikelihood(model.likelihood, model)(model.train()(x), y).backward()
@@ -312,6 +419,8 @@ def test_one_dimension():
         ({"z": points(4)[:, :2]}, "as many features"),
         ({"y": normal(N) / 0}, "NaN"),
         ({"kernel": RBFKernel(batch_shape=torch.Size([2]))}, "batch_shape"),
+        ({"kernel": RBFKernel() + gpytorch.kernels.LinearKernel()}, "structure of its own"),
+        ({"x": [points(4)]}, "takes tensors"),
     ],
 )
 def test_what_is_refused(changes, message):
@@ -325,7 +434,7 @@ def test_what_is_refused(changes, message):
 def test_test_points_that_do_not_fit():
     model, _, _ = _model()
     model.eval()
-    with pytest.raises(InputError, match="3 features"):
+    with pytest.raises(InputError, match="points of 3 features"):
         model(TEST[:, :2])
     with pytest.raises(InputError, match=r"expects torch\.float64"):
         model(TEST.float())
@@ -342,7 +451,7 @@ def test_auto_where_memory_is_short(monkeypatch):
     monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)
     monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: 50 * M**2)
     model = _model(noise=0.5)[0].eval()
-    assert model.solution.report.solver == "EigenPro4"
+    assert model.solution.report.solver == "SketchySAGA"
     assert relative(predict(model, TEST, variance=None).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
     with pytest.raises(InputError, match=r"Variances take .* predict\(model, x, variance=None\)"):
         model(TEST).variance  # noqa: B018
@@ -415,3 +524,17 @@ def test_classes():
     for wrong in (x, torch.tensor([], dtype=torch.long), [1, 2]):
         with pytest.raises(InputError, match="labels expects"):
             OneHot(wrong)
+
+
+def test_a_forward_of_ones_own():
+    class Own(InducingPointGP):
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(InputError, match="would do nothing"):
+        Own(*_data(), GaussianLikelihood(), ZeroMean(), RBFKernel().double(), points(4))
+
+
+def test_fantasies_are_refused():
+    with pytest.raises(InputError, match="no fantasies"):
+        _model()[0].eval().get_fantasy_model(TEST, TEST[:, 0])

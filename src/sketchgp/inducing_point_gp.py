@@ -7,21 +7,24 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator.operators import DenseLinearOperator
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, KroneckerProductLinearOperator
 from torch import Tensor
 
 from .errors import InputError
 from .inference.collapsed import Collapsed
-from .models.sparse_covariance import SparsePosterior, SparsePrior, TraceTerm
+from .models.sparse_covariance import SparseMarginal, SparsePosterior, SparsePrior, TraceTerm
 from .operators import KernelMatrix
+from .operators.tall import constant
 from .operators.tiles import spans
 from .settings import available_memory
-from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, EigenPro4, InducingPointProblem, SketchySAGA, Solution
+from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _KRILL_BYTES = 64  # times m^2
 _STATISTICS_BYTES = 56  # times m^2
 _ENTRIES = 2**22  # of k(x, z) held at once
+_SIMPLE = (bool, int, float, str, type(None))
 
 
 class InducingPointGP(gpytorch.models.ExactGP):
@@ -46,7 +49,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param inducing_points: ``(m, d)``; a parameter that is not trained unless asked for.
     :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``SketchySAGA(...)``, ``EigenPro3(...)``,
         ``EigenPro4(...)``, or ``"auto"``: QR up to 1,000 points, KRILL while its matrices fit into half of the free
-        memory, EigenPro 4 beyond (SketchySAGA where each point has a noise of its own).
+        memory, SketchySAGA beyond.  EigenPro has no tolerance: its mean is as near as its epochs take it.
     :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver.
     """
 
@@ -63,7 +66,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if solver != "auto" and not isinstance(solver, INDUCING_POINT_SOLVERS):
             names = ", ".join(f"{known.__name__}()" for known in INDUCING_POINT_SOLVERS)
             raise InputError(f"solver expects 'auto' or one of {names}, got {solver!r}.")
-        if torch.is_tensor(train_x) and train_x.dim() == 1:
+        if type(self).forward is not InducingPointGP.forward:
+            raise InputError(
+                "InducingPointGP takes mean and kernel as arguments; a forward of your own would do nothing."
+            )
+        if not torch.is_tensor(train_x) or not torch.is_tensor(train_y):
+            raise InputError("InducingPointGP takes tensors; for a stream of batches solve an InducingPointProblem.")
+        if train_x.dim() == 1:
             train_x = train_x.unsqueeze(-1)
         if torch.is_tensor(inducing_points) and inducing_points.dim() == 1:
             inducing_points = inducing_points.unsqueeze(-1)
@@ -82,17 +91,34 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return self.train_inputs[0]
 
     def noise(self) -> Tensor:
-        """The likelihood's noise variances of the training points, ``(n,)``."""
-        return self.likelihood._shaped_noise_covar(torch.Size([len(self._x)]), self._x).diagonal(dim1=-1, dim2=-2)
+        """The likelihood's noise variances of the training points, ``(n,)``.
+
+        :raises InputError: where the likelihood has not one for each of them.
+        """
+        n, noise = len(self._x), None
+        fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
+        if not fixed or self.likelihood.noise.shape == (n,):
+            noise = self.likelihood._shaped_noise_covar(torch.Size([n]), self._x).diagonal(dim1=-1, dim2=-2)
+        if noise is None or noise.shape != (n,) or not bool((noise.detach() > 0).all()):
+            raise InputError(
+                f"{type(self.likelihood).__name__} expects to have one positive noise for each of {n} training points; "
+                "use a GaussianLikelihood without batch, or a FixedNoiseGaussianLikelihood of as many."
+            )
+        return noise
 
     def _residual(self) -> Tensor:
         """Targets less prior means, ``(n, t)``."""
-        return self.train_targets.reshape(len(self._x), -1) - self.mean_module(self._x).unsqueeze(-1)
+        mean = self.mean_module(self._x)
+        if mean.shape != (len(self._x),):
+            raise InputError(
+                f"mean expects to give one value a point, shape ({len(self._x)},), got {tuple(mean.shape)}."
+            )
+        return self.train_targets.reshape(len(self._x), -1) - mean.unsqueeze(-1)
 
     @property
     def solution(self) -> Solution:
         """The :class:`sketchgp.Solution` behind the mean: weights ``(m, t)`` and the report of how they were found."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
             if "solution" not in self._kept:
                 problem = InducingPointProblem(
@@ -112,11 +138,14 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return QR()
         if _KRILL_BYTES * problem.m**2 <= available_memory(problem.device) // 2:
             return KRILL()
-        return EigenPro4() if problem.weights is None else SketchySAGA()
+        return SketchySAGA()
 
-    def _statistics(self) -> Collapsed:
-        with torch.no_grad():
+    def _statistics(self, asked: Any = None) -> Collapsed:
+        """:param asked: the state of a prediction, whose variance is asked for now; None for the present one."""
+        with torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
+            if asked is not None and not _same(asked, self._kept["state"]):
+                raise InputError("The model or its data changed after this prediction; call the model again.")
             if "statistics" not in self._kept:
                 m, free = len(self.inducing_points), available_memory(self._x.device)
                 if _STATISTICS_BYTES * m**2 > free:
@@ -132,23 +161,33 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return Collapsed(self.covar_module, self._x, self.inducing_points, noise, residual)
 
     def _forget_if_changed(self) -> None:
-        """Parameters may be set in ways that leave no trace but their values."""
-        state = [p.detach().clone() for p in self.parameters()]
-        data = [(t, t._version) for t in (self._x, self.train_targets)]
-        kept = self._kept.get("state")
-        if kept is not None and len(kept[0]) == len(state) and all(map(_equal, kept[0], state)):
-            unchanged = all(old[0] is new[0] and old[1] == new[1] for old, new in zip(kept[1], data, strict=True))
-        else:
-            unchanged = False
-        if not unchanged:
-            self._kept = {"state": (state, data)}
+        """Parameters, noises and settings of kernels may change in ways that leave no trace but their values."""
+        values = [*self.parameters(), *self.buffers(), self.noise()]
+        modules = [*self.covar_module.modules(), *self.mean_module.modules()]
+        objects = [self.covar_module, self.mean_module, self.likelihood, self.solver, self._x, self.train_targets]
+        state = (
+            [value.detach().clone() for value in values],
+            objects,
+            [(type(part).__name__, _plain(part)) for part in modules],
+            [self._x._version, self.train_targets._version],
+        )
+        if "state" not in self._kept or not _same(self._kept["state"], state):
+            self._kept = {"state": state}
 
     def _clear_cache(self) -> None:
         super()._clear_cache()
+        self.update_added_loss_term("trace", TraceTerm())  # which holds the matrices of the last training step
         self._kept = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
+
+    def get_fantasy_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered.
+
+        :raises InputError: always.
+        """
+        raise InputError("InducingPointGP has no fantasies; give it the data with set_train_data, or use ExactGP.")
 
     # --- predictions ----------------------------------------------------------------------------------------
 
@@ -156,29 +195,32 @@ class InducingPointGP(gpytorch.models.ExactGP):
         """The prior at x, as GPyTorch's models have it."""
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
-    def __call__(self, *args: Tensor, **kwargs: Any) -> Any:
-        (x,) = args
+    def __call__(self, x: Tensor) -> Any:  # type: ignore[override]
+        """The posterior at x ``(p, d)`` or ``(..., p, d)`` in eval mode, the prior of the bound in training mode.
+
+        :raises InputError: for points that do not fit the training inputs.
+        """
         x = x.unsqueeze(-1) if x.dim() == 1 else x
+        train = self._x
+        if x.shape[-1] != train.shape[-1] or x.shape[-2] == 0:
+            raise InputError(f"x expects points of {train.shape[-1]} features, got shape {tuple(x.shape)}.")
+        if x.dtype != train.dtype or x.device != train.device:
+            raise InputError(f"x expects {train.dtype} on {train.device}, got {x.dtype} on {x.device}.")
         if self.training:
             return self._prior(x)
         if gpytorch.settings.prior_mode.on():
             return self.forward(x)
-        if x.shape[-1] != self._x.shape[-1]:
-            raise InputError(f"x expects {self._x.shape[-1]} features, got {x.shape[-1]}.")
-        if x.dtype != self._x.dtype or x.device != self._x.device:
-            raise InputError(f"x expects {self._x.dtype} on {self._x.device}, got {x.dtype} on {x.device}.")
+        if gpytorch.settings.detach_test_caches.off():
+            raise InputError("InducingPointGP has no gradients of predictions with respect to hyperparameters.")
         mean = self._mean(x)
+        state = self._kept["state"]
+        covariance: Any = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))
         if x.dim() > 2:
-            flat = [SparsePosterior(part, kernel=self.covar_module, collapsed=self._statistics).to_dense()
-                    for part in x.reshape(-1, *x.shape[-2:])]  # fmt: skip
-            covariance: Any = DenseLinearOperator(torch.stack(flat).reshape(*x.shape[:-1], x.shape[-2]))
-        else:
-            covariance = SparsePosterior(x, kernel=self.covar_module, collapsed=self._statistics)
+            covariance = DenseLinearOperator(covariance.batches())
         if self.train_targets.dim() == 1:
             return MultivariateNormal(mean.squeeze(-1), covariance)
-        dense = covariance.to_dense().unsqueeze(-3)
-        batch = DenseLinearOperator(dense.expand(*x.shape[:-2], mean.shape[-1], x.shape[-2], x.shape[-2]))
-        return MultitaskMultivariateNormal.from_batch_mvn(MultivariateNormal(mean.mT, batch), task_dim=-1)
+        outputs = DiagLinearOperator(mean.new_ones(*x.shape[:-2], mean.shape[-1]))
+        return MultitaskMultivariateNormal(mean, KroneckerProductLinearOperator(covariance, outputs))
 
     def _prior(self, x: Tensor) -> MultivariateNormal:
         if not torch.equal(x, self._x):
@@ -187,17 +229,35 @@ class InducingPointGP(gpytorch.models.ExactGP):
             raise InputError("Training by marginal likelihood expects targets (n,); use one output to tune with.")
         term = TraceTerm()
         self.update_added_loss_term("trace", term)
-        return MultivariateNormal(self.mean_module(x), SparsePrior(x, collapse=self._collapse, term=term))
+        return SparseMarginal(self.mean_module(x), SparsePrior(x, collapse=self._collapse, term=term))
 
     def _mean(self, x: Tensor) -> Tensor:
         """``(..., p, t)``, differentiable in x."""
         weights = self.solution.value.reshape(len(self.inducing_points), -1)
         z, parts = self.inducing_points.detach(), []
-        for span in spans(x.shape[-2], max(1, _ENTRIES // len(z))):
-            block = KernelMatrix.of(self.covar_module, x[..., span, :], z, engine="tiled").double().to_dense()
+        for span in spans(x.shape[-2], max(1, _ENTRIES // (len(z) * x.shape[:-2].numel()))):
+            block = constant(KernelMatrix.of(self.covar_module, x[..., span, :], z, engine="tiled")).double().to_dense()
             parts.append((block @ weights).to(x.dtype))
-        return torch.cat(parts, dim=-2) + self.mean_module(x).unsqueeze(-1)
+        constants = {name: value.detach() for name, value in self.mean_module.named_parameters()}
+        prior = torch.func.functional_call(self.mean_module, constants, (x,))
+        return torch.cat(parts, dim=-2) + prior.unsqueeze(-1)
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.device == second.device and torch.equal(first, second)
+
+
+def _plain(module: torch.nn.Module) -> dict[str, Any]:
+    """What a kernel or mean was set up with beside parameters, such as nu."""
+    return {k: v for k, v in vars(module).items() if isinstance(v, _SIMPLE) and k != "training"}
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two states, as ``_forget_if_changed`` makes them, are of one model."""
+    values, objects = zip(first[0], second[0], strict=False), zip(first[1], second[1], strict=True)
+    return (
+        len(first[0]) == len(second[0])
+        and all(_equal(a, b) for a, b in values)
+        and all(a is b for a, b in objects)
+        and first[2:] == second[2:]
+    )

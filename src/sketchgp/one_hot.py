@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from .errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OneHot:
     """Class labels to targets ``(n, c)`` and predictions back: one column a class, 1 where it is the row's and 0 else.
 
@@ -25,15 +25,15 @@ class OneHot:
     :raises InputError: for labels that are not integers, or none.
     """
 
-    labels: Tensor = field(repr=False)
+    labels: InitVar[Tensor]
     classes: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        if not torch.is_tensor(self.labels) or self.labels.is_floating_point() or self.labels.is_complex():
+    def __post_init__(self, labels: Tensor) -> None:
+        if not torch.is_tensor(labels) or labels.is_floating_point() or labels.is_complex():
             raise InputError("labels expects a tensor of integers.")
-        if not self.labels.numel():
+        if not labels.numel():
             raise InputError("labels expects at least one label, got none.")
-        object.__setattr__(self, "classes", self.labels.unique())
+        object.__setattr__(self, "classes", labels.unique())
 
     def encode(self, labels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``(n,)`` labels as targets ``(n, c)``.

@@ -210,7 +210,7 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
     means, variances = [], []
     with torch.no_grad(), record_solves() as solves:
         for part in tqdm(list(spans(len(x), rows)), desc="prediction", disable=not show or len(x) <= rows, leave=False):
-            posterior = model(x[part])
+            posterior = model(x[part])  # whose variance is computed where it is looked at
             means.append(posterior.mean)
             if variance is not None:
                 variances.append(posterior.variance)

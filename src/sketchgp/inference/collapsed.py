@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..errors import InputError, NumericalError
 from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
-from ..operators.tall import TallMatrix
+from ..operators.tall import TallMatrix, constant
 from ..operators.tiles import spans
 
 _ENTRIES = 2**21  # of a tile in the backward pass
@@ -85,13 +86,19 @@ class Collapsed:
     """
 
     def __init__(self, kernel: Any, x: Tensor, z: Tensor, noise: Tensor, residual: Tensor) -> None:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError("The bound has no gradient with respect to the training inputs; pass them detached.")
         self.kernel, self.z = kernel, z
         self.noise, self.residual = noise.to(torch.float64), residual.to(torch.float64)
         core = KernelMatrix.of(kernel, z, engine="tiled").double().to_dense()
         self.root = shifted_cholesky(core, torch.finfo(torch.float64).eps)
         self.s, c = _Statistics.apply(kernel, x, self.root, 1 / self.noise, self.residual, z, *kernel.parameters())
         inner = self.s + torch.eye(len(z), dtype=torch.float64, device=z.device)
-        self.inner_root = torch.linalg.cholesky(inner)
+        self.inner_root, failed = torch.linalg.cholesky_ex(inner)
+        if int(failed) or not bool(torch.isfinite(self.inner_root.diagonal()).all()):
+            raise NumericalError(
+                "The statistics of the inducing points hold NaN or infinity; check data, kernel, noise."
+            )
         self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
         self._diagonal = KernelMatrix.of(kernel, x, engine="tiled").diagonal(dim1=-1, dim2=-2)
 
@@ -110,6 +117,6 @@ class Collapsed:
     def half(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``L^-1 k(z, x)`` and ``LB^-1`` of it, ``(m, p)``, differentiable in x: the posterior covariance is
         ``k(x, x) - half^T half + inner^T inner``."""
-        block = KernelMatrix.of(self.kernel, self.z.detach(), x, engine="tiled").double().to_dense()
+        block = constant(KernelMatrix.of(self.kernel, self.z.detach(), x, engine="tiled")).double().to_dense()
         half = torch.linalg.solve_triangular(self.root.detach(), block, upper=False)
         return half, torch.linalg.solve_triangular(self.inner_root.detach(), half, upper=False)

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpytorch import settings as gpytorch_settings
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.mlls import AddedLossTerm
-from linear_operator.operators import DiagLinearOperator, LinearOperator
+from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, LinearOperator
 from torch import Tensor
 
 from ..errors import InputError
 from ..inference.collapsed import Collapsed
 from ..operators import KernelMatrix
+from ..operators.tall import constant
 from ..operators.tiles import spans
 
 _ENTRIES = 2**22  # of k(z, x) held at once
@@ -63,6 +66,15 @@ class SparsePrior(LinearOperator):
         self.term.collapsed = collapsed
         return collapsed.inv_quad().to(self.dtype), collapsed.logdet().to(self.dtype)
 
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        raise InputError("The marginal likelihood of an InducingPointGP expects one vector of targets (n,).")
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._expand_batch(dim)
+
+    def _diagonal(self) -> Tensor:
+        return self._matmul(self.x)
+
     def _matmul(self, rhs: Tensor) -> Tensor:
         raise InputError(
             "The prior covariance of an inducing-point model is there for its log density (a marginal log likelihood); "
@@ -76,6 +88,17 @@ class SparsePrior(LinearOperator):
         return self
 
 
+class SparseMarginal(MultivariateNormal):
+    """The distribution of a training step, whose log density is that of :class:`SparsePrior` whatever the settings say.
+
+    (BoTorch turns fast log densities off on import.)
+    """
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        with gpytorch_settings.fast_computations(log_prob=True):
+            return super().log_prob(value)
+
+
 class SparsePosterior(LinearOperator):
     """``K - half^T half + inner^T inner`` at points x, ``(p, p)``: the posterior covariance of DTC.
 
@@ -87,13 +110,16 @@ class SparsePosterior(LinearOperator):
         super().__init__(x, kernel=kernel, collapsed=collapsed)
         self.x, self.kernel, self.collapsed = x, kernel, collapsed
 
+    def _prior(self) -> KernelMatrix:
+        return constant(KernelMatrix.of(self.kernel, self.x, engine="tiled")).double()
+
     def _parts(self) -> Any:
         statistics = self.collapsed()
         for span in spans(len(self.x), max(1, _ENTRIES // len(statistics.z))):
             yield span, *statistics.half(self.x[span])
 
     def _diagonal(self) -> Tensor:
-        prior = KernelMatrix.of(self.kernel, self.x, engine="tiled").diagonal(dim1=-1, dim2=-2).to(torch.float64)
+        prior = self._prior().diagonal(dim1=-1, dim2=-2)
         parts = [inner.square().sum(dim=0) - half.square().sum(dim=0) for _, half, inner in self._parts()]
         least = torch.finfo(self.dtype).eps * prior
         return torch.maximum(prior + torch.cat(parts), least).to(self.dtype)
@@ -107,21 +133,39 @@ class SparsePosterior(LinearOperator):
         for span, half, inner in self._parts():
             first, second = first + half @ wide[..., span, :], second + inner @ wide[..., span, :]
         parts = [inner.mT @ second - half.mT @ first for _, half, inner in self._parts()]
-        product = KernelMatrix.of(self.kernel, self.x, engine="tiled") @ rhs
-        return (product.to(torch.float64) + torch.cat(parts, dim=-2)).to(rhs.dtype)
+        return (self._prior() @ wide + torch.cat(parts, dim=-2)).to(rhs.dtype)
 
     def to_dense(self) -> Tensor:
         """``(p, p)``, differentiable in x."""
         halves, inners = zip(*((half, inner) for _, half, inner in self._parts()), strict=True)
         half, inner = torch.cat(halves, dim=1), torch.cat(inners, dim=1)
-        prior = KernelMatrix.of(self.kernel, self.x, engine="tiled").to_dense().to(torch.float64)
-        return (prior - half.mT @ half + inner.mT @ inner).to(self.dtype)
+        return (self._prior().to_dense() - half.mT @ half + inner.mT @ inner).to(self.dtype)
+
+    def batches(self) -> Tensor:
+        """For x ``(..., p, d)``: dense covariances ``(..., p, p)``, differentiable in x."""
+        p, flat = self.x.shape[-2], self.x.reshape(-1, *self.x.shape[-2:])
+        statistics = self.collapsed()
+        parts = []
+        for span in spans(len(flat), max(1, _ENTRIES // (p * (len(statistics.z) + p)))):
+            points = flat[span]
+            half, inner = (
+                t.mT.reshape(len(points), p, -1) for t in statistics.half(points.reshape(-1, points.shape[-1]))
+            )
+            prior = constant(KernelMatrix.of(self.kernel, points, engine="tiled")).double().to_dense()
+            parts.append(prior - half @ half.mT + inner @ inner.mT)
+        return torch.cat(parts).reshape(*self.x.shape[:-1], p).to(self.x.dtype)
 
     def _size(self) -> torch.Size:
         return torch.Size((len(self.x), len(self.x)))
 
     def _transpose_nonbatch(self) -> SparsePosterior:
         return self
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return DenseLinearOperator(self.to_dense())._expand_batch(batch_shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return DenseLinearOperator(self.to_dense().unsqueeze(0))
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         if isinstance(row_index, slice) and row_index == col_index:

@@ -15,6 +15,11 @@ _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still
 _CUDA_ENTRIES = 2**26
 
 
+def constant(matrix: KernelMatrix) -> KernelMatrix:
+    """The same with the kernel's parameters as constants: differentiable in the inputs only."""
+    return KernelMatrix(matrix.x1, matrix.x2, *(p.detach() for p in matrix.parameters), **matrix._options())
+
+
 class TallMatrix:
     """``T = k(x, z)``, ``(n, m)``, never stored: products with T, with its transpose, and with ``T^T T``, in float64.
 

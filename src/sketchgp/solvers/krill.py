@@ -8,6 +8,7 @@ from ..errors import InputError
 from ..operators.normal_matrix import NormalMatrix
 from ..preconditioners.factored import TriangularFactors
 from ..preconditioners.krill import krill_preconditioner
+from .blockwise import check_count
 from .inducing import InducingPointProblem, NormalEquationsSolver
 
 
@@ -36,9 +37,10 @@ class KRILL(NormalEquationsSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("sketch_size", self.sketch_size or 1), ("nonzeros", self.nonzeros)):
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} expects a positive integer, got {value!r}.")
+        check_count("sketch_size", self.sketch_size)
+        check_count("nonzeros", self.nonzeros)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise InputError(f"seed expects an integer, got {self.seed!r}.")
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""

@@ -23,7 +23,7 @@ _TILE = 3  # rows of a tile, in m
 class QR:
     """Minimises ``||Kxz W - y||^2 + noise ||W||^2_Kzz`` by a QR factorization of ``[Kxz; sqrt(noise) Kzz^1/2]``.
 
-    ``3 n m^2`` operations and about ``7 m^2`` float64 numbers: tiles of 3m rows are folded into the triangular factor
+    ``3 n m^2`` operations and about ``9 m^2`` float64 numbers: tiles of 3m rows are folded into the triangular factor
     one after the other, so nothing n x m is stored, and the condition number is not squared as in the normal equations.
     Choose it for m up to about a thousand, and as the reference.
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class EigenProSolver:
     :param subsample_size: s, points for the eigensystem: random ones of tensors, the first ones of a stream, which
         therefore should be shuffled.  None is ``10 sqrt(n)``, at least 500 and at most 2000 (2000 for a stream), at
         most half of the points.
-    :param projection: ``"exact"``, by a Cholesky factor of Kzz; ``"inexact"``, by conjugate gradients in O(m) memory;
+    :param projection: ``"exact"``, by a Cholesky factor of Kzz; ``"inexact"``, by conjugate gradients without Kzz;
         ``"auto"`` is exact while Kzz is within :class:`sketchgp.settings.memory_budget`.
     :param projection_tol: relative residual of an inexact projection; that of the directions is at most 1e-3.
     :param projection_rank: of its RPCholesky preconditioner; None is ``10 sqrt(m)``.
@@ -82,8 +83,10 @@ class EigenProSolver:
         for name, value in positive.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
                 raise InputError(f"{name} expects a positive number, got {value!r}.")
-        if not 0 < self.projection_tol < 1:
+        if not isinstance(self.projection_tol, Real) or not 0 < self.projection_tol < 1:
             raise InputError(f"projection_tol expects a number between 0 and 1, got {self.projection_tol!r}.")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise InputError(f"seed expects an integer, got {self.seed!r}.")
         if not 0 <= self.cooldown <= 1:
             raise InputError(f"cooldown expects a number from 0 to 1, got {self.cooldown!r}.")
         if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
@@ -174,7 +177,7 @@ class EigenProSolver:
         run.loop(progress)
         report = self._report(problem, run, directions, projection, size, setup)
         record(report)
-        if not report.converged:
+        if not run.reason.startswith(("finished", "stopped early")):
             warnings.warn(
                 f"{self.name} {report.reason} after {run.epoch} epochs; the weights returned are the best so far. "
                 "Go on from them with initial=.",
@@ -241,7 +244,7 @@ class EigenProSolver:
         rank = directions.factor.shape[1]
         kind = "exact" if isinstance(projection, ExactProjection) else "inexact"
         notes = [
-            "residual is that of training points, not of the normal equations",
+            "no tolerance: the residual is that of training points, not of the normal equations",
             f"batches of {run.plan.block_size}, step {run.plan.step_scale * directions.step(run.plan.block_size):.3g}, "
             f"{run.projections} {kind} projections, one every {run.plan.delay} batches at most",
         ]
@@ -255,7 +258,7 @@ class EigenProSolver:
             residual=run.residual,
             history=torch.stack(run.history) if run.history else run.first.unsqueeze(0),
             tol=float("inf"),
-            converged=run.reason.startswith(("finished", "stopped early")),
+            converged=False,  # there is no tolerance that was met
             reason=run.reason,
             seconds=run.seconds,
             setup_seconds=setup,

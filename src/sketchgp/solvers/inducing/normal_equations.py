@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class NormalEquationsSolver:
 
     :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
     :param max_iterations: the most iterations.
-    :param precision: of the entries of Kxz: ``"float64"`` whatever the dtype of x, which costs a fifth more on a CPU; or
-        ``"float32"`` for float32 data on devices where float64 is slow: the residual is then corrected with float64
+    :param precision: of the entries of Kxz: ``"float64"`` whatever the dtype of x, which costs a fifth more on a CPU;
+        or ``"float32"`` for float32 data on devices where float64 is slow: the residual is then corrected with float64
         entries, which takes several times the iterations where the noise is small.  Sums and factors are float64.
     """
 
@@ -38,7 +39,7 @@ class NormalEquationsSolver:
     precision: str = "float64"
 
     def __post_init__(self) -> None:
-        if not 0 < self.tol < 1:
+        if not isinstance(self.tol, Real) or not 0 < self.tol < 1:
             raise InputError(f"tol expects a number between 0 and 1, got {self.tol!r}.")
         if not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise InputError(f"max_iterations expects a positive integer, got {self.max_iterations!r}.")
@@ -55,7 +56,7 @@ class NormalEquationsSolver:
         if needed > free:
             raise InputError(
                 f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m} and {free / 2**30:.1f} GiB are "
-                "free; use fewer inducing points, or solver=EigenPro4() or SketchySAGA(), whose memory is O(m)."
+                "free; use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), which need no m x m matrix."
             )
 
     def _bytes(self, m: int) -> int:

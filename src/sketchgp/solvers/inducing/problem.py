@@ -51,6 +51,7 @@ class InducingPointProblem:
         wider = [p.dtype for p in self.kernel.parameters() if p.dtype.itemsize > z.dtype.itemsize]
         if wider:
             raise InputError(f"kernel has dtype {wider[0]}, inducing_points {z.dtype}; convert one.")
+        KernelMatrix.of(self.kernel, z[:1], engine="tiled")  # refuses kernels with structure of their own
         self.weights = None
         if not torch.is_tensor(self.x):
             if not isinstance(self.x, Iterable):

@@ -1,8 +1,8 @@
 """Conjugate gradients on the normal equations in the coordinates of a triangular preconditioner.
 
 With ``M = T^T T + level L^T L`` (L the root of Kzz) and a preconditioner ``P = R^T R`` the solve is for ``u = R w``,
-with ``B = R^-T M R^-1`` close to the identity.  Applying P^-1 as a whole, to residuals that were rounded in the size of M,
-multiplies rounding errors by as much as ``1 / (level eps)``: on smooth kernels, whose Kzz is singular to working
+with ``B = R^-T M R^-1`` close to the identity.  Applying P^-1 as a whole, to residuals that were rounded in the size of
+M, multiplies rounding errors by as much as ``1 / (level eps)``: on smooth kernels, whose Kzz is singular to working
 precision, the weights then drift off along its null space.  Here they are only ever multiplied by R^-1, and the
 curvature is a sum of squares, ``|T p|^2 + level |L p|^2``, so it is never negative.
 
