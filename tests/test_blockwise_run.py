@@ -32,6 +32,7 @@ from sketchgp import (
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import System, askotch, eigenpro2, skotch
 from sketchgp.solvers.blockwise import BlockSystem, run
+from sketchgp.solvers.blockwise.state import State
 
 N, BLOCK = 300, 50
 SOLVERS = {
@@ -259,6 +260,28 @@ def test_what_is_returned_is_no_worse_than_the_start():
         torch.testing.assert_close(solution.report.residual, residual, rtol=1e-3, atol=0)
         first = torch.ones(2) if start is None else _residual(problem, start)
         assert bool((residual <= first * 1.001).all())
+
+
+def test_the_best_of_several_corrections_is_returned(monkeypatch):
+    """Column by column, whatever the later ones were."""
+    found, keep = [], State.keep
+
+    def kept(self, value, residual):
+        found.append(residual)
+        keep(self, value, residual)
+
+    monkeypatch.setattr(State, "keep", kept)
+    problem = _problem(n=200, dtype=torch.float32, lengthscale=2.0, noise=3e-6)
+    solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-6), problem)
+    least = torch.stack(found).amin(dim=0)
+    assert len(found) > 2
+    assert bool((solution.report.residual <= least).all())
+    torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-3, atol=0)
+    state = State(*(torch.zeros(3, 2),) * 4, torch.zeros(0, 2), torch.ones(2), torch.ones(2), 0.1, 0.1)
+    state.keep(torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0], dtype=torch.float64))
+    value, residual = state.best_of(torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64))
+    assert value.tolist() == [[5.0, 7.0]] * 3
+    assert residual.tolist() == [0.5, 0.9]
 
 
 def test_the_plateau_of_float64():

@@ -263,8 +263,7 @@ class Run:
         r, rounded, value = self._true_residual()
         true, self.residual = self._relative(r), self._relative(rounded)
         helped = bool((true <= 0.5 * state.true)[true > self.limits.tol].any()) or bool((true <= self.limits.tol).all())
-        if state.corrections:  # before the first one the residual may have risen, as it does in the 2-norm
-            state.fruitless = 0 if helped else state.fruitless + 1
+        state.fruitless = 0 if helped else state.fruitless + 1  # once is nothing: the 2-norm may rise before it falls
         state.corrections += 1
         state.keep(value, self.residual)
         if state.fruitless >= _FRUITLESS:
