@@ -95,7 +95,10 @@ def time_picture(results: dict[str, Any], path: Path) -> None:
         points = [(int(k), runs[method]["seconds"]) for k, runs in results["times"].items() if method in runs]
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", label=method, **METHODS[method])
+    sizes = [int(k) for k in results["times"]]
     axis.set(xscale="log", yscale="log", xlabel="inducing points", ylabel="seconds to 1e-4", title="kin40k, N = 20,000")
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.set_xticks([], minor=True)
     axis.grid(alpha=0.3, which="both")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)

@@ -989,6 +989,29 @@ def test_a_second_ctrl_c_while_the_residual_is_computed(interruptible, monkeypat
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_after_ctrl_c_a_sample_is_enough(interruptible, monkeypatch, after_step):
+    """Somebody waits: however many passes were done, no product with all rows follows."""
+    monkeypatch.setattr(run, "_SAMPLE", 150)
+    after_step(lambda method, rows, g: _ctrl_c() if len(done) == 60 else done.append(1))
+    done = []
+    report = _quietly(LONG, _problem()).report
+    assert report.passes > run._WORTH_ALL_ROWS
+    assert "residual estimated from 150 random rows, in float64" in report.notes
+
+
+def test_ctrl_c_while_the_end_is_verified(interruptible, monkeypatch):
+    """What has been reached is not called interrupted."""
+    verify = run.Run._verify_all
+
+    def verified(self):
+        verify(self)
+        _ctrl_c()
+
+    monkeypatch.setattr(run.Run, "_verify_all", verified)
+    report = ASkotch(block_size=BLOCK, tol=1e-3).solve(_problem()).report
+    assert (report.converged, report.reason) == (True, "reached the tolerance")
+
+
 def test_ctrl_c_before_the_first_step(interruptible, monkeypatch):
     """There is no iterate yet that would be worth returning."""
     monkeypatch.setattr(eigenpro2, "top_eigensystem", lambda *args, **options: _ctrl_c())
