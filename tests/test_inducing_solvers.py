@@ -32,6 +32,7 @@ from sketchgp.preconditioners.falkon import falkon_preconditioner
 from sketchgp.preconditioners.krill import krill_preconditioner
 from sketchgp.solvers.inducing import normal_equations
 from sketchgp.solvers.inducing import problem as inducing_problem
+from sketchgp.solvers.inducing.split_gradients import SplitGradients
 
 N, M = 300, 40
 KERNELS = {
@@ -345,6 +346,21 @@ def test_warm_starts_and_budgets():
     assert (report.iterations, report.converged) == (2, False)
     with pytest.raises(InputError, match="initial expects the shape"):
         KRILL().solve(problem, initial=exact[:3])
+
+
+def test_the_best_iterate_is_returned(monkeypatch):
+    """Where a cycle makes things worse, what was there before."""
+    problem = _problem()
+    exact = KRILL(tol=1e-9).solve(problem).value
+
+    def worse(self, bar, start):
+        self.value = self.value + 1
+
+    monkeypatch.setattr(SplitGradients, "_cycle", worse)
+    with pytest.warns(ConvergenceWarning, match="stagnated"):
+        solution = KRILL(tol=1e-15).solve(problem, initial=exact)
+    assert torch.equal(solution.value, exact)
+    assert solution.report.max_residual < 1e-8
 
 
 def test_seeds():
