@@ -16,16 +16,14 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpytorch
 import torch
 from tqdm import tqdm
 
 import sketchgp
+from acceleration import KERNELS, Case
 from common import (
     data_directory,
     describe,
@@ -53,21 +51,6 @@ GRID = (1e-5, 1e-4, 3e-4, 1e-3, 1e-2)  # rho / n
 PROMISE = 2.0
 
 
-@dataclass(frozen=True)
-class Case:
-    """A data set, a kernel on its standardised inputs, a noise; ``positive`` is the class that becomes +1."""
-
-    data: str
-    kernel: str
-    lengthscale: float
-    noise: float
-    positive: int | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.data}, {self.kernel} {self.lengthscale:g}, noise {self.noise:g}"
-
-
 CASES = (
     Case("uci_kin40k", "RBF", 2, 0.1),
     Case("california_housing", "Matern-3/2", 2, 0.1),
@@ -78,13 +61,6 @@ CASES = (
     Case("ijcnn1", "RBF", 2, 0.1, positive=1),
 )
 QUICK = (0, 1)
-
-KERNELS: dict[str, Callable[[], gpytorch.kernels.Kernel]] = {
-    "RBF": gpytorch.kernels.RBFKernel,
-    "Laplace": sketchgp.LaplaceKernel,
-    "Matern-1/2": lambda: gpytorch.kernels.MaternKernel(nu=0.5),
-    "Matern-3/2": lambda: gpytorch.kernels.MaternKernel(nu=1.5),
-}
 
 
 def load(directory: Path, case: Case, rows: int, m: int) -> sketchgp.InducingPointProblem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import gpytorch
@@ -45,6 +46,14 @@ def many_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "_CPU_WIDTH", 13)
     monkeypatch.setattr(tiles, "_CPU_BYTES", 1)
     monkeypatch.setattr(tiles, "_LEAST_ENTRIES", 500)
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT as Python handles it at a terminal, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

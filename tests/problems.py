@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from gpytorch.kernels import (
@@ -17,6 +18,7 @@ from gpytorch.kernels import (
 )
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sketchgp.operators.access import Access
 
@@ -166,3 +168,18 @@ def matrices() -> dict[str, tuple[Tensor, int]]:
         "two-by-two": (torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64), 2),
         "zero": (torch.zeros(6, 6, dtype=torch.float64), 0),
     }
+
+
+class Largest(TorchDispatchMode):
+    """The most entries of any tensor that an operation inside returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if torch.is_tensor(item):
+                self.entries = max(self.entries, item.numel())
+        return out

@@ -117,14 +117,6 @@ def steps(after_step):
     return found
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT as Python handles it at a terminal, also where the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def _ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -138,14 +138,6 @@ def _spoiled(request, monkeypatch):
         monkeypatch.setattr(askotch._Fresh, "step", optimistic)
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT as Python handles it at a terminal, also where the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class Crash(Exception):
     """What ends a solve without a chance to save."""
 

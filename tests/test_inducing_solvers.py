@@ -12,9 +12,8 @@ import linear_operator
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from problems import normal, points, relative, set_scales
+from problems import Largest, normal, points, relative, set_scales
 from sketchgp import (
     KRILL,
     QR,
@@ -387,26 +386,11 @@ def test_ctrl_c_returns_an_iterate():
     assert 0 < solution.report.max_residual < 1
 
 
-class _Largest(TorchDispatchMode):
-    """The most entries of any tensor that is made inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for item in out if isinstance(out, tuple | list) else (out,):
-            if torch.is_tensor(item):
-                self.entries = max(self.entries, item.numel())
-        return out
-
-
 @pytest.mark.parametrize("solver", [KRILL(tol=1e-2), Falkon(tol=1e-2), QR()], ids=lambda solver: type(solver).__name__)
 def test_nothing_n_by_m_is_made(solver, monkeypatch):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 200 * M)
     problem = _problem(n=6000, columns=1)
-    with _Largest() as largest:
+    with Largest() as largest:
         solver.solve(problem)
     assert largest.entries < 6000 * M / 4
 

@@ -274,14 +274,6 @@ def test_held_out_points():
     assert relative(last, exact.square().mean(dim=0).sqrt()) < 1e-3
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT as Python handles it at a terminal, also where the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_returns_the_best_iterate(interruptible):
     one = problem()
     matrix, rhs = dense(one)

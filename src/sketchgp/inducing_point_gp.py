@@ -17,6 +17,7 @@ from .models.sparse_covariance import SparseMarginal, SparsePosterior, SparsePri
 from .operators import KernelMatrix
 from .operators.tall import constant
 from .operators.tiles import spans
+from .preconditioners.cache import structure
 from .settings import available_memory
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
 
@@ -24,7 +25,6 @@ _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _KRILL_BYTES = 64  # times m^2
 _STATISTICS_BYTES = 56  # times m^2
 _ENTRIES = 2**22  # of k(x, z) held at once
-_SIMPLE = (bool, int, float, str, type(None))
 
 
 class InducingPointGP(gpytorch.models.ExactGP):
@@ -163,12 +163,11 @@ class InducingPointGP(gpytorch.models.ExactGP):
     def _forget_if_changed(self) -> None:
         """Parameters, noises and settings of kernels may change in ways that leave no trace but their values."""
         values = [*self.parameters(), *self.buffers(), self.noise()]
-        modules = [*self.covar_module.modules(), *self.mean_module.modules()]
         objects = [self.covar_module, self.mean_module, self.likelihood, self.solver, self._x, self.train_targets]
         state = (
             [value.detach().clone() for value in values],
             objects,
-            [(type(part).__name__, _plain(part)) for part in modules],
+            [structure(self.covar_module), structure(self.mean_module)],
             [self._x._version, self.train_targets._version],
         )
         if "state" not in self._kept or not _same(self._kept["state"], state):
@@ -216,7 +215,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         state = self._kept["state"]
         covariance: Any = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))
         if x.dim() > 2:
-            covariance = DenseLinearOperator(covariance.batches())
+            covariance = DenseLinearOperator(covariance.to_dense())
         if self.train_targets.dim() == 1:
             return MultivariateNormal(mean.squeeze(-1), covariance)
         outputs = DiagLinearOperator(mean.new_ones(*x.shape[:-2], mean.shape[-1]))
@@ -245,11 +244,6 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
 def _equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.device == second.device and torch.equal(first, second)
-
-
-def _plain(module: torch.nn.Module) -> dict[str, Any]:
-    """What a kernel or mean was set up with beside parameters, such as nu."""
-    return {k: v for k, v in vars(module).items() if isinstance(v, _SIMPLE) and k != "training"}
 
 
 def _same(first: Any, second: Any) -> bool:

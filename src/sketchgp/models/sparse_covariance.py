@@ -102,7 +102,7 @@ class SparseMarginal(MultivariateNormal):
 class SparsePosterior(LinearOperator):
     """``K - half^T half + inner^T inner`` at points x, ``(p, p)``: the posterior covariance of DTC.
 
-    :param x: ``(p, d)``.
+    :param x: ``(p, d)``; or ``(..., p, d)``, of which only :meth:`to_dense` can be had.
     :param collapsed: gives the :class:`Collapsed` statistics, which are computed when they are first needed.
     """
 
@@ -136,13 +136,7 @@ class SparsePosterior(LinearOperator):
         return (self._prior() @ wide + torch.cat(parts, dim=-2)).to(rhs.dtype)
 
     def to_dense(self) -> Tensor:
-        """``(p, p)``, differentiable in x."""
-        halves, inners = zip(*((half, inner) for _, half, inner in self._parts()), strict=True)
-        half, inner = torch.cat(halves, dim=1), torch.cat(inners, dim=1)
-        return (self._prior().to_dense() - half.mT @ half + inner.mT @ inner).to(self.dtype)
-
-    def batches(self) -> Tensor:
-        """For x ``(..., p, d)``: dense covariances ``(..., p, p)``, differentiable in x."""
+        """``(..., p, p)``, differentiable in x."""
         p, flat = self.x.shape[-2], self.x.reshape(-1, *self.x.shape[-2:])
         statistics = self.collapsed()
         parts = []
@@ -156,7 +150,7 @@ class SparsePosterior(LinearOperator):
         return torch.cat(parts).reshape(*self.x.shape[:-1], p).to(self.x.dtype)
 
     def _size(self) -> torch.Size:
-        return torch.Size((len(self.x), len(self.x)))
+        return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
 
     def _transpose_nonbatch(self) -> SparsePosterior:
         return self

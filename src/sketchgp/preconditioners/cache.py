@@ -204,8 +204,8 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     return (*head, tuple((weights.to(tensor.dtype) @ flat).tolist()[:64]), float(flat.sum()))
 
 
-def _structure(kernel: Any) -> tuple[Any, ...]:
-    """Types and plain settings (such as Matern's nu) of a kernel and its parts."""
+def structure(kernel: Any) -> tuple[Any, ...]:
+    """Types and plain settings (such as Matern's nu) of a kernel, or another module, and its parts."""
     plain = (int, float, str)
     return tuple(
         (name, type(part), *((k, v) for k, v in vars(part).items() if isinstance(v, plain) and k != "training"))
@@ -217,7 +217,7 @@ def fingerprint(operator: Any) -> tuple[Any, ...]:
     """A key of the operator's values: of its inputs and parameters, or of one product where those are unknown."""
     if isinstance(operator, KernelMatrix):
         tensors = [operator.x1, *operator.parameters, *operator.kernel.buffers()]
-        return (_structure(operator.kernel), *(tensor_key(t) for t in tensors))
+        return (structure(operator.kernel), *(tensor_key(t) for t in tensors))
     operator = operator.evaluate_kernel()
     vector = torch.arange(1, operator.shape[-1] + 1, dtype=operator.dtype, device=operator.device).cos()
     with torch.no_grad():

@@ -8,7 +8,7 @@ from ..errors import InputError
 from ..operators.normal_matrix import NormalMatrix
 from ..preconditioners.factored import TriangularFactors
 from ..preconditioners.krill import krill_preconditioner
-from .blockwise import check_count
+from .blockwise import check_count, check_seed
 from .inducing import InducingPointProblem, NormalEquationsSolver
 
 
@@ -39,8 +39,7 @@ class KRILL(NormalEquationsSolver):
         super().__post_init__()
         check_count("sketch_size", self.sketch_size)
         check_count("nonzeros", self.nonzeros)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise InputError(f"seed expects an integer, got {self.seed!r}.")
+        check_seed(self.seed)
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import ConvergenceWarning, InputError
 from ..report import record
-from .blockwise import Progress, check_count
+from .blockwise import Progress, check_count, check_seed
 from .inducing import InducingPointProblem
 from .inducing.saga import Saga
 from .problem import Solution
@@ -80,8 +80,7 @@ class SketchySAGA:
             raise InputError(f"rho expects a finite number or None, got {self.rho!r}.")
         check_count("block_size", self.block_size)
         check_count("rank", self.rank)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise InputError(f"seed expects an integer, got {self.seed!r}.")
+        check_seed(self.seed)
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem of n points and m inducing points."""

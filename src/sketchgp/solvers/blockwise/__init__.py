@@ -4,7 +4,16 @@
 all of these solvers have, ``method`` is what each of them adds, ``run`` their one loop, ``checkpoint`` saves it.
 """
 
-from .blocks import SAMPLINGS, Partition, check_blocks, check_count, describe_blocks, next_block, nystrom_rank
+from .blocks import (
+    SAMPLINGS,
+    Partition,
+    check_blocks,
+    check_count,
+    check_seed,
+    describe_blocks,
+    next_block,
+    nystrom_rank,
+)
 from .inverse import BlockInverse, block_inverse
 from .method import Method, Progress
 from .solver import BlockSolver
@@ -22,6 +31,7 @@ __all__ = [
     "block_inverse",
     "check_blocks",
     "check_count",
+    "check_seed",
     "describe_blocks",
     "next_block",
     "nystrom_rank",

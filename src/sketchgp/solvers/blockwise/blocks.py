@@ -103,6 +103,12 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise InputError(f"{name} expects {kind} or None, got {value!r}.")
 
 
+def check_seed(seed: Any) -> None:
+    """:raises InputError: unless the seed is an integer."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InputError(f"seed expects an integer, got {seed!r}.")
+
+
 def nystrom_rank(block_size: int, rank: int | None) -> int:
     """The rank of the Nystrom approximations; 0 where blocks are solved exactly, as those of rank b are."""
     return 0 if rank is None or rank >= block_size else rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, InputError
-from ...operators.tall import TallMatrix
 from ...report import SolveReport, peak_memory, record
-from ..blockwise import check_count
-from ..problem import Solution, check_tensor
+from ..blockwise import check_count, check_seed
+from ..problem import Solution
 from .epochs import Epoch, Epochs, Plan, check_columns
+from .held_out import HeldOut
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
@@ -85,8 +85,7 @@ class EigenProSolver:
                 raise InputError(f"{name} expects a positive number, got {value!r}.")
         if not isinstance(self.projection_tol, Real) or not 0 < self.projection_tol < 1:
             raise InputError(f"projection_tol expects a number between 0 and 1, got {self.projection_tol!r}.")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise InputError(f"seed expects an integer, got {self.seed!r}.")
+        check_seed(self.seed)
         if not 0 <= self.cooldown <= 1:
             raise InputError(f"cooldown expects a number from 0 to 1, got {self.cooldown!r}.")
         if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
@@ -150,7 +149,7 @@ class EigenProSolver:
         shape = (problem.m,) if vector else (problem.m, columns)
         if initial is not None and initial.shape != shape:
             raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
-        error = None if held_out is None else _held_out(problem, *held_out, shape[1:])
+        error = None if held_out is None else HeldOut(problem, *held_out, shape[1:])
         base = torch.zeros(problem.m, columns, dtype=torch.float64, device=problem.device)
         if initial is not None:
             base += initial.reshape(base.shape).to(base)
@@ -203,17 +202,17 @@ class EigenProSolver:
         wanted = (self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0))) + _FRESH
         xs: list[Tensor] = []
         ys: list[Tensor] = []
-        count = 0
+        count, vector = 0, False
         for x, y in problem.batches():
+            vector = y.dim() == 1 if not ys else vector
             xs.append(x)
-            ys.append(y)
-            check_columns(len(ys) - 1, y, ys[0].shape[1])
+            ys.append(y.reshape(len(y), -1))
+            check_columns(len(ys) - 1, ys[-1], ys[0].shape[1])
             count += len(x)
             if count >= wanted:
                 break
         if not xs:
             raise InputError("x expects a stream of at least one batch, got none.")
-        vector = ys[0].shape[1] == 1 and _first_targets(problem.x).dim() == 1
         return torch.cat(xs)[:wanted], torch.cat(ys)[:wanted], vector, len(xs[0])
 
     def _subsample_size(self, count: int, problem: InducingPointProblem) -> int:
@@ -269,28 +268,3 @@ class EigenProSolver:
             notes=notes + projection.notes + run.notes,
             held_out=run.errors,
         )
-
-
-def _first_targets(stream: Tensor | Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """y of the first batch as the stream gives it."""
-    _, y = next(iter(stream))
-    return y
-
-
-def _held_out(
-    problem: InducingPointProblem, x: Tensor, y: Tensor, columns: tuple[int, ...]
-) -> Callable[[Tensor], Tensor]:
-    """The root mean square error of each column on held-out points, as a function of W."""
-    check_tensor("held_out points", x, (2,))
-    check_tensor("held_out targets", y, (1, 2))
-    z = problem.inducing_points
-    if x.shape[1] != z.shape[1] or x.dtype != z.dtype or x.device != z.device:
-        raise InputError(
-            f"held_out points expect {z.shape[1]} features in {z.dtype} on {z.device}, got {x.shape[1]} in {x.dtype} "
-            f"on {x.device}."
-        )
-    if y.shape != (len(x), *columns):
-        raise InputError(f"held_out targets expect {(len(x), *columns)}, got {tuple(y.shape)}.")
-    tall = TallMatrix(problem.kernel, x, z)
-    wanted = y.reshape(len(x), -1).to(torch.float64)
-    return lambda weights: (tall.matmul(weights) - wanted).square().mean(dim=0).sqrt().cpu()

@@ -126,6 +126,7 @@ class Epochs:
         problem = self.problem
         if not torch.is_tensor(problem.x):
             for number, (x, y) in enumerate(problem.batches()):
+                y = y.reshape(len(y), -1)
                 check_columns(number, y, self.average.shape[1])
                 yield x, y.to(torch.float64)
             return

@@ -100,7 +100,7 @@ class NormalEquationsSolver:
         self.validate(problem)
         float32 = self.precision == "float32"
         matrix = problem.normal_matrix(accurate=not float32)
-        rhs = problem.tall(accurate=True).t_matmul(y)
+        rhs = matrix.tall.accurate().t_matmul(y)
         with torch.no_grad():
             factors = self.preconditioner(matrix)
             setup = time.perf_counter() - start

@@ -110,18 +110,22 @@ class InducingPointProblem:
         :param solver: who asks, for the message.
         :raises InputError: for a stream, or noise 0.
         """
+        x = self._inputs(solver)
+        assert self.y is not None
+        y = self.y.reshape(len(x), -1).to(torch.float64)
+        return x, y if self.weights is None else y * self.weights.unsqueeze(1)
+
+    def _inputs(self, solver: str) -> Tensor:
         if not torch.is_tensor(self.x):
             raise InputError(
                 f"{solver} expects x and y as tensors; for a stream of batches use EigenPro4 or EigenPro3."
             )
-        assert self.y is not None
         if not self.level > 0:
             raise InputError(f"{solver} expects noise above 0; EigenPro4 and EigenPro3 do without.")
-        y = self.y.reshape(len(self.x), -1).to(torch.float64)
-        return self.x, y if self.weights is None else y * self.weights.unsqueeze(1)
+        return self.x
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch of a stream: inputs ``(b, d)`` and targets ``(b, t)`` in z's dtype, each batch checked.
+        """One epoch of a stream: inputs ``(b, d)`` and targets as they are given, in z's dtype, each batch checked.
 
         :raises InputError: for a batch that is not a pair of tensors that fit, naming the batch.
         """
@@ -135,12 +139,11 @@ class InducingPointProblem:
             check_tensor(name, x, (2,))
             self._check_points(x, name)
             check_data(self.kernel, x, y)
-            yield x, y.reshape(len(x), -1)
+            yield x, y
 
     def tall(self, accurate: bool) -> TallMatrix:
         """``diag(weights) k(x, z)`` by tiles."""
-        x, _ = self.tensors("This solver")
-        return TallMatrix(self.kernel, x, self.inducing_points, self.weights, accurate)
+        return TallMatrix(self.kernel, self._inputs("This solver"), self.inducing_points, self.weights, accurate)
 
     def kzz(self) -> Tensor:
         """``k(z, z)``, ``(m, m)`` float64.

@@ -18,12 +18,11 @@ from tqdm.auto import tqdm
 from ...errors import InputError, NumericalError
 from ...lowrank.smoothness import smoothness
 from ...operators import KernelMatrix
-from ...operators.tall import TallMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
 from ...report import SolveReport, peak_memory
 from ..blockwise import Progress, next_block
 from ..blockwise.interrupt import DeferredInterrupt
-from ..problem import check_tensor
+from .held_out import HeldOut
 from .problem import InducingPointProblem
 
 _SAMPLING = "uniform"  # a shuffled order is no faster, and nothing is proved for it
@@ -96,7 +95,7 @@ class Saga:
                 raise InputError(f"initial expects the shape {self.shape} of the solution, got {found}.")
             if not bool(torch.isfinite(initial).all()):
                 raise InputError("initial holds NaN or infinity.")
-        self.held_out = None if held_out is None else _HeldOut(problem, *held_out)
+        self.held_out = None if held_out is None else HeldOut(problem, *held_out, self.shape[1:])
         self.tall = problem.tall(accurate=False)
         self.exact = self.tall.accurate()
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
@@ -309,7 +308,7 @@ class Saga:
         if self.held_out is None:
             return None
         if not self.errors or self.held_out.tall.entries <= _HELD_OUT_SHARE * self.entries:
-            self.errors.append((self.entries / (self.n * self.m), self.seconds, self.held_out.error(self.w)))
+            self.errors.append((self.entries / (self.n * self.m), self.seconds, self.held_out(self.w)))
         return self.errors[-1][2]
 
     def report(self) -> SolveReport:
@@ -338,21 +337,3 @@ class Saga:
             passes=self.entries / (self.n * self.m),
             held_out=self.errors,
         )
-
-
-class _HeldOut:
-    """Root mean square error of each column on points of the user's."""
-
-    def __init__(self, problem: InducingPointProblem, x: Tensor, y: Tensor) -> None:
-        assert problem.y is not None
-        z = problem.inducing_points
-        check_tensor("held_out points", x, (2,))
-        check_tensor("held_out targets", y, (1, 2))
-        if x.shape[1] != z.shape[1] or x.dtype != z.dtype or x.device != z.device:
-            raise InputError(f"held_out points expect {z.shape[1]} features in {z.dtype} on {z.device}.")
-        if y.shape != (len(x), *problem.y.shape[1:]):
-            raise InputError(f"held_out targets expect {(len(x), *problem.y.shape[1:])}, got {tuple(y.shape)}.")
-        self.tall, self.wanted = TallMatrix(problem.kernel, x, z), y.reshape(len(x), -1).to(torch.float64)
-
-    def error(self, weights: Tensor) -> Tensor:
-        return (self.tall.matmul(weights) - self.wanted).square().mean(dim=0).sqrt().cpu()
