@@ -56,8 +56,8 @@ DIRECT_LIMIT = 2000  # k up to which the direct solve is timed
 class Plain(NormalEquationsSolver):
     """Without a preconditioner."""
 
-    def _bytes(self, m: int) -> int:
-        return 16 * m**2
+    def _bytes(self, problem: InducingPointProblem) -> int:
+        return 16 * problem.m**2
 
     def preconditioner(self, matrix: Any) -> None:
         return None

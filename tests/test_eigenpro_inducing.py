@@ -67,36 +67,39 @@ def _fit(problem, weights, x):
 # --- a step, a projection, the step rule ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("commuting", [True, False])
+@pytest.mark.parametrize("kind", ["projected", "among", "paper"])
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("columns", "dtype", "tol"), [(None, torch.float64, 1e-9), (3, torch.float32, 1e-4)])
-def test_steps_are_those_of_dense_algebra(commuting, name, columns, dtype, tol, monkeypatch):
+def test_steps_are_those_of_dense_algebra(kind, name, columns, dtype, tol, monkeypatch):
     """Values of f at all points follow ``f -= step P K(., B) g + decay P f``, then its projection."""
     monkeypatch.setattr(tall, "_CPU_ENTRIES", 100)
     problem = _problem(60, 15, name, columns=columns, dtype=dtype, scale=0.5)
     x, z = problem.x, problem.inducing_points
     y = problem.y.reshape(60, -1).double()
     projection = ExactProjection(problem, y.shape[1])
-    directions = find_directions(problem, projection, x[:30], x[30:], 4, 10, commuting)
+    rows = torch.randperm(15, generator=torch.Generator().manual_seed(2))[:12] if kind == "among" else None
+    subsample = x[:30] if rows is None else z[rows]
+    directions = find_directions(problem, projection, subsample, x[30:], 4, 10, kind != "paper", rows)
     base = normal(15, y.shape[1], seed=3)
     model = Model(problem, directions, projection, base)
     everywhere = torch.cat([z, x])
     kernel = _dense(problem.kernel, everywhere, everywhere)
     at_z, at_x = torch.arange(15), torch.arange(15, 75)
 
-    kss = _dense(problem.kernel, x[:30], x[:30])
+    kss = _dense(problem.kernel, subsample, subsample)
     values, vectors = torch.linalg.eigh(kss)
     values, vectors = values.flip(0), vectors.flip(1)
     factor = vectors[:, :4] * (1 / values[:4] - values[4] / values[:4] ** 2).sqrt()
-    at_s = torch.arange(15, 45)
+    at_s = torch.arange(15, 45) if rows is None else rows
     kzz = kernel[:15, :15]
-    if commuting:
+    if kind == "projected":
         factor, at_c = torch.linalg.solve(kzz, kernel[:15, 15:45] @ factor), at_z
     else:
         at_c = at_s
     preconditioner = torch.eye(75, dtype=torch.float64)
     preconditioner[:, at_c] -= kernel[:, at_c] @ factor @ factor.mT
-    diagonal = (kernel - kernel[:, at_c] @ factor @ factor.mT @ kernel[at_c]).diagonal()[at_x]
+    judged = torch.cat([at_s, torch.arange(45, 75)])
+    diagonal = (kernel - kernel[:, at_c] @ factor @ factor.mT @ kernel[at_c]).diagonal()[judged]
     block = (kernel - kernel[:, at_c] @ factor @ factor.mT @ kernel[at_c])[45:, 45:]
     assert directions.beta == pytest.approx(float(diagonal.max()), rel=tol)
     assert directions.lam == pytest.approx(float(torch.linalg.eigvalsh(block)[-1]) / 30, rel=10 * tol)
@@ -141,6 +144,14 @@ def test_projections_agree(name):
     inexact.shift = 0.5
     shifted = kzz + 0.5 * torch.eye(100, dtype=torch.float64)
     assert relative(shifted @ inexact.solve(h)[0], h) < 1e-5
+
+
+def test_an_inexact_projection_takes_its_directions_from_the_inducing_points():
+    problem = _problem(400, 40)
+    report = EigenPro4(projection="inexact", epochs=2, rank=20).solve(problem).report
+    assert report.preconditioner == "20 of 40 directions"
+    with pytest.raises(InputError, match="rank=50 exceeds the 40 inducing points"):
+        EigenPro4(projection="inexact", rank=50).solve(problem)
 
 
 def test_an_inexact_projection_that_does_not_converge_is_an_error(monkeypatch):
@@ -246,6 +257,11 @@ def test_a_stream_counts_its_points_for_the_noise():
     found = EigenPro3(epochs=30).solve(streamed).value
     assert found.shape == (30,)
     assert relative(_fit(problem, found, problem.x), wanted) < 0.02
+    with pytest.raises(InputError, match="at least 2 for a stream with noise"):
+        EigenPro3(epochs=1).solve(streamed)
+    with pytest.warns(ConvergenceWarning):
+        report = EigenPro3(epochs=3).solve(streamed, callback=lambda epoch: True).report
+    assert any("without the noise" in note for note in report.notes)
 
 
 # --- held-out error -------------------------------------------------------------------------------------------
@@ -426,7 +442,7 @@ def test_no_matrix_of_all_points_is_made(streamed, many_tiles, monkeypatch):
     else:
         problem = InducingPointProblem(kernel, x, y, 0.1, z)
     choices = {} if streamed else {"block_size": 100}
-    solver = EigenPro4(epochs=1, rank=5, subsample_size=40, projection="inexact", projection_rank=10, delay=5,
+    solver = EigenPro4(epochs=2, rank=5, subsample_size=40, projection="inexact", projection_rank=10, delay=5,
                        projection_tol=0.3, **choices)  # fmt: skip
     monkeypatch.setattr(eigenpro, "_FRESH", 40)
     with Largest() as largest:

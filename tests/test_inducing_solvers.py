@@ -25,10 +25,11 @@ from sketchgp import (
     NumericalError,
     record_solves,
 )
+from sketchgp.operators import fast_tiles
 from sketchgp.operators.sparse_sign import SparseSignEmbedding, distinct
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.falkon import falkon_preconditioner
-from sketchgp.preconditioners.krill import krill_preconditioner
+from sketchgp.preconditioners.krill import krill_preconditioner, sketch_rows
 from sketchgp.solvers.inducing import normal_equations
 from sketchgp.solvers.inducing import problem as inducing_problem
 from sketchgp.solvers.inducing.split_gradients import SplitGradients
@@ -174,6 +175,26 @@ def test_products_of_the_tall_matrix(kernel, dtype, accurate, monkeypatch):
     assert relative(matrix.gram_matmul(v), scale**2 * tall.mT @ (tall @ v)) < tight
     assert matrix.gram_matmul(v).dtype == torch.float64
     assert matrix.entries == 4 * N * M
+
+
+@pytest.mark.parametrize("features", [2, 3])  # by differences, by a matrix product
+def test_tiles_prepare_the_inducing_points_once(features, monkeypatch):
+    monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 20 * M)
+    made = []
+
+    def once(features, name, make, original=fast_tiles._Distances._once):
+        return original(features, name, lambda: made.append(name) or make())
+
+    monkeypatch.setattr(fast_tiles._Distances, "_once", staticmethod(once))
+    x, kernel = points(N, features).float(), MaternKernel(nu=1.5)
+    matrix, v = TallMatrix(kernel, x, x[:M]), normal(M, 2)
+    wanted = kernel.double()(x.double(), x[:M].double()).to_dense() @ v
+    for _ in range(2):
+        assert relative(matrix.matmul(v), wanted) < 1e-5
+    assert len(made) == 1
+    other = matrix._matrix.rows(torch.arange(7), torch.arange(M, 0, -1) - 1)  # not the same right side
+    assert relative(other.to_dense() @ v.flip(0).float(), wanted[:7]) < 1e-5
+    assert len(made) == 2
 
 
 def test_the_normal_matrix():
@@ -323,6 +344,13 @@ def test_float32_products_are_corrected():
     assert solves == [solution.report]
     assert (solution.report.dtype, solution.report.converged) == ("float32", True)
     assert relative(_found(problem, solution), _predictions(problem)) < 1e-6
+
+
+def test_the_automatic_sketch_is_larger_where_it_costs_little():
+    assert [sketch_rows(40_000, m) // m for m in (200, 1131, 1132, 2262, 2263)] == [8, 8, 4, 4, 2]
+    assert sketch_rows(10**8, 4000) == 32_000 and sketch_rows(10**8, 4001) == 8002
+    report = KRILL().solve(_problem()).report
+    assert report.preconditioner == f"sparse sign embedding of {sketch_rows(N, M)} rows"
 
 
 def test_a_report():

@@ -13,7 +13,7 @@ Gaussians that are multiplied become one Gaussian of the concatenated features, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -58,12 +58,14 @@ class Features:
 
     :ivar weight: ``(*b, 1, p)`` where the features are the inputs times it, else None (periodic kernels).
     :ivar alpha: the shape parameter of a rational quadratic kernel, ``(*b, 1, 1)`` or ``()``.
+    :ivar memo: what is made of the right side alone, where other parts of a matrix have the same one.
     """
 
     left: Tensor
     right: Tensor
     weight: Tensor | None
     alpha: Tensor | None
+    memo: dict[str, Tensor] | None = None
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Prepared:
 
     features: tuple[Features, ...]
     coefficients: Tensor
+    memos: dict[int, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def detached(self) -> Prepared:
         """The same values, without autograd."""
@@ -92,8 +95,11 @@ class Prepared:
         def take(x: Tensor, index: Tensor | None) -> Tensor:
             return x if index is None else x.index_select(-2, index)
 
-        features = tuple(Features(take(f.left, rows), take(f.right, columns), f.weight, f.alpha) for f in self.features)
-        return Prepared(features, self.coefficients)
+        features = []
+        for number, f in enumerate(self.features):
+            memo = self.memos.setdefault(number, {}) if columns is None else None
+            features.append(Features(take(f.left, rows), take(f.right, columns), f.weight, f.alpha, memo))
+        return Prepared(tuple(features), self.coefficients)
 
 
 @dataclass(frozen=True)

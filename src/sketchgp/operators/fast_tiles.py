@@ -88,9 +88,10 @@ class _Distances:
             root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs()
             root = root if profile.l1 else root.sqrt()
             # one feature after the other in memory, so that a tile's rows are read in order
-            self.left, self.right = ((x * root).mT.contiguous().mT for x in (self.left, self.right))
+            self.left = (self.left * root).mT.contiguous().mT
+            self.right = self._once(features, "direct", lambda: (self.right * root).mT.contiguous().mT)
         elif not profile.l1:
-            self.augmented = _augmented(features.right)
+            self.augmented = self._once(features, "augmented", lambda: _augmented(features.right))
             self.guarded = self.left.dtype == torch.float32 and _reduced(self.left.device)
             if profile is MATERN[0.5] and self.left.numel() and self.right.numel():
                 squares = (self.left.square().sum(dim=-1), self.augmented[..., -1])
@@ -98,6 +99,15 @@ class _Distances:
                 eps = torch.finfo(self.left.dtype).eps
                 self.limit = _lambert(0.5 * eps / _KINK[self.left.dtype] * largest).square() * self.factor
         self._rows: tuple[slice, Tensor] | None = None
+
+    @staticmethod
+    def _once(features: Features, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` makes of the right side, kept where other parts of a matrix have the same one."""
+        if features.memo is None:
+            return make()
+        if name not in features.memo:
+            features.memo[name] = make()
+        return features.memo[name]
 
     def _block(self, rows: slice) -> Tensor:
         """The left side ``[-2 f a, f |a|^2, f]`` of some rows, which stays the same along a row of tiles."""

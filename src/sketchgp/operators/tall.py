@@ -12,6 +12,7 @@ from .kernel_matrix import KernelMatrix
 from .tiles import spans
 
 _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores
+_ROWS = 128  # of a tile: with fewer, distances of many features take longer; so it may then be four times as large
 _CUDA_ENTRIES = 2**26
 
 
@@ -71,7 +72,7 @@ class TallMatrix:
         """
         n, m = self.shape
         most = _CUDA_ENTRIES if self.device.type == "cuda" else _CPU_ENTRIES
-        step = max(1, min(n, rows or max(16, most // m)))
+        step = max(1, min(n, rows or max(16, most // m, min(_ROWS, 4 * most // m))))
         for span in spans(n, step):
             indices = torch.arange(span.start, span.stop, device=self.device)
             yield span, self.part(indices)

@@ -52,8 +52,8 @@ class Falkon(NormalEquationsSolver):
                 f"counts expects one number for each of {problem.m} inducing points, got {len(self.counts)}."
             )
 
-    def _bytes(self, m: int) -> int:
-        return 8 * m * 6 * m
+    def _bytes(self, problem: InducingPointProblem) -> int:
+        return 48 * problem.m**2
 
     def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
         """Falkon's, of one normal matrix."""

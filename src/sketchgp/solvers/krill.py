@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..errors import InputError
 from ..operators.normal_matrix import NormalMatrix
 from ..preconditioners.factored import TriangularFactors
-from ..preconditioners.krill import krill_preconditioner
+from ..preconditioners.krill import krill_preconditioner, sketch_rows
 from .blockwise import check_count, check_seed
 from .inducing import InducingPointProblem, NormalEquationsSolver
 
@@ -20,10 +22,11 @@ class KRILL(NormalEquationsSolver):
     With inducing points of any kind a few tens of iterations at the most: the preconditioner is within a constant
     factor of the matrix whatever the data (arXiv:2304.12465, Theorem 3.4 and section 3).  Costs
     ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``8 m^2``
-    float64 numbers at the start.  Choose it wherever m x m matrices fit; else :class:`EigenPro4` or
+    float64 numbers at the start (``20 m^2`` up to 4,000 points).  Choose it wherever m x m matrices fit; else :class:`EigenPro4` or
     :class:`SketchySAGA`.
 
-    :param sketch_size: rows of Phi, at least m; None is 2m, the paper's.  More takes fewer iterations.
+    :param sketch_size: rows of Phi, at least m.  More take fewer iterations; None is 2m, the paper's, and up to 8m
+        where m is small beside n, so that they cost next to nothing.
     :param nonzeros: of a column of Phi.
     :param seed: of Phi.
 
@@ -47,15 +50,19 @@ class KRILL(NormalEquationsSolver):
         if self.sketch_size is not None and self.sketch_size < problem.m:
             raise InputError(
                 f"KRILL(sketch_size={self.sketch_size}) is below the {problem.m} inducing points; the sketch then "
-                "loses directions, and the solve stalls. Choose at least m; 2m is the default."
+                "loses directions, and the solve stalls. Choose at least m; the default is 2m or more."
             )
 
-    def _bytes(self, m: int) -> int:
-        return 8 * m * (4 * m + 2 * (self.sketch_size or 2 * m))
+    def _rows(self, problem: InducingPointProblem) -> int:
+        n = len(problem.x) if torch.is_tensor(problem.x) else problem.m
+        return self.sketch_size or sketch_rows(n, problem.m)
+
+    def _bytes(self, problem: InducingPointProblem) -> int:
+        return 8 * problem.m * (4 * problem.m + 2 * self._rows(problem))
 
     def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
         """KRILL's, of one normal matrix."""
         return krill_preconditioner(matrix, self.sketch_size, self.nonzeros, self.seed)
 
     def _describe(self, problem: InducingPointProblem) -> str:
-        return f"sparse sign embedding of {self.sketch_size or 2 * problem.m} rows"
+        return f"sparse sign embedding of {self._rows(problem)} rows"

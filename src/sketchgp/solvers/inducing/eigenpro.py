@@ -26,6 +26,7 @@ from .projection import ExactProjection, InexactProjection, Projection, exact_fi
 _SUBSAMPLE = (500, 2000)  # points of the subsample, where the choice is automatic
 _FRESH = 1000  # the most points beside it on which the step is computed
 _CHECKED = 8192  # the most training points on which the weights returned are judged
+_PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
 _ITERATIONS = 200  # the most of a projection by conjugate gradients
 
 
@@ -39,13 +40,14 @@ class EigenProSolver:
         comes in its own batches.
     :param rank: q, the directions that are slowed down; None takes the least for which the batch is critical, at most a
         quarter of the subsample.
-    :param subsample_size: s, points for the eigensystem: random ones of tensors, the first ones of a stream, which
-        therefore should be shuffled.  None is ``10 sqrt(n)``, at least 500 and at most 2000 (2000 for a stream), at
-        most half of the points.
+    :param subsample_size: s, points for the eigensystem.  With an exact projection random ones of tensors, the first
+        ones of a stream, which therefore should be shuffled; None is ``10 sqrt(n)``, at least 500 and at most 2000
+        (2000 for a stream), at most half of the points.  With an inexact one inducing points, so that nothing has to
+        be projected; None is 2000 of them.
     :param projection: ``"exact"``, by a Cholesky factor of Kzz; ``"inexact"``, by conjugate gradients without Kzz;
         ``"auto"`` is exact while Kzz is within :class:`sketchgp.settings.memory_budget`.
-    :param projection_tol: relative residual of an inexact projection; that of the directions is at most 1e-3.
-    :param projection_rank: of its RPCholesky preconditioner; None is ``10 sqrt(m)``.
+    :param projection_tol: relative residual of an inexact projection.
+    :param projection_rank: of its RPCholesky preconditioner; None is ``10 sqrt(m)``, at most 1000.
     :param preconditioner: ``"projected"``, whose fixed point is the solution; or ``"paper"``, whose fixed point for
         noise 0 is that of the papers, a least-squares fit in which the top directions count less.
     :param step_scale: a factor of the computed step.
@@ -101,6 +103,10 @@ class EigenProSolver:
             raise InputError(f"{self.name}() expects one noise for all points; use KRILL() for a noise of each point.")
         if problem.streamed and self.block_size is not None:
             raise InputError("block_size expects None for a stream, which comes in its own batches; set theirs.")
+        if problem.streamed and problem.level > 0 and self.epochs == 1:
+            raise InputError(
+                "epochs expects at least 2 for a stream with noise: the first counts the points, and does without it."
+            )
         if torch.is_tensor(problem.x):
             for name in ("rank", "subsample_size"):
                 if (getattr(self, name) or 0) > len(problem.x):
@@ -154,15 +160,12 @@ class EigenProSolver:
         if initial is not None:
             base += initial.reshape(base.shape).to(base)
         projection = self._projection(problem, columns)
-        size = self._subsample_size(len(x), problem)
-        directions = find_directions(
-            problem, projection, x[:size], x[size : size + _FRESH], self.rank, batch, self.preconditioner == "projected"
-        )
+        directions, size = self._directions(problem, projection, x, batch, generator)
         plan = Plan(
             self.epochs,
             self.max_seconds,
             batch,
-            self._delay(problem, batch, projection),
+            lambda: self._delay(problem, batch, projection),
             self.step_scale,
             self.averaging,
             self.cooldown,
@@ -225,10 +228,25 @@ class EigenProSolver:
         wanted = min(max(_SUBSAMPLE[0], math.ceil(10 * math.sqrt(n))), _SUBSAMPLE[1])
         return max(self.rank or 0, min(max(wanted, 4 * (self.rank or 0)), max(1, count // 2)))
 
+    def _directions(
+        self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int, generator: torch.Generator
+    ) -> tuple[Directions, int]:
+        """From training points x in random order; and s, the size of the subsample."""
+        size, commuting = self._subsample_size(len(x), problem), self.preconditioner == "projected"
+        if not commuting or isinstance(projection, ExactProjection):
+            subsample, fresh = x[:size], x[size : size + _FRESH]
+            return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting), size
+        if (self.rank or 0) > problem.m:
+            raise InputError(f"rank={self.rank} exceeds the {problem.m} inducing points; choose fewer.")
+        size = min(problem.m, self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0)))
+        rows = torch.randperm(problem.m, generator=generator)[:size].to(problem.device)
+        subsample = problem.inducing_points[rows]
+        return find_directions(problem, projection, subsample, x[:_FRESH], self.rank, batch, True, rows), size
+
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
             return ExactProjection(problem, columns)
-        rank = self.projection_rank or max(1, math.ceil(10 * math.sqrt(problem.m)))
+        rank = self.projection_rank or min(_PROJECTION_RANK, math.ceil(10 * math.sqrt(problem.m)))
         return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
 
     def _report(
@@ -245,8 +263,10 @@ class EigenProSolver:
         notes = [
             "no tolerance: the residual is that of training points, not of the normal equations",
             f"batches of {run.plan.block_size}, step {run.plan.step_scale * directions.step(run.plan.block_size):.3g}, "
-            f"{run.projections} {kind} projections, one every {run.plan.delay} batches at most",
+            f"{run.projections} {kind} projections, one every {run.delay} batches at most",
         ]
+        if problem.streamed and problem.level > 0 and run.epoch < 2:
+            notes.append("ended in its first epoch of the stream, which is without the noise")
         return SolveReport(
             solver=self.name,
             preconditioner=f"{rank} of {size} directions",

@@ -44,12 +44,15 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, how often, how: the choices of a solver once the automatic ones are made."""
+    """How long, how often, how: the choices of a solver once the automatic ones are made.
+
+    :ivar delay: asked after every projection: batches until the next one.
+    """
 
     epochs: int
     seconds: float | None
     block_size: int
-    delay: int
+    delay: Callable[[], int]
     step_scale: float
     averaging: bool
     cooldown: float
@@ -76,6 +79,7 @@ class Epochs:
     ) -> None:
         self.problem, self.model, self.plan, self.generator = problem, model, plan, generator
         self.held_out, self.checked, self.callback = held_out, checked, callback
+        self.delay = plan.delay()
         self.start = time.perf_counter()
         self.history: list[Tensor] = []
         self.errors: list[tuple[float, float, Tensor]] = []
@@ -146,14 +150,14 @@ class Epochs:
             ridge = self.problem.level / self.total if self.total else 0.0
             step = plan.step_scale * model.directions.step(b, ridge) * self._cooled()
             waiting += 1
-            g = model.step(x, y, step, step * b * ridge, last=waiting == plan.delay)
+            g = model.step(x, y, step, step * b * ridge, last=waiting == self.delay)
             self._watch(g, y)
             squares += g.square().sum(dim=0)
             targets += y.square().sum(dim=0)
             self.batches += 1
             self.rows += b
             bar.update(b)
-            if waiting == plan.delay:
+            if waiting == self.delay:
                 waiting = self._project()
             if interrupt.seen:
                 raise KeyboardInterrupt
@@ -192,6 +196,7 @@ class Epochs:
     def _project(self) -> int:
         self.model.project()
         self.projections += 1
+        self.delay = self.plan.delay()
         weight = (_RECENT + 1) / (self.projections + _RECENT) if self.plan.averaging else 1.0
         self.average.lerp_(self.model.base, weight)
         return 0

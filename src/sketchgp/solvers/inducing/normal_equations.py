@@ -52,14 +52,14 @@ class NormalEquationsSolver:
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""
-        needed, free = self._bytes(problem.m), available_memory(problem.device)
+        needed, free = self._bytes(problem), available_memory(problem.device)
         if needed > free:
             raise InputError(
                 f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m} and {free / 2**30:.1f} GiB are "
                 "free; use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), which need no m x m matrix."
             )
 
-    def _bytes(self, m: int) -> int:
+    def _bytes(self, problem: InducingPointProblem) -> int:
         """Of the m x m matrices that are held at once."""
         raise NotImplementedError
 

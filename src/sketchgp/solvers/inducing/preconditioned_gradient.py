@@ -9,7 +9,8 @@ References: Abedsoltan, Belkin, Pandit, "Toward large kernel models" (EigenPro 3
 That does not commute with the projection on the span, so it moves the fixed point: away from the least squares
 solution (EigenPro 3, Lemma 6), and from that of the ridge.  Here the functions ``K(., Xs) F`` are projected first,
 once: ``P f = f - K(., Z) N N^T f(Z)`` with ``Kzz N = K(Z, Xs) F``.  That P commutes, the fixed point is that of the
-objective, however well N is known, and a step evaluates no K(Xs, .).  The papers' P is there to compare with.
+objective, however well N is known, and a step evaluates no K(Xs, .).  Where Xs are some of the inducing points
+themselves, N is F in their rows, and nothing has to be solved.  The papers' P is there to compare with.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TOL = 1e-3  # of the projected directions: the less accurate, the smaller the s
 class Directions:
     """``P f = f - K(., C) G G^T f(C)``, and what the step rule needs to know of it.
 
-    :ivar points: C ``(c, d)``; None for the inducing points.
+    :ivar points: C ``(c, d)``; None for the inducing points, or those of them at ``rows`` ``(c,)``.
     :ivar factor: G ``(c, q)``.
     :ivar at_points: ``K(C, C) G`` ``(c, q)``, and ``at_inducing`` ``K(Z, C) G`` ``(m, q)``; one tensor where C is Z.
     :ivar beta: the largest diagonal entry of the preconditioned kernel.
@@ -49,6 +50,17 @@ class Directions:
     at_inducing: Tensor
     beta: float
     lam: float
+    rows: Tensor | None = None
+
+    def of(self, values: Tensor) -> Tensor:
+        """Values ``(m, t)`` at the inducing points, at C; where C are inducing points."""
+        return values if self.rows is None else values[self.rows]
+
+    def among(self, weights: Tensor) -> Tensor:
+        """Weights ``(c, t)`` of C as weights ``(m, t)`` of the inducing points; where C are inducing points."""
+        if self.rows is None:
+            return weights
+        return weights.new_zeros(len(self.at_inducing), weights.shape[1]).index_copy_(0, self.rows, weights)
 
     def step(self, batch: int, ridge: float = 0.0) -> float:
         """The step of a batch of so many points, where the objective has ``ridge`` = noise / n for each of them.
@@ -67,12 +79,14 @@ def find_directions(
     rank: int | None,
     batch: int,
     commuting: bool,
+    rows: Tensor | None = None,
 ) -> Directions:
     """P from a subsample; beta and lam on that and on fresh points, where both are larger than on the subsample.
 
     :param subsample: ``(s, d)``; :param fresh: ``(p, d)`` other points, p may be 0.
     :param rank: q; None for the least for which ``batch`` is critical, at most a quarter of s.
     :param commuting: project the functions, instead of the papers' P.
+    :param rows: ``(s,)`` where the subsample are inducing points: their indices.  The projection is then not used.
     """
     size, kernel = len(subsample), problem.kernel
     access = Access(KernelMatrix.of(kernel, subsample, engine="tiled").detach())
@@ -89,7 +103,9 @@ def find_directions(
     n = 0 if problem.streamed else len(problem.x)  # type: ignore[arg-type]
     factor = scaled_vectors(top, q, problem.level * size / n if n else 0.0)
     at_inducing = TallMatrix(kernel, problem.inducing_points, subsample).matmul(factor)
-    if commuting:
+    if rows is not None:
+        rows, images = rows[top.indices], at_subsample.matmul(factor)
+    elif commuting:
         factor, at_inducing = projection.solve(at_inducing, tol=_TOL)
         images = TallMatrix(kernel, points, problem.inducing_points).matmul(factor)
     else:
@@ -99,6 +115,8 @@ def find_directions(
     judged = judged.to(points.device)
     block = all_points.block(judged, judged) - images[judged] @ images[judged].mT
     lam = float(torch.linalg.eigvalsh(block)[-1].clamp(min=_TINY)) / len(judged)
+    if rows is not None:
+        return Directions(None, factor, at_inducing[rows], at_inducing, beta, lam, rows)
     if commuting:
         return Directions(None, factor, at_inducing, at_inducing, beta, lam)
     return Directions(subsample, factor, images[:size], at_inducing, beta, lam)
@@ -121,10 +139,10 @@ class Model:
 
     def _forget(self) -> None:
         directions, columns = self.directions, self.base.shape[1]
-        self.recent: tuple[Tensor, Tensor] | None = None  # points of the batches, and their weights
+        self.recent: list[tuple[Tensor, Tensor]] = []  # points of the batches, and their weights
         self.correction = self.base.new_zeros(len(directions.factor), columns)  # weights of C
         self.h = torch.zeros_like(self.base)  # recent part and correction, at Z
-        self.h_points = self.h if directions.points is None else torch.zeros_like(self.correction)  # the same at C
+        self.h_points = None if directions.points is None else torch.zeros_like(self.correction)  # the same at C
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, step: float, decay: float, last: bool) -> Tensor:
@@ -135,48 +153,48 @@ class Model:
         """
         kernel, directions = self.problem.kernel, self.directions
         g = -y
-        if self.recent is not None:
-            g += TallMatrix(kernel, x, self.recent[0]).matmul(self.recent[1])
+        for points, weights in self.recent:
+            g += TallMatrix(kernel, x, points).matmul(weights)
         tall = TallMatrix(kernel, x, self.problem.inducing_points)
-        weights = self.base
         if directions.points is None:
-            weights = weights + self.correction
+            weights = self.base + directions.among(self.correction)
         else:
+            weights = self.base
             to_points = TallMatrix(kernel, x, directions.points)
             g += to_points.matmul(self.correction)
         gradient = torch.zeros_like(self.base)
         for span, tile in tall.tiles():
             g[span] += tile @ weights
             gradient.addmm_(tile.mT, g[span])
-        at_points = gradient if directions.points is None else to_points.t_matmul(g)
+        at_points = directions.of(gradient) if directions.points is None else to_points.t_matmul(g)
         slowed = step * (directions.factor.mT @ at_points)
         if decay:
-            slowed += decay * (directions.at_inducing.mT @ self.base + directions.factor.mT @ self.h_points)
+            h_points = directions.of(self.h) if self.h_points is None else self.h_points
+            slowed += decay * (directions.at_inducing.mT @ self.base + directions.factor.mT @ h_points)
             self._shrink(1 - decay)
         self.correction += directions.factor @ slowed
         self.h.sub_(gradient, alpha=step).add_(directions.at_inducing @ slowed)
-        if directions.points is not None:
+        if self.h_points is not None:
             self.h_points.sub_(at_points, alpha=step).add_(directions.at_points @ slowed)
         if not last:
-            new = (x, g * -step)
-            self.recent = (
-                new
-                if self.recent is None
-                else (
-                    torch.cat([self.recent[0], new[0]]),
-                    torch.cat([self.recent[1], new[1]]),
-                )
-            )
+            self._remember(x, g * -step)
         return g
+
+    def _remember(self, x: Tensor, weights: Tensor) -> None:
+        """Parts of equal size become one, so that there are few and each point is copied a few times."""
+        self.recent.append((x, weights))
+        while len(self.recent) > 1 and len(self.recent[-1][0]) >= len(self.recent[-2][0]):
+            last, before = self.recent.pop(), self.recent.pop()
+            self.recent.append((torch.cat([before[0], last[0]]), torch.cat([before[1], last[1]])))
 
     def _shrink(self, factor: float) -> None:
         self.base *= factor
         self.correction *= factor
         self.h *= factor
-        if self.h_points is not self.h:
+        if self.h_points is not None:
             self.h_points *= factor
-        if self.recent is not None:
-            self.recent[1].mul_(factor)
+        for _, weights in self.recent:
+            weights *= factor
 
     @torch.no_grad()
     def project(self) -> None:

@@ -13,6 +13,7 @@ from ...settings import memory_budget
 from .problem import InducingPointProblem
 
 _FAILED = 0.5  # relative residual above which a projection does more harm than good
+_USUAL_COST = 10  # conjugate gradients of one projection, before the first one is known
 _LEAST_LEVEL = 1e-9  # of a preconditioner's diagonal over the trace of Kzz: its inverse loses digits below
 
 
@@ -75,7 +76,7 @@ class InexactProjection(Projection):
 
     @property
     def cost(self) -> float:  # type: ignore[override]
-        return max(1.0, self.iterations / max(1, self.solves))
+        return max(1.0, self.iterations / self.solves) if self.solves else _USUAL_COST
 
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
         norm, tol = h.norm(dim=0), min(tol, self.tol)
