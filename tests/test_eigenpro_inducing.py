@@ -434,7 +434,7 @@ def test_ctrl_c_returns_the_best_weights(interruptible):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_no_matrix_of_all_points_is_made(streamed, many_tiles, monkeypatch):
-    monkeypatch.setattr(tall, "_CPU_ENTRIES", 5000)
+    monkeypatch.setattr(tall, "_CPU_ENTRIES", 1500)
     x, y = _data(1000)
     kernel, z = _kernel("matern"), x[:150].clone()
     if streamed:

@@ -22,8 +22,8 @@ class KRILL(NormalEquationsSolver):
     With inducing points of any kind a few tens of iterations at the most: the preconditioner is within a constant
     factor of the matrix whatever the data (arXiv:2304.12465, Theorem 3.4 and section 3).  Costs
     ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``8 m^2``
-    float64 numbers at the start (``20 m^2`` up to 4,000 points).  Choose it wherever m x m matrices fit; else :class:`EigenPro4` or
-    :class:`SketchySAGA`.
+    float64 numbers at the start (``20 m^2`` up to 4,000 points).  Choose it wherever m x m matrices fit; else
+    :class:`EigenPro4` or :class:`SketchySAGA`.
 
     :param sketch_size: rows of Phi, at least m.  More take fewer iterations; None is 2m, the paper's, and up to 8m
         where m is small beside n, so that they cost next to nothing.
