@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib
@@ -53,6 +54,23 @@ def load_arrays(directory: Path, name: str) -> dict[str, np.ndarray]:
         if key not in arrays:
             raise SystemExit(f"{name}.npz has no array {key!r} (it holds: {', '.join(sorted(arrays))}).")
     return arrays
+
+
+def arguments(doc: str, quick: str, report: bool = True) -> argparse.ArgumentParser:
+    """The options that a benchmark has: ``--data``, ``--out``, ``--fresh``, ``--quick``, and ``--report``.
+
+    Args:
+        doc: the docstring of the script.
+        quick: what it does then.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    parser.add_argument("--data", help="directory with the NAME.npz files")
+    parser.add_argument("--out", help="directory for the results")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    if report:
+        parser.add_argument("--report", action="store_true", help="measure nothing")
+    return parser
 
 
 def has_data(directory: Path, name: str) -> bool:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import math
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gpytorch
 import linear_operator
 import torch
 from torch import Tensor
+
+from common import read_json
 
 
 def true_residual(kernel: gpytorch.kernels.Kernel, x: Tensor, y: Tensor, noise: float, solution: Tensor) -> float:
@@ -127,3 +134,17 @@ def high_water_mb() -> float | None:
     ``getrusage`` may count what the parent held when it started this one; Linux' own account does not.
     """
     return _status_mb("VmHWM") or peak_memory_mb()
+
+
+def in_new_process(script: Path, task: dict[str, Any], data: Path) -> dict[str, Any]:
+    """What ``script --data DATA --task TASK ANSWER`` writes, in a process of its own, whose memory is its own too.
+
+    ``{"failed": reason}`` where it did not end well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, str(script), "--data", str(data), "--task", json.dumps(task), str(answer)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            return {"failed": (done.stderr.strip() or f"ended with {done.returncode}").split("\n")[-1][:500]}
+        return read_json(answer)
