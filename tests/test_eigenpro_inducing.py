@@ -549,6 +549,8 @@ def test_arguments_that_do_not_fit():
         EigenPro3(rank=200).solve(stream)
     with pytest.raises(InputError, match="initial"):
         EigenPro3().solve(problem, initial=y)
+    with pytest.raises(InputError, match=r"initial .*NaN"):
+        EigenPro3().solve(problem, initial=torch.full((problem.m,), float("nan")).double())
     for held_out, match in [
         ((x[:, :2], y), "features"),
         ((x.float(), y.float()), "float32"),

@@ -507,8 +507,21 @@ def test_choices_that_do_not_fit(make, message):
         make()
 
 
+def test_choices_with_counts_compare():
+    counts = torch.linspace(1, 2, 5)
+    assert Falkon() == Falkon() != Falkon(counts=counts) != KRILL()
+    assert Falkon(counts=counts) == Falkon(counts=counts.clone()) != Falkon(counts=counts + 1)
+    assert Falkon(counts=counts) != Falkon(counts=counts, tol=1e-5)
+    assert hash(Falkon(counts=counts)) == hash(Falkon(counts=counts.clone()))
+
+
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr(normal_equations, "available_memory", lambda device: 64 * M * M - 1)
+    matrices = 8 * M * (4 * M + 2 * sketch_rows(N, M))
+    monkeypatch.setattr(normal_equations, "available_memory", lambda device: matrices + 8 * 2 * (2 * N + 10 * M))
+    KRILL().solve(_problem())
+    with pytest.raises(InputError, match=r"2 column\(s\)"):
+        KRILL(sketch_size=sketch_rows(N, M) + 1).solve(_problem())
+    monkeypatch.setattr(normal_equations, "available_memory", lambda device: matrices - 1)
     with pytest.raises(InputError, match=r"needs 0.0 GiB for m = 40 .* fewer inducing points"):
         KRILL().solve(_problem())
     monkeypatch.setattr(inducing_problem, "available_memory", lambda device: 8 * M * M - 1)

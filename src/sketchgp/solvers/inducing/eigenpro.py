@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import ConvergenceWarning, InputError
 from ...report import SolveReport, peak_memory, record
 from ..blockwise import check_count, check_seed
-from ..problem import Solution
+from ..problem import Solution, check_tensor
 from .epochs import Epoch, Epochs, Plan, check_columns
 from .held_out import HeldOut
 from .preconditioned_gradient import Directions, Model, find_directions
@@ -153,8 +153,10 @@ class EigenProSolver:
         x, y, vector, batch = self._first_points(problem, generator)
         columns = y.shape[1]
         shape = (problem.m,) if vector else (problem.m, columns)
-        if initial is not None and initial.shape != shape:
-            raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
+        if initial is not None:
+            check_tensor("initial", initial, (1, 2))
+            if initial.shape != shape:
+                raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
         error = None if held_out is None else HeldOut(problem, *held_out, shape[1:])
         base = torch.zeros(problem.m, columns, dtype=torch.float64, device=problem.device)
         if initial is not None:

@@ -23,6 +23,9 @@ from .problem import InducingPointProblem
 from .split_gradients import SplitGradients
 
 
+_VECTORS = 10  # float64 blocks (m, t) of a solve
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormalEquationsSolver:
     """Preconditioned conjugate gradients on ``(Kzx Kxz + noise Kzz) W = Kzx y``, all columns at once.
@@ -52,11 +55,15 @@ class NormalEquationsSolver:
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""
-        needed, free = self._bytes(problem), available_memory(problem.device)
+        columns = 1 if problem.y is None else max(1, problem.y[:1].numel())
+        n = len(problem.x) if torch.is_tensor(problem.x) else 0
+        needed = self._bytes(problem) + 8 * columns * (2 * n + _VECTORS * problem.m)
+        free = available_memory(problem.device)
         if needed > free:
             raise InputError(
-                f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m} and {free / 2**30:.1f} GiB are "
-                "free; use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), which need no m x m matrix."
+                f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m} and {columns} column(s), and "
+                f"{free / 2**30:.1f} GiB are free; use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), "
+                "which need no m x m matrix."
             )
 
     def _bytes(self, problem: InducingPointProblem) -> int:

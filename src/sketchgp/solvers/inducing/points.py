@@ -20,6 +20,7 @@ from ..problem import check_kernel, check_tensor
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
 _FULL_KMEANS = 20_000  # points up to which k-means looks at all of them every round
 _KMEANS_ROWS = 256  # points an inducing point, at least 100,000, that k-means is shown where there are more
+_UNSEEN = 1e4  # times the extent of x, lengthscales of features that the kernel does not look at
 _KMEANS_LEAST = 100_000
 _PILOTS = 4  # points of the leverage scores' subsample for every inducing point; at most _MOST_PILOTS
 _MOST_PILOTS = 4000
@@ -135,13 +136,16 @@ def _k_means(kernel: Any, x: Tensor, m: int, generator: torch.Generator, seed: i
 
 
 def _lengthscales(kernel: Any, x: Tensor) -> Tensor:
-    """``(d,)`` what to divide x by: the lengthscales of a kernel on all inputs, or ones."""
+    """``(d,)`` what to divide x by: the kernel's lengthscales, or ones; features it does not look at count nothing."""
+    dims = torch.arange(x.shape[1]) if kernel.active_dims is None else kernel.active_dims.cpu()  # the outermost counts
     while not getattr(kernel, "has_lengthscale", False) and hasattr(kernel, "base_kernel"):
         kernel = kernel.base_kernel
-    scale = getattr(kernel, "lengthscale", None) if getattr(kernel, "has_lengthscale", False) else None
-    if scale is None or kernel.active_dims is not None or scale.numel() not in (1, x.shape[1]):
-        return x.new_ones(x.shape[1])
-    return scale.detach().reshape(-1).expand(x.shape[1]).to(x)
+    scale = kernel.lengthscale if getattr(kernel, "has_lengthscale", False) else None
+    scale = x.new_ones(1) if scale is None or scale.numel() not in (1, len(dims)) else scale.detach().reshape(-1).to(x)
+    extent = (x.amax(dim=0) - x.amin(dim=0)).max().clamp(min=1.0)
+    scales = torch.full_like(x[0], _UNSEEN * float(scale.max() * extent))
+    scales[dims.to(x.device)] = scale.expand(len(dims))
+    return scales
 
 
 def _rpcholesky(kernel: Any, x: Tensor, m: int, generator: torch.Generator) -> InducingPoints:
