@@ -22,7 +22,6 @@ from ..problem import Solution, check_tensor
 from .problem import InducingPointProblem
 from .split_gradients import SplitGradients
 
-
 _VECTORS = 10  # float64 blocks (m, t) of a solve
 
 
