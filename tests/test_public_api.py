@@ -114,6 +114,8 @@ SIGNATURES = {
         "kernel": ...,
         "inducing_points": ...,
         "solver": "auto",
+        "variance": "auto",
+        "variance_samples": 64,
     },
     "KRILL": {**NORMAL, "sketch_size": None, "nonzeros": 8, "seed": 0},
     "Falkon": {**NORMAL, "counts": None},

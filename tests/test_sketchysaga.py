@@ -347,7 +347,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_m_by_m_or_n_by_m(monkeypatch, many_tiles):
-    monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 8000)
+    monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 2000)
     monkeypatch.setattr("sketchgp.preconditioners.sketchysaga._COLUMNS", 8000)
     monkeypatch.setattr("sketchgp.solvers.inducing.saga._LEAST_ROWS", 100)
     monkeypatch.setattr("sketchgp.solvers.inducing.saga._LEAST_SAMPLE", 50)

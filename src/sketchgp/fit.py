@@ -25,8 +25,8 @@ from .inducing_point_gp import InducingPointGP
 
 @dataclass
 class FitHistory:
-    """What a fit did.  ``losses`` are negative log marginal likelihoods divided by n, one a step; ``best_step`` is
-    the step whose parameters the model was left with; ``reason`` says why it ended."""
+    """What a fit did.  ``losses`` are negative log marginal likelihoods divided by n (by n t for t outputs), one a
+    step; ``best_step`` is the step whose parameters the model was left with; ``reason`` says why it ended."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

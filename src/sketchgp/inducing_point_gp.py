@@ -8,15 +8,21 @@ import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
-from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, KroneckerProductLinearOperator
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from .errors import InputError
 from .inference.collapsed import Collapsed
-from .models.sparse_covariance import SparseMarginal, SparsePosterior, SparsePrior, TraceTerm
-from .operators import KernelMatrix
-from .operators.tall import constant
-from .operators.tiles import spans
+from .inference.pathwise import ErrorPaths, expansion
+from .models.independent_outputs import IndependentOutputs
+from .models.sparse_covariance import (
+    PathwisePosterior,
+    SparseMarginal,
+    SparseMultitaskMarginal,
+    SparsePosterior,
+    SparsePrior,
+    TraceTerm,
+)
 from .preconditioners.cache import structure
 from .settings import available_memory
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
@@ -24,7 +30,7 @@ from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, Sk
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _KRILL_BYTES = 64  # times m^2
 _STATISTICS_BYTES = 56  # times m^2
-_ENTRIES = 2**22  # of k(x, z) held at once
+_VARIANCES = ("auto", "dtc", "pathwise")
 
 
 class InducingPointGP(gpytorch.models.ExactGP):
@@ -36,11 +42,21 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
     - The mean is found by ``solver`` (:class:`sketchgp.InducingPointProblem`), once, and kept until a parameter or the
       data change.  Its weights are float64 whatever the dtype of the data.
-    - Variances are those of DTC: ``k(x, x) - q(x, x) + k(x, z) (Kzz + Kzx D^-1 Kxz)^-1 k(z, x)``, computed when they
-      are first asked for, from one sweep over the data (``n m^2`` operations, ``O(m^2)`` memory).
+    - Variances are computed when they are first asked for, by ``variance``:
+
+      - ``"dtc"``: ``k(x, x) - q(x, x) + k(x, z) (Kzz + Kzx D^-1 Kxz)^-1 k(z, x)``, from one sweep over the data
+        (``n m^2`` operations, ``O(m^2)`` memory).
+      - ``"pathwise"``: the mean squared error of the predictor ``k(., z) W`` under the prior, an average over
+        ``variance_samples`` functions drawn from the prior that the solver is given in place of the data, with no
+        m x m matrix (:class:`sketchgp.inference.pathwise.ErrorPaths`).  It has no bias, a relative standard deviation
+        of ``sqrt(2 / variance_samples)``, and lies above the variance of the exact posterior but for that.  It is not
+        the formula of DTC, which takes the data for drawn from q: where q differs from k the two differ, and DTC's is
+        often the larger.  It knows kernels with random features: RBF, Matern, rational quadratic, periodic, Laplace
+        and constant kernels, their sums and products.
+      - ``"auto"``: DTC while its matrices fit into the free memory, and samples beyond.
     - Nothing n x m is ever stored, and k(test, train) is never formed.
     - Several outputs: targets ``(n, t)`` share kernel, noise and inducing points; predictions are then a
-      ``MultitaskMultivariateNormal`` of independent outputs.
+      ``MultitaskMultivariateNormal`` of independent outputs, and the bound is the sum of theirs.
 
     :param train_x: ``(n, d)``.
     :param train_y: ``(n,)`` or ``(n, t)``.
@@ -50,7 +66,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``SketchySAGA(...)``, ``EigenPro3(...)``,
         ``EigenPro4(...)``, or ``"auto"``: QR up to 1,000 points, KRILL while its matrices fit into half of the free
         memory, SketchySAGA beyond.  EigenPro has no tolerance: its mean is as near as its epochs take it.
-    :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver.
+    :param variance: ``"auto"``, ``"dtc"`` or ``"pathwise"``.
+    :param variance_samples: functions that pathwise variances are an average over.
+    :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver or variance.
     """
 
     def __init__(
@@ -62,10 +80,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
         kernel: Any,
         inducing_points: Tensor,
         solver: Any = "auto",
+        variance: str = "auto",
+        variance_samples: int = 64,
     ) -> None:
         if solver != "auto" and not isinstance(solver, INDUCING_POINT_SOLVERS):
             names = ", ".join(f"{known.__name__}()" for known in INDUCING_POINT_SOLVERS)
             raise InputError(f"solver expects 'auto' or one of {names}, got {solver!r}.")
+        _check_variance(variance, variance_samples)
         if type(self).forward is not InducingPointGP.forward:
             raise InputError(
                 "InducingPointGP takes mean and kernel as arguments; a forward of your own would do nothing."
@@ -79,6 +100,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         InducingPointProblem(kernel, train_x, train_y, 1.0, inducing_points)  # refuses what does not fit
         super().__init__(train_x, train_y, likelihood)
         self.mean_module, self.covar_module, self.solver = mean, kernel, solver
+        self.variance, self.variance_samples = variance, variance_samples
         points = inducing_points.detach().clone()
         self.register_parameter("inducing_points", torch.nn.Parameter(points, requires_grad=False))
         self.register_added_loss_term("trace")
@@ -106,14 +128,15 @@ class InducingPointGP(gpytorch.models.ExactGP):
             )
         return noise
 
+    def _prior_mean(self, x: Tensor) -> Tensor:
+        mean = self.mean_module(x)
+        if mean.shape != (len(x),):
+            raise InputError(f"mean expects to give one value a point, shape ({len(x)},), got {tuple(mean.shape)}.")
+        return mean
+
     def _residual(self) -> Tensor:
         """Targets less prior means, ``(n, t)``."""
-        mean = self.mean_module(self._x)
-        if mean.shape != (len(self._x),):
-            raise InputError(
-                f"mean expects to give one value a point, shape ({len(self._x)},), got {tuple(mean.shape)}."
-            )
-        return self.train_targets.reshape(len(self._x), -1) - mean.unsqueeze(-1)
+        return self.train_targets.reshape(len(self._x), -1) - self._prior_mean(self._x).unsqueeze(-1)
 
     @property
     def solution(self) -> Solution:
@@ -140,18 +163,57 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return KRILL()
         return SketchySAGA()
 
-    def _statistics(self, asked: Any = None) -> Collapsed:
-        """:param asked: the state of a prediction, whose variance is asked for now; None for the present one."""
+    @property
+    def variance_method(self) -> str:
+        """What variances are of the present parameters and data: ``"dtc"`` or ``"pathwise"``."""
         with torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
-            if asked is not None and not _same(asked, self._kept["state"]):
-                raise InputError("The model or its data changed after this prediction; call the model again.")
+        _check_variance(self.variance, self.variance_samples)
+        if self.variance != "auto":
+            return self.variance
+        if "method" not in self._kept:  # decided once, as the memory that is free differs from call to call
+            fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= available_memory(self._x.device)
+            self._kept["method"] = "dtc" if fits else "pathwise"
+        return self._kept["method"]
+
+    @property
+    def variance_solution(self) -> Solution:
+        """The :class:`sketchgp.Solution` behind pathwise variances: weights ``(m, variance_samples)`` and the report.
+
+        :raises InputError: for a kernel without random features.
+        """
+        return self._errors().solution
+
+    def _check_unchanged(self, asked: Any) -> None:
+        """:param asked: the state of a prediction, whose variance is asked for now; None for the present one."""
+        self._forget_if_changed()
+        if asked is not None and not _same(asked, self._kept["state"]):
+            raise InputError("The model or its data changed after this prediction; call the model again.")
+
+    def _errors(self, asked: Any = None) -> ErrorPaths:
+        with torch.inference_mode(False), torch.no_grad():
+            self._check_unchanged(asked)
+            if "errors" not in self._kept:
+                self._kept["errors"] = ErrorPaths(
+                    self.covar_module,
+                    self._x,
+                    self.inducing_points.detach(),
+                    self.noise().to(torch.float64),
+                    self.variance_samples,
+                    lambda problem: self._solver(problem).solve(problem),
+                )
+            return self._kept["errors"]
+
+    def _statistics(self, asked: Any = None) -> Collapsed:
+        with torch.inference_mode(False), torch.no_grad():
+            self._check_unchanged(asked)
             if "statistics" not in self._kept:
                 m, free = len(self.inducing_points), available_memory(self._x.device)
                 if _STATISTICS_BYTES * m**2 > free:
                     raise InputError(
-                        f"Variances take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
-                        f"{free / 2**30:.1f} GiB are free; the mean is there: predict(model, x, variance=None)."
+                        f"Variances of DTC take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
+                        f"{free / 2**30:.1f} GiB are free; variance='pathwise' does without, and the mean is there: "
+                        "predict(model, x, variance=None)."
                     )
                 noise = self.noise().to(torch.float64)
                 self._kept["statistics"] = self._collapse(noise, self._residual())
@@ -167,7 +229,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         state = (
             [value.detach().clone() for value in values],
             objects,
-            [structure(self.covar_module), structure(self.mean_module)],
+            [structure(self.covar_module), structure(self.mean_module), self.variance, self.variance_samples],
             [self._x._version, self.train_targets._version],
         )
         if "state" not in self._kept or not _same(self._kept["state"], state):
@@ -213,33 +275,43 @@ class InducingPointGP(gpytorch.models.ExactGP):
             raise InputError("InducingPointGP has no gradients of predictions with respect to hyperparameters.")
         mean = self._mean(x)
         state = self._kept["state"]
-        covariance: Any = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))
-        if x.dim() > 2:
-            covariance = DenseLinearOperator(covariance.to_dense())
+        covariance: Any
+        if self.variance_method == "pathwise":
+            covariance = PathwisePosterior(x, errors=lambda: self._errors(state))
+        else:
+            covariance = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))
+            if x.dim() > 2:
+                covariance = DenseLinearOperator(covariance.to_dense())
         if self.train_targets.dim() == 1:
             return MultivariateNormal(mean.squeeze(-1), covariance)
-        outputs = DiagLinearOperator(mean.new_ones(*x.shape[:-2], mean.shape[-1]))
-        return MultitaskMultivariateNormal(mean, KroneckerProductLinearOperator(covariance, outputs))
+        return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
 
     def _prior(self, x: Tensor) -> MultivariateNormal:
         if not torch.equal(x, self._x):
             raise RuntimeError("You must train on the training inputs!")
-        if self.train_targets.dim() > 1:
-            raise InputError("Training by marginal likelihood expects targets (n,); use one output to tune with.")
-        term = TraceTerm()
+        term, mean = TraceTerm(), self._prior_mean(x)
         self.update_added_loss_term("trace", term)
-        return SparseMarginal(self.mean_module(x), SparsePrior(x, collapse=self._collapse, term=term))
+        differ = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
+        prior = SparsePrior(x, collapse=self._collapse, term=term, noises_differ=differ)
+        if self.train_targets.dim() == 1:
+            return SparseMarginal(mean, prior)
+        t = self.train_targets.shape[1]
+        return SparseMultitaskMarginal(mean.unsqueeze(-1).expand(-1, t), IndependentOutputs.of(prior, t))
 
     def _mean(self, x: Tensor) -> Tensor:
         """``(..., p, t)``, differentiable in x."""
         weights = self.solution.value.reshape(len(self.inducing_points), -1)
-        z, parts = self.inducing_points.detach(), []
-        for span in spans(x.shape[-2], max(1, _ENTRIES // (len(z) * x.shape[:-2].numel()))):
-            block = constant(KernelMatrix.of(self.covar_module, x[..., span, :], z, engine="tiled")).double().to_dense()
-            parts.append((block @ weights).to(x.dtype))
+        mean = expansion(self.covar_module, x, self.inducing_points.detach(), weights).to(x.dtype)
         constants = {name: value.detach() for name, value in self.mean_module.named_parameters()}
         prior = torch.func.functional_call(self.mean_module, constants, (x,))
-        return torch.cat(parts, dim=-2) + prior.unsqueeze(-1)
+        return mean + prior.unsqueeze(-1)
+
+
+def _check_variance(variance: Any, samples: Any) -> None:
+    if variance not in _VARIANCES:
+        raise InputError(f"variance expects one of {_VARIANCES}, got {variance!r}.")
+    if type(samples) is not int or samples < 1:
+        raise InputError(f"variance_samples expects a positive integer, got {samples!r}.")
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

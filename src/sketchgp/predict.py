@@ -42,10 +42,11 @@ class Prediction:
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
     ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
-    ``"low_rank"`` (:class:`sketchgp.inference.LowRankVariance`), ``"dtc"`` (:class:`sketchgp.InducingPointGP`) or
-    ``"none"``.  ``variance_check`` compares low-rank
-    variances with exact ones at ``points`` test points: ``min_ratio``, ``median_ratio``, ``max_ratio`` of the latent
-    variances, and ``observation_min_ratio`` and so on with the noise added.
+    ``"low_rank"`` (:class:`sketchgp.inference.LowRankVariance`), ``"dtc"`` or ``"pathwise"`` (of an
+    :class:`sketchgp.InducingPointGP`; the latter by samples, whose solve ``model.variance_solution.report`` is of), or
+    ``"none"``.  ``variance_check`` compares low-rank variances with exact ones at ``points`` test points:
+    ``min_ratio``, ``median_ratio``, ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with
+    the noise added.
     ``report`` is of the solve behind the mean, None where that had been done before.
     """
 
@@ -138,8 +139,9 @@ def predict(
 
     Unlike ``model(x)`` it never makes an m x n or m x m array: the mean goes by chunks of tiles, and so do variances.
 
-    :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP` (variances of DTC); it
-        is put into eval mode.
+    :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose variances are
+        those of DTC or pathwise as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
+        mode.
     :param x: test inputs ``(m, d)``, of the training inputs' dtype and device.
     :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
         inducing points (FITC, which lies above the exact variance nearly always) and compares it with exact ones
@@ -203,23 +205,27 @@ def predict(
 
 
 def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
-    """Of a model on inducing points: variances are those of DTC."""
+    """Of a model on inducing points, which knows how variances are computed."""
     if variance not in (None, "auto"):
-        raise InputError(f"The variance of an InducingPointGP is that of DTC; variance expects 'auto' or None, got "
-                         f"{variance!r}.")  # fmt: skip
+        raise InputError(f"The variance of an InducingPointGP is that of DTC or pathwise, as the model was told; "
+                         f"variance expects 'auto' or None, got {variance!r}.")  # fmt: skip
     means, variances = [], []
-    with torch.no_grad(), record_solves() as solves:
+    with record_solves() as solves:
+        solution = model.solution
+    report = solution.report if solves else None
+    with torch.no_grad():
         for part in tqdm(list(spans(len(x), rows)), desc="prediction", disable=not show or len(x) <= rows, leave=False):
             posterior = model(x[part])  # whose variance is computed where it is looked at
             means.append(posterior.mean)
             if variance is not None:
                 variances.append(posterior.variance)
-        mean, report = torch.cat(means), solves[0] if solves else None
+        mean = torch.cat(means)
         if variance is None:
             return Prediction(mean, None, None, "none", None, report)
         latent = torch.cat(variances)
         noise = _noise(model, x, latent)
-        return Prediction(mean, latent, None if noise is None else latent + noise, "dtc", None, report)
+        observed = None if noise is None else latent + noise
+        return Prediction(mean, latent, observed, model.variance_method, None, report)
 
 
 def _renew(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Covariances of an inducing-point model as LinearOperators: the prior Q with noise, and the posterior."""
+"""Covariances of an inducing-point model as LinearOperators: the prior Q with noise, and the posteriors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 from gpytorch import settings as gpytorch_settings
-from gpytorch.distributions import MultivariateNormal
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.mlls import AddedLossTerm
-from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, LinearOperator
+from linear_operator.operators import (
+    DenseLinearOperator,
+    DiagLinearOperator,
+    LinearOperator,
+    RootLinearOperator,
+)
 from torch import Tensor
 
 from ..errors import InputError
 from ..inference.collapsed import Collapsed
+from ..inference.pathwise import ErrorPaths
 from ..operators import KernelMatrix
 from ..operators.tall import constant
 from ..operators.tiles import spans
@@ -44,30 +50,41 @@ class SparsePrior(LinearOperator):
     :param x: ``(n, d)`` training inputs.
     :param collapse: ``(noise, residual) -> Collapsed``.
     :param term: is told what was computed.
+    :param noises_differ: whether the likelihood has a noise of its own for each point.
     """
 
-    def __init__(self, x: Tensor, *, collapse: Collapse, term: TraceTerm, noise: Tensor | None = None) -> None:
-        super().__init__(x, collapse=collapse, term=term, noise=noise)
-        self.x, self.collapse, self.term, self.noise = x, collapse, term, noise
+    def __init__(
+        self,
+        x: Tensor,
+        *,
+        collapse: Collapse,
+        term: TraceTerm,
+        noise: Tensor | None = None,
+        noises_differ: bool = False,
+    ) -> None:
+        super().__init__(x, collapse=collapse, term=term, noise=noise, noises_differ=noises_differ)
+        self.x, self.collapse, self.term, self.noise, self.noises_differ = x, collapse, term, noise, noises_differ
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, DiagLinearOperator) and self.noise is None:
             noise = other._diagonal().expand(len(self.x))
-            return SparsePrior(self.x, collapse=self.collapse, term=self.term, noise=noise)
+            return SparsePrior(
+                self.x, collapse=self.collapse, term=self.term, noise=noise, noises_differ=self.noises_differ
+            )
         return super().__add__(other)
 
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
     ) -> tuple[Tensor, Tensor]:
-        """``(r^T (Q + noise)^-1 r, log det(Q + noise))`` for one right-hand side, differentiable."""
-        if self.noise is None or inv_quad_rhs is None or inv_quad_rhs.shape[-1] != 1 or inv_quad_rhs.dim() > 2:
-            raise InputError("The covariance of an inducing-point model expects noise, and one vector of residuals.")
+        """``(r^T (Q + noise)^-1 r, log det(Q + noise))``, differentiable; the sum over the columns of r ``(n, t)``."""
+        if self.noise is None or inv_quad_rhs is None or inv_quad_rhs.dim() > 2:
+            raise InputError("The covariance of an inducing-point model expects noise, and residuals (n,) or (n, t).")
         collapsed = self.collapse(self.noise, inv_quad_rhs)
         self.term.collapsed = collapsed
         return collapsed.inv_quad().to(self.dtype), collapsed.logdet().to(self.dtype)
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        raise InputError("The marginal likelihood of an InducingPointGP expects one vector of targets (n,).")
+        raise InputError("The marginal likelihood of an InducingPointGP expects targets of the shape of its own.")
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         return self._expand_batch(dim)
@@ -93,6 +110,14 @@ class SparseMarginal(MultivariateNormal):
 
     (BoTorch turns fast log densities off on import.)
     """
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        with gpytorch_settings.fast_computations(log_prob=True):
+            return super().log_prob(value)
+
+
+class SparseMultitaskMarginal(MultitaskMultivariateNormal):
+    """:class:`SparseMarginal` of several outputs, with a covariance :class:`IndependentOutputs` of the prior."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         with gpytorch_settings.fast_computations(log_prob=True):
@@ -168,3 +193,73 @@ class SparsePosterior(LinearOperator):
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
         return self.to_dense()[row_index, col_index]
+
+
+class PathwisePosterior(LinearOperator):
+    """``E E^T / S`` of errors E ``(..., p, S)`` at points x: the covariance of a predictor's error, by samples.
+
+    :param x: ``(..., p, d)``.
+    :param errors: gives the :class:`ErrorPaths`, which are computed when they are first needed.
+    """
+
+    def __init__(self, x: Tensor, *, errors: Callable[[], ErrorPaths]) -> None:
+        super().__init__(x, errors=errors)
+        self.x, self.errors = x, errors
+        self._kept: Tensor | None = None
+
+    def _root(self) -> Tensor:
+        """``E / sqrt(S)``, float64; differentiable in x where autograd is on, and else kept."""
+        live = torch.is_grad_enabled() and self.x.requires_grad
+        kept = None if live else self._kept
+        if kept is None or (kept.is_inference() and not torch.is_inference_mode_enabled()):
+            errors = self.errors()
+            kept = errors(self.x) / errors.samples**0.5
+            self._kept = None if live else kept
+        return kept
+
+    def _evaluated(self) -> RootLinearOperator:
+        return RootLinearOperator(self._root().to(self.dtype))
+
+    def _diagonal(self) -> Tensor:
+        return self._root().square().sum(dim=-1).to(self.dtype)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if rhs.dim() == 1:
+            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
+        root = self._root()
+        return (root @ (root.mT @ rhs.to(torch.float64))).to(rhs.dtype)
+
+    def to_dense(self) -> Tensor:
+        """``(..., p, p)``, differentiable in x."""
+        root = self._root()
+        return (root @ root.mT).to(self.dtype)
+
+    def root_decomposition(self, method: str | None = None) -> LinearOperator:
+        """A square root ``(..., p, p)``, as samples from given normal numbers expect: of more points than samples it is
+        E with columns of zeros, where the covariance is singular."""
+        root = self._root().to(self.dtype)
+        p, samples = root.shape[-2:]
+        if p <= samples:
+            return super().root_decomposition(method=method)
+        return RootLinearOperator(torch.cat([root, root.new_zeros(*root.shape[:-1], p - samples)], dim=-1))
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """``(num_samples, ..., p)``, without a p x p matrix."""
+        root = self._root().to(self.dtype)
+        normal = torch.randn(*root.shape[:-2], root.shape[-1], num_samples, dtype=root.dtype, device=root.device)
+        return (root @ normal).movedim(-1, 0)
+
+    def _size(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
+
+    def _transpose_nonbatch(self) -> PathwisePosterior:
+        return self
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return self._evaluated()._expand_batch(batch_shape)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return self._evaluated()._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
+        return self._evaluated()._get_indices(row_index, col_index, *batch_indices)

@@ -235,7 +235,7 @@ class Epochs:
     def _relative(self, weights: Tensor) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column on the points that are checked."""
         x, y = self.checked
-        found = TallMatrix(self.problem.kernel, x, self.problem.inducing_points).matmul(weights)
+        found = TallMatrix(self.problem.kernel, x, self.problem.inducing_points, accurate=True).matmul(weights)
         norm = y.norm(dim=0)
         return ((found - y).norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
 

@@ -12,7 +12,8 @@ from .problem import InducingPointProblem
 
 
 class HeldOut:
-    """Weights ``(m, t)`` to the root mean square error ``(t,)`` of ``k(x, z) W`` on points of the user's.
+    """Weights ``(m, t)`` to the root mean square error ``(t,)`` of ``k(x, z) W`` on points of the user's, with
+    float64 entries, as in predictions.
 
     :param x: ``(p, d)``; :param y: targets ``(p, *columns)``.
     :raises InputError: for points or targets that do not fit the problem.
@@ -29,7 +30,8 @@ class HeldOut:
             )
         if y.shape != (len(x), *columns):
             raise InputError(f"held_out targets expect {(len(x), *columns)}, got {tuple(y.shape)}.")
-        self.tall, self.wanted = TallMatrix(problem.kernel, x, z), y.reshape(len(x), -1).to(torch.float64)
+        self.tall = TallMatrix(problem.kernel, x, z, accurate=True)
+        self.wanted = y.reshape(len(x), -1).to(torch.float64)
 
     def __call__(self, weights: Tensor) -> Tensor:
         return (self.tall.matmul(weights) - self.wanted).square().mean(dim=0).sqrt().cpu()

@@ -1,0 +1,184 @@
+"""Functions drawn from a Gaussian process of mean zero, as sums of waves: random Fourier features.
+
+By Bochner's theorem a stationary kernel with ``k(0) = 1`` is ``k(u - v) = E cos(w . (u - v))`` over frequencies w of
+its spectral density, so that ``f(u) = sqrt(2 / L) sum_l cos(w_l . u + b_l)``, b uniform on a circle, has mean 0 and
+covariance k for every L.  Rahimi and Recht, "Random features for large-scale kernel machines" (NeurIPS 2007);
+Shinozuka (1971) for waves of one height, whose covariances vary less than with random heights.
+
+Spectral densities are known of what :mod:`~sketchgp.operators.expression` makes of kernels: a factor is a function of
+features of the inputs, Gaussian (normal frequencies), Matern (multivariate t), rational quadratic (normal with a gamma
+distributed precision) or l1 Laplace (Cauchy, one for each dimension).  A periodic kernel is a Gaussian of points on
+circles.  Frequencies of factors add, functions of terms are independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import InputError
+from .expression import Atom, Features, Prepared
+from .kernel_matrix import KernelMatrix
+from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC
+from .tall import constant
+from .tiles import spans
+
+_FREQUENCIES = 1024  # L, of one function and term
+_ROWS = 1024  # points at once
+_ENTRIES = 2**20  # waves at points at once
+
+
+class PriorPaths:
+    """S functions ``f ~ GP(0, k)``, each of L frequencies of its own: their covariance is k exactly, and they are
+    normal as L grows.
+
+    A call costs ``p S L`` cosines a term of the kernel and O(p S) memory beside one tile; the frequencies take
+    ``S L d`` numbers.  Phases are float64, so that those of many turns keep their digits; the cosine of what is left of
+    a turn is of the dtype of x, which takes a fraction of the time in float32.
+
+    :param kernel: a GPyTorch kernel without batch.  Its parameters are read at every call and must not change.
+    :param origin: ``(1, d)``, where phases are counted from; amid the points.
+    :param samples: S.
+    :param generator: of the CPU.
+    :param frequencies: L; None is 1024.
+    :raises InputError: for a kernel whose spectral density is not known here.
+    """
+
+    def __init__(
+        self, kernel: Any, origin: Tensor, samples: int, generator: torch.Generator, frequencies: int | None = None
+    ) -> None:
+        self.kernel, self.origin, self.samples = kernel, origin.detach(), samples
+        self.frequencies = _FREQUENCIES if frequencies is None else frequencies
+        expression = KernelMatrix.of(kernel, self.origin, engine="tiled").expression
+        if expression is None:
+            raise InputError(
+                f"{type(kernel).__name__} has no random features here, which variances by samples need; they are known "
+                "of RBF, Matern, rational quadratic, periodic, LaplaceKernel and constant kernels, scaled, added and "
+                "multiplied. The mean needs no variance: predict(model, x, variance=None)."
+            )
+        prepared = self._prepare(self.origin)
+        self._terms = [
+            _Waves(
+                [(index, expression.atoms[index], prepared.features[index]) for index in term],
+                samples,
+                self.frequencies,
+                generator,
+                self.origin.device,
+            )
+            for term in expression.terms
+        ]
+
+    def _prepare(self, x: Tensor) -> Prepared:
+        """The features of x, counted from the origin, are on the right; differentiable in x only."""
+        matrix = constant(KernelMatrix.of(self.kernel, self.origin, x, engine="tiled")).double()
+        return matrix.prepare(list(matrix._args), False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The functions at x ``(p, d)``: ``(p, S)``, float64, differentiable in x.
+
+        Paths of rough kernels have rough gradients, which do not exist in the limit for Matern 1/2 and Laplace.
+        """
+        prepared = self._prepare(x)
+        total = x.new_zeros(len(x), self.samples, dtype=torch.float64)
+        for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
+            total = total + coefficient.sqrt() * waves(prepared.features, x.dtype)
+        return total
+
+
+class _Waves:
+    """S functions of one term, ``prod_a phi_a``; constants where there is no factor.
+
+    :param factors: index, atom and features (at any point) of each factor.
+    """
+
+    def __init__(
+        self,
+        factors: list[tuple[int, Atom, Features]],
+        samples: int,
+        frequencies: int,
+        generator: torch.Generator,
+        device: torch.device,
+    ) -> None:
+        self.samples, self.length, count = samples, frequencies, samples * frequencies
+        self.weights: list[tuple[int, Tensor]] = []  # (S L, features)
+        for index, atom, features in factors:
+            drawn = _frequencies(atom, features, count, generator).div_(2 * math.pi)  # turns
+            self.weights.append((index, drawn.to(device)))
+        if factors:
+            phases = torch.rand(count, dtype=torch.float64, generator=generator)
+        else:  # of a constant, its value
+            phases = torch.randn(samples, dtype=torch.float64, generator=generator)
+        self.phases = phases.to(device)
+
+    def __call__(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
+        """``(p, S)``, or ``(S,)`` of constants."""
+        if not self.weights:
+            return self.phases
+        sums = _Sums.apply(self, dtype, *(features[index].right for index, _ in self.weights))
+        return sums * math.sqrt(2 / self.length)
+
+    def tiles(self, points: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+        """Rows, functions, their waves, and the turns ``(rows, waves)`` less whole ones, float64."""
+        p = len(points[0])
+        group = max(1, min(self.samples, _ENTRIES // (min(p, _ROWS) * self.length)))
+        rows = max(1, min(_ROWS, _ENTRIES // (group * self.length)))
+        for span in spans(p, rows):
+            for samples in spans(self.samples, group):
+                which = slice(samples.start * self.length, samples.stop * self.length)
+                turns = self.phases[which].unsqueeze(0)
+                for u, (_, weights) in zip(points, self.weights, strict=True):
+                    turns = torch.addmm(turns, u[span], weights[which].mT)
+                yield span, samples, which, turns.frac_()
+
+
+class _Sums(torch.autograd.Function):
+    """Sums over the waves of each function, by tiles forward and backward: ``(p, S)``, float64."""
+
+    @staticmethod
+    def forward(ctx: Any, waves: _Waves, dtype: torch.dtype, *points: Tensor) -> Tensor:  # type: ignore[override]
+        out = points[0].new_empty(len(points[0]), waves.samples)
+        for rows, samples, _, turns in waves.tiles(points):
+            heights = turns.to(dtype).mul_(2 * math.pi).cos_()
+            out[rows, samples] = heights.reshape(len(turns), -1, waves.length).sum(dim=-1).to(torch.float64)
+        ctx.waves, ctx.dtype = waves, dtype
+        ctx.save_for_backward(*points)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        points, waves = ctx.saved_tensors, ctx.waves
+        found = [torch.zeros_like(u) for u in points]
+        for rows, samples, which, turns in waves.tiles(points):
+            slopes = turns.to(ctx.dtype).mul_(2 * math.pi).sin_().to(torch.float64).mul_(-2 * math.pi)
+            slopes = slopes.reshape(len(turns), -1, waves.length) * grad[rows, samples].unsqueeze(-1)
+            for total, (_, weights) in zip(found, waves.weights, strict=True):
+                total[rows] += slopes.reshape(len(turns), -1) @ weights[which]
+        return (None, None, *found)
+
+
+def _frequencies(atom: Atom, features: Features, count: int, generator: torch.Generator) -> Tensor:
+    """``(count, p)`` draws of the spectral density of ``phi(q)`` for features ``(..., p)``, float64."""
+
+    def normal(width: int) -> Tensor:
+        return torch.randn(count, width, dtype=torch.float64, generator=generator)
+
+    drawn = normal(features.right.shape[-1])
+    if atom.profile is GAUSS:
+        return drawn
+    if atom.profile is LAPLACE:
+        return drawn / normal(drawn.shape[-1])
+    if atom.profile is RATIONAL_QUADRATIC:
+        alpha = features.alpha
+        assert alpha is not None
+        shape = alpha.detach().reshape(1, 1).cpu().expand(count, 1)
+        return drawn * (torch._standard_gamma(shape.contiguous(), generator=generator) / shape).sqrt()
+    # Matern: features are sqrt(2 nu) x / lengthscale, so that the t with 2 nu degrees of freedom is a normal over the
+    # root of a chi square
+    freedom = round(2 * atom.leaves[0].kernel.nu)
+    return drawn / normal(freedom).norm(dim=-1, keepdim=True)
