@@ -23,7 +23,7 @@ from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
 
-_SUBSAMPLE = (500, 2000)  # points of the subsample, where the choice is automatic
+_SUBSAMPLE = 2000  # points of an automatic subsample, or four times the rank
 _FRESH = 1000  # the most points beside it on which the step is computed
 _CHECKED = 8192  # the most training points on which the weights returned are judged
 _PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
@@ -38,12 +38,11 @@ class EigenProSolver:
     :param max_seconds: no batch is begun after so many seconds; None is no limit.
     :param block_size: points of a batch of tensors; None is m / 16, at least 256, at most 2048 and n / 8.  A stream
         comes in its own batches.
-    :param rank: q, the directions that are slowed down; None takes the least for which the batch is critical, at most a
-        quarter of the subsample.
-    :param subsample_size: s, points for the eigensystem.  With an exact projection random ones of tensors, the first
-        ones of a stream, which therefore should be shuffled; None is ``10 sqrt(n)``, at least 500 and at most 2000
-        (2000 for a stream), at most half of the points.  With an inexact one inducing points, so that nothing has to
-        be projected; None is 2000 of them.
+    :param rank: q, the directions that are slowed down; None takes as many as a few epochs suffice
+        for (``preconditioner="paper"``: the least for which the batch is critical), at most a quarter of the subsample.
+    :param subsample_size: s, points for the eigensystem: with an exact projection random ones of tensors, the first
+        ones of a stream, which therefore should be shuffled; with an inexact one inducing points, so that nothing has
+        to be projected.  None is 2000, at most half of the points, or all inducing points.
     :param projection: ``"exact"``, by a Cholesky factor of Kzz; ``"inexact"``, by conjugate gradients without Kzz;
         ``"auto"`` is exact while Kzz is within :class:`sketchgp.settings.memory_budget`.
     :param projection_tol: relative residual of an inexact projection.
@@ -200,11 +199,11 @@ class EigenProSolver:
         if torch.is_tensor(problem.x):
             assert problem.y is not None
             n = len(problem.x)
-            most = max(_CHECKED, (self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0))) + _FRESH)
+            most = max(_CHECKED, 2 * self._wanted, self._wanted + _FRESH)
             rows = torch.randperm(n, generator=generator)[:most].to(problem.device)
             batch = self.block_size or min(max(256, problem.m // 16), 2048, max(1, n // 8))
             return problem.x[rows], problem.y.reshape(n, -1)[rows], problem.y.dim() == 1, min(batch, n)
-        wanted = (self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0))) + _FRESH
+        wanted = self._wanted + _FRESH
         xs: list[Tensor] = []
         ys: list[Tensor] = []
         count, vector = 0, False
@@ -220,27 +219,30 @@ class EigenProSolver:
             raise InputError("x expects a stream of at least one batch, got none.")
         return torch.cat(xs)[:wanted], torch.cat(ys)[:wanted], vector, len(xs[0])
 
-    def _subsample_size(self, count: int, problem: InducingPointProblem) -> int:
+    def _subsample_size(self, count: int) -> int:
         """s, of ``count`` points that are at hand."""
         if (self.rank or 0) > count:
             raise InputError(f"rank={self.rank} exceeds the {count} points of the stream; choose fewer.")
         if self.subsample_size is not None:
             return min(self.subsample_size, count)
-        n = len(problem.x) if torch.is_tensor(problem.x) else _SUBSAMPLE[1] ** 2
-        wanted = min(max(_SUBSAMPLE[0], math.ceil(10 * math.sqrt(n))), _SUBSAMPLE[1])
-        return max(self.rank or 0, min(max(wanted, 4 * (self.rank or 0)), max(1, count // 2)))
+        return max(self.rank or 0, min(self._wanted, max(1, count // 2)))
+
+    @property
+    def _wanted(self) -> int:
+        """s, where there are as many points."""
+        return self.subsample_size or max(_SUBSAMPLE, 4 * (self.rank or 0))
 
     def _directions(
         self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int, generator: torch.Generator
     ) -> tuple[Directions, int]:
         """From training points x in random order; and s, the size of the subsample."""
-        size, commuting = self._subsample_size(len(x), problem), self.preconditioner == "projected"
+        size, commuting = self._subsample_size(len(x)), self.preconditioner == "projected"
         if not commuting or isinstance(projection, ExactProjection):
             subsample, fresh = x[:size], x[size : size + _FRESH]
             return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting), size
         if (self.rank or 0) > problem.m:
             raise InputError(f"rank={self.rank} exceeds the {problem.m} inducing points; choose fewer.")
-        size = min(problem.m, self.subsample_size or max(_SUBSAMPLE[1], 4 * (self.rank or 0)))
+        size = min(problem.m, self._wanted)
         rows = torch.randperm(problem.m, generator=generator)[:size].to(problem.device)
         subsample = problem.inducing_points[rows]
         return find_directions(problem, projection, subsample, x[:_FRESH], self.rank, batch, True, rows), size

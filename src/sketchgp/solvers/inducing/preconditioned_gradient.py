@@ -25,11 +25,12 @@ from ...lowrank import top_eigensystem
 from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
-from ..eigenpro_step import directions, scaled_vectors, step_size
+from ..eigenpro_step import directions, most_directions, scales, step_size
 from .problem import InducingPointProblem
 from .projection import Projection
 
 _TINY = torch.finfo(torch.float64).tiny
+_SHRINKING = 2.0  # the exponent by which an epoch shrinks errors in the directions that are slowed down, at least
 _TOL = 1e-3  # of the projected directions: the less accurate, the smaller the step
 
 
@@ -84,7 +85,8 @@ def find_directions(
     """P from a subsample; beta and lam on that and on fresh points, where both are larger than on the subsample.
 
     :param subsample: ``(s, d)``; :param fresh: ``(p, d)`` other points, p may be 0.
-    :param rank: q; None for the least for which ``batch`` is critical, at most a quarter of s.
+    :param rank: q; None for as many as still converge in few epochs (without ``commuting``: the least for which
+        ``batch`` is critical), at most a quarter of s.
     :param commuting: project the functions, instead of the papers' P.
     :param rows: ``(s,)`` where the subsample are inducing points: their indices.  The projection is then not used.
     """
@@ -96,26 +98,30 @@ def find_directions(
     subsample = subsample[top.indices]
     points = torch.cat([subsample, fresh])
     all_points = Access(KernelMatrix.of(kernel, points, engine="tiled").detach())
-    at_subsample = TallMatrix(kernel, points, subsample, accurate=True)
-    diagonal = all_points.diagonal()
-    products = at_subsample.matmul(top.vectors).mT
-    q, _, _ = directions(top, products, diagonal, rank or max(1, size // 4), rank is None, batch)
-    n = 0 if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-    factor = scaled_vectors(top, q, problem.level * size / n if n else 0.0)
+    diagonal, most = all_points.diagonal(), min(rank or max(1, size // 4), len(top.values))
+    factor = top.vectors[:, :most]
     at_inducing = TallMatrix(kernel, problem.inducing_points, subsample).matmul(factor)
-    if rows is not None:
-        rows, images = rows[top.indices], at_subsample.matmul(factor)
-    elif commuting:
+    if rows is not None or not commuting:
+        images = TallMatrix(kernel, points, subsample, accurate=True).matmul(factor)
+    else:
         factor, at_inducing = projection.solve(at_inducing, tol=_TOL)
         images = TallMatrix(kernel, points, problem.inducing_points).matmul(factor)
-    else:
-        images = at_subsample.matmul(factor)
+    n = len(points) if problem.streamed else len(problem.x)  # type: ignore[arg-type]  # of a stream, at least so many
+    if rank is not None:
+        q = most
+    elif commuting:
+        q = most_directions(top, images.mT, diagonal, most, n / _SHRINKING)
+    else:  # whose fixed point every further direction moves
+        q = directions(top, images.mT, diagonal, most, True, batch)[0]
+    scale = scales(top, q, 0.0 if problem.streamed else problem.level * size / n)
+    factor, at_inducing, images = (part[:, :q] * scale for part in (factor, at_inducing, images))
     beta = float((diagonal - images.square().sum(dim=1)).max().clamp(min=_TINY))
     judged = torch.arange(size, len(points)) if len(fresh) else torch.arange(size)
     judged = judged.to(points.device)
     block = all_points.block(judged, judged) - images[judged] @ images[judged].mT
     lam = float(torch.linalg.eigvalsh(block)[-1].clamp(min=_TINY)) / len(judged)
     if rows is not None:
+        rows = rows[top.indices]
         return Directions(None, factor, at_inducing[rows], at_inducing, beta, lam, rows)
     if commuting:
         return Directions(None, factor, at_inducing, at_inducing, beta, lam)
