@@ -14,9 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -40,7 +37,7 @@ from common import (
     write_json,
 )
 from kin40k_report import picture, report
-from measure import counted_gpytorch_cg, peak_memory_mb, true_residual
+from measure import counted_gpytorch_cg, in_new_process, peak_memory_mb, true_residual
 
 TRAINING_ROWS = 20_000
 NOISES = (1e-2, 1e-4)
@@ -213,17 +210,6 @@ def exact(directory: Path, rows: int) -> dict[str, Any]:
     return results
 
 
-def in_new_process(task: dict[str, Any], data: Path) -> dict[str, Any]:
-    """Run one task in a process of its own, so that memory and caches are its own too."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, __file__, "--data", str(data), "--task", json.dumps(task), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return {"error": done.stderr.strip().split("\n")[-1][:500]}
-        return read_json(answer)
-
-
 def name_of(setting: dict[str, Any]) -> str:
     return f"{setting['label']} | noise {setting['noise']:g}"
 
@@ -262,9 +248,9 @@ def main() -> None:
     }  # fmt: skip
     if results["exact"] is None:
         print("exact float64 Cholesky, once ...", flush=True)
-        reference = in_new_process({"kind": "exact", "rows": rows}, directory)
-        if "error" in reference:
-            raise SystemExit(f"The exact solution failed: {reference['error']}")
+        reference = in_new_process(Path(__file__), {"kind": "exact", "rows": rows}, directory)
+        if "failed" in reference:
+            raise SystemExit(f"The exact solution failed: {reference['failed']}")
         results["exact"] = reference
         write_json(path, results)
     chosen = [s for s in SETTINGS if not options.only or options.only in name_of(s)]
@@ -278,10 +264,10 @@ def main() -> None:
     ]
     for setting in tqdm(todo, disable=None, unit="run"):
         load = load_average()
-        run = in_new_process({"kind": "measure", "setting": setting, "rows": rows}, directory)
+        run = in_new_process(Path(__file__), {"kind": "measure", "setting": setting, "rows": rows}, directory)
         run |= {"date": now(), "load_before": load}
-        if "error" in run:
-            print(f"{name_of(setting)}: {run['error']}", flush=True)
+        if "failed" in run:
+            print(f"{name_of(setting)}: {run['failed']}", flush=True)
             continue
         results["runs"].setdefault(name_of(setting), []).append(run)
         write_json(path, results)

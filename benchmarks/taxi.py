@@ -22,9 +22,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +45,7 @@ from common import (
     standardise,
     write_json,
 )
-from measure import high_water_mb
+from measure import high_water_mb, in_new_process
 from sketchgp.operators import KernelMatrix
 from taxi_report import picture, report
 
@@ -258,17 +255,6 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
     return answer | {"deviation": data.deviation, "inputs": data.x.shape[1], "peak_memory_mb": high_water_mb()}
 
 
-def in_new_process(task: dict[str, Any], data: Path) -> dict[str, Any]:
-    """Run one task in a process of its own, whose memory is its own too."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, __file__, "--data", str(data), "--task", json.dumps(task), str(answer)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            return {"failed": (done.stderr.strip() or f"ended with {done.returncode}").split("\n")[-1][:500]}
-        return read_json(answer)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="directory with nyc_green_taxi.npz")
@@ -312,7 +298,7 @@ def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dic
     }
     if results["hyperparameters"] is None:
         print("hyperparameters ...", flush=True)
-        found = in_new_process({"name": "fit", "sizes": sizes}, directory)
+        found = in_new_process(Path(__file__), {"name": "fit", "sizes": sizes}, directory)
         if "failed" in found:
             raise SystemExit(f"Finding hyperparameters failed: {found['failed']}")
         results["hyperparameters"] = {**found, "date": now()}
@@ -323,7 +309,7 @@ def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dic
         print(f"{name} ...", flush=True)
         load_before = load_average()
         task = {"name": name, "sizes": sizes, "found": results["hyperparameters"]}
-        run = in_new_process(task, directory)
+        run = in_new_process(Path(__file__), task, directory)
         if "failed" in run:
             print(f"{name} failed: {run['failed']}", flush=True)
             continue
