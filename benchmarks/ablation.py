@@ -30,6 +30,7 @@ import sketchgp
 from ablation_report import GROUPS, pictures, report
 from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
 from common import (
+    arguments,
     data_directory,
     has_data,
     load_arrays,
@@ -191,15 +192,10 @@ def measure(loaded: Loaded, solver: Any, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files, and make_cm.py for HOMO")
-    parser.add_argument("--out", help="directory for the results")
+    parser = arguments(__doc__, "small problems, two seconds a run")
     parser.add_argument("--problems", nargs="*", choices=[case.name for case in CASES], help="only these")
     parser.add_argument("--methods", help="only the methods whose label contains this text")
     parser.add_argument("--seconds", type=float, help="a run (25 to 45)")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="small problems, two seconds a run")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = results_directory(options.out, options.quick) / "ablation.json"
     results = {} if options.fresh else read_json(path)

@@ -32,6 +32,7 @@ import sketchgp
 from acceleration_report import picture, report
 from blockwise import Trace, callbacks_every, counted_rows
 from common import (
+    arguments,
     data_directory,
     has_data,
     load_arrays,
@@ -199,15 +200,10 @@ def solvers(n: int, noise: float, seed: int, settings: dict[str, Any]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files")
-    parser.add_argument("--out", help="directory for the results")
+    parser = arguments(__doc__, "three problems, n = 1000, one seed")
     parser.add_argument("--only", help="only the problems whose name contains this text")
     parser.add_argument("--n", type=int, help=f"rows at most ({ROWS})")
     parser.add_argument("--seeds", type=int, nargs="*", help="of the solvers (0 1)")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="three problems, n = 1000, one seed")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = results_directory(options.out, options.quick) / "acceleration.json"
     old = {} if options.fresh else read_json(path)

@@ -28,6 +28,7 @@ from ablation import Case as Problem
 from ablation import Loaded
 from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
 from common import (
+    arguments,
     data_directory,
     describe,
     has_data,
@@ -208,12 +209,7 @@ def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files, and make_cm.py for HOMO")
-    parser.add_argument("--out", help="directory for the results")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="the smallest two problems")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser = arguments(__doc__, "the smallest two problems")
     options = parser.parse_args()
     path = results_directory(options.out, options.quick) / "automatic.json"
     results = {} if options.fresh else read_json(path)

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import sketchgp
 from common import (
+    arguments,
     data_directory,
     has_data,
     load_arrays,
@@ -101,13 +102,8 @@ def measure(problem: sketchgp.InducingPointProblem, solver: Any) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files")
-    parser.add_argument("--out", help="directory for the results")
+    parser = arguments(__doc__, "three sets, N = 1500")
     parser.add_argument("--only", help="only the sets whose name contains this text")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="three sets, N = 1500")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = results_directory(options.out, options.quick) / "inducing.json"
     results = {} if options.fresh else read_json(path)

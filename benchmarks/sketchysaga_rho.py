@@ -25,6 +25,7 @@ from tqdm import tqdm
 import sketchgp
 from acceleration import KERNELS, Case
 from common import (
+    arguments,
     data_directory,
     describe,
     has_data,
@@ -180,12 +181,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files")
-    parser.add_argument("--out", help="directory for the results")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="two problems, n = 1000")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser = arguments(__doc__, "two problems, n = 1000")
     options = parser.parse_args()
     path = results_directory(options.out, options.quick) / "sketchysaga_rho.json"
     old = {} if options.fresh else read_json(path)

@@ -35,6 +35,7 @@ from torch import Tensor
 import sketchgp
 from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
 from common import (
+    arguments,
     data_directory,
     load_arrays,
     load_average,
@@ -256,15 +257,10 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with nyc_green_taxi.npz")
-    parser.add_argument("--out", help="directory for the results")
+    parser = arguments(__doc__, "3,000 rows, three seconds a run")
     parser.add_argument("--seconds", type=float, help="of each method (400)")
     parser.add_argument("--test-rows", type=int, help="rows whose error is measured (10,000)")
     parser.add_argument("--only", nargs="*", choices=["askotch", "inducing", "subset", "cg"], help="only these")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="3,000 rows, three seconds a run")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
