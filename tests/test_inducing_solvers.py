@@ -519,9 +519,11 @@ def test_too_little_memory(monkeypatch):
     matrices = 8 * M * (4 * M + 2 * sketch_rows(N, M))
     monkeypatch.setattr(normal_equations, "available_memory", lambda device: matrices + 8 * 2 * (2 * N + 10 * M))
     KRILL().solve(_problem())
+    monkeypatch.setattr("sketchgp.solvers.krill.available_memory", lambda device: 2 * matrices - 1)
+    assert KRILL().solve(_problem()).report.preconditioner == f"sparse sign embedding of {2 * M} rows"
     with pytest.raises(InputError, match=r"2 column\(s\)"):
         KRILL(sketch_size=sketch_rows(N, M) + 1).solve(_problem())
-    monkeypatch.setattr(normal_equations, "available_memory", lambda device: matrices - 1)
+    monkeypatch.setattr(normal_equations, "available_memory", lambda device: 64 * M * M - 1)
     with pytest.raises(InputError, match=r"needs 0.0 GiB for m = 40 .* fewer inducing points"):
         KRILL().solve(_problem())
     monkeypatch.setattr(inducing_problem, "available_memory", lambda device: 8 * M * M - 1)

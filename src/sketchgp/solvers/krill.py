@@ -10,6 +10,7 @@ from ..errors import InputError
 from ..operators.normal_matrix import NormalMatrix
 from ..preconditioners.factored import TriangularFactors
 from ..preconditioners.krill import krill_preconditioner, sketch_rows
+from ..settings import available_memory
 from .blockwise import check_count, check_seed
 from .inducing import InducingPointProblem, NormalEquationsSolver
 
@@ -26,7 +27,7 @@ class KRILL(NormalEquationsSolver):
     :class:`EigenPro4` or :class:`SketchySAGA`.
 
     :param sketch_size: rows of Phi, at least m.  More take fewer iterations; None is 2m, the paper's, and up to 8m
-        where m is small beside n, so that they cost next to nothing.
+        where m is small beside n, so that they cost next to nothing, and memory is not short.
     :param nonzeros: of a column of Phi.
     :param seed: of Phi.
 
@@ -53,16 +54,28 @@ class KRILL(NormalEquationsSolver):
                 "loses directions, and the solve stalls. Choose at least m; the default is 2m or more."
             )
 
-    def _rows(self, problem: InducingPointProblem) -> int:
+    def _rows(self, n: int, m: int, device: torch.device) -> int:
+        if self.sketch_size is not None:
+            return self.sketch_size
+        rows = sketch_rows(n, m)
+        return rows if _bytes(m, rows) <= available_memory(device) // 2 else 2 * m
+
+    def _rows_of(self, problem: InducingPointProblem) -> int:
         n = len(problem.x) if torch.is_tensor(problem.x) else problem.m
-        return self.sketch_size or sketch_rows(n, problem.m)
+        return self._rows(n, problem.m, problem.device)
 
     def _bytes(self, problem: InducingPointProblem) -> int:
-        return 8 * problem.m * (4 * problem.m + 2 * self._rows(problem))
+        return _bytes(problem.m, self._rows_of(problem))
 
     def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
         """KRILL's, of one normal matrix."""
-        return krill_preconditioner(matrix, self.sketch_size, self.nonzeros, self.seed)
+        rows = self._rows(*matrix.tall.shape, matrix.tall.device)
+        return krill_preconditioner(matrix, rows, self.nonzeros, self.seed)
 
     def _describe(self, problem: InducingPointProblem) -> str:
-        return f"sparse sign embedding of {self._rows(problem)} rows"
+        return f"sparse sign embedding of {self._rows_of(problem)} rows"
+
+
+def _bytes(m: int, rows: int) -> int:
+    """Of the stacked sketch with its copy in the factorization, and of the m x m matrices beside it."""
+    return 8 * m * (4 * m + 2 * rows)
