@@ -150,6 +150,8 @@ def test_an_inexact_projection_takes_its_directions_from_the_inducing_points():
     problem = _problem(400, 40)
     report = EigenPro4(projection="inexact", epochs=2, rank=20).solve(problem).report
     assert report.preconditioner == "20 of 40 directions"
+    few = InducingPointProblem(problem.kernel, problem.x[:20], problem.y[:20], 0.0, problem.inducing_points)
+    assert EigenPro4(projection="inexact", subsample_size=20).solve(few).report.rank <= 20
     with pytest.raises(InputError, match="rank=50 exceeds the 40 inducing points"):
         EigenPro4(projection="inexact", rank=50).solve(problem)
 
@@ -326,6 +328,38 @@ def test_a_stream_is_as_good_as_tensors():
         assert solution.value.shape == (50, 2)
         errors.append(float((_fit(problem, solution.value, x[1500:]) - y[1500:]).square().mean()))
     assert errors[1] == pytest.approx(errors[0], rel=0.03)
+
+
+def test_batches_of_different_sizes_count_alike():
+    """A large batch and small ones, whose own step would be larger: the fixed point is that of all points."""
+    x, y = _data(1010, wobble=0.5)
+    kernel, z = _kernel("laplace"), x[:30].clone()
+    stream = [(x[:910], y[:910])] + list(zip(x[910:].split(10), y[910:].split(10), strict=True))
+    kxz = _dense(kernel, x, z)
+    wanted = kxz @ torch.linalg.lstsq(kxz, y.unsqueeze(1)).solution.squeeze(1)
+    problem = InducingPointProblem(kernel, stream, None, 0.0, z)
+    assert relative(kxz @ EigenPro3(epochs=150).solve(problem).value, wanted) < 0.02
+
+
+def test_a_stream_says_how_long_it_is():
+    problem = _problem(100, 5)
+    assert problem.expected_rows == 100
+    loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=10)
+    assert InducingPointProblem(problem.kernel, loader, None, 0.0, problem.inducing_points).expected_rows == 100
+    plain = InducingPointProblem(problem.kernel, list(loader), None, 0.0, problem.inducing_points)
+    assert plain.expected_rows == 0
+
+
+def test_the_epoch_without_noise_is_not_the_best_one():
+    problem = _problem(400, 30, noise=3000.0, wobble=0.5)
+    stream = list(zip(problem.x.split(50), problem.y.split(50), strict=True))
+    streamed = InducingPointProblem(problem.kernel, stream, None, 3000.0, problem.inducing_points)
+    held_out = problem.x, problem.y
+    found = EigenPro3(epochs=20).solve(streamed, held_out=held_out)
+    errors = [float(error) for _, _, error in found.report.held_out]
+    assert errors[0] == min(errors)  # the fit without a ridge is nearer to these points
+    error = (_fit(problem, found.value, problem.x) - problem.y).square().mean().sqrt()
+    assert float(error) == pytest.approx(min(errors[1:]))
 
 
 def test_the_best_weights_are_kept():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.kernels import InducingPointKernel, MaternKernel, RBFKernel, ScaleKernel
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
@@ -23,6 +23,7 @@ from sketchgp import (
     EigenPro4,
     Falkon,
     InducingPointGP,
+    InducingPointProblem,
     InputError,
     OneHot,
     SketchySAGA,
@@ -419,21 +420,24 @@ def test_one_dimension():
         ({"kernel": RBFKernel(batch_shape=torch.Size([2]))}, "batch_shape"),
         ({"kernel": RBFKernel() + gpytorch.kernels.LinearKernel()}, "structure of its own"),
         ({"x": [points(4)]}, "takes tensors"),
+        ({"likelihood": MultitaskGaussianLikelihood(num_tasks=2)}, "got MultitaskGaussianLikelihood"),
     ],
 )
 def test_what_is_refused(changes, message):
     x, y = _data()
     given = {"x": x, "y": y, "z": points(4), "kernel": RBFKernel(), "solver": "auto"} | changes
+    given.setdefault("likelihood", GaussianLikelihood())
     with pytest.raises(InputError, match=message):
-        InducingPointGP(given["x"], given["y"], GaussianLikelihood(), ZeroMean(), given["kernel"].double(), given["z"],
+        InducingPointGP(given["x"], given["y"], given["likelihood"], ZeroMean(), given["kernel"].double(), given["z"],
                         solver=given["solver"])  # fmt: skip
 
 
 def test_test_points_that_do_not_fit():
     model, _, _ = _model()
     model.eval()
-    with pytest.raises(InputError, match="points of 3 features"):
-        model(TEST[:, :2])
+    for wrong in (TEST[:, :2], TEST[:0], TEST[:0].reshape(0, 4, 3)):
+        with pytest.raises(InputError, match="at least one, of 3 features"):
+            model(wrong)
     with pytest.raises(InputError, match=r"expects torch\.float64"):
         model(TEST.float())
 
@@ -442,6 +446,34 @@ def test_prior_mode():
     model, _, _ = _model()
     with gpytorch.settings.prior_mode(True):
         assert relative(model.eval()(TEST).covariance_matrix, model.covar_module(TEST).to_dense()) < 1e-12
+        several = _model(columns=2)[0].eval()
+        prior = several(TEST)
+        assert isinstance(prior, MultitaskMultivariateNormal) and prior.mean.shape == (len(TEST), 2)
+        assert (
+            relative(prior.variance, several.covar_module(TEST).to_dense().diagonal().unsqueeze(1).expand(-1, 2))
+            < 1e-12
+        )
+
+
+@pytest.mark.parametrize("variance", ["dtc", "pathwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_conversions_leave_the_model_alone(variance, dtype):
+    model = _model(dtype)[0].eval()
+    model.variance, model.variance_samples = variance, 20
+    posterior = model(TEST.to(dtype))
+    wanted, before = posterior.covariance_matrix, copy.deepcopy(model.state_dict())
+    for operator in (posterior.lazy_covariance_matrix, model.likelihood(posterior).lazy_covariance_matrix):
+        noise = operator is not posterior.lazy_covariance_matrix
+        for other in (torch.float32, torch.float64):
+            for converted in (operator.to(other), operator.to(dtype=other), operator.type(other)):
+                assert converted.dtype == converted.to_dense().dtype == other
+                dense = wanted + noise * model.likelihood.noise * torch.eye(len(wanted), dtype=dtype)
+                assert relative(converted.to_dense(), dense) < 1e-6
+    assert posterior.lazy_covariance_matrix.to(dtype) is posterior.lazy_covariance_matrix
+    assert posterior.lazy_covariance_matrix.cpu() is posterior.lazy_covariance_matrix
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert next(model.covar_module.parameters()).dtype == dtype
+    assert torch.isfinite(posterior.variance).all()  # the model is still that of the prediction
 
 
 def test_auto_where_memory_is_short(monkeypatch):
@@ -465,6 +497,18 @@ def test_stochastic_solvers(solver):
     model = _model(solver=solver, noise=0.5)[0].eval()
     assert relative(model(TEST).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
     assert model.solution.report.solver == type(solver).__name__
+
+
+@pytest.mark.parametrize("shares", [1.0, 1.9, 2.1, 8.0])
+def test_auto_takes_a_solver_that_fits(shares, monkeypatch):
+    """Whatever is free: KRILL does not refuse once it is taken."""
+    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)
+    model = _model(noise=0.5, columns=3)[0].eval()
+    problem = InducingPointProblem(model.covar_module, *_data(columns=3), 0.5, model.inducing_points)
+    free = shares * KRILL(sketch_size=2 * M).bytes_needed(problem)
+    for where in ("inducing_point_gp", "solvers.krill", "solvers.inducing.normal_equations"):
+        monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: free)
+    assert model.solution.report.solver == ("KRILL" if shares > 2 else "SketchySAGA")
 
 
 def test_auto_by_size(monkeypatch):

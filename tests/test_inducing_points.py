@@ -124,13 +124,15 @@ def test_k_means_measures_distance_by_the_lengthscales():
     assert float(chosen.points[:, 1].std()) < 2
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True, "sum"])
 def test_k_means_does_not_see_features_that_the_kernel_does_not(wrapped):
     """Three values of the two features that count, swamped by a third; the centres are means in all three."""
     group = torch.arange(90) % 3
     x = torch.stack([torch.linspace(-500, 500, 90), group * 1.0, -group * 0.5], dim=1).double()
     kernel = gpytorch.kernels.RBFKernel(active_dims=[2, 1], ard_num_dims=2).double()
     kernel.lengthscale = torch.tensor([0.2, 0.5])
+    if wrapped == "sum":
+        kernel = kernel + gpytorch.kernels.RBFKernel(active_dims=[1]).double()
     if wrapped:
         kernel = gpytorch.kernels.ScaleKernel(kernel).double()
     found = choose_inducing_points(kernel, x, 3, "k-means").points

@@ -148,7 +148,8 @@ def test_functions_by_tiles(name, monkeypatch):
         return f, torch.autograd.grad(f.square().sum(), x)[0]
 
     whole = evaluate()
-    for rows, entries in ((4, 2**20), (30, 30 * 16 * 2), (1, 1)):
+    for rows, entries, inputs in ((4, 2**20, 2**22), (30, 30 * 16 * 2, 2**22), (1, 1, 2**22), (2, 2**20, 30)):
+        monkeypatch.setattr("sketchgp.operators.random_features._INPUTS", inputs)
         monkeypatch.setattr("sketchgp.operators.random_features._ROWS", rows)
         monkeypatch.setattr("sketchgp.operators.random_features._ENTRIES", entries)
         for part, wanted in zip(evaluate(), whole, strict=True):
@@ -400,6 +401,9 @@ def test_auto_where_memory_is_short(monkeypatch, few_frequencies):
     short = _model(variance="auto", variance_samples=20)
     assert short.variance_method == "pathwise"
     assert relative(short(TEST).variance, _model(variance_samples=20)(TEST).variance) < 1e-12
+    plain = _model(PolynomialKernel(power=2), variance="auto")
+    with pytest.raises(InputError, match="Variances of DTC take"):  # there is no other way
+        plain(TEST).variance  # noqa: B018
     free[0] = 57 * M**2
     assert short.variance_method == "pathwise"
     assert _model(variance="auto").variance_method == "dtc"

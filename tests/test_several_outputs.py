@@ -296,3 +296,13 @@ def test_the_operator():
         assert relative(logdet, torch.logdet(full)) < 1e-9
     lower = operator.root_decomposition().root.to_dense()
     assert relative(lower @ lower.mT, full) < 1e-9
+
+
+def test_noises_of_training_points_are_not_those_of_outputs():
+    """As many training points as outputs, and one test point: GPyTorch would add one's noises to the other."""
+    likelihood = FixedNoiseGaussianLikelihood(_noises()[:4])
+    model = _model(_targets(4)[:4], likelihood=likelihood, x=points(4), z=points(3)).eval()
+    with pytest.raises(InputError, match="noise"):
+        likelihood(model(TEST[:1]))
+    found = likelihood(model(TEST[:1]), noise=torch.full((1,), 0.3).double()).variance
+    assert relative(found, model(TEST[:1]).variance + 0.3) < 1e-7

@@ -7,7 +7,7 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
@@ -23,12 +23,12 @@ from .models.sparse_covariance import (
     SparsePrior,
     TraceTerm,
 )
+from .operators.expression import recognise
 from .preconditioners.cache import structure
 from .settings import available_memory
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
-_KRILL_BYTES = 64  # times m^2
 _STATISTICS_BYTES = 56  # times m^2
 _VARIANCES = ("auto", "dtc", "pathwise")
 
@@ -90,6 +90,11 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if type(self).forward is not InducingPointGP.forward:
             raise InputError(
                 "InducingPointGP takes mean and kernel as arguments; a forward of your own would do nothing."
+            )
+        if not isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood):
+            raise InputError(
+                "likelihood expects a GaussianLikelihood or FixedNoiseGaussianLikelihood, which several outputs share; "
+                f"got {type(likelihood).__name__}."
             )
         if not torch.is_tensor(train_x) or not torch.is_tensor(train_y):
             raise InputError("InducingPointGP takes tensors; for a stream of batches solve an InducingPointProblem.")
@@ -159,7 +164,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.solver
         if problem.m <= _DIRECT:
             return QR()
-        if _KRILL_BYTES * problem.m**2 <= available_memory(problem.device) // 2:
+        if KRILL().bytes_needed(problem) <= available_memory(problem.device) // 2:
             return KRILL()
         return SketchySAGA()
 
@@ -173,7 +178,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.variance
         if "method" not in self._kept:  # decided once, as the memory that is free differs from call to call
             fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= available_memory(self._x.device)
-            self._kept["method"] = "dtc" if fits else "pathwise"
+            self._kept["method"] = "pathwise" if not fits and recognise(self.covar_module) is not None else "dtc"
         return self._kept["method"]
 
     @property
@@ -263,14 +268,14 @@ class InducingPointGP(gpytorch.models.ExactGP):
         """
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         train = self._x
-        if x.shape[-1] != train.shape[-1] or x.shape[-2] == 0:
-            raise InputError(f"x expects points of {train.shape[-1]} features, got shape {tuple(x.shape)}.")
+        if x.shape[-1] != train.shape[-1] or 0 in x.shape[:-1]:
+            raise InputError(f"x expects points, at least one, of {train.shape[-1]} features; got {tuple(x.shape)}.")
         if x.dtype != train.dtype or x.device != train.device:
             raise InputError(f"x expects {train.dtype} on {train.device}, got {x.dtype} on {x.device}.")
         if self.training:
             return self._prior(x)
         if gpytorch.settings.prior_mode.on():
-            return self.forward(x)
+            return self._several(self.forward(x))
         if gpytorch.settings.detach_test_caches.off():
             raise InputError("InducingPointGP has no gradients of predictions with respect to hyperparameters.")
         mean = self._mean(x)
@@ -285,6 +290,14 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if self.train_targets.dim() == 1:
             return MultivariateNormal(mean.squeeze(-1), covariance)
         return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+
+    def _several(self, single: MultivariateNormal) -> MultivariateNormal:
+        """A prior of each output."""
+        if self.train_targets.dim() == 1:
+            return single
+        t = self.train_targets.shape[1]
+        mean = single.mean.unsqueeze(-1).expand(*single.mean.shape, t)
+        return MultitaskMultivariateNormal(mean, IndependentOutputs.of(single.lazy_covariance_matrix, t))
 
     def _prior(self, x: Tensor) -> MultivariateNormal:
         if not torch.equal(x, self._x):

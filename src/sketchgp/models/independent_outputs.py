@@ -68,7 +68,8 @@ class IndependentOutputs(KroneckerProductLinearOperator):
             return self._with(self.covariance + DiagLinearOperator(other.diag_values.squeeze(-1)))
         if other.shape[-1] == p and len(other.batch_shape) <= len(batch):
             return self._with(self.covariance + DiagLinearOperator(other._diagonal()))
-        if other.shape[-1] != self.shape[-1]:
+        of_training = p == 1 < self.outputs and not isinstance(other, ConstantDiagLinearOperator)  # as many as outputs
+        if other.shape[-1] != self.shape[-1] or (of_training and not other.batch_shape):
             raise InputError(
                 f"{p} points of {self.outputs} outputs expect a noise for each point (or for each of its outputs, "
                 f"({p}, {self.outputs})); the likelihood has noises of shape {tuple(other.shape[:-1])}. Give it the "

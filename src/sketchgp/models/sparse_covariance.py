@@ -15,6 +15,7 @@ from linear_operator.operators import (
     LinearOperator,
     RootLinearOperator,
 )
+from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ..errors import InputError
@@ -124,7 +125,25 @@ class SparseMultitaskMarginal(MultitaskMultivariateNormal):
             return super().log_prob(value)
 
 
-class SparsePosterior(LinearOperator):
+class _Posterior(LinearOperator):
+    """What is converted to another dtype or device is the matrix: the kernel and the data behind it are the model's."""
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        device, dtype = _to_helper(*args, **kwargs)
+        same = dtype in (None, self.dtype) and device in (None, self.device)
+        return self if same else DenseLinearOperator(self.to_dense().to(device=device, dtype=dtype))
+
+    def type(self, dtype: torch.dtype) -> LinearOperator:
+        return self.to(dtype=dtype)
+
+    def cpu(self) -> LinearOperator:
+        return self.to(device=torch.device("cpu"))
+
+    def cuda(self, device_id: str | None = None) -> LinearOperator:
+        return self.to(device=torch.device("cuda" if device_id is None else device_id))
+
+
+class SparsePosterior(_Posterior):
     """``K - half^T half + inner^T inner`` at points x, ``(p, p)``: the posterior covariance of DTC.
 
     :param x: ``(p, d)``; or ``(..., p, d)``, of which only :meth:`to_dense` can be had.
@@ -195,7 +214,7 @@ class SparsePosterior(LinearOperator):
         return self.to_dense()[row_index, col_index]
 
 
-class PathwisePosterior(LinearOperator):
+class PathwisePosterior(_Posterior):
     """``E E^T / S`` of errors E ``(..., p, S)`` at points x: the covariance of a predictor's error, by samples.
 
     :param x: ``(..., p, d)``.

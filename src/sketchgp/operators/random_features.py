@@ -31,6 +31,7 @@ from .tiles import spans
 _FREQUENCIES = 1024  # L, of one function and term
 _ROWS = 1024  # points at once
 _ENTRIES = 2**20  # waves at points at once
+_INPUTS = 2**22  # numbers of x that features are made of at once
 
 
 class PriorPaths:
@@ -83,11 +84,14 @@ class PriorPaths:
 
         Paths of rough kernels have rough gradients, which do not exist in the limit for Matern 1/2 and Laplace.
         """
-        prepared = self._prepare(x)
-        total = x.new_zeros(len(x), self.samples, dtype=torch.float64)
-        for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
-            total = total + coefficient.sqrt() * waves(prepared.features, x.dtype)
-        return total
+        parts = []
+        for span in spans(len(x), max(_ROWS, _INPUTS // max(1, x.shape[1]))):
+            prepared = self._prepare(x[span])
+            total = x.new_zeros(span.stop - span.start, self.samples, dtype=torch.float64)
+            for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
+                total = total + coefficient.sqrt() * waves(prepared.features, x.dtype)
+            parts.append(total)
+        return torch.cat(parts) if parts else x.new_zeros(0, self.samples, dtype=torch.float64)
 
 
 class _Waves:

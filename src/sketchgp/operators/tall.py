@@ -14,6 +14,7 @@ from .tiles import spans
 _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores
 _ROWS = 128  # of a tile: with fewer, distances of many features take longer; so it may then be four times as large
 _CUDA_ENTRIES = 2**26
+_INPUTS = 2**23  # numbers of x that are prepared, and z anew beside them, for several tiles at once
 
 
 def constant(matrix: KernelMatrix) -> KernelMatrix:
@@ -25,7 +26,8 @@ class TallMatrix:
     """``T = k(x, z)``, ``(n, m)``, never stored: products with T, with its transpose, and with ``T^T T``, in float64.
 
     Entries are evaluated in the dtype of x; sums are float64.  So T is the same matrix in every product, and ``T^T T``
-    positive semidefinite, to float64 rounding: float32 entries only perturb the kernel, by 1e-7 of itself.
+    positive semidefinite, to float64 rounding: float32 entries only perturb the kernel, by 1e-7 of itself.  What the
+    kernel makes of x (and float64 copies of float32 inputs) is held for some rows at a time.
 
     :param kernel: a GPyTorch kernel without batch.
     :param x: ``(n, d)``; :param z: ``(m, d)``, of one dtype and device.
@@ -37,8 +39,7 @@ class TallMatrix:
         self, kernel: Any, x: Tensor, z: Tensor, weights: Tensor | None = None, accurate: bool = False
     ) -> None:
         self.kernel, self.x, self.z, self.weights = kernel, x, z, weights
-        matrix = KernelMatrix.of(kernel, x, z, engine="tiled").detach()
-        self._matrix = matrix.double() if accurate else matrix
+        self._accurate = accurate
         self.entries = 0  # evaluated so far
 
     @property
@@ -48,7 +49,7 @@ class TallMatrix:
     @property
     def dtype(self) -> torch.dtype:
         """Of the entries."""
-        return self._matrix.dtype
+        return torch.float64 if self._accurate else self.x.dtype
 
     @property
     def device(self) -> torch.device:
@@ -58,11 +59,19 @@ class TallMatrix:
         """The same with float64 entries."""
         return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
 
+    def _matrix(self, x: Tensor) -> KernelMatrix:
+        matrix = KernelMatrix.of(self.kernel, x, self.z, engine="tiled").detach()
+        return matrix.double() if self._accurate else matrix
+
+    def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
+        self.entries += matrix.shape.numel()
+        part = matrix.to_dense().to(torch.float64)
+        return part if weights is None else part * weights.unsqueeze(1)
+
+    @torch.no_grad()
     def part(self, rows: Tensor) -> Tensor:
         """``T[rows]`` for indices ``(r,)``, dense, float64."""
-        self.entries += len(rows) * self.shape[1]
-        part = self._matrix.rows(rows).to_dense().to(torch.float64)
-        return part if self.weights is None else part * self.weights[rows, None]
+        return self._dense(self._matrix(self.x[rows]), None if self.weights is None else self.weights[rows])
 
     @torch.no_grad()
     def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -73,9 +82,13 @@ class TallMatrix:
         n, m = self.shape
         most = _CUDA_ENTRIES if self.device.type == "cuda" else _CPU_ENTRIES
         step = max(1, min(n, rows or max(16, most // m, min(_ROWS, 4 * most // m))))
-        for span in spans(n, step):
-            indices = torch.arange(span.start, span.stop, device=self.device)
-            yield span, self.part(indices)
+        together = step * max(1, _INPUTS // (step * max(1, self.x.shape[1])))
+        for some in spans(n, together):
+            matrix = self._matrix(self.x[some])
+            for span in spans(some.stop - some.start, step):
+                whole = slice(some.start + span.start, some.start + span.stop)
+                indices = torch.arange(span.start, span.stop, device=self.device)
+                yield whole, self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """``T v``: ``(m, t)`` to ``(n, t)``, float64."""

@@ -22,7 +22,7 @@ class EigenPro4(EigenProSolver):
     Between two projections the points of the T batches are inducing points too.  A batch of b costs ``b m`` kernel
     evaluations and at most ``b^2 T`` for those points; a projection tens of ``m^2`` (or ``2 m^2`` operations where Kzz
     fits into memory).  T balances the two (:meth:`delay_for`), so an epoch is linear in m.  Memory O(m q + T b), with
-    the inexact projection O(m^1.5) for its preconditioner; n does not matter, and x may be a stream.
+    the inexact projection 1000 m at most for its preconditioner; n does not matter, and x may be a stream.
 
     What T batches fit is only then projected, which biases the fixed point by O(T step), away from the least squares
     solution.  The step falls to 0 in the second half of the run, and takes that bias with it.

@@ -203,7 +203,7 @@ class EigenProSolver:
             rows = torch.randperm(n, generator=generator)[:most].to(problem.device)
             batch = self.block_size or min(max(256, problem.m // 16), 2048, max(1, n // 8))
             return problem.x[rows], problem.y.reshape(n, -1)[rows], problem.y.dim() == 1, min(batch, n)
-        wanted = self._wanted + _FRESH
+        wanted = max(2 * self._wanted, self._wanted + _FRESH)
         xs: list[Tensor] = []
         ys: list[Tensor] = []
         count, vector = 0, False
@@ -236,12 +236,11 @@ class EigenProSolver:
         self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int, generator: torch.Generator
     ) -> tuple[Directions, int]:
         """From training points x in random order; and s, the size of the subsample."""
-        size, commuting = self._subsample_size(len(x)), self.preconditioner == "projected"
+        commuting = self.preconditioner == "projected"
         if not commuting or isinstance(projection, ExactProjection):
+            size = self._subsample_size(len(x))
             subsample, fresh = x[:size], x[size : size + _FRESH]
             return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting), size
-        if (self.rank or 0) > problem.m:
-            raise InputError(f"rank={self.rank} exceeds the {problem.m} inducing points; choose fewer.")
         size = min(problem.m, self._wanted)
         rows = torch.randperm(problem.m, generator=generator)[:size].to(problem.device)
         subsample = problem.inducing_points[rows]
@@ -250,6 +249,8 @@ class EigenProSolver:
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
             return ExactProjection(problem, columns)
+        if (self.rank or 0) > problem.m and self.preconditioner == "projected":
+            raise InputError(f"rank={self.rank} exceeds the {problem.m} inducing points; choose fewer.")
         rank = self.projection_rank or min(_PROJECTION_RANK, math.ceil(10 * math.sqrt(problem.m)))
         return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
 

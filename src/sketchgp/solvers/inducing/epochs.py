@@ -85,7 +85,7 @@ class Epochs:
         self.errors: list[tuple[float, float, Tensor]] = []
         self.notes: list[str] = []
         self.reason = ""
-        self.batches = self.projections = self.epoch = self.rows = 0
+        self.batches = self.projections = self.epoch = self.rows = self.largest = 0
         self.total: int | None = None if problem.streamed else len(problem.x)  # type: ignore[arg-type]
         self.average = model.base.clone()
         self.best: Tensor | None = None
@@ -148,7 +148,8 @@ class Epochs:
         for x, y in self._batches():
             b = len(x)
             ridge = self.problem.level / self.total if self.total else 0.0
-            step = plan.step_scale * model.directions.step(b, ridge) * self._cooled()
+            self.largest = max(self.largest, b)  # a step for each size would weigh the points of small batches more
+            step = plan.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
             waiting += 1
             g = model.step(x, y, step, step * b * ridge, last=waiting == self.delay)
             self._watch(g, y)
@@ -212,7 +213,8 @@ class Epochs:
         if error is not None:
             mean = float(error.square().mean().sqrt())
             self.errors.append((float(self.epoch), self.seconds, error))
-            better = mean < self.least
+            without_noise = self.problem.streamed and self.problem.level > 0 and self.epoch == 1
+            better = mean < self.least and not without_noise
             self.waited = 0 if better else self.waited + 1
             if better:
                 self.least, self.best = mean, self.average.clone()

@@ -54,16 +54,19 @@ class NormalEquationsSolver:
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""
-        columns = 1 if problem.y is None else max(1, problem.y[:1].numel())
-        n = len(problem.x) if torch.is_tensor(problem.x) else 0
-        needed = self._bytes(problem) + 8 * columns * (2 * n + _VECTORS * problem.m)
+        needed = self.bytes_needed(problem)
         free = available_memory(problem.device)
         if needed > free:
             raise InputError(
-                f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m} and {columns} column(s), and "
+                f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m}, {_columns(problem)} column(s), and "
                 f"{free / 2**30:.1f} GiB are free; use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), "
                 "which need no m x m matrix."
             )
+
+    def bytes_needed(self, problem: InducingPointProblem) -> int:
+        """Memory of a solve: of m x m matrices, and of vectors for all columns."""
+        n = len(problem.x) if torch.is_tensor(problem.x) else 0
+        return self._bytes(problem) + 8 * _columns(problem) * (2 * n + _VECTORS * problem.m)
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         """Of the m x m matrices that are held at once."""
@@ -137,3 +140,7 @@ class NormalEquationsSolver:
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=2)
         return Solution(run.best.reshape(shape), report)
+
+
+def _columns(problem: InducingPointProblem) -> int:
+    return 1 if problem.y is None else max(1, problem.y[:1].numel())

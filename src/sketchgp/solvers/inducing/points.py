@@ -137,15 +137,26 @@ def _k_means(kernel: Any, x: Tensor, m: int, generator: torch.Generator, seed: i
 
 def _lengthscales(kernel: Any, x: Tensor) -> Tensor:
     """``(d,)`` what to divide x by: the kernel's lengthscales, or ones; features it does not look at count nothing."""
-    dims = torch.arange(x.shape[1]) if kernel.active_dims is None else kernel.active_dims.cpu()  # the outermost counts
+    dims = _seen(kernel, x.shape[1])
     while not getattr(kernel, "has_lengthscale", False) and hasattr(kernel, "base_kernel"):
         kernel = kernel.base_kernel
     scale = kernel.lengthscale if getattr(kernel, "has_lengthscale", False) else None
     scale = x.new_ones(1) if scale is None or scale.numel() not in (1, len(dims)) else scale.detach().reshape(-1).to(x)
     extent = (x.amax(dim=0) - x.amin(dim=0)).max().clamp(min=1.0)
     scales = torch.full_like(x[0], _UNSEEN * float(scale.max() * extent))
-    scales[dims.to(x.device)] = scale.expand(len(dims))
+    scales[torch.tensor(dims, device=x.device)] = scale.expand(len(dims))
     return scales
+
+
+def _seen(kernel: Any, d: int) -> list[int]:
+    """The features that a kernel looks at, in the order of its lengthscales; the outermost choice counts."""
+    if kernel.active_dims is not None:
+        return kernel.active_dims.tolist()
+    if hasattr(kernel, "base_kernel"):
+        return _seen(kernel.base_kernel, d)
+    if hasattr(kernel, "kernels"):
+        return sorted({dim for part in kernel.kernels for dim in _seen(part, d)})
+    return list(range(d))
 
 
 def _rpcholesky(kernel: Any, x: Tensor, m: int, generator: torch.Generator) -> InducingPoints:

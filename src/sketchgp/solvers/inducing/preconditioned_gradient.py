@@ -106,7 +106,7 @@ def find_directions(
     else:
         factor, at_inducing = projection.solve(at_inducing, tol=_TOL)
         images = TallMatrix(kernel, points, problem.inducing_points).matmul(factor)
-    n = len(points) if problem.streamed else len(problem.x)  # type: ignore[arg-type]  # of a stream, at least so many
+    n = max(len(points), problem.expected_rows)
     if rank is not None:
         q = most
     elif commuting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,12 @@ class InducingPointProblem:
     def streamed(self) -> bool:
         """Whether x is a stream of batches."""
         return not torch.is_tensor(self.x)
+
+    @property
+    def expected_rows(self) -> int:
+        """n; of a stream the length of its ``dataset``, where it has one like a ``DataLoader``, and else 0."""
+        x = self.x if torch.is_tensor(self.x) else getattr(self.x, "dataset", None)
+        return len(x) if isinstance(x, Sized) else 0
 
     @property
     def device(self) -> torch.device:
