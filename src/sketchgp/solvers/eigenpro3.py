@@ -19,8 +19,8 @@ class EigenPro3(EigenProSolver):
 
     A batch of b costs ``2 b m`` kernel evaluations at most and a projection ``Kzz theta = h``: ``2 m^2`` operations
     by a Cholesky factor, tens of ``m^2`` kernel evaluations by conjugate gradients.  Memory O(m q) for the directions
-    and, with the inexact projection, 1000 m at most for its preconditioner; n does not matter, and x may be a stream.  Step
-    and rank are computed; with noise 0 it interpolates, and regularises by stopping early on held-out points.
+    and, with the inexact projection, 1000 m at most for its preconditioner; n does not matter, and x may be a stream.
+    Step and rank are computed; with noise 0 it interpolates, and regularises by stopping early on held-out points.
 
     With a constant step SGD hovers above the optimum.  So the step falls to 0 in the second half of the run, and an
     average of the iterates is returned.
