@@ -42,7 +42,7 @@ from sketchgp.operators.tall import TallMatrix
 
 SETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 IMAGES = 5000
-DEVIATIONS = (0.1, 0.2, 0.3, 0.4)
+DEVIATIONS = (0.025, 0.05, 0.1, 0.2, 0.3, 0.4)
 SEEDS = (0, 1)
 EPOCHS = 20
 BATCH = 500
