@@ -22,6 +22,7 @@ from sketchgp.solvers.eigenpro3 import EigenPro3
 from sketchgp.solvers.eigenpro4 import EigenPro4
 from sketchgp.solvers.eigenpro_step import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
+from sketchgp.solvers.inducing.held_out import HeldOut
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions
 from sketchgp.solvers.inducing.projection import ExactProjection, InexactProjection
 
@@ -116,6 +117,8 @@ def test_steps_are_those_of_dense_algebra(kind, name, columns, dtype, tol, monke
             f = kernel[:, :15] @ torch.linalg.solve(kzz, f[:15])
             assert relative(kernel[:, :15] @ model.base, f) < tol
             assert not model.recent
+        else:
+            assert len(model.recent) == 1  # parts of one size become one
 
 
 def test_the_step_of_small_and_large_batches():
@@ -186,6 +189,27 @@ def test_the_delay():
 
 
 # --- fixed points ---------------------------------------------------------------------------------------------
+
+
+def test_the_delay_follows_the_cost_of_projections():
+    asked = []
+
+    class Watched(EigenPro4):
+        def _delay(self, problem, batch, projection):
+            asked.append(projection.cost)
+            return super()._delay(problem, batch, projection)
+
+    report = Watched(projection="inexact", epochs=3, projection_tol=1e-6).solve(_problem(400, 40)).report
+    assert len(asked) == report.matmuls + 1
+    assert asked[0] == 10 != asked[-1]  # a guess, then what was counted
+
+
+def test_held_out_errors_have_float64_entries():
+    problem = _problem(100, 40, "rbf", dtype=torch.float32)
+    weights = 1e6 * normal(40, 1)
+    wanted = (_fit(problem, weights, problem.x).squeeze(1) - problem.y.double()).square().mean().sqrt()
+    found = HeldOut(problem, problem.x, problem.y, ())(weights)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-9)
 
 
 def _lemma_6(problem, rank):

@@ -163,6 +163,7 @@ def test_embeddings_that_there_are_not(sizes, message):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_products_of_the_tall_matrix(kernel, dtype, accurate, monkeypatch):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 100 * M)  # three tiles
+    monkeypatch.setattr("sketchgp.operators.tall._INPUTS", 1)  # each from inputs of its own
     problem = _problem(dtype, kernel=kernel, noise=torch.linspace(0.05, 0.3, N, dtype=torch.float64))
     _, tall, _, _ = _dense(problem)
     scale = float(torch.as_tensor(problem.noise).log().mean().exp()) ** 0.5
@@ -192,12 +193,14 @@ def test_tiles_prepare_the_inducing_points_once(features, monkeypatch):
     for _ in range(2):
         assert relative(matrix.matmul(v), wanted) < 1e-5
     assert len(made) == 2
-    other = matrix._matrix(x).rows(torch.arange(7), torch.arange(M, 0, -1) - 1)  # not the same right side
+    whole, seven = matrix._matrix(x), torch.arange(7)
+    assert relative(whole.rows(seven).to_dense() @ v.float(), wanted[:7]) < 1e-5
+    other = whole.rows(seven, torch.arange(M, 0, -1) - 1)  # not the same right side
     assert relative(other.to_dense() @ v.flip(0).float(), wanted[:7]) < 1e-5
-    assert len(made) == 3
+    assert len(made) == 4
     monkeypatch.setattr("sketchgp.operators.tall._INPUTS", 160 * features)  # for two tiles at once
     assert relative(matrix.matmul(v), wanted) < 1e-5
-    assert len(made) == 3 + math.ceil(N / 160)
+    assert len(made) == 4 + math.ceil(N / 160)
 
 
 def test_the_normal_matrix():
