@@ -89,6 +89,6 @@ def picture(results: dict[str, Any], path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         axes[0][column].set(yscale="log", title=WORDS[name], ylabel="seconds an epoch")
         axes[1][column].set(xlabel="inducing points", ylabel="test RMSE" if score == "rmse" else "test accuracy, %")
-    axes[0][0].legend(frameon=False)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(STYLES), frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
