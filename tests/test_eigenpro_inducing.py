@@ -425,6 +425,7 @@ def test_what_the_report_says():
     assert count == 4 and 0 < seconds <= report.seconds
     assert torch.allclose(error, (found - problem.y).square().mean(dim=0).sqrt(), rtol=1e-6)
     assert "not of the normal equations" in str(report)
+    assert "no tolerance, finished its epochs" in str(report) and "inf" not in str(report)
 
 
 def test_the_same_seed_gives_the_same_weights():

@@ -82,12 +82,14 @@ class SolveReport:
         return head + "The value returned is the last iterate; go on from it with initial=."
 
     def __str__(self) -> str:
-        state = "converged" if self.converged else "NOT converged"
+        endless = self.tol == float("inf")  # a solver that knows no tolerance
+        state = "converged" if self.converged else "no tolerance" if endless else "NOT converged"
+        tolerance = "" if endless else f" (tolerance {self.tol:.0e})"
         work = f"{self.passes:.1f} passes" if self.passes else f"{self.matmuls} products"
         text = (
             f"{self.solver} ({self.preconditioner}): {state}, {self.reason}; n = {self.n}, {self.columns} column(s), "
-            f"{self.iterations} iterations, {work}, residual {self.max_residual:.2e} "
-            f"(tolerance {self.tol:.0e}), {self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
+            f"{self.iterations} iterations, {work}, residual {self.max_residual:.2e}{tolerance}, "
+            f"{self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
             f"{self.dtype} on {self.device}"
         )
         return f"{text}; notes: {'; '.join(self.notes)}" if self.notes else text

@@ -266,7 +266,7 @@ class EigenProSolver:
         rank = directions.factor.shape[1]
         kind = "exact" if isinstance(projection, ExactProjection) else "inexact"
         notes = [
-            "no tolerance: the residual is that of training points, not of the normal equations",
+            "the residual is that of training points, not of the normal equations",
             f"batches of {run.plan.block_size}, step {run.plan.step_scale * directions.step(run.plan.block_size):.3g}, "
             f"{run.projections} {kind} projections, one every {run.delay} batches at most",
         ]
