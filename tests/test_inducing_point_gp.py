@@ -476,6 +476,21 @@ def test_conversions_leave_the_model_alone(variance, dtype):
     assert torch.isfinite(posterior.variance).all()  # the model is still that of the prediction
 
 
+@pytest.mark.parametrize("columns", [None, 2])
+@pytest.mark.parametrize("variance", ["dtc", "pathwise"])
+def test_noisy_samples_at_many_points(variance, columns):
+    """More than GPyTorch factorizes: its Lanczos root would leave a fifth of the noise out."""
+    model = _model(noise=0.5, columns=columns)[0].eval()
+    model.variance, model.variance_samples = variance, 30
+    many = points(900, seed=11)
+    with torch.no_grad():
+        noisy = model.likelihood(model(many))
+        drawn = noisy.rsample(torch.Size([2000]))
+    assert drawn.shape == (2000, *noisy.mean.shape)
+    assert float((drawn.var(dim=0) / noisy.variance).mean()) == pytest.approx(1.0, abs=0.01)
+    assert relative(noisy.lazy_covariance_matrix.to_dense().diagonal(), noisy.variance.flatten()) < 1e-6
+
+
 def test_auto_where_memory_is_short(monkeypatch):
     """The mean is found in memory O(m) then; the variance of DTC says what it needs."""
     monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)

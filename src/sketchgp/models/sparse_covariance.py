@@ -10,6 +10,7 @@ from gpytorch import settings as gpytorch_settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.mlls import AddedLossTerm
 from linear_operator.operators import (
+    AddedDiagLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
     LinearOperator,
@@ -21,11 +22,13 @@ from torch import Tensor
 from ..errors import InputError
 from ..inference.collapsed import Collapsed
 from ..inference.pathwise import ErrorPaths
+from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
 from ..operators.tall import constant
 from ..operators.tiles import spans
 
 _ENTRIES = 2**22  # of k(z, x) held at once
+_FACTORIZED = 4096  # points whose covariance is factorized for samples
 
 Collapse = Callable[[Tensor, Tensor], Collapsed]
 
@@ -142,6 +145,19 @@ class _Posterior(LinearOperator):
     def cuda(self, device_id: str | None = None) -> LinearOperator:
         return self.to(device=torch.device("cuda" if device_id is None else device_id))
 
+    def __add__(self, other: Any) -> LinearOperator:
+        return NoisyPosterior(self, other) if isinstance(other, DiagLinearOperator) else super().__add__(other)
+
+
+class NoisyPosterior(AddedDiagLinearOperator):
+    """A posterior with noise on its diagonal, whose samples are those of the two: a root of the sum that GPyTorch makes
+    of more than 800 points has too few columns for the noise."""
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """``(num_samples, ..., p)``."""
+        latent = self._linear_op.zero_mean_mvn_samples(num_samples)
+        return latent + self._diag_tensor._diagonal().sqrt() * torch.randn_like(latent)
+
 
 class SparsePosterior(_Posterior):
     """``K - half^T half + inner^T inner`` at points x, ``(p, p)``: the posterior covariance of DTC.
@@ -192,6 +208,14 @@ class SparsePosterior(_Posterior):
             prior = constant(KernelMatrix.of(self.kernel, points, engine="tiled")).double().to_dense()
             parts.append(prior - half @ half.mT + inner @ inner.mT)
         return torch.cat(parts).reshape(*self.x.shape[:-1], p).to(self.x.dtype)
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """``(num_samples, p)``; up to 4,096 points by a Cholesky factor, beyond by GPyTorch's root of few columns."""
+        if len(self.x) > _FACTORIZED:
+            return super().zero_mean_mvn_samples(num_samples)
+        root = shifted_cholesky(self.to_dense().to(torch.float64), torch.finfo(self.dtype).eps)
+        normal = torch.randn(len(self.x), num_samples, dtype=torch.float64, device=self.device)
+        return (root @ normal).mT.to(self.dtype)
 
     def _size(self) -> torch.Size:
         return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
