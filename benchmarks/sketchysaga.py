@@ -1,7 +1,8 @@
 """SketchySAGA with more inducing points than Falkon's matrices have room for: 311,000 taxi trips, 1 GiB of matrices.
 
 Falkon and KRILL get as many inducing points as their m x m matrices fit into the budget with; SketchySAGA, which has
-none, gets as many and more, up to ten times as many.  Kernel, hyperparameters and rows are those of ``taxi.py``, whose
+none, gets as many and more, up to ten times as many; EigenPro 4, which has none either but no tolerance, stands beside
+it.  Kernel, hyperparameters and rows are those of ``taxi.py``, whose
 results must be there; all run for the same time (or end earlier, at a residual of 1e-4); each is a process of its own,
 whose peak memory is recorded.  The error is that of 10,000 test trips.
 
@@ -69,6 +70,9 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
         if task["method"] == "SketchySAGA":
             solver = sketchgp.SketchySAGA(tol=TOLERANCE, max_seconds=seconds)
             solution = solver.solve(problem, progress=False)
+        elif task["method"] == "EigenPro4":
+            solver = sketchgp.EigenPro4(epochs=100, max_seconds=seconds, projection="inexact")
+            solution = solver.solve(problem, progress=False)
         else:
             kind = {"Falkon": sketchgp.Falkon, "KRILL": sketchgp.KRILL}[task["method"]]
             solution = kind(tol=TOLERANCE).solve(problem, callback=late, progress=False)
@@ -89,7 +93,8 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def report(results: dict[str, Any]) -> str:
     problem = results["problem"]
-    rows = [[run["method"], f"{run['m']:,}", f"{run['rmse']:.4f}", number(run["true_residual"], 2), run["iterations"],
+    rows = [[run["method"], f"{run['m']:,}", f"{run['rmse']:.4f}",
+             None if run["method"] == "EigenPro4" else number(run["true_residual"], 2), run["iterations"],
              number(run["seconds"]), number(run["peak_memory_mb"]), number(run["grown_mb"])]
             for run in results["runs"].values() if "rmse" in run]  # fmt: skip
     return "\n".join([
@@ -126,6 +131,7 @@ def main() -> None:
         results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
         runs = [(method, math.isqrt(budget // factor)) for method, factor in BYTES.items()]
         runs += [("SketchySAGA", m // 30 if options.quick else m) for m in SIZES]
+        runs += [("EigenPro4", m // 30 if options.quick else m) for m in SIZES[1:3]]
         for method, m in tqdm(runs, disable=None, unit="run"):
             label = f"{method}, {m}"
             if label in results["runs"]:
