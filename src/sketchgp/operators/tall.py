@@ -14,7 +14,7 @@ from .tiles import spans
 _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores
 _ROWS = 128  # of a tile: with fewer, distances of many features take longer; so it may then be four times as large
 _CUDA_ENTRIES = 2**26
-_INPUTS = 2**23  # numbers of x that are prepared, and z anew beside them, for several tiles at once
+_INPUTS = 2**22  # numbers of x that are prepared, and z anew beside them, for several tiles at once
 
 
 def constant(matrix: KernelMatrix) -> KernelMatrix:
