@@ -37,6 +37,7 @@ from common import (
     load_average,
     machine,
     now,
+    publish,
     read_json,
     results_directory,
     standardise,
@@ -201,12 +202,8 @@ def main() -> None:
     results = {} if options.fresh else read_json(path)
     if not options.report:
         results = run_all(options, path, results)
-    if not results.get("problems"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    publish(path, results, report, "problems")
     pictures(results, path)
-    print(text)
 
 
 def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from common import (
     machine,
     median,
     now,
+    publish,
     read_json,
     results_directory,
     table,
@@ -121,11 +122,7 @@ def main() -> None:
                                       "load_before": load_before}  # fmt: skip
             write_json(path, results)
             tqdm.write(f"{label}: {run['accuracy']:.2f}%, {run['seconds']:.0f} s")
-    if not results.get("runs"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    publish(path, results, report)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from common import (
     machine,
     now,
     number,
+    publish,
     read_json,
     results_directory,
     table,
@@ -215,11 +216,7 @@ def main() -> None:
     results = {} if options.fresh else read_json(path)
     if not options.report:
         results = run_all(options, path, results)
-    if not results.get("problems"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    publish(path, results, report, "problems")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from common import (
     machine,
     median,
     now,
+    publish,
     read_json,
     results_directory,
     table,
@@ -106,11 +107,7 @@ def main() -> None:
     results = {} if options.fresh else read_json(path)
     if not options.report:
         results = measure(data_directory(options.data), path, options.quick, results.get("runs", []))
-    if not results.get("runs"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    publish(path, results, report)
 
 
 if __name__ == "__main__":

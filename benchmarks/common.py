@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,19 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def _one_line_lists(text: str) -> str:
     """Put every list of plain values on one line; the structure around them keeps its indentation."""
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text)
+
+
+def publish(path: Path, results: dict[str, Any], report: Callable[[dict[str, Any]], str], what: str = "runs") -> None:
+    """Write the report beside the JSON at ``path`` as Markdown, and print it.
+
+    Raises:
+        SystemExit: where ``results[what]`` is empty.
+    """
+    if not results.get(what):
+        raise SystemExit(f"There is nothing in {path.name} to report on.")
+    text = report(results)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

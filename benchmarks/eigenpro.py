@@ -40,6 +40,7 @@ from common import (
     machine,
     median,
     now,
+    publish,
     read_json,
     results_directory,
     standardise,
@@ -170,12 +171,8 @@ def main() -> None:
                                       "load_before": load_before}  # fmt: skip
             write_json(path, results)
             tqdm.write(f"{label}: {run}")
-    if not results.get("runs"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    publish(path, results, report)
     picture(results, path.with_suffix(".png"))
-    print(text)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from common import (
     load_average,
     machine,
     now,
+    publish,
     read_json,
     results_directory,
     standardise,
@@ -109,14 +110,10 @@ def main() -> None:
     results = {} if options.fresh else read_json(path)
     if not options.report:
         results = run_all(options, path, results)
-    if not results.get("sets"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    publish(path, results, report, "sets")
     picture(results, path.with_suffix(".png"))
     if results["times"]:
         time_picture(results, path.with_name("inducing_times.png"))
-    print(text)
 
 
 def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from common import (
     machine,
     median,
     now,
+    publish,
     read_json,
     results_directory,
     standardise,
@@ -131,11 +132,7 @@ def main() -> None:
                                               **measure(data, kernel, points, seed), "date": now(),
                                               "load_before": load_before}  # fmt: skip
                     write_json(path, results)
-    if not results.get("runs"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    publish(path, results, report)
 
 
 if __name__ == "__main__":

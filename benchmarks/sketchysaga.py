@@ -35,6 +35,7 @@ from common import (
     machine,
     now,
     number,
+    publish,
     read_json,
     results_directory,
     table,
@@ -142,11 +143,7 @@ def main() -> None:
             results["runs"][label] = {"method": method, "m": m, **run, "date": now(), "load_before": load_before}
             write_json(path, results)
             tqdm.write(f"{label}: {run}")
-    if not results.get("runs"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    publish(path, results, report)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from common import (
     load_average,
     machine,
     now,
+    publish,
     read_json,
     results_directory,
     standardise,
@@ -270,12 +271,8 @@ def main() -> None:
     results = {} if options.fresh else read_json(path)
     if not options.report:
         results = run_all(options, path, results)
-    if not results.get("runs"):
-        raise SystemExit(f"There is nothing in {path.name} to report on.")
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    publish(path, results, report)
     picture(results, path.with_suffix(".png"))
-    print(text)
 
 
 def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,10 @@ class InducingPointGP(gpytorch.models.ExactGP):
         """What variances are of the present parameters and data: ``"dtc"`` or ``"pathwise"``."""
         with torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
+        return self._variance_method()
+
+    def _variance_method(self) -> str:
+        """The same, right after a look at whether anything changed, which copies all parameters."""
         _check_variance(self.variance, self.variance_samples)
         if self.variance != "auto":
             return self.variance
@@ -281,7 +285,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         mean = self._mean(x)
         state = self._kept["state"]
         covariance: Any
-        if self.variance_method == "pathwise":
+        if self._variance_method() == "pathwise":
             covariance = PathwisePosterior(x, errors=lambda: self._errors(state))
         else:
             covariance = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))

@@ -109,27 +109,29 @@ class SparsePrior(LinearOperator):
         return self
 
 
-class SparseMarginal(MultivariateNormal):
-    """The distribution of a training step, whose log density is that of :class:`SparsePrior` whatever the settings say.
-
-    (BoTorch turns fast log densities off on import.)
-    """
+class _FastDensity:
+    """Log densities are those of :class:`SparsePrior` whatever the settings say (BoTorch turns fast ones off)."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         with gpytorch_settings.fast_computations(log_prob=True):
-            return super().log_prob(value)
+            return super().log_prob(value)  # type: ignore[misc]
 
 
-class SparseMultitaskMarginal(MultitaskMultivariateNormal):
-    """:class:`SparseMarginal` of several outputs, with a covariance :class:`IndependentOutputs` of the prior."""
+class SparseMarginal(_FastDensity, MultivariateNormal):
+    """The distribution of a training step."""
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        with gpytorch_settings.fast_computations(log_prob=True):
-            return super().log_prob(value)
+
+class SparseMultitaskMarginal(_FastDensity, MultitaskMultivariateNormal):
+    """That of several outputs, with a covariance :class:`IndependentOutputs` of the prior."""
 
 
 class _Posterior(LinearOperator):
-    """What is converted to another dtype or device is the matrix: the kernel and the data behind it are the model's."""
+    """A covariance ``(..., p, p)`` of points ``(..., p, d)``.
+
+    What is converted to another dtype or device is the matrix: the kernel and the data behind it are the model's.
+    """
+
+    x: Tensor
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
         device, dtype = _to_helper(*args, **kwargs)
@@ -144,6 +146,12 @@ class _Posterior(LinearOperator):
 
     def cuda(self, device_id: str | None = None) -> LinearOperator:
         return self.to(device=torch.device("cuda" if device_id is None else device_id))
+
+    def _size(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
 
     def __add__(self, other: Any) -> LinearOperator:
         return NoisyPosterior(self, other) if isinstance(other, DiagLinearOperator) else super().__add__(other)
@@ -217,12 +225,6 @@ class SparsePosterior(_Posterior):
         normal = torch.randn(len(self.x), num_samples, dtype=torch.float64, device=self.device)
         return (root @ normal).mT.to(self.dtype)
 
-    def _size(self) -> torch.Size:
-        return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
-
-    def _transpose_nonbatch(self) -> SparsePosterior:
-        return self
-
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
         return DenseLinearOperator(self.to_dense())._expand_batch(batch_shape)
 
@@ -291,12 +293,6 @@ class PathwisePosterior(_Posterior):
         root = self._root().to(self.dtype)
         normal = torch.randn(*root.shape[:-2], root.shape[-1], num_samples, dtype=root.dtype, device=root.device)
         return (root @ normal).movedim(-1, 0)
-
-    def _size(self) -> torch.Size:
-        return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
-
-    def _transpose_nonbatch(self) -> PathwisePosterior:
-        return self
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
         return self._evaluated()._expand_batch(batch_shape)

@@ -61,8 +61,7 @@ class KRILL(NormalEquationsSolver):
         return rows if _bytes(m, rows) <= available_memory(device) // 2 else 2 * m
 
     def _rows_of(self, problem: InducingPointProblem) -> int:
-        n = len(problem.x) if torch.is_tensor(problem.x) else problem.m
-        return self._rows(n, problem.m, problem.device)
+        return self._rows(problem.expected_rows, problem.m, problem.device)
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         return _bytes(problem.m, self._rows_of(problem))

@@ -65,8 +65,7 @@ class NormalEquationsSolver:
 
     def bytes_needed(self, problem: InducingPointProblem) -> int:
         """Memory of a solve: of m x m matrices, and of vectors for all columns."""
-        n = len(problem.x) if torch.is_tensor(problem.x) else 0
-        return self._bytes(problem) + 8 * _columns(problem) * (2 * n + _VECTORS * problem.m)
+        return self._bytes(problem) + 8 * _columns(problem) * (2 * problem.expected_rows + _VECTORS * problem.m)
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         """Of the m x m matrices that are held at once."""

@@ -40,14 +40,15 @@ class Directions:
 
     :ivar points: C ``(c, d)``; None for the inducing points, or those of them at ``rows`` ``(c,)``.
     :ivar factor: G ``(c, q)``.
-    :ivar at_points: ``K(C, C) G`` ``(c, q)``, and ``at_inducing`` ``K(Z, C) G`` ``(m, q)``; one tensor where C is Z.
+    :ivar at_points: ``K(C, C) G`` ``(c, q)``; None where C are inducing points: then it is a part of ``at_inducing``.
+    :ivar at_inducing: ``K(Z, C) G`` ``(m, q)``.
     :ivar beta: the largest diagonal entry of the preconditioned kernel.
     :ivar lam: the top eigenvalue of its covariance operator.
     """
 
     points: Tensor | None
     factor: Tensor
-    at_points: Tensor
+    at_points: Tensor | None
     at_inducing: Tensor
     beta: float
     lam: float
@@ -120,11 +121,9 @@ def find_directions(
     judged = judged.to(points.device)
     block = all_points.block(judged, judged) - images[judged] @ images[judged].mT
     lam = float(torch.linalg.eigvalsh(block)[-1].clamp(min=_TINY)) / len(judged)
-    if rows is not None:
-        rows = rows[top.indices]
-        return Directions(None, factor, at_inducing[rows], at_inducing, beta, lam, rows)
     if commuting:
-        return Directions(None, factor, at_inducing, at_inducing, beta, lam)
+        chosen = None if rows is None else rows[top.indices]
+        return Directions(None, factor, None, at_inducing, beta, lam, chosen)
     return Directions(subsample, factor, images[:size], at_inducing, beta, lam)
 
 
@@ -180,7 +179,7 @@ class Model:
             self._shrink(1 - decay)
         self.correction += directions.factor @ slowed
         self.h.sub_(gradient, alpha=step).add_(directions.at_inducing @ slowed)
-        if self.h_points is not None:
+        if self.h_points is not None and directions.at_points is not None:
             self.h_points.sub_(at_points, alpha=step).add_(directions.at_points @ slowed)
         if not last:
             self._remember(x, g * -step)
