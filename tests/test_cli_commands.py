@@ -233,6 +233,7 @@ def test_ctrl_c_ends_without_a_traceback(data, capsys, monkeypatch):
     assert (code, error) == (130, "stopped\n")
 
 
+@pytest.mark.slow
 def test_module_runs(data, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "sketchgp", "fit", tmp_path / "absent.csv", "--target", "y"],
@@ -245,6 +246,7 @@ def test_module_runs(data, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_quick_demo(tmp_path, capsys):
     code, out, _ = run(capsys, "demo", "--quick", "--output", tmp_path)
     assert code == 0

@@ -129,6 +129,7 @@ def test_one_and_two_points(n, preconditioner):
     assert relative(solution.value, torch.linalg.solve(_matrix(problem), problem.y)) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["uci_airfoil", "uci_skillcraft", "abalone"])
 def test_real_data(name, data_directory):
     with np.load(data_directory / f"{name}.npz", allow_pickle=False) as arrays:

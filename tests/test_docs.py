@@ -109,6 +109,7 @@ def names_for_the_pages() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_code_runs(page, capsys, tmp_path, monkeypatch):
     """The Python blocks of a page, in order, in one namespace."""
@@ -146,6 +147,7 @@ def test_contents_lists_every_page():
         assert name == "index.md" or f"({name}" in text, f"docs/index.md lacks {name}"
 
 
+@pytest.mark.slow
 def test_help_of_the_command_line_has_what_the_readme_shows():
     for command, words in {
         "demo": ["--quick"],

@@ -481,6 +481,7 @@ def _python(script: str, *arguments: str) -> str:
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and limits address space")
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(
     ("kernel", "what"),
@@ -524,6 +525,7 @@ def test_real_memory_that_runs_out(kernel, what):
     assert 100 < int(height) < 4000
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(("kernel", "what"), [("rbf", "product"), ("sum", "derivative"), ("sum", "inputs")])
 def test_measured_memory_of_a_pass(kernel, what):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+SMALL = {"inducing_points.py": ["--rows", "2000"]}  # arguments for a run of seconds
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
 
@@ -16,6 +17,7 @@ def test_there_are_examples():
     assert EXAMPLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(script, tmp_path):
     if "botorch" in script.name:
@@ -23,7 +25,7 @@ def test_example_runs(script, tmp_path):
     # The examples are small: one thread is as fast as two, and much faster on a busy machine.
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *SMALL.get(script.name, [])],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

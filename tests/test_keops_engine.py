@@ -1,7 +1,7 @@
 """The KeOps engine against dense float64.
 
-A formula takes 5 to 15 seconds to compile where KeOps has not kept it from an earlier run: by default the tests use
-six, and the rest are marked slow.
+A formula takes 5 to 15 seconds to compile where KeOps has not kept it from an earlier run: the tests of what is
+common to all profiles share six.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from sketchgp.operators.engines import KEOPS, TILED
 from sketchgp.operators.engines.keops import differentiate, multiply
 from sketchgp.operators.expression import recognise
 from sketchgp.operators.kernel_matrix import KernelMatrix
+
+pytestmark = pytest.mark.slow  # a formula takes seconds to compile
 
 
 def _needs_keops() -> None:
@@ -262,11 +264,11 @@ PROFILES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", list(PROFILES))
-def test_every_profile(name: str, dtype: torch.dtype) -> None:
+def test_every_profile(name: str) -> None:
+    """Each in one dtype: compiling is what takes the time, and only constants differ between dtypes."""
     _needs_keops()
+    dtype = torch.float32 if list(PROFILES).index(name) % 2 else torch.float64
     kernel = spread(ScaleKernel(PROFILES[name]()))
     x1, x2 = points(50, 2, dtype=dtype), points(23, 2, dtype=dtype, seed=1)
     check_product(kernel, x1, None, t=2)
@@ -274,7 +276,6 @@ def test_every_profile(name: str, dtype: torch.dtype) -> None:
     check_gradients(kernel, x1.requires_grad_(), x2.requires_grad_(), t=2)
 
 
-@pytest.mark.slow
 def test_wide_right_hand_sides_go_in_chunks(formulas: list[str]) -> None:
     kernel = spread(ScaleKernel(RBFKernel()))
     check_product(kernel, points(40, 2), points(70, 2, seed=1), t=65)
@@ -284,7 +285,6 @@ def test_wide_right_hand_sides_go_in_chunks(formulas: list[str]) -> None:
     check_gradients(kernel, points(40, 2), None, t=40)
 
 
-@pytest.mark.slow
 def test_a_kernel_times_itself() -> None:
     """One atom twice in a term."""
     _needs_keops()
@@ -301,7 +301,6 @@ def test_a_kernel_times_itself() -> None:
     assert error(found, torch.autograd.grad((left * exact).sum(), kernel.raw_lengthscale)[0]) < 1e-12
 
 
-@pytest.mark.slow
 def test_rational_quadratic_of_large_alpha_in_float32() -> None:
     """It tends to the RBF kernel, and log(1 + t) to t, of which 1 + t keeps few digits."""
     _needs_keops()
@@ -314,7 +313,9 @@ def test_rational_quadratic_of_large_alpha_in_float32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("make", [lambda: mixture(), lambda: RQKernel(), lambda: MaternKernel(nu=2.5)])
 def test_cuda(make, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
-    pykeops = _needs_keops()
+    _needs_keops()
+    import pykeops
+
     if not pykeops.config.gpu_available:
         pytest.skip("KeOps found no CUDA toolkit")
     kernel = make().cuda()

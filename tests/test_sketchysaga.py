@@ -155,6 +155,7 @@ def test_a_noise_for_every_point(columns):
     assert torch.equal(solve(same).value, solve(problem(columns=columns)).value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", [{"block_size": 1}, {"block_size": 200}, {"rank": 8}, {"rho": 1.0}])
 def test_any_choice_gets_there(choices):
     one = problem(m=10, n=200)
@@ -398,6 +399,7 @@ def test_the_automatic_damping_is_the_least_that_suits():
     assert p.choose_damping(10, 1e30) == p.least_damping()
 
 
+@pytest.mark.slow
 def test_the_automatic_damping_is_near_the_best():
     one = problem(matern(nu=0.5), n=600, m=100, noise=0.1)
 

@@ -359,6 +359,7 @@ def test_lower_precision(precision, t):
         _close(found, expected, 4 * tolerance)
 
 
+@pytest.mark.slow
 def test_multiplications_in_float32():
     """What devices without tensor cores for tf32 get."""
     case = Case(KERNELS["composite"](20), 20, 40, 40)
@@ -527,6 +528,7 @@ def test_reason_with_an_old_triton(monkeypatch):
         KernelMatrix.of(RBFKernel().to(DEVICE), torch.randn(5, 2, device=DEVICE), engine="triton")
 
 
+@pytest.mark.slow
 def test_package_does_not_import_triton():
     code = "import sys, sketchgp, sketchgp.operators.engines; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
