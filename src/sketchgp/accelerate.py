@@ -19,6 +19,7 @@ from .models.mixins import (
     is_accelerated,
     plain_class,
 )
+from .models.targets import check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
 from .solvers import BlockSolver, Cholesky, ConjugateGradients
@@ -58,7 +59,8 @@ def accelerate(
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x3"``, ``"tf32"`` or
         ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
     :returns: the model.
-    :raises InputError: if an argument is not one of these; the model is then as it was.
+    :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets ``(n, 1)``
+        of a model of one output, NaN among the inputs); the model is then as it was.
     """
     return install(model, preconditioner, solver, matmul, matmul_precision)
 
@@ -107,7 +109,7 @@ def install(
     connect_masked_operator()
     for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
         if not is_accelerated(module):
-            module.__class__ = accelerated_class(type(module), mixin)
+            module.__class__ = accelerated_class(type(module), mixin)  # the same for one that type(model)(...) made
     owners = likelihood.__dict__.setdefault(ATTRIBUTE, [])
     before = model.__dict__.get(ATTRIBUTE)
     owners[:] = [owner for owner in owners if owner is not before] + [acceleration]
@@ -170,6 +172,7 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: A
                 f"The model's training inputs are {dtype} and its {what} are not; convert all of it: "
                 "model.double() or model.float()."
             )
+    check_targets(model, built)
     if inputs[0].device != targets.device:
         raise InputError(f"Training inputs are on {inputs[0].device} and targets on {targets.device}; use one device.")
     noise = getattr(model.likelihood, "noise", None)

@@ -15,13 +15,18 @@ from linear_operator.operators import AddedDiagLinearOperator, BatchRepeatLinear
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator, iterative
 from .mean_solve import adopt
+from .targets import check_value
 
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 _subclasses: dict[tuple[type, type], type] = {}
 
 
 class _Accelerated:
-    """What both mixins share: how instances are rebuilt."""
+    """What the mixins share: how instances are rebuilt.
+
+    An instance of the subclass that ``accelerate`` never saw (``type(model)(x, y, likelihood)``) has no choices and
+    behaves as one of its plain class.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         mixin, base = type(self).__bases__
@@ -33,18 +38,20 @@ class AcceleratedModel(_Accelerated):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
-        cache = self.__dict__[ATTRIBUTE].cache
-        if cache is not None:
-            cache.clear()
+        if is_accelerated(self):
+            self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
+            cache = self.__dict__[ATTRIBUTE].cache
+            if cache is not None:
+                cache.clear()
         return result
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, adopt(value) if name == "prediction_strategy" else value)
+        ours = name == "prediction_strategy" and is_accelerated(self)
+        super().__setattr__(name, adopt(value) if ours else value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(prior, MultivariateNormal):
+        if not isinstance(prior, MultivariateNormal) or not is_accelerated(self):
             return prior
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
@@ -64,7 +71,7 @@ class AcceleratedLikelihood(_Accelerated):
     def marginal(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
         marginal = super().marginal(function_dist, *args, **kwargs)  # type: ignore[misc]
         covariance = marginal.lazy_covariance_matrix
-        if type(covariance) is not AddedDiagLinearOperator:
+        if type(covariance) is not AddedDiagLinearOperator or not is_accelerated(self):
             return marginal
         acceleration = marked_choices(function_dist.lazy_covariance_matrix)
         if acceleration is None:  # GPyTorch rebuilt the covariance (interpolation grids, fantasies): the mark is lost
@@ -84,6 +91,7 @@ class AcceleratedDistribution(_Accelerated):
     """``N(mean, K + noise)`` whose log density goes to the accelerated operator whatever BoTorch made the default."""
 
     def log_prob(self, value: Any) -> Any:
+        check_value(value, self.event_shape)  # type: ignore[attr-defined]
         with iterative():
             return super().log_prob(value)  # type: ignore[misc]
 
@@ -111,8 +119,8 @@ def plain_class(accelerated: type) -> type:
 
 
 def is_accelerated(instance: Any) -> bool:
-    """Whether the instance's class was swapped for an accelerated one."""
-    return isinstance(instance, _Accelerated)
+    """Whether ``accelerate`` gave this model or likelihood its choices."""
+    return isinstance(instance, _Accelerated) and ATTRIBUTE in instance.__dict__
 
 
 def _blank(mixin: type, base: type) -> Any:
