@@ -17,7 +17,7 @@ from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import tall
 from sketchgp.report import record_solves
 from sketchgp.settings import memory_budget
-from sketchgp.solvers import QR, InducingPointProblem
+from sketchgp.solvers import QR, InducingPointProblem, choose_inducing_points
 from sketchgp.solvers.eigenpro3 import EigenPro3
 from sketchgp.solvers.eigenpro4 import EigenPro4
 from sketchgp.solvers.eigenpro_step import step_size
@@ -164,6 +164,31 @@ def test_an_inexact_projection_that_does_not_converge_is_an_error(monkeypatch):
     monkeypatch.setattr(eigenpro, "_ITERATIONS", 1)
     with pytest.raises(NumericalError, match=r"projection does not converge.*projection_rank"):
         EigenPro4(projection="inexact", projection_rank=1, projection_tol=1e-6).solve(problem)
+
+
+@pytest.mark.parametrize("case", ["exact", "inexact", "equal rows", "stream"])
+def test_the_step_is_computed_on_points_that_are_no_inducing_points(case, monkeypatch):
+    """Not on those that the same seed drew, nor on rows that equal them: the step would be too large, and diverge."""
+    seen = []
+
+    def find(*args):
+        seen.append(args[3])
+        return find_directions(*args)
+
+    monkeypatch.setattr(eigenpro, "find_directions", find)
+    (x, y), kernel = _data(300), _kernel("laplace")
+    z = choose_inducing_points(kernel, x, 100).points
+    if case == "equal rows":
+        x, y = torch.cat([z, -0.0 * z + z, x]), torch.cat([y[:200], y])
+    problem = InducingPointProblem(kernel, x, y, 0.0, z)
+    if case == "stream":
+        batches = [(x[:40], y[:40]), (z, y[:100]), (x[40:], y[40:])]
+        problem = InducingPointProblem(kernel, batches, None, 0.0, z)
+    projection = "exact" if case == "exact" else "inexact"
+    EigenPro4(projection=projection, epochs=2, subsample_size=50).solve(problem)
+    fresh = seen[0]
+    assert len(fresh) > 90
+    assert not (fresh.unsqueeze(1) == z).all(dim=-1).any()
 
 
 def test_the_automatic_projection_follows_the_memory_budget():

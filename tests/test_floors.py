@@ -13,6 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "sketchgp"
 FLOORS = {
     "errors": 0,
+    "random_streams": 0,
     "report": 0,
     "settings": 0,
     "kernels": 1,

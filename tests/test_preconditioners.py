@@ -20,6 +20,7 @@ from sketchgp import (
     Nystrom,
     NystromEigenPro,
     RPCholesky,
+    random_streams,
     settings,
 )
 from sketchgp.operators import KernelMatrix
@@ -249,7 +250,7 @@ def _dense_preconditioner(name, choice, selection, kernel, x, noise):
         root = matrix[:, selection.pivots] @ selection.coefficients
         return root @ root.mT + torch.diag(noise + selection.shift)
     if name == "gaussian":
-        generator = torch.Generator().manual_seed(choice.seed)
+        generator = random_streams.generator(choice.seed, "Nystrom preconditioner")
         test = torch.linalg.qr(torch.randn(N, choice.rank, dtype=torch.float64, generator=generator)).Q
     else:
         test = identity(N)[:, selection.pivots]

@@ -25,6 +25,7 @@ from .models.mixins import ATTRIBUTE, AcceleratedModel
 from .operators import KernelMatrix
 from .operators.tiles import spans
 from .preconditioners.cache import tensor_key
+from .random_streams import generator
 from .report import SolveReport, record_solves
 from .solvers import ConjugateGradients, System
 from .solvers.problem import check_tensor
@@ -287,10 +288,12 @@ def _low_rank_variance(conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, 
     pivots = None if acceleration.cache is None else acceleration.cache.pivots(matrix, noise)
     if pivots is None:
         count = min(matrix.shape[-1], int(10 * matrix.shape[-1] ** 0.5))
-        pivots = torch.randperm(matrix.shape[-1], generator=torch.Generator().manual_seed(0))[:count].to(x.device)
+        pivots = torch.randperm(matrix.shape[-1], generator=generator(0, "rows of a low-rank variance"))[:count].to(
+            x.device
+        )
     low_rank = LowRankVariance(conditioning.block, matrix.x1, noise.double(), matrix.x1[pivots])
     latent = low_rank(conditioning.inputs(x))
-    some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_CHECK_POINTS].to(x.device)
+    some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECK_POINTS].to(x.device)
     exact = conditioning.exact_variance(conditioning.inputs(x[some]))
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, x[some], latent[some])

@@ -15,6 +15,7 @@ from ..accelerate import accelerate
 from ..datasets import load_diamonds
 from ..errors import ConvergenceWarning, InputError
 from ..plotting import Curve, plot_convergence
+from ..random_streams import generator
 from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(sizes: Sizes, seed: int, picture: Path) -> None:
     data = load_diamonds()
-    rows = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))[: sizes.rows]
+    rows = torch.randperm(len(data.y), generator=generator(seed, "rows of the demo"))[: sizes.rows]
     x, y = data.x[rows], data.y[rows].log()
     train, test = split_rows(len(y), 0.1, seed)
     scaling = Scaling.of(x[train], y[train], data.target_name)
@@ -96,7 +97,7 @@ def _run(sizes: Sizes, seed: int, picture: Path) -> None:
     nll = negative_log_density(whole.mean, whole.variance, test_y)
     print(f"  on all {len(test):,} test rows: RMSE {whole.row.rmse:.4f}, NLL {nll:.3f} (standardised log(price))")
 
-    small = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 2))[: sizes.comparison]
+    small = torch.randperm(len(train), generator=generator(seed, "fewer rows of the demo"))[: sizes.comparison]
     small_x, small_y = train_x[small], train_y[small]
     print(f"the same hyperparameters on a random {len(small):,} of the training rows, for the comparison:")
     print("sketchgp ...")
@@ -139,7 +140,7 @@ def _hyperparameters(model: Regression) -> str:
 
 
 def _check_residual(model: Regression, seed: int, sample: int = 500) -> str:
-    rows = torch.randperm(model.train_targets.shape[0], generator=torch.Generator().manual_seed(seed + 3))[:sample]
+    rows = torch.randperm(model.train_targets.shape[0], generator=generator(seed, "rows of the demo's check"))[:sample]
     residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
     return (
         f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows "

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..accelerate import accelerate
 from ..fit import fit
 from ..predict import predict, use_weights
+from ..random_streams import generator
 from ..report import SolveReport, record_solves
 from .model_file import SavedModel
 from .regression import Regression, negative_log_density, rmse
@@ -21,7 +22,7 @@ __all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tu
 
 def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Random disjoint row numbers ``(train, test)``; the test part has ``round(n * test_fraction)`` rows."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(n, generator=generator(seed, "training and test rows"))
     size = round(n * test_fraction)
     return order[size:], order[:size]
 
@@ -38,7 +39,7 @@ def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: 
     :returns: the model, accelerated, in eval mode and conditioned on all rows.
     """
     n = x.shape[0]
-    rows = torch.randperm(n, generator=torch.Generator().manual_seed(seed + 1))[:subset]
+    rows = torch.randperm(n, generator=generator(seed, "rows to tune on"))[:subset]
     model = Regression(x[rows], y[rows], kernel)
     accelerate(model)
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"

@@ -13,6 +13,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from ..errors import InputError
+from ..random_streams import generator
 from .tiles import spans
 
 _CHUNK = 4096  # columns that are drawn at once, each chunk by a seed of its own
@@ -63,10 +64,10 @@ class SparseSignEmbedding(LinearOperator):
     def _drawn(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Rows and signs of a chunk's columns, ``(c, nonzeros)`` each."""
         if self._kept is None or self._kept[0] != chunk:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + chunk) % 2**63)
+            stream = generator(self.seed, f"sparse sign embedding, part {chunk}")
             count = min(_CHUNK, self.length - chunk * _CHUNK)
-            places = distinct(count, self.nonzeros, self.sketch_size, generator)
-            signs = torch.randint(0, 2, places.shape, generator=generator).mul_(2).sub_(1)
+            places = distinct(count, self.nonzeros, self.sketch_size, stream)
+            signs = torch.randint(0, 2, places.shape, generator=stream).mul_(2).sub_(1)
             self._kept = chunk, places.to(self.device), signs.to(self.device)
         return self._kept[1], self._kept[2]
 

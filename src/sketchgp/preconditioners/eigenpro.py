@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
+from ..random_streams import generator
 from .base import Preconditioner, Selection, _check_count
 
 
@@ -41,8 +41,9 @@ class NystromEigenPro(Preconditioner):
         wanted = self.subsample_size or min(10_000, max(math.ceil(20 * math.sqrt(n)), 4 * (self.rank or 1)))
         size = min(n, max(wanted, (self.rank or 0) + 1))
         rank = self.rank if self.rank is not None else max(1, min(size // 4, self.rank_for(n, matrix.device)))
-        generator = torch.Generator().manual_seed(self.seed)
-        top = top_eigensystem(matrix, rank, size, generator=generator)
+        top = top_eigensystem(
+            matrix, rank, size, generator=generator(self.seed, "subsample of the EigenPro preconditioner")
+        )
         weights = (1 / top.values - top.tail / top.values.square()).clamp_(min=0)
         coefficients = top.vectors * weights.sqrt()
         factor = matrix.columns(top.indices) @ coefficients

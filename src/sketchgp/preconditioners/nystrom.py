@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..lowrank import LowRank, gaussian_nystrom, gaussian_test_matrix, nystrom_factor, uniform_nystrom
 from ..operators.access import Access
+from ..random_streams import generator
 from .base import Preconditioner, Selection, _selection
 
 
@@ -40,10 +41,13 @@ class Nystrom(Preconditioner):
     def name(self) -> str:
         return f"Nystrom[{self.sketch}]"
 
+    def _generator(self) -> torch.Generator:
+        """The same at every call: the factor is made again of the test matrix that was judged."""
+        return generator(self.seed, "Nystrom preconditioner")
+
     def _approximate(self, matrix: Access, rank: int) -> LowRank:
-        generator = torch.Generator().manual_seed(self.seed)
         method = gaussian_nystrom if self.sketch == "gaussian" else uniform_nystrom
-        return method(matrix, rank, generator=generator)
+        return method(matrix, rank, generator=self._generator())
 
     @property
     def pivoted(self) -> bool:
@@ -62,6 +66,6 @@ class Nystrom(Preconditioner):
         if self.sketch == "uniform":
             return super().factor(matrix, selection)
         rank = selection.factor.shape[-1]
-        test = gaussian_test_matrix(matrix.n, rank, torch.Generator().manual_seed(self.seed), matrix.device)
+        test = gaussian_test_matrix(matrix.n, rank, self._generator(), matrix.device)
         sketch = matrix.matmul(test)
         return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..lowrank import rpcholesky
 from ..operators.access import Access
+from ..random_streams import generator
 from .base import Preconditioner, Selection, _check_count, _selection
 
 
@@ -47,7 +48,7 @@ class RPCholesky(Preconditioner):
         low_rank = rpcholesky(
             matrix,
             self.rank_for(matrix.n, matrix.device),
-            generator=torch.Generator().manual_seed(self.seed),
+            generator=generator(self.seed, "RPCholesky preconditioner"),
             method=self.method,
             block_size=self.block_size,
             weights=1 / noise.to(torch.float64) if self.rank is None else None,

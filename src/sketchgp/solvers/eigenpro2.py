@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import InputError, NumericalError
 from ..lowrank import TopEigensystem, top_eigensystem
+from ..random_streams import generator
 from .blockwise import BlockSolver, BlockSystem, Method, check_count, next_block
 from .eigenpro_step import directions, scaled_vectors, step_size
 
@@ -99,15 +100,15 @@ class _EigenPro2(Method):
         wanted = self.choices.subsample_size or min(10_000, max(500, math.ceil(10 * math.sqrt(n))))
         size = min(n, max(wanted, self.choices.rank or 0))
         most = self.choices.rank if self.choices.rank is not None else max(1, size // 4)
-        generator = torch.Generator().manual_seed(self.choices.seed)
+        stream = generator(self.choices.seed, "EigenPro 2: subsample and fresh rows")
         system.entries += size**2
-        top = top_eigensystem(system.access, size, size, generator=generator, noise=system.noise)
+        top = top_eigensystem(system.access, size, size, generator=stream, noise=system.noise)
         if not len(top.values):
             raise NumericalError("The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.")
         others = torch.ones(n, dtype=torch.bool, device=system.device)
         others[top.indices] = False
         fresh = others.nonzero().squeeze(1)
-        fresh = fresh[torch.randperm(len(fresh), generator=generator)[:size].to(system.device)]
+        fresh = fresh[torch.randperm(len(fresh), generator=stream)[:size].to(system.device)]
         inside = top.vectors.mT * top.values.unsqueeze(1)  # E^T K'(Xs, Xs)
         products = torch.cat([inside, top.vectors.mT @ system.block(top.indices, fresh)], dim=1)
         points = torch.cat([top.indices, fresh])

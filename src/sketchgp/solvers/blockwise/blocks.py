@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...random_streams import generator
 from .inverse import BlockInverse, block_inverse
 from .system import BlockSystem
 
@@ -61,7 +62,7 @@ class Partition:
         """Draw the partition and find the smoothness constants, unless ``tensors`` has them."""
         if "order" in tensors:
             return
-        tensors["order"] = torch.randperm(self.system.n, generator=torch.Generator().manual_seed(self.seed))
+        tensors["order"] = torch.randperm(self.system.n, generator=generator(self.seed, "fixed partition"))
         constants = [self._inverse(number, self._rows(number, tensors)).smoothness for number in range(self.count)]
         tensors["smoothness"] = torch.tensor(constants, dtype=torch.float64)
 
@@ -81,8 +82,8 @@ class Partition:
         return tensors["order"].tensor_split(count)[number].to(self.system.device)
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
-        generator = torch.Generator().manual_seed(self.seed + 1 + number)
-        return block_inverse(self.system.square_block(rows), self.system.noise[rows], self.rank, generator)
+        stream = generator(self.seed, f"inverse of block {number} of a fixed partition")
+        return block_inverse(self.system.square_block(rows), self.system.noise[rows], self.rank, stream)
 
 
 def check_blocks(rank: Any, version: Any, sampling: Any) -> None:

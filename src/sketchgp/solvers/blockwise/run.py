@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ...errors import NumericalError
+from ...random_streams import generator
 from ...report import SolveReport, peak_memory
 from .checkpoint import Checkpoint
 from .interrupt import DeferredInterrupt
@@ -72,7 +73,7 @@ class Run:
         self.sampled = False  # whether the final residual is that of a sample of rows
         self.start = self.saved_at = time.perf_counter()
         self.earlier = 0.0
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = generator(seed, "blocks of a solve")
         if checkpoint is not None and checkpoint.exists():
             self._resume(checkpoint, initial is not None)
         else:
@@ -300,7 +301,7 @@ class Run:
             return
         self.sampled = True
         self.value = self._weights().to(self.out_dtype)
-        rows = torch.randperm(n, generator=torch.Generator().manual_seed(n))[:_SAMPLE].to(self.b.device)
+        rows = torch.randperm(n, generator=generator(n, "rows of a residual"))[:_SAMPLE].to(self.b.device)
         r = self.b[rows] - self.system.accurate_rows(rows, self.value.to(torch.float64))
         self.residual = self._relative(r * (n / len(rows)) ** 0.5)
         self.state.notes.append(f"residual estimated from {len(rows)} random rows, in float64")

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, InputError
+from ...random_streams import generator
 from ...report import SolveReport, peak_memory, record
 from ..blockwise import check_count, check_seed
 from ..problem import Solution, check_tensor
 from .epochs import Epoch, Epochs, Plan, check_columns
+from .fresh import unlike
 from .held_out import HeldOut
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
@@ -25,6 +27,7 @@ from .projection import ExactProjection, InexactProjection, Projection, exact_fi
 
 _SUBSAMPLE = 2000  # points of an automatic subsample, or four times the rank
 _FRESH = 1000  # the most points beside it on which the step is computed
+_FURTHER = 4  # times the points of a stream wanted, at most, until half as many are no inducing points
 _CHECKED = 8192  # the most training points on which the weights returned are judged
 _PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
 _ITERATIONS = 200  # the most of a projection by conjugate gradients
@@ -148,8 +151,8 @@ class EigenProSolver:
         """
         start = time.perf_counter()
         self.validate(problem)
-        generator = torch.Generator().manual_seed(self.seed)
-        x, y, vector, batch = self._first_points(problem, generator)
+        stream = generator(self.seed, "EigenPro 3 and 4: rows")
+        x, y, vector, batch = self._first_points(problem, stream)
         columns = y.shape[1]
         shape = (problem.m,) if vector else (problem.m, columns)
         if initial is not None:
@@ -161,7 +164,7 @@ class EigenProSolver:
         if initial is not None:
             base += initial.reshape(base.shape).to(base)
         projection = self._projection(problem, columns)
-        directions, size = self._directions(problem, projection, x, batch, generator)
+        directions, size = self._directions(problem, projection, x, batch)
         plan = Plan(
             self.epochs,
             self.max_seconds,
@@ -176,7 +179,7 @@ class EigenProSolver:
         checked = x[:_CHECKED], y[:_CHECKED].to(torch.float64)
         model = Model(problem, directions, projection, base)
         setup = time.perf_counter() - start
-        run = Epochs(problem, model, plan, generator, error, checked, callback)
+        run = Epochs(problem, model, plan, stream, error, checked, callback)
         run.loop(progress)
         report = self._report(problem, run, directions, projection, size, setup)
         record(report)
@@ -189,35 +192,35 @@ class EigenProSolver:
             )
         return Solution(run.value.reshape(shape), report)
 
-    def _first_points(
-        self, problem: InducingPointProblem, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, bool, int]:
+    def _first_points(self, problem: InducingPointProblem, stream: torch.Generator) -> tuple[Tensor, Tensor, bool, int]:
         """Training points and targets in random order, as many as the set-up may use; whether y is a vector; the batch.
 
-        Of a stream, the first ones; the batch is its first one.
+        Of a stream, the first ones, more where they are inducing points; the batch is its first one.
         """
         if torch.is_tensor(problem.x):
             assert problem.y is not None
             n = len(problem.x)
             most = max(_CHECKED, 2 * self._wanted, self._wanted + _FRESH)
-            rows = torch.randperm(n, generator=generator)[:most].to(problem.device)
+            rows = torch.randperm(n, generator=stream)[:most].to(problem.device)
             batch = self.block_size or min(max(256, problem.m // 16), 2048, max(1, n // 8))
             return problem.x[rows], problem.y.reshape(n, -1)[rows], problem.y.dim() == 1, min(batch, n)
         wanted = max(2 * self._wanted, self._wanted + _FRESH)
         xs: list[Tensor] = []
         ys: list[Tensor] = []
-        count, vector = 0, False
+        count, fresh, vector = 0, 0, False
         for x, y in problem.batches():
             vector = y.dim() == 1 if not ys else vector
             xs.append(x)
             ys.append(y.reshape(len(y), -1))
             check_columns(len(ys) - 1, ys[-1], ys[0].shape[1])
             count += len(x)
-            if count >= wanted:
+            fresh += int(unlike(x, problem.inducing_points).sum())
+            if count >= wanted and (fresh >= wanted // 2 or count >= _FURTHER * wanted):
                 break
         if not xs:
             raise InputError("x expects a stream of at least one batch, got none.")
-        return torch.cat(xs)[:wanted], torch.cat(ys)[:wanted], vector, len(xs[0])
+        most = _FURTHER * wanted
+        return torch.cat(xs)[:most], torch.cat(ys)[:most], vector, len(xs[0])
 
     def _subsample_size(self, count: int) -> int:
         """s, of ``count`` points that are at hand."""
@@ -233,18 +236,27 @@ class EigenProSolver:
         return self.subsample_size or max(_SUBSAMPLE, 4 * (self.rank or 0))
 
     def _directions(
-        self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int, generator: torch.Generator
+        self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int
     ) -> tuple[Directions, int]:
-        """From training points x in random order; and s, the size of the subsample."""
+        """From training points x in random order; and s, the size of the subsample.
+
+        The step is computed on points that are neither in the subsample nor inducing points, also by value: what is
+        left of the kernel beside the top directions is smaller there.
+        """
         commuting = self.preconditioner == "projected"
         if not commuting or isinstance(projection, ExactProjection):
             size = self._subsample_size(len(x))
-            subsample, fresh = x[:size], x[size : size + _FRESH]
-            return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting), size
-        size = min(problem.m, self._wanted)
-        rows = torch.randperm(problem.m, generator=generator)[:size].to(problem.device)
-        subsample = problem.inducing_points[rows]
-        return find_directions(problem, projection, subsample, x[:_FRESH], self.rank, batch, True, rows), size
+            subsample, others, rows = x[:size], x[size:], None
+        else:
+            size = min(problem.m, self._wanted)
+            order = torch.randperm(problem.m, generator=generator(self.seed, "EigenPro 3 and 4: some inducing points"))
+            rows = order[:size].to(problem.device)
+            subsample, others = problem.inducing_points[rows], x
+        fresh = others[unlike(others, problem.inducing_points, subsample)][:_FRESH]
+        if not len(fresh):  # all points are inducing points
+            others = problem.inducing_points
+            fresh = others[unlike(others, subsample)][:_FRESH]
+        return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting, rows), size
 
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):

@@ -14,6 +14,7 @@ from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
+from ...random_streams import generator, salted
 from ...settings import available_memory
 from ..problem import check_kernel, check_tensor
 
@@ -81,16 +82,16 @@ def choose_inducing_points(
         raise InputError(f"method expects one of {', '.join(map(repr, _METHODS))}, got {method!r}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise InputError(f"seed expects an integer of at least 0, got {seed!r}.")
-    generator = torch.Generator().manual_seed(seed)
+    stream = generator(seed, f"inducing points: {method}")
     if method == "uniform":
-        return _rows(x, torch.randperm(len(x), generator=generator)[:m], len(x) / m, method)
+        return _rows(x, torch.randperm(len(x), generator=stream)[:m], len(x) / m, method)
     if method == "k-means":
-        return _k_means(kernel, x, m, generator, seed)
+        return _k_means(kernel, x, m, stream, salted(seed, "clusters") % 2**32)
     if method == "rpcholesky":
-        return _rpcholesky(kernel, x, m, generator)
+        return _rpcholesky(kernel, x, m, stream)
     if noise is None or torch.is_tensor(noise) or not (isinstance(noise, int | float) and 0 < noise < math.inf):
         raise InputError(f"noise expects a positive number for method='leverage', got {noise!r}.")
-    return _leverage(kernel, x, m, float(noise), generator)
+    return _leverage(kernel, x, m, float(noise), stream)
 
 
 def _rows(x: Tensor, indices: Tensor, counts: float | Tensor | None, method: str, *notes: str) -> InducingPoints:
@@ -100,7 +101,7 @@ def _rows(x: Tensor, indices: Tensor, counts: float | Tensor | None, method: str
     return InducingPoints(x[indices].clone(), indices, counts, method, list(notes))
 
 
-def _k_means(kernel: Any, x: Tensor, m: int, generator: torch.Generator, seed: int) -> InducingPoints:
+def _k_means(kernel: Any, x: Tensor, m: int, stream: torch.Generator, randomness: int) -> InducingPoints:
     try:
         from sklearn.cluster import KMeans, MiniBatchKMeans
         from sklearn.exceptions import ConvergenceWarning as FewerClusters
@@ -115,12 +116,12 @@ def _k_means(kernel: Any, x: Tensor, m: int, generator: torch.Generator, seed: i
     n = len(x)
     scale = _lengthscales(kernel, x)
     most = max(_KMEANS_LEAST, _KMEANS_ROWS * m)
-    rows = torch.randperm(n, generator=generator)[:most].sort().values.to(x.device) if n > most else None
+    rows = torch.randperm(n, generator=stream)[:most].sort().values.to(x.device) if n > most else None
     shown = ((x if rows is None else x[rows]) / scale).cpu().numpy()
     if len(shown) <= _FULL_KMEANS:
-        model = KMeans(m, n_init=1, max_iter=50, random_state=seed)
+        model = KMeans(m, n_init=1, max_iter=50, random_state=randomness)
     else:
-        model = MiniBatchKMeans(m, n_init=1, batch_size=max(4096, m), max_iter=20, random_state=seed)
+        model = MiniBatchKMeans(m, n_init=1, batch_size=max(4096, m), max_iter=20, random_state=randomness)
     with warnings.catch_warnings(), threadpool_limits(torch.get_num_threads()):
         warnings.simplefilter("ignore", FewerClusters)  # fewer distinct points than clusters: handled below
         labels = torch.as_tensor(model.fit(shown).labels_, dtype=torch.long)
@@ -129,7 +130,7 @@ def _k_means(kernel: Any, x: Tensor, m: int, generator: torch.Generator, seed: i
     empty = (sizes == 0).nonzero().squeeze(1)
     notes = [] if rows is None else [f"k-means saw {len(shown)} of {n} points"]
     if len(empty):
-        points[empty.to(x.device)] = x[torch.randperm(n, generator=generator)[: len(empty)].to(x.device)]
+        points[empty.to(x.device)] = x[torch.randperm(n, generator=stream)[: len(empty)].to(x.device)]
         notes.append(f"{len(empty)} empty clusters; rows drawn uniformly stand for them")
     counts = (sizes.to(torch.float64) * (n / len(shown))).clamp(min=1.0).to(x.device)
     return InducingPoints(points, None, counts, "k-means", notes)
@@ -159,7 +160,7 @@ def _seen(kernel: Any, d: int) -> list[int]:
     return list(range(d))
 
 
-def _rpcholesky(kernel: Any, x: Tensor, m: int, generator: torch.Generator) -> InducingPoints:
+def _rpcholesky(kernel: Any, x: Tensor, m: int, stream: torch.Generator) -> InducingPoints:
     n = len(x)
     needed, free = 8 * n * m, available_memory(x.device)
     if needed > free:
@@ -168,7 +169,7 @@ def _rpcholesky(kernel: Any, x: Tensor, m: int, generator: torch.Generator) -> I
             "free; choose from a subsample of the rows, or take 'leverage' or 'k-means'."
         )
     matrix = Access(KernelMatrix.of(kernel, x, engine="tiled").detach())
-    pivots = rpcholesky(matrix, m, generator=generator).pivots
+    pivots = rpcholesky(matrix, m, generator=stream).pivots
     assert pivots is not None
     missing = m - len(pivots)
     if not missing:
@@ -176,20 +177,20 @@ def _rpcholesky(kernel: Any, x: Tensor, m: int, generator: torch.Generator) -> I
     left = torch.ones(n, dtype=torch.bool, device=x.device)
     left[pivots] = False
     others = left.nonzero().squeeze(1)
-    more = others[torch.randperm(len(others), generator=generator)[:missing].to(x.device)]
+    more = others[torch.randperm(len(others), generator=stream)[:missing].to(x.device)]
     note = f"K has rank {len(pivots)} to working precision; {missing} more rows drawn uniformly"
     return _rows(x, torch.cat([pivots, more]), None, "rpcholesky", note)
 
 
-def _leverage(kernel: Any, x: Tensor, m: int, noise: float, generator: torch.Generator) -> InducingPoints:
-    scores = leverage_scores(kernel, x, noise, min(len(x), _PILOTS * m, _MOST_PILOTS), generator)
+def _leverage(kernel: Any, x: Tensor, m: int, noise: float, stream: torch.Generator) -> InducingPoints:
+    scores = leverage_scores(kernel, x, noise, min(len(x), _PILOTS * m, _MOST_PILOTS), stream)
     probabilities = _inclusion(scores, m)
-    indices = _systematic(probabilities, m, generator)
+    indices = _systematic(probabilities, m, stream)
     return _rows(x, indices, 1 / probabilities[indices], "leverage")
 
 
 @torch.no_grad()
-def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, generator: torch.Generator) -> Tensor:
+def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, stream: torch.Generator) -> Tensor:
     """Approximate ridge leverage scores ``(K (K + noise)^-1)_ii`` ``(n,)``, float64, in (0, 1).
 
     With p uniform rows Z and ``K ~ Kxz Kzz^-1 Kzx =: N`` it is ``(N (N + noise)^-1)_ii`` plus what N lacks of the
@@ -197,7 +198,7 @@ def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, generator
     ``n p`` kernel evaluations twice, O(p^2) memory.
     """
     n = len(x)
-    z = x[torch.randperm(n, generator=generator)[:pilots].to(x.device)]
+    z = x[torch.randperm(n, generator=stream)[:pilots].to(x.device)]
     tall = TallMatrix(kernel, x, z, accurate=True)
     matrix = KernelMatrix.of(kernel, z, engine="tiled").detach().double().to_dense()
     eps = torch.finfo(torch.float64).eps
@@ -236,14 +237,14 @@ def _inclusion(scores: Tensor, m: int) -> Tensor:
         sure |= over
 
 
-def _systematic(probabilities: Tensor, m: int, generator: torch.Generator) -> Tensor:
+def _systematic(probabilities: Tensor, m: int, stream: torch.Generator) -> Tensor:
     """m distinct rows, row i with exactly its probability: systematic sampling in a random order."""
     n = len(probabilities)
-    order = torch.randperm(n, generator=generator).to(probabilities.device)
+    order = torch.randperm(n, generator=stream).to(probabilities.device)
     sums = probabilities[order].cumsum(0)
     sums = sums * (m / sums[-1])
     ticks = torch.arange(m, dtype=torch.float64, device=sums.device)
-    ticks = ticks + torch.rand(1, dtype=torch.float64, generator=generator).to(sums.device)
+    ticks = ticks + torch.rand(1, dtype=torch.float64, generator=stream).to(sums.device)
     chosen = torch.searchsorted(sums, ticks, right=True).clamp(max=n - 1).unique()
     if len(chosen) < m:  # rounding put two ticks into one row
         left = torch.ones(n, dtype=torch.bool, device=sums.device)

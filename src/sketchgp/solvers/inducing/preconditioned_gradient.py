@@ -25,6 +25,7 @@ from ...lowrank import top_eigensystem
 from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
+from ...random_streams import generator
 from ..eigenpro_step import directions, most_directions, scales, step_size
 from .problem import InducingPointProblem
 from .projection import Projection
@@ -93,7 +94,7 @@ def find_directions(
     """
     size, kernel = len(subsample), problem.kernel
     access = Access(KernelMatrix.of(kernel, subsample, engine="tiled").detach())
-    top = top_eigensystem(access, size, size, generator=torch.Generator().manual_seed(0))
+    top = top_eigensystem(access, size, size, generator=generator(0, "order of a subsample"))
     if not len(top.values):
         raise NumericalError("The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.")
     subsample = subsample[top.indices]

@@ -9,6 +9,7 @@ from ...errors import NumericalError
 from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
+from ...random_streams import generator
 from ...settings import memory_budget
 from .problem import InducingPointProblem
 
@@ -69,8 +70,9 @@ class InexactProjection(Projection):
         super().__init__(problem, columns)
         self.tol, self.max_iterations = tol, max_iterations
         self.solves = self.iterations = 0
-        generator = torch.Generator().manual_seed(seed)
-        low_rank = rpcholesky(Access(self.matrix), min(rank, problem.m), generator=generator)
+        low_rank = rpcholesky(
+            Access(self.matrix), min(rank, problem.m), generator=generator(seed, "preconditioner of projections")
+        )
         level = max(self.shift, low_rank.trace / problem.m, _LEAST_LEVEL * self.trace)
         self.preconditioner = LowRankPlusDiagonal(low_rank.factor, torch.full_like(low_rank.residual, level))
 

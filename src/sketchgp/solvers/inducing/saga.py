@@ -19,6 +19,7 @@ from ...errors import InputError, NumericalError
 from ...lowrank.smoothness import smoothness
 from ...operators import KernelMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
+from ...random_streams import generator
 from ...report import SolveReport, peak_memory
 from ..blockwise import Progress, next_block
 from ..blockwise.interrupt import DeferredInterrupt
@@ -26,7 +27,6 @@ from .held_out import HeldOut
 from .problem import InducingPointProblem
 
 _SAMPLING = "uniform"  # a shuffled order is no faster, and nothing is proved for it
-_STREAM = 0x53414741  # so that the rows drawn are not the inducing points that the same seed drew
 _RANK = 300
 _LEAST_ROWS = 1000  # that the preconditioner is made of
 _ROWS = 10  # times the rank, where that is more
@@ -106,7 +106,7 @@ class Saga:
         self.errors: list[tuple[float, float, Tensor]] = []
         self.estimates: list[Tensor] = []
         self.reason = ""
-        self.generator = torch.Generator().manual_seed(choices.seed ^ _STREAM)
+        self.generator = generator(choices.seed, "SketchySAGA")
         self.rest = torch.empty(0, dtype=torch.long)
         self.block_size = min(self.n, choices.block_size or max(16, min(_BLOCK, self.n // 20)))
         zero = self.y.new_zeros(self.m, self.y.shape[1])
