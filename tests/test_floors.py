@@ -12,6 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "sketchgp"
 FLOORS = {
+    "checks": 0,
     "errors": 0,
     "random_streams": 0,
     "report": 0,

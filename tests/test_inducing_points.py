@@ -233,7 +233,7 @@ def test_falkon_takes_the_counts():
         ({"method": "leverage"}, "noise expects a positive number for method='leverage', got None"),
         ({"method": "leverage", "noise": 0.0}, "noise expects a positive number"),
         ({"method": "leverage", "noise": float("nan")}, "noise expects a positive number"),
-        ({"seed": -1}, "seed expects an integer"),
+        ({"seed": 0.5}, "seed expects an integer"),
         ({"x": torch.full((20, 3), float("nan"))}, "x holds NaN or infinity, first in row 0"),
         ({"x": torch.zeros(20)}, "x expects shape"),
         ({"kernel": "RBF"}, "kernel expects a gpytorch kernel"),

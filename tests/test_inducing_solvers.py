@@ -377,7 +377,7 @@ def test_warm_starts_and_budgets():
     with pytest.warns(ConvergenceWarning, match="ran out of iterations"):
         report = KRILL(tol=1e-10, max_iterations=2).solve(problem).report
     assert (report.iterations, report.converged) == (2, False)
-    with pytest.raises(InputError, match="initial expects the shape"):
+    with pytest.raises(InputError, match="initial expects the solution's shape"):
         KRILL().solve(problem, initial=exact[:3])
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
+from .checks import count, flag, tensor, word
 from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
@@ -28,9 +29,8 @@ from .preconditioners.cache import tensor_key
 from .random_streams import generator
 from .report import SolveReport, record_solves
 from .solvers import ConjugateGradients, System
-from .solvers.problem import check_tensor
 
-_VARIANCES = (None, "auto", "exact", "low_rank")
+_VARIANCES = ("auto", "exact", "low_rank")
 _CHECK_POINTS = 16
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
@@ -98,13 +98,15 @@ class _Conditioning:
         system = System(self.kernel_matrix, self.operator._noise_vector())
         c = self.block(self.kernel_matrix.x1, inputs)
         acceleration = acceleration_of(self.model)
-        solver, built = acceleration.column_solver(), None
+        solver = acceleration.column_solver()
         if isinstance(solver, ConjugateGradients):
             largest = max(float(c.norm(dim=0).max()), torch.finfo(c.dtype).tiny)
             tol = min(solver.tol or 1e-3, 0.1 * float(system.noise.min()) / largest)
             solver = dataclasses.replace(solver, tol=max(tol, 1e-12))
             built = acceleration.build(self.kernel_matrix, system.noise, differentiable=False)
-        w, _, _ = solver.run(system, c, built, name=acceleration.preconditioner_name)
+            w, _, _ = solver.run(system, c, built, name=acceleration.preconditioner_name)
+        else:
+            w, _, _ = solver.run(system, c)
         explained = (w * (2 * c - system.accurate_product(w))).sum(dim=0)
         return (self.block(inputs, None) - explained).clamp_(min=0)
 
@@ -155,10 +157,9 @@ def predict(
     """
     if not isinstance(model, InducingPointGP):
         acceleration_of(model)
-    if variance not in _VARIANCES:
-        raise InputError(f"variance expects one of {_VARIANCES}, got {variance!r}.")
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise InputError(f"batch_size expects a positive integer or None, got {batch_size!r}.")
+    word("predict", "variance", variance, _VARIANCES, optional=True)
+    batch_size = count("predict", "batch_size", batch_size, optional=True)
+    flag("predict", "progress", progress, optional=True)
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("predict expects a model with training data.")
     if len(model.train_inputs) != 1:
@@ -174,7 +175,7 @@ def predict(
     if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
         raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
     train = model.train_inputs[0]
-    check_tensor("x", x, (2,))
+    tensor("predict", "x", x, (2,))
     if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:
         raise InputError(
             f"x expects shape (m, {train.shape[-1]}), {train.dtype} on {train.device}, as the training inputs; "

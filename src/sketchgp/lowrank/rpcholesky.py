@@ -34,7 +34,7 @@ def rpcholesky(
     :param matrix: the symmetric positive semidefinite matrix.
     :param rank: the most columns to take; fewer are taken when the rest of the trace is negligible.
     :param generator: CPU generator that all random choices come from.
-    :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1).
+    :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank.
     :param weights: ``(n,)`` positive; stop when ``sum(weights * residual) <= tol``.
     :param tol: see ``weights``.
     :returns: the factor in float64 with its pivots, in the order of their choice.
@@ -43,7 +43,7 @@ def rpcholesky(
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
-    block = block_size or max(1, min(100, rank // 10))
+    block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
     factor = torch.zeros(n, rank, dtype=torch.float64, device=device)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0

@@ -128,14 +128,17 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         name, seconds = "none", 0.0
         if isinstance(preconditioner, Inverse) and acceleration.cache is not None:
             name, seconds = acceleration.preconditioner_name, acceleration.cache.take_seconds()
-        value, report, lanczos = solver.run(
-            system,
-            rhs,
-            preconditioner.built if isinstance(preconditioner, Inverse) else None,
-            name=name,
-            setup_seconds=seconds,
-            lanczos_columns=num_tridiag or 0,
-        )
+        if isinstance(solver, ConjugateGradients):
+            value, report, lanczos = solver.run(
+                system,
+                rhs,
+                preconditioner.built if isinstance(preconditioner, Inverse) else None,
+                name=name,
+                setup_seconds=seconds,
+                lanczos_columns=num_tridiag or 0,
+            )
+        else:
+            value, report, lanczos = solver.run(system, rhs)
         if why:
             report.notes.append(why)
             logger.info(why)

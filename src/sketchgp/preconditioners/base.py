@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import count, settle
 from ..errors import InputError
 from ..lowrank import LowRank, nystrom_factor
 from ..operators import LowRankPlusDiagonal
@@ -45,7 +46,7 @@ class Preconditioner:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count(self, "rank")
+        settle(self, count, "rank", optional=True)
 
     @property
     def pivoted(self) -> bool:
@@ -140,9 +141,3 @@ def _pad_pivots(pivots: Tensor, rank: int, n: int) -> Tensor:
     free = torch.ones(n, dtype=torch.bool, device=pivots.device)
     free[pivots] = False
     return torch.cat([pivots, free.nonzero().squeeze(-1)[:missing]])
-
-
-def _check_count(choice: Preconditioner, field: str) -> None:
-    value = getattr(choice, field)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise InputError(f"{choice.name}: {field} expects a positive integer or None, got {value!r}.")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..checks import count, seed, settle
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
 from ..random_streams import generator
-from .base import Preconditioner, Selection, _check_count
+from .base import Preconditioner, Selection
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class NystromEigenPro(Preconditioner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count(self, "subsample_size")
+        settle(self, count, "subsample_size", optional=True)
+        settle(self, seed, "seed")
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         n = matrix.n

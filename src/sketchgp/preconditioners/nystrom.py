@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..checks import seed, settle, word
 from ..lowrank import LowRank, gaussian_nystrom, gaussian_test_matrix, nystrom_factor, uniform_nystrom
 from ..operators.access import Access
 from ..random_streams import generator
@@ -34,8 +34,8 @@ class Nystrom(Preconditioner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sketch not in ("gaussian", "uniform"):
-            raise InputError(f"Nystrom: sketch expects 'gaussian' or 'uniform', got {self.sketch!r}.")
+        settle(self, word, "sketch", allowed=("gaussian", "uniform"))
+        settle(self, seed, "seed")
 
     @property
     def name(self) -> str:

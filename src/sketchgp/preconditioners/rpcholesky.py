@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import count, seed, settle, word
 from ..errors import InputError
 from ..lowrank import rpcholesky
 from ..operators.access import Access
 from ..random_streams import generator
-from .base import Preconditioner, Selection, _check_count, _selection
+from .base import Preconditioner, Selection, _selection
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class RPCholesky(Preconditioner):
 
     :param rank: columns of F, or None (automatic, see :class:`Preconditioner`).
     :param method: ``"accelerated"`` (rejection sampling, the law of one pivot at a time) or ``"block"``.
-    :param block_size: pivots proposed a round; None is ``min(100, rank / 10)``.
+    :param block_size: pivots proposed a round, at most n; None is ``min(100, rank / 10)``.
     :param seed: seed of all random choices.
     """
 
@@ -36,9 +37,17 @@ class RPCholesky(Preconditioner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count(self, "block_size")
-        if self.method not in ("accelerated", "block"):
-            raise InputError(f"RPCholesky: method expects 'accelerated' or 'block', got {self.method!r}.")
+        settle(self, word, "method", allowed=("accelerated", "block"))
+        settle(self, count, "block_size", optional=True)
+        settle(self, seed, "seed")
+
+    def validate(self, n: int) -> None:
+        """:raises InputError: if the rank or the block size exceeds n."""
+        super().validate(n)
+        if self.block_size is not None and self.block_size > n:
+            raise InputError(
+                f"RPCholesky(block_size={self.block_size}) exceeds the {n} training points; choose at most {n}."
+            )
 
     @property
     def pivoted(self) -> bool:

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..checks import number, settle
 from .blockwise import (
     BlockSolver,
     BlockSystem,
     Method,
     Partition,
     block_inverse,
-    check_blocks,
     describe_blocks,
     next_block,
     nystrom_rank,
+    settle_blocks,
 )
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
@@ -64,9 +64,8 @@ class ASkotch(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_blocks(self.rank, self.version, self.sampling)
-        if self.mu is not None and not (isinstance(self.mu, int | float) and self.mu > 0):
-            raise InputError(f"mu expects a positive number or None, got {self.mu!r}.")
+        settle_blocks(self)
+        settle(self, number, "mu", above=0, finite=True, optional=True)
 
     def method(self, system: BlockSystem, block_size: int) -> Method:
         return (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)

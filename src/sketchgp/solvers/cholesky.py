@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..errors import ConvergenceWarning, InputError, NumericalError
 from ..operators.access import columns
 from ..report import SolveReport, peak_memory, record
 from ..settings import available_memory
-from .problem import FullProblem, Solution, System
+from .problem import FullProblem, Solution, System, check_problem
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,12 @@ class Cholesky:
         :raises InputError: if the matrix does not fit in memory; :raises NumericalError: if it is not positive
             definite in float64.
         """
-        value, report, _unused = self.run(problem.system("tiled"), problem.y.reshape(problem.y.shape[0], -1))
+        check_problem("Cholesky.solve", problem)
+        value, report, _ = self.run(problem.system("tiled"), problem.y.reshape(problem.y.shape[0], -1))
         return Solution(value.reshape(problem.y.shape), report)
 
     @torch.no_grad()
-    def run(
-        self, system: System, rhs: Tensor, preconditioner: Any = None, **_: Any
-    ) -> tuple[Tensor, SolveReport, Tensor | None]:
+    def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) with rhs ``(..., n, t)`` and record its report."""
         start = time.perf_counter()
         n, device = system.n, rhs.device

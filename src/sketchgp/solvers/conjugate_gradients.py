@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checks import count, flag, found, function, like, settle, tolerance, word
 from ..errors import ConvergenceWarning, InputError, NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, RPCholesky
 from ..report import SolveReport, peak_memory, record
-from .problem import FullProblem, Solution, System
+from .problem import FullProblem, Solution, System, check_problem
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
@@ -61,12 +62,9 @@ class ConjugateGradients:
     precision: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.tol is not None and not 0 < self.tol < 1:
-            raise InputError(f"tol expects a number between 0 and 1, or None, got {self.tol!r}.")
-        if self.max_iterations is not None and (not isinstance(self.max_iterations, int) or self.max_iterations < 1):
-            raise InputError(f"max_iterations expects a positive integer or None, got {self.max_iterations!r}.")
-        if self.precision not in ("auto", "float64"):
-            raise InputError(f"precision expects 'auto' or 'float64', got {self.precision!r}.")
+        settle(self, tolerance, "tol", optional=True)
+        settle(self, count, "max_iterations", optional=True)
+        settle(self, word, "precision", allowed=("auto", "float64"))
 
     def solve(
         self,
@@ -88,11 +86,17 @@ class ConjugateGradients:
 
         Ctrl-C ends the solve with the best iterate (true residual) so far, and a warning.
         """
-        choice = RPCholesky() if preconditioner == "auto" else preconditioner
+        owner = "ConjugateGradients.solve"
+        check_problem(owner, problem)
+        choice = RPCholesky() if isinstance(preconditioner, str) and preconditioner == "auto" else preconditioner
         if choice is not None and not isinstance(choice, Preconditioner):
-            raise InputError(f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {choice!r}.")
-        if initial is not None and initial.shape != problem.y.shape:
-            raise InputError(f"initial expects y's shape {tuple(problem.y.shape)}, got {tuple(initial.shape)}.")
+            raise InputError(
+                f"{owner}: preconditioner expects a choice such as RPCholesky(), None or 'auto', got {found(choice)}."
+            )
+        if initial is not None:
+            like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
         system = problem.system(matmul)
         start, built = time.perf_counter(), None
         if choice is not None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import count, settle
 from ..errors import InputError, NumericalError
 from ..lowrank import TopEigensystem, top_eigensystem
 from ..random_streams import generator
-from .blockwise import BlockSolver, BlockSystem, Method, check_count, next_block
+from .blockwise import BlockSolver, BlockSystem, Method, next_block
 from .eigenpro_step import directions, scaled_vectors, step_size
 
 
@@ -51,8 +52,7 @@ class EigenPro2(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("rank", self.rank)
-        check_count("subsample_size", self.subsample_size)
+        settle(self, count, "rank", "subsample_size", optional=True)
         if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
             raise InputError(
                 f"EigenPro2(rank={self.rank}) expects a subsample_size of as many, got {self.subsample_size}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .blockwise import check_count
+from ..checks import count, settle
 from .inducing.eigenpro import EigenProSolver
 from .inducing.problem import InducingPointProblem
 from .inducing.projection import Projection
@@ -38,7 +38,7 @@ class EigenPro4(EigenProSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("delay", self.delay)
+        settle(self, count, "delay", optional=True)
 
     @staticmethod
     def delay_for(m: int, batch: int, cost: float) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..checks import found
 from ..errors import InputError
 from ..operators.normal_matrix import NormalMatrix
 from ..preconditioners.factored import TriangularFactors
@@ -37,12 +38,13 @@ class Falkon(NormalEquationsSolver):
         counts = self.counts
         if counts is None:
             return
-        if not torch.is_tensor(counts) or counts.dim() != 1:
+        right = torch.is_tensor(counts) and counts.dim() == 1 and counts.dtype != torch.bool
+        if not right or counts.is_complex() or counts.layout != torch.strided:
             raise InputError(
-                f"counts expects a tensor (m,), one number an inducing point, got {type(counts).__name__}."
+                f"Falkon: counts expects a tensor (m,), one number an inducing point, or None, got {found(counts)}."
             )
         if not bool(torch.isfinite(counts).all()) or not bool((counts > 0).all()):
-            raise InputError("counts expects positive, finite numbers.")
+            raise InputError("Falkon: counts expects positive, finite numbers.")
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not Falkon:
@@ -56,7 +58,7 @@ class Falkon(NormalEquationsSolver):
         super().validate(problem)
         if self.counts is not None and len(self.counts) != problem.m:
             raise InputError(
-                f"counts expects one number for each of {problem.m} inducing points, got {len(self.counts)}."
+                f"Falkon: counts expects one number for each of {problem.m} inducing points, got {len(self.counts)}."
             )
 
     def _bytes(self, problem: InducingPointProblem) -> int:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import count, seed, settle
 from ..errors import InputError
 from ..operators.normal_matrix import NormalMatrix
 from ..preconditioners.factored import TriangularFactors
 from ..preconditioners.krill import krill_preconditioner, sketch_rows
 from ..settings import available_memory
-from .blockwise import check_count, check_seed
 from .inducing import InducingPointProblem, NormalEquationsSolver
 
 
@@ -41,9 +41,9 @@ class KRILL(NormalEquationsSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("sketch_size", self.sketch_size)
-        check_count("nonzeros", self.nonzeros)
-        check_seed(self.seed)
+        settle(self, count, "sketch_size", optional=True)
+        settle(self, count, "nonzeros")
+        settle(self, seed, "seed")
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import found, instance, tensor, variances
 from ..errors import InputError
 from ..operators import KernelMatrix
 from ..operators.access import AccurateProduct
@@ -89,70 +90,55 @@ class FullProblem:
     noise_vector: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_kernel(self.kernel)
-        check_data(self.kernel, self.x, self.y)
-        self.noise_vector = check_noise(self.noise, self.x)
+        check_kernel("FullProblem", self.kernel)
+        check_data("FullProblem", self.kernel, self.x, self.y)
+        self.noise_vector = variances("FullProblem", "noise", self.noise, self.x)
 
     def system(self, matmul: str = "auto") -> System:
         """The linear system, with the kernel matrix as an operator."""
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)
 
 
-def check_kernel(kernel: Any) -> None:
+def check_problem(owner: str, problem: Any) -> None:
+    """:raises InputError: for anything but a :class:`FullProblem`."""
+    hint = " For inducing points use KRILL(), QR(), Falkon(), SketchySAGA(), EigenPro3() or EigenPro4()."
+    instance(
+        owner, "problem", problem, FullProblem, "a FullProblem", hint if hasattr(problem, "inducing_points") else ""
+    )
+
+
+def check_kernel(owner: str, kernel: Any) -> None:
     """:raises InputError: for what is no GPyTorch kernel, or one of a batch."""
-    if not (hasattr(kernel, "forward") and hasattr(kernel, "active_dims")):
-        raise InputError(f"kernel expects a gpytorch kernel, got {type(kernel).__name__}.")
+    if isinstance(kernel, type) or not (hasattr(kernel, "forward") and hasattr(kernel, "active_dims")):
+        raise InputError(f"{owner}: kernel expects a gpytorch kernel, got {found(kernel)}.")
     if len(kernel.batch_shape):
-        raise InputError("kernel expects no batch_shape; solve one problem for each kernel of the batch.")
+        raise InputError(f"{owner}: kernel expects no batch_shape; solve one problem for each kernel of the batch.")
 
 
-def check_data(kernel: Any, x: Tensor, y: Tensor) -> None:
-    """:raises InputError: for inputs and targets that do not fit each other or the kernel."""
-    check_tensor("x", x, (2,))
-    check_tensor("y", y, (1, 2))
+def check_data(owner: str, kernel: Any, x: Tensor, y: Tensor, batch: str = "") -> None:
+    """:param batch: which one of a stream x and y are; :raises InputError: where they do not fit the kernel or each
+    other."""
+    tensor(owner, f"x{batch}", x, (2,))
+    tensor(owner, f"y{batch}", y, (1, 2))
     n = x.shape[0]
     if y.shape[0] != n:
-        raise InputError(f"y expects one row per row of x ({n}), got {y.shape[0]}.")
+        raise InputError(f"{owner}: y{batch} expects one row per row of x ({n}), got {y.shape[0]}.")
     if y.dtype != x.dtype or y.device != x.device:
         raise InputError(
-            f"x and y expect one dtype and device, got {x.dtype} on {x.device} and {y.dtype} on {y.device}."
+            f"{owner}: x{batch} and y expect one dtype and device, got {x.dtype} on {x.device} and {y.dtype} on "
+            f"{y.device}."
         )
-    wider = [p.dtype for p in kernel.parameters() if p.dtype.itemsize > x.dtype.itemsize]
-    if wider:
-        raise InputError(f"kernel has dtype {wider[0]}, x {x.dtype}; convert one: kernel.to(x.dtype).")
+    check_fits(owner, kernel, x, "x")
 
 
-def check_noise(noise: float | Tensor, x: Tensor, zero: bool = False) -> Tensor:
-    """The variances ``(n,)``, float64.
-
-    :param zero: whether noise may be 0.
-    :raises InputError: for a wrong shape, NaN, or variances that are not positive.
-    """
-    n = x.shape[0]
-    noise = torch.as_tensor(noise, dtype=torch.float64, device=x.device).detach()
-    if noise.dim() == 0 or noise.shape == (1,):
-        noise = noise.reshape(1).expand(n)
-    if noise.shape != (n,):
-        raise InputError(f"noise expects a number or a tensor of shape ({n},), got shape {tuple(noise.shape)}.")
-    if not bool(torch.isfinite(noise).all()) or not bool(((noise > 0) | (zero & (noise == 0))).all()):
-        raise InputError(f"noise expects positive, finite variances; the smallest given is {float(noise.min())}.")
-    return noise
-
-
-def check_tensor(name: str, tensor: Any, dims: tuple[int, ...]) -> None:
-    """Refuse what is not a finite, non-empty float32 or float64 tensor with one of the numbers of dimensions.
-
-    :raises InputError: naming the argument and what was expected.
-    """
-    shape = " or ".join({1: "(n,)", 2: "(n, d)"}[d] for d in dims)
-    if not torch.is_tensor(tensor):
-        raise InputError(f"{name} expects a tensor of shape {shape}, got {type(tensor).__name__}.")
-    if tensor.dim() not in dims:
-        raise InputError(f"{name} expects shape {shape}, got {tuple(tensor.shape)}.")
-    if tensor.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"{name} expects float32 or float64, got {tensor.dtype}.")
-    if tensor.shape[0] == 0:
-        raise InputError(f"{name} expects at least one row, got none.")
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor.reshape(tensor.shape[0], -1))).any(dim=1).nonzero()[0])
-        raise InputError(f"{name} holds NaN or infinity, first in row {bad}.")
+def check_fits(owner: str, kernel: Any, x: Tensor, name: str) -> None:
+    """:raises InputError: where the kernel is wider than x, or elsewhere."""
+    for parameter in kernel.parameters():
+        if parameter.dtype.itemsize > x.dtype.itemsize:
+            raise InputError(
+                f"{owner}: kernel has dtype {parameter.dtype}, {name} {x.dtype}; convert one: kernel.to({name}.dtype)."
+            )
+        if parameter.device != x.device:
+            raise InputError(
+                f"{owner}: kernel is on {parameter.device}, {name} on {x.device}; move one: kernel.to({name}.device)."
+            )

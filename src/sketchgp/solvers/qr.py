@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import flag, function, like
 from ..errors import ConvergenceWarning, InputError, NumericalError
 from ..lowrank import shifted_cholesky
 from ..report import SolveReport, peak_memory, record
 from ..settings import available_memory
-from .inducing import InducingPointProblem
+from .inducing.problem import InducingPointProblem, check_inducing
 from .problem import Solution
 
 _TILE = 3  # rows of a tile, in m
@@ -48,9 +49,14 @@ class QR:
         :raises NumericalError: where NaN appears.
         """
         start = time.perf_counter()
+        check_inducing("QR.solve", problem)
+        function("QR.solve", "callback", callback)
+        flag("QR.solve", "progress", progress, optional=True)
         _, y = problem.tensors("QR()")
         assert problem.y is not None
         m, columns = problem.m, y.shape[1]
+        if initial is not None:
+            like("QR.solve", "initial", initial, (m, *problem.y.shape[1:]), problem.device, whose="the solution's")
         needed, free = 8 * 9 * m**2, available_memory(problem.device)
         if needed > free:
             raise InputError(

@@ -6,7 +6,6 @@ regression" (arXiv:2407.10070), section 3.3 and Algorithm 5; Defazio, Bach, Laco
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import count, flag, function, like, number, pair, seed, settle, tolerance
 from ..errors import ConvergenceWarning, InputError
 from ..report import record
-from .blockwise import Progress, check_count, check_seed
-from .inducing import InducingPointProblem
+from .blockwise import Progress
+from .inducing.problem import InducingPointProblem, check_inducing
 from .inducing.saga import Saga
 from .problem import Solution
 
@@ -70,17 +70,12 @@ class SketchySAGA:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.tol) and 0 < self.tol < 1):
-            raise InputError(f"tol expects a number between 0 and 1, got {self.tol!r}.")
-        for name in ("max_epochs", "max_seconds", "rho"):
-            value = getattr(self, name)
-            if not (value is None and name != "max_epochs") and not (_is_number(value) and value > 0):
-                raise InputError(f"{name} expects a positive number, got {value!r}.")
-        if self.rho is not None and not math.isfinite(self.rho):
-            raise InputError(f"rho expects a finite number or None, got {self.rho!r}.")
-        check_count("block_size", self.block_size)
-        check_count("rank", self.rank)
-        check_seed(self.seed)
+        settle(self, tolerance, "tol")
+        settle(self, number, "max_epochs", above=0)
+        settle(self, number, "max_seconds", above=0, optional=True)
+        settle(self, number, "rho", above=0, finite=True, optional=True)
+        settle(self, count, "block_size", "rank", optional=True)
+        settle(self, seed, "seed")
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem of n points and m inducing points."""
@@ -115,8 +110,17 @@ class SketchySAGA:
 
         Ctrl-C ends the solve after the step under way with the best iterate, its true residual and a warning.
         """
+        owner = "SketchySAGA.solve"
+        check_inducing(owner, problem)
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
         x, y = problem.tensors("SketchySAGA()")
+        assert problem.y is not None
         self.validate(problem)
+        columns = problem.y.shape[1:]
+        if initial is not None:
+            like(owner, "initial", initial, (problem.m, *columns), problem.device, whose="the solution's")
+        held_out = pair(owner, held_out, problem.inducing_points, columns)
         run = Saga(problem, x, y, self, initial, callback, held_out)
         run.loop(progress)
         report = run.report()
@@ -124,7 +128,3 @@ class SketchySAGA:
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)  # the frame of no_grad is between
         return Solution(run.best.reshape(run.shape), report)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

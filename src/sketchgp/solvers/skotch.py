@@ -18,10 +18,10 @@ from .blockwise import (
     Method,
     Partition,
     block_inverse,
-    check_blocks,
     describe_blocks,
     next_block,
     nystrom_rank,
+    settle_blocks,
 )
 
 
@@ -50,7 +50,7 @@ class Skotch(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_blocks(self.rank, self.version, self.sampling)
+        settle_blocks(self)
 
     def method(self, system: BlockSystem, block_size: int) -> Method:
         return _Skotch(self, system, block_size)

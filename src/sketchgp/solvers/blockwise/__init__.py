@@ -7,12 +7,10 @@ all of these solvers have, ``method`` is what each of them adds, ``run`` their o
 from .blocks import (
     SAMPLINGS,
     Partition,
-    check_blocks,
-    check_count,
-    check_seed,
     describe_blocks,
     next_block,
     nystrom_rank,
+    settle_blocks,
 )
 from .inverse import BlockInverse, block_inverse
 from .method import Method, Progress
@@ -29,10 +27,8 @@ __all__ = [
     "Progress",
     "automatic_block_size",
     "block_inverse",
-    "check_blocks",
-    "check_count",
-    "check_seed",
     "describe_blocks",
     "next_block",
     "nystrom_rank",
+    "settle_blocks",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...checks import count, settle, word
 from ...errors import InputError
 from ...random_streams import generator
 from .inverse import BlockInverse, block_inverse
@@ -86,28 +86,18 @@ class Partition:
         return block_inverse(self.system.square_block(rows), self.system.noise[rows], self.rank, stream)
 
 
-def check_blocks(rank: Any, version: Any, sampling: Any) -> None:
-    """:raises InputError: for a rank, version or sampling that there is not."""
-    check_count("rank", rank, least=0)
-    if version not in (1, 2) or isinstance(version, bool):
-        raise InputError(f"version expects 1 or 2, got {version!r}.")
-    if sampling not in SAMPLINGS:
-        raise InputError(f"sampling expects {' or '.join(map(repr, SAMPLINGS))}, got {sampling!r}.")
-    if version == 1 and sampling != SAMPLINGS[0]:
-        raise InputError("sampling is of version 2; version 1 has its own, a fixed partition.")
+def settle_blocks(choices: Any) -> None:
+    """Check the ``rank``, ``version`` and ``sampling`` of a choice of method.
 
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """:raises InputError: unless the value is an integer of at least ``least``, or None."""
-    if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
-        kind = "a positive integer" if least else "an integer of at least 0"
-        raise InputError(f"{name} expects {kind} or None, got {value!r}.")
-
-
-def check_seed(seed: Any) -> None:
-    """:raises InputError: unless the seed is an integer."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InputError(f"seed expects an integer, got {seed!r}.")
+    :raises InputError: for one that there is not.
+    """
+    settle(choices, count, "rank", least=0, optional=True)
+    settle(choices, count, "version", most=2)
+    settle(choices, word, "sampling", allowed=SAMPLINGS)
+    if choices.version == 1 and choices.sampling != SAMPLINGS[0]:
+        raise InputError(
+            f"{type(choices).__name__}: sampling is of version 2; version 1 has its own, a fixed partition."
+        )
 
 
 def nystrom_rank(block_size: int, rank: int | None) -> int:

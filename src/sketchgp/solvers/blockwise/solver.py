@@ -9,17 +9,16 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...checks import count, flag, function, like, number, pair, path, seed, settle, tolerance
 from ...errors import ConvergenceWarning, InputError
 from ...operators import KernelMatrix
 from ...report import SolveReport, record
-from ..problem import FullProblem, Solution, System, check_tensor
-from .blocks import check_count
+from ..problem import FullProblem, Solution, System, check_problem
 from .checkpoint import Checkpoint, fingerprint, hash_tensors
 from .method import HeldOut, Limits, Method, Progress
 from .run import Run
@@ -54,16 +53,12 @@ class BlockSolver:
     every: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.tol is not None and not (_is_number(self.tol) and 0 < self.tol < 1):
-            raise InputError(f"tol expects a number between 0 and 1, or None, got {self.tol!r}.")
-        for name in ("max_passes", "every", *(("max_seconds",) if self.max_seconds is not None else ())):
-            if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
-                raise InputError(f"{name} expects a positive number, got {getattr(self, name)!r}.")
-        check_count("block_size", self.block_size)
-        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"seed expects an integer below 2^63, got {self.seed!r}.")
-        if self.checkpoint is not None and not isinstance(self.checkpoint, str | os.PathLike):
-            raise InputError(f"checkpoint expects a path or None, got {self.checkpoint!r}.")
+        settle(self, tolerance, "tol", optional=True)
+        settle(self, number, "max_passes", "every", above=0)
+        settle(self, number, "max_seconds", above=0, optional=True)
+        settle(self, count, "block_size", optional=True)
+        settle(self, seed, "seed")
+        settle(self, path, "checkpoint", optional=True)
 
     @property
     def name(self) -> str:
@@ -102,12 +97,15 @@ class BlockSolver:
         Ctrl-C ends the solve after the step under way, with the iterate, its residual (on at most 8,192 rows) and a
         warning; before the first step, and in what comes before it, it is passed on.
         """
+        owner = f"{self.name}.solve"
+        check_problem(owner, problem)
         self.validate(len(problem.x))
-        if initial is not None and initial.shape != problem.y.shape:
-            raise InputError(f"initial expects y's shape {tuple(problem.y.shape)}, got {tuple(initial.shape)}.")
-        columns = problem.y.reshape(len(problem.x), -1)
         if initial is not None:
-            check_tensor("initial", initial, (1, 2))
+            like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
+        held_out = pair(owner, held_out, problem.x, problem.y.shape[1:])
+        columns = problem.y.reshape(len(problem.x), -1)
         value, report, _ = self.run(
             problem.system(matmul),
             columns,
@@ -124,14 +122,12 @@ class BlockSolver:
         self,
         system: System,
         rhs: Tensor,
-        preconditioner: Any = None,
         *,
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: HeldOut | None = None,
         progress: bool | None = None,
         keep_interrupted: bool = False,
-        **_: Any,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.
 
@@ -191,21 +187,8 @@ class BlockSolver:
         return run.value, run.report(method.describe(), setup)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _held_out(problem: FullProblem, matmul: str, x: Tensor, y: Tensor) -> HeldOut:
     """The error on held-out points as a function of W."""
-    check_tensor("held_out points", x, (2,))
-    check_tensor("held_out targets", y, (1, 2))
-    if x.shape[1] != problem.x.shape[1] or x.dtype != problem.x.dtype or x.device != problem.x.device:
-        raise InputError(
-            f"held_out points expect {problem.x.shape[1]} features in {problem.x.dtype} on {problem.x.device}, got "
-            f"{x.shape[1]} in {x.dtype} on {x.device}."
-        )
-    if y.shape != (len(x), *problem.y.shape[1:]):
-        raise InputError(f"held_out targets expect {(len(x), *problem.y.shape[1:])}, got {tuple(y.shape)}.")
     cross = KernelMatrix.of(problem.kernel, x, problem.x, engine=matmul).detach()
     wanted = y.reshape(len(x), -1).to(torch.float64)
 

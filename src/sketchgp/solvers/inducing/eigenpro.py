@@ -7,22 +7,21 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...checks import count, flag, function, like, number, pair, seed, settle, tolerance, word
 from ...errors import ConvergenceWarning, InputError
 from ...random_streams import generator
 from ...report import SolveReport, peak_memory, record
-from ..blockwise import check_count, check_seed
-from ..problem import Solution, check_tensor
+from ..problem import Solution
 from .epochs import Epoch, Epochs, Plan, check_columns
 from .fresh import unlike
 from .held_out import HeldOut
 from .preconditioned_gradient import Directions, Model, find_directions
-from .problem import InducingPointProblem
+from .problem import InducingPointProblem, check_inducing
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
 
 _SUBSAMPLE = 2000  # points of an automatic subsample, or four times the rank
@@ -76,22 +75,16 @@ class EigenProSolver:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "block_size", "rank", "subsample_size", "projection_rank", "patience"):
-            check_count(name, getattr(self, name))
-        if self.epochs is None:
-            raise InputError("epochs expects a positive integer, got None.")
-        for name, allowed in (("projection", ("auto", "exact", "inexact")), ("preconditioner", ("projected", "paper"))):
-            if getattr(self, name) not in allowed:
-                raise InputError(f"{name} expects one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        positive = {"step_scale": self.step_scale, "max_seconds": 1.0 if self.max_seconds is None else self.max_seconds}
-        for name, value in positive.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
-                raise InputError(f"{name} expects a positive number, got {value!r}.")
-        if not isinstance(self.projection_tol, Real) or not 0 < self.projection_tol < 1:
-            raise InputError(f"projection_tol expects a number between 0 and 1, got {self.projection_tol!r}.")
-        check_seed(self.seed)
-        if not 0 <= self.cooldown <= 1:
-            raise InputError(f"cooldown expects a number from 0 to 1, got {self.cooldown!r}.")
+        settle(self, count, "epochs")
+        settle(self, count, "block_size", "rank", "subsample_size", "projection_rank", "patience", optional=True)
+        settle(self, number, "max_seconds", above=0, finite=True, optional=True)
+        settle(self, number, "step_scale", above=0, finite=True)
+        settle(self, word, "projection", allowed=("auto", "exact", "inexact"))
+        settle(self, word, "preconditioner", allowed=("projected", "paper"))
+        settle(self, tolerance, "projection_tol")
+        settle(self, number, "cooldown", least=0, most=1)
+        settle(self, flag, "averaging")
+        settle(self, seed, "seed")
         if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
             raise InputError(f"rank={self.rank} expects a subsample_size of as many, got {self.subsample_size}.")
 
@@ -149,17 +142,19 @@ class EigenProSolver:
         With a stream n is unknown: the first epoch counts the points, and does without the noise.
         Ctrl-C ends the solve with the best weights so far, and a warning.
         """
-        start = time.perf_counter()
+        start, owner = time.perf_counter(), f"{self.name}.solve"
+        check_inducing(owner, problem)
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
         self.validate(problem)
         stream = generator(self.seed, "EigenPro 3 and 4: rows")
         x, y, vector, batch = self._first_points(problem, stream)
         columns = y.shape[1]
         shape = (problem.m,) if vector else (problem.m, columns)
         if initial is not None:
-            check_tensor("initial", initial, (1, 2))
-            if initial.shape != shape:
-                raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
-        error = None if held_out is None else HeldOut(problem, *held_out, shape[1:])
+            like(owner, "initial", initial, shape, problem.device, whose="the solution's")
+        held_out = pair(owner, held_out, problem.inducing_points, shape[1:])
+        error = None if held_out is None else HeldOut(problem, *held_out)
         base = torch.zeros(problem.m, columns, dtype=torch.float64, device=problem.device)
         if initial is not None:
             base += initial.reshape(base.shape).to(base)

@@ -6,20 +6,20 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...checks import count, flag, function, like, settle, tolerance, word
 from ...errors import ConvergenceWarning, InputError
 from ...operators.normal_matrix import NormalMatrix
 from ...preconditioners.factored import TriangularFactors
 from ...report import SolveReport, peak_memory, record
 from ...settings import available_memory
 from ..conjugate_gradients import Iterate
-from ..problem import Solution, check_tensor
-from .problem import InducingPointProblem
+from ..problem import Solution
+from .problem import InducingPointProblem, check_inducing
 from .split_gradients import SplitGradients
 
 _VECTORS = 10  # float64 blocks (m, t) of a solve
@@ -41,12 +41,9 @@ class NormalEquationsSolver:
     precision: str = "float64"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tol, Real) or not 0 < self.tol < 1:
-            raise InputError(f"tol expects a number between 0 and 1, got {self.tol!r}.")
-        if not isinstance(self.max_iterations, int) or self.max_iterations < 1:
-            raise InputError(f"max_iterations expects a positive integer, got {self.max_iterations!r}.")
-        if self.precision not in ("float32", "float64"):
-            raise InputError(f"precision expects 'float32' or 'float64', got {self.precision!r}.")
+        settle(self, tolerance, "tol")
+        settle(self, count, "max_iterations")
+        settle(self, word, "precision", allowed=("float32", "float64"))
 
     @property
     def name(self) -> str:
@@ -97,14 +94,15 @@ class NormalEquationsSolver:
 
         Ctrl-C ends the solve with the best iterate (true residual) so far, and a warning.
         """
-        start = time.perf_counter()
+        start, owner = time.perf_counter(), f"{self.name}.solve"
+        check_inducing(owner, problem)
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
         x, y = problem.tensors(f"{self.name}()")
         assert problem.y is not None
         shape = (problem.m, *problem.y.shape[1:])
         if initial is not None:
-            check_tensor("initial", initial, (1, 2))
-            if initial.shape != shape:
-                raise InputError(f"initial expects the shape {shape} of the solution, got {tuple(initial.shape)}.")
+            like(owner, "initial", initial, shape, problem.device, whose="the solution's")
         self.validate(problem)
         float32 = self.precision == "float32"
         matrix = problem.normal_matrix(accurate=not float32)

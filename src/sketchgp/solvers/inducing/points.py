@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import checks
 from ...errors import InputError, NumericalError
 from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix
@@ -16,7 +16,7 @@ from ...operators.access import Access
 from ...operators.tall import TallMatrix
 from ...random_streams import generator, salted
 from ...settings import available_memory
-from ..problem import check_kernel, check_tensor
+from ..problem import check_fits, check_kernel
 
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
 _FULL_KMEANS = 20_000  # points up to which k-means looks at all of them every round
@@ -72,16 +72,16 @@ def choose_inducing_points(
     :param seed: of every random choice.
     :raises InputError: for arguments that do not fit, or where scikit-learn is missing for ``"k-means"``.
     """
-    check_kernel(kernel)
-    check_tensor("x", x, (2,))
-    if not isinstance(m, int) or isinstance(m, bool) or m < 1:
-        raise InputError(f"m expects a positive integer, got {m!r}.")
+    owner = "choose_inducing_points"
+    check_kernel(owner, kernel)
+    checks.tensor(owner, "x", x, (2,))
+    check_fits(owner, kernel, x, "x")
+    m = checks.count(owner, "m", m)
     if m > len(x):
-        raise InputError(f"m expects at most as many inducing points as rows of x: {m} of {len(x)}.")
-    if method not in _METHODS:
-        raise InputError(f"method expects one of {', '.join(map(repr, _METHODS))}, got {method!r}.")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise InputError(f"seed expects an integer of at least 0, got {seed!r}.")
+        raise InputError(f"{owner}: m expects at most as many inducing points as rows of x: {m} of {len(x)}.")
+    method = checks.word(owner, "method", method, _METHODS)
+    noise = checks.number(owner, "noise", noise, above=0, finite=True, optional=True)
+    seed = checks.seed(owner, "seed", seed)
     stream = generator(seed, f"inducing points: {method}")
     if method == "uniform":
         return _rows(x, torch.randperm(len(x), generator=stream)[:m], len(x) / m, method)
@@ -89,8 +89,8 @@ def choose_inducing_points(
         return _k_means(kernel, x, m, stream, salted(seed, "clusters") % 2**32)
     if method == "rpcholesky":
         return _rpcholesky(kernel, x, m, stream)
-    if noise is None or torch.is_tensor(noise) or not (isinstance(noise, int | float) and 0 < noise < math.inf):
-        raise InputError(f"noise expects a positive number for method='leverage', got {noise!r}.")
+    if noise is None:
+        raise InputError(f"{owner}: noise expects a positive number for method='leverage', got None.")
     return _leverage(kernel, x, m, float(noise), stream)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import found, instance, tensor, variances
 from ...errors import InputError
 from ...operators import KernelMatrix
 from ...operators.normal_matrix import NormalMatrix
 from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
 from ...settings import available_memory
-from ..problem import check_data, check_kernel, check_noise, check_tensor
+from ..problem import check_data, check_fits, check_kernel
 
 
 @dataclass
@@ -45,36 +46,36 @@ class InducingPointProblem:
     weights: Tensor | None = field(init=False, repr=False)  # (n,) float64 root of level / noise; None where constant
 
     def __post_init__(self) -> None:
-        check_kernel(self.kernel)
-        check_tensor("inducing_points", self.inducing_points, (2,))
-        z = self.inducing_points
-        wider = [p.dtype for p in self.kernel.parameters() if p.dtype.itemsize > z.dtype.itemsize]
-        if wider:
-            raise InputError(f"kernel has dtype {wider[0]}, inducing_points {z.dtype}; convert one.")
+        owner = "InducingPointProblem"
+        check_kernel(owner, self.kernel)
+        z = tensor(owner, "inducing_points", self.inducing_points, (2,))
+        check_fits(owner, self.kernel, z, "inducing_points")
         KernelMatrix.of(self.kernel, z[:1], engine="tiled")  # refuses kernels with structure of their own
         self.weights = None
         if not torch.is_tensor(self.x):
             if not isinstance(self.x, Iterable):
-                raise InputError(f"x expects a tensor or an iterable of batches (x, y), got {type(self.x).__name__}.")
+                raise InputError(f"{owner}: x expects a tensor or an iterable of batches (x, y), got {found(self.x)}.")
             if self.y is not None:
-                raise InputError("y expects None where x is a stream of batches (x, y): the stream holds the targets.")
+                raise InputError(
+                    f"{owner}: y expects None where x is a stream of batches (x, y): the stream holds the targets."
+                )
             if iter(self.x) is self.x:
                 raise InputError(
-                    "x expects an iterable that starts anew at every epoch, got an iterator, which can be gone through "
-                    "once; pass a list, a DataLoader, or an object with __iter__."
+                    f"{owner}: x expects an iterable that starts anew at every epoch, got an iterator, which can be "
+                    "gone through once; pass a list, a DataLoader, or an object with __iter__."
                 )
-            self.level = float(check_noise(self.noise, z[:1], zero=True)[0])
+            self.level = float(variances(owner, "noise", self.noise, z[:1], zero=True)[0])
             return
         if self.y is None:
-            raise InputError("y expects the targets, as x is a tensor; got None.")
-        check_data(self.kernel, self.x, self.y)
+            raise InputError(f"{owner}: y expects the targets, as x is a tensor; got None.")
+        check_data(owner, self.kernel, self.x, self.y)
         self._check_points(self.x, "x")
-        noise = check_noise(self.noise, self.x, zero=True)
+        noise = variances(owner, "noise", self.noise, self.x, zero=True)
         first = float(noise[0])
         if bool((noise == first).all()):
             self.level = first
         elif bool((noise == 0).any()):
-            raise InputError("noise expects to be positive for all points, or 0 for all.")
+            raise InputError(f"{owner}: noise expects to be positive for all points, or 0 for all.")
         else:
             self.level = float(noise.log().mean().exp())
             self.weights = (self.level / noise).sqrt()
@@ -82,11 +83,14 @@ class InducingPointProblem:
     def _check_points(self, x: Tensor, name: str) -> None:
         z = self.inducing_points
         if x.shape[-1] != z.shape[-1]:
-            raise InputError(f"{name} and inducing_points expect as many features: {x.shape[-1]} and {z.shape[-1]}.")
+            raise InputError(
+                f"InducingPointProblem: {name} and inducing_points expect as many features: {x.shape[-1]} and "
+                f"{z.shape[-1]}."
+            )
         if x.dtype != z.dtype or x.device != z.device:
             raise InputError(
-                f"{name} and inducing_points expect one dtype and device, got {x.dtype} on {x.device} and {z.dtype} "
-                f"on {z.device}."
+                f"InducingPointProblem: {name} and inducing_points expect one dtype and device, got {x.dtype} on "
+                f"{x.device} and {z.dtype} on {z.device}."
             )
 
     @property
@@ -141,10 +145,9 @@ class InducingPointProblem:
                 x, y = batch
             except (TypeError, ValueError):
                 raise InputError(f"Batch {number} of the stream is not a pair (x, y).") from None
-            name = f"x of batch {number}"
-            check_tensor(name, x, (2,))
-            self._check_points(x, name)
-            check_data(self.kernel, x, y)
+            name = f" of batch {number}"
+            self._check_points(tensor("InducingPointProblem", f"x{name}", x, (2,)), f"x{name}")
+            check_data("InducingPointProblem", self.kernel, x, y, name)
             yield x, y
 
     def tall(self, accurate: bool) -> TallMatrix:
@@ -171,3 +174,11 @@ class InducingPointProblem:
         """
         tall = self.tall(accurate)
         return NormalMatrix(self.kzz(), tall=tall, level=self.level, preconditioner=krill_preconditioner)
+
+
+def check_inducing(owner: str, problem: Any) -> None:
+    """:raises InputError: for anything but an :class:`InducingPointProblem`."""
+    hint = (
+        " For all points use ConjugateGradients(), ASkotch() or Cholesky()." if hasattr(problem, "noise_vector") else ""
+    )
+    instance(owner, "problem", problem, InducingPointProblem, "an InducingPointProblem", hint)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ...errors import InputError, NumericalError
+from ...errors import NumericalError
 from ...lowrank.smoothness import smoothness
 from ...operators import KernelMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
@@ -89,13 +89,7 @@ class Saga:
         assert problem.y is not None
         self.y, self.choices, self.callback = y, choices, callback
         self.n, self.m, self.level, self.shape = len(x), problem.m, problem.level, (problem.m, *problem.y.shape[1:])
-        if initial is not None:
-            if not torch.is_tensor(initial) or initial.shape != self.shape:
-                found = tuple(initial.shape) if torch.is_tensor(initial) else type(initial).__name__
-                raise InputError(f"initial expects the shape {self.shape} of the solution, got {found}.")
-            if not bool(torch.isfinite(initial).all()):
-                raise InputError("initial holds NaN or infinity.")
-        self.held_out = None if held_out is None else HeldOut(problem, *held_out, self.shape[1:])
+        self.held_out = None if held_out is None else HeldOut(problem, *held_out)
         self.tall = problem.tall(accurate=False)
         self.exact = self.tall.accurate()
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()

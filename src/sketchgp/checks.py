@@ -1,0 +1,266 @@
+"""Checks of arguments: one function a kind, each saying whose argument it is, what it expects and what it found.
+
+A check returns the value as the library keeps it: a plain Python number for a numpy scalar or a tensor of one, so that
+choices print, compare and pickle alike wherever their numbers come from.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+_LONGEST = 80  # characters of a value in a message
+_SHAPES = {1: "(n,)", 2: "(n, d)"}
+
+
+def settle(choices: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
+    """Check fields of a frozen dataclass and keep what the check returns; for ``__post_init__``.
+
+    :param check: one of this module's; :param options: its own.
+    :raises InputError: where a field is refused.
+    """
+    for name in names:
+        object.__setattr__(choices, name, check(type(choices).__name__, name, getattr(choices, name), **options))
+
+
+def count(owner: str, name: str, value: Any, *, least: int = 1, most: int | None = None, optional: bool = False) -> Any:
+    """An integer of at least ``least``: whatever ``operator.index`` takes, but no bool.
+
+    :param optional: whether None is as good.
+    """
+    if value is None and optional:
+        return None
+    found = _integer(value)
+    if found is None or found < least or (most is not None and found > most):
+        if most is not None:
+            kind = f"{least} or {most}" if most == least + 1 else f"an integer from {least} to {most}"
+        else:
+            kind = {0: "an integer of at least 0", 1: "a positive integer"}.get(
+                least, f"an integer of at least {least}"
+            )
+        raise refusal(owner, name, kind, value, optional)
+    return found
+
+
+def seed(owner: str, name: str, value: Any, *, least: int = -(2**63)) -> int:
+    """An integer that seeds a ``torch.Generator``, from ``least`` to below 2^63."""
+    found = _integer(value)
+    if found is None or not least <= found < 2**63:
+        raise refusal(owner, name, "an integer of at least 0" if least == 0 else "an integer below 2^63", value)
+    return found
+
+
+def number(
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    finite: bool = False,
+    optional: bool = False,
+) -> Any:
+    """A real number, above ``above`` or at least ``least``, below ``below`` or at most ``most``; NaN is none.
+
+    :param finite: whether infinity is refused; :param optional: whether None is as good.
+    """
+    if value is None and optional:
+        return None
+    found = _plain(value)
+    right = isinstance(found, Real) and not isinstance(found, bool) and not math.isnan(found)
+    if right and not (
+        (above is not None and not found > above)
+        or (least is not None and not found >= least)
+        or (below is not None and not found < below)
+        or (most is not None and not found <= most)
+        or (finite and math.isinf(found))
+    ):
+        return found if isinstance(found, int | float) else float(found)
+    if above is not None and below is not None:
+        kind = f"a number between {above:g} and {below:g}"
+    elif least is not None and most is not None:
+        kind = f"a number from {least:g} to {most:g}"
+    elif above == 0:
+        kind = "a positive number below infinity" if finite else "a positive number"
+    elif least is not None:
+        kind = f"a number of at least {least:g}"
+    else:
+        kind = "a finite number" if finite else "a number"
+    raise refusal(owner, name, kind, value, optional)
+
+
+def tolerance(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
+    """A relative residual: a number between 0 and 1."""
+    return number(owner, name, value, above=0, below=1, optional=optional)
+
+
+def flag(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
+    """True or False."""
+    if value is None and optional:
+        return None
+    found = _plain(value)
+    if not isinstance(found, bool):
+        raise refusal(owner, name, "True or False", value, optional)
+    return found
+
+
+def word(owner: str, name: str, value: Any, allowed: Sequence[str], *, optional: bool = False) -> Any:
+    """One of some words."""
+    if value is None and optional:
+        return None
+    if not isinstance(value, str) or value not in allowed:
+        words = [repr(one) for one in allowed]
+        kind = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+        raise refusal(owner, name, kind, value, optional)
+    return str(value)
+
+
+def path(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
+    """A path in the file system."""
+    if value is None and optional:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise refusal(owner, name, "a path", value, optional)
+    return value
+
+
+def function(owner: str, name: str, value: Any, *, optional: bool = True) -> Any:
+    """Something to call."""
+    if value is None and optional:
+        return None
+    if not callable(value):
+        raise refusal(owner, name, "a function", value, optional)
+    return value
+
+
+def instance(owner: str, name: str, value: Any, classes: Any, kind: str, hint: str = "") -> Any:
+    """An object of some class.
+
+    :param kind: the class in words; :param hint: what to do about another one.
+    """
+    if not isinstance(value, classes):
+        raise refusal(owner, name, kind, value, hint=hint)
+    return value
+
+
+def tensor(owner: str, name: str, value: Any, dims: Iterable[int]) -> Tensor:
+    """A finite, dense float32 or float64 tensor of at least one row and, of two dimensions, one column.
+
+    :param dims: the numbers of dimensions that are right.
+    """
+    shape = " or ".join(_SHAPES[d] for d in dims)
+    if not torch.is_tensor(value):
+        raise refusal(owner, name, f"a tensor of shape {shape}", value)
+    if value.layout != torch.strided:
+        raise InputError(f"{owner}: {name} expects a dense tensor, got {value.layout}; use {name}.to_dense().")
+    if value.dim() not in dims:
+        raise InputError(f"{owner}: {name} expects shape {shape}, got {tuple(value.shape)}.")
+    if value.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"{owner}: {name} expects float32 or float64, got {value.dtype}.")
+    for size, what in zip(value.shape, ("row", "column"), strict=False):
+        if size == 0:
+            raise InputError(f"{owner}: {name} expects at least one {what}, got none: shape {tuple(value.shape)}.")
+    if not bool(torch.isfinite(value).all()):
+        bad = int((~torch.isfinite(value.reshape(value.shape[0], -1))).any(dim=1).nonzero()[0])
+        raise InputError(f"{owner}: {name} holds NaN or infinity, first in row {bad}.")
+    return value
+
+
+def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.device, whose: str) -> Tensor:
+    """A tensor as :func:`tensor` has it, of this very shape and on this device; :param whose: shape it is, in words."""
+    tensor(owner, name, value, (len(shape),) if torch.is_tensor(value) and value.dim() == len(shape) else (1, 2))
+    if tuple(value.shape) != tuple(shape):
+        raise InputError(f"{owner}: {name} expects {whose} shape {tuple(shape)}, got {tuple(value.shape)}.")
+    if value.device != device:
+        raise InputError(f"{owner}: {name} expects a tensor on {device}, got one on {value.device}.")
+    return value
+
+
+def pair(
+    owner: str, value: Any, points: Tensor, columns: Sequence[int], *, optional: bool = True
+) -> tuple[Tensor, Tensor] | None:
+    """Points ``(p, d)`` like ``points`` and their targets ``(p, *columns)``, as a pair."""
+    if value is None and optional:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise refusal(owner, "held_out", "a pair of points and targets", value, optional)
+    x = tensor(owner, "held_out points", value[0], (2,))
+    y = tensor(owner, "held_out targets", value[1], (1, 2))
+    if x.shape[1] != points.shape[1] or x.dtype != points.dtype or x.device != points.device:
+        raise InputError(
+            f"{owner}: held_out points expect {points.shape[1]} features in {points.dtype} on {points.device}, got "
+            f"{x.shape[1]} in {x.dtype} on {x.device}."
+        )
+    if y.shape != (len(x), *columns):
+        raise InputError(f"{owner}: held_out targets expect {(len(x), *columns)}, got {tuple(y.shape)}.")
+    if y.device != x.device:
+        raise InputError(f"{owner}: held_out targets expect to be on {x.device}, got them on {y.device}.")
+    return x, y
+
+
+def variances(owner: str, name: str, value: Any, x: Tensor, *, zero: bool = False) -> Tensor:
+    """Variances of the rows of x, ``(n,)`` float64: a positive number or as many as there are rows.
+
+    :param zero: whether 0 is as good.
+    """
+    n, kind = len(x), f"a number or a tensor of shape ({len(x)},)"
+    try:
+        given = torch.as_tensor(value) if hasattr(value, "dtype") else torch.as_tensor(value, dtype=torch.float64)
+        if isinstance(value, bool) or given.dtype == torch.bool or given.is_complex() or given.layout != torch.strided:
+            raise TypeError
+        given = given.detach().to(x.device, torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise refusal(owner, name, kind, value) from None
+    if given.dim() == 0 or given.shape == (1,):
+        given = given.reshape(1).expand(n)
+    if given.shape != (n,):
+        raise refusal(owner, name, kind, value)
+    if not bool(torch.isfinite(given).all()) or not bool(((given > 0) | (zero & (given == 0))).all()):
+        raise InputError(
+            f"{owner}: {name} expects positive, finite variances; the smallest given is {float(given.min())}."
+        )
+    return given
+
+
+def refusal(owner: str, name: str, kind: str, value: Any, optional: bool = False, hint: str = "") -> InputError:
+    """The error for an argument that is something else than expected; for the caller to raise."""
+    return InputError(f"{owner}: {name} expects {kind}{', or None,' if optional else ','} got {found(value)}.{hint}")
+
+
+def found(value: Any) -> str:
+    """What an argument is, in a few words."""
+    if torch.is_tensor(value) and value.dim():
+        return f"a tensor of shape {tuple(value.shape)}"
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return f"{type(value).__name__} of shape {shape}"
+    text = repr(value)
+    if len(text) > _LONGEST or "\n" in text:
+        return f"an object of class {type(value).__name__}"
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """numpy's scalars, and arrays and tensors of no dimension, as Python's own."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _integer(value: Any) -> int | None:
+    value = _plain(value)
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
