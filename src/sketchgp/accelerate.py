@@ -59,8 +59,8 @@ def accelerate(
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x3"``, ``"tf32"`` or
         ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
     :returns: the model.
-    :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets ``(n, 1)``
-        of a model of one output, NaN among the inputs); the model is then as it was.
+    :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets
+        ``(n, 1)`` of a model of one output, NaN among the inputs); the model is then as it was.
     """
     return install(model, preconditioner, solver, matmul, matmul_precision)
 
