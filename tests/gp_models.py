@@ -334,12 +334,11 @@ LEFT_ALONE = {
 KEOPS = {"keops-rbf": Case(_keops)}
 
 
-def marginal(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def marginal(model: Any, mll: Any = gpytorch.mlls.ExactMarginalLogLikelihood) -> tuple[Tensor, dict[str, Tensor]]:
     """Marginal log likelihood (summed over a batch) and its gradient by parameter name."""
     model.train()
     model.zero_grad()
-    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-    value = mll(model(*model.train_inputs), model.train_targets)
+    value = mll(model.likelihood, model)(model(*model.train_inputs), model.train_targets)
     value.sum().backward()
     gradient = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

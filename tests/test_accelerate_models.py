@@ -310,41 +310,6 @@ def test_fast_predictive_variances(name: str) -> None:
     assert relative(found_variance, variance) < 2e-2
 
 
-@pytest.mark.parametrize("matmul", ["auto", "tiled", "gpytorch"])
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "fixed-noise", "additive-forward", "ski", "hadamard"])
-def test_missing_targets(name: str, matmul: str) -> None:
-    """Under the mask policy the answer is that of the model without the points whose target is NaN."""
-    model, test = case(name).build()
-    missing = torch.arange(len(model.train_targets)) % 7 == 3
-    full = model.train_targets.clone()
-    inputs, targets = tuple(x[~missing] for x in model.train_inputs), full[~missing]
-    model.set_train_data(inputs, targets, strict=False)
-    if name == "fixed-noise":
-        model.likelihood.noise_covar.noise = model.likelihood.noise_covar.noise[~missing]
-    predicts = name != "ski"  # GPyTorch's own prediction strategy of SKI knows no missing targets
-    with dense():
-        value, gradient = marginal(model)
-        mean, _ = posterior(model, test)
-
-    model, test = case(name).build()
-    full[missing] = torch.nan
-    model.set_train_data(targets=full, strict=False)
-    if predicts:
-        with dense(), gpytorch.settings.observation_nan_policy("mask"):
-            _, variance = posterior(model, test)  # GPyTorch masks no variance: the policy is about means
-    sketchgp.accelerate(model, matmul=matmul)
-    with iterative(probes=60), gpytorch.settings.observation_nan_policy("mask"), sketchgp.record_solves() as solves:
-        found, found_gradient = marginal(model)
-        assert {report.preconditioner for report in solves} == {"RPCholesky"}
-        if predicts:
-            found_mean, found_variance = posterior(model, test)
-            assert relative(found_mean, mean) < 1e-6
-            assert relative(found_variance, variance) < 1e-5
-    scale = len(full) / len(targets)  # GPyTorch divides by the number of all points
-    assert float((found * scale - value).abs()) < 5e-3
-    assert gradient_error({k: g * scale for k, g in found_gradient.items()}, gradient) < 3e-2
-
-
 def test_batch_targets_with_one_set_of_inputs() -> None:
     """Training inputs (n, d), targets (3, n): GPyTorch offers the marginal likelihood, and no prediction."""
     model, _ = case("batch-targets").build()

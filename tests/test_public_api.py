@@ -19,6 +19,7 @@ NAMES = {
     "EigenPro3",
     "EigenPro4",
     "ExactGP",
+    "ExactMarginalLogLikelihood",
     "Falkon",
     "FitHistory",
     "FullProblem",

@@ -10,6 +10,7 @@ from .exact_gp import ExactGP
 from .fit import FitHistory, fit
 from .inducing_point_gp import InducingPointGP
 from .kernels import LaplaceKernel
+from .models.marginal_likelihood import ExactMarginalLogLikelihood
 from .one_hot import OneHot
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
@@ -46,6 +47,7 @@ __all__ = [
     "EigenPro3",
     "EigenPro4",
     "ExactGP",
+    "ExactMarginalLogLikelihood",
     "Falkon",
     "FitHistory",
     "FullProblem",

@@ -9,10 +9,8 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
 from .errors import InputError
-from .models.acceleration import Acceleration, Solver
-from .models.added_diag import connect_masked_operator
+from .models.acceleration import ATTRIBUTE, Acceleration, Solver
 from .models.mixins import (
-    ATTRIBUTE,
     AcceleratedLikelihood,
     AcceleratedModel,
     accelerated_class,
@@ -106,7 +104,6 @@ def install(
         check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
 
     acceleration = Acceleration(preconditioner, solver, matmul, matmul_precision)
-    connect_masked_operator()
     for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
         if not is_accelerated(module):
             module.__class__ = accelerated_class(type(module), mixin)  # the same for one that type(model)(...) made

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import gpytorch
 import torch
 from gpytorch import settings
-from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from .accelerate import acceleration_of
 from .errors import ConvergenceWarning, InputError, NumericalError
 from .inducing_point_gp import InducingPointGP
+from .models.marginal_likelihood import ExactMarginalLogLikelihood
 
 
 @dataclass
@@ -83,7 +84,10 @@ def fit(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise InputError("fit expects a model with at least one parameter that requires a gradient.")
-    mll = ExactMarginalLogLikelihood(model.likelihood, model) if mll is None else mll
+    if mll is None:
+        mll = ExactMarginalLogLikelihood(model.likelihood, model)
+    elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
+        mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
     history, best = FitHistory(reason="ran all iterations"), _copy(parameters)
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     progress = sys.stderr.isatty() if progress is None else progress

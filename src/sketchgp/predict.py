@@ -21,8 +21,9 @@ from .checks import count, flag, tensor, word
 from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
+from .models.acceleration import ATTRIBUTE
 from .models.added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
-from .models.mixins import ATTRIBUTE, AcceleratedModel
+from .models.mixins import AcceleratedModel
 from .operators import KernelMatrix
 from .operators.tiles import spans
 from .preconditioners.cache import tensor_key

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from linear_operator import settings
+from linear_operator.operators import BatchRepeatLinearOperator
 from torch import Tensor
 
 from ..operators import LowRankPlusDiagonal
@@ -15,6 +16,7 @@ from ..preconditioners import Preconditioner, PreconditionerCache
 from ..solvers import BlockSolver, Cholesky, ConjugateGradients
 from ..solvers.automatic import automatic_solver
 
+ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 Solver = ConjugateGradients | Cholesky | BlockSolver
 
 
@@ -87,3 +89,19 @@ class Inverse:
     def __call__(self, vectors: Tensor) -> Tensor:
         with torch.no_grad():
             return self.built.apply_inverse(vectors)
+
+
+def marked_choices(covariance: Any) -> Acceleration | None:
+    """The choices of the accelerated model whose prior covariance this is, by the mark its forward left."""
+    if isinstance(covariance, BatchRepeatLinearOperator):
+        covariance = covariance.base_linear_op
+    return getattr(covariance, ATTRIBUTE, None)
+
+
+def choices_of(covariance: Any, likelihood: Any) -> Acceleration | None:
+    """Those of a prior covariance, or of the last model that its likelihood was accelerated with; None for neither.
+
+    GPyTorch rebuilds some covariances (interpolation grids, fantasies), which loses the mark.
+    """
+    owners = likelihood.__dict__.get(ATTRIBUTE)
+    return marked_choices(covariance) or (owners[-1] if owners else None)

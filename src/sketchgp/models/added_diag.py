@@ -266,32 +266,3 @@ def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> 
         parts = [as_kernel_matrix(op, matmul, precision) for op in (operator.left_linear_op, operator.right_linear_op)]
         return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
     return operator
-
-
-def connect_masked_operator() -> None:
-    """Let ``MaskedLinearOperator`` over an accelerated operator solve as an accelerated operator.
-
-    GPyTorch's ``observation_nan_policy("mask")`` wraps ``K + noise`` in a class that has neither preconditioner nor
-    any hook; this adds the hook once.  It holds no state, and every other masked operator behaves as before.
-    """
-    if getattr(MaskedLinearOperator, "_sketchgp_hook", False):
-        return
-
-    def reduced(operator: MaskedLinearOperator) -> LinearOperator | None:
-        base = operator.base
-        accelerated = isinstance(base, AcceleratedAddedDiagLinearOperator) and base.acceleration is not None
-        return base.masked(operator.row_mask) if accelerated and operator.row_eq_col_mask else None
-
-    plain_solve, plain_evaluate = MaskedLinearOperator.solve, MaskedLinearOperator.evaluate_kernel
-
-    def solve(self: MaskedLinearOperator, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
-        inner = reduced(self)
-        return plain_solve(self, right_tensor, left_tensor) if inner is None else inner.solve(right_tensor, left_tensor)
-
-    def evaluate_kernel(self: MaskedLinearOperator) -> LinearOperator:
-        inner = reduced(self)
-        return plain_evaluate(self) if inner is None else inner.evaluate_kernel()
-
-    MaskedLinearOperator.solve = solve
-    MaskedLinearOperator.evaluate_kernel = evaluate_kernel
-    MaskedLinearOperator._sketchgp_hook = True

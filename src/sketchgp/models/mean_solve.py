@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-
-from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy
 
 _solving: ContextVar[bool] = ContextVar("sketchgp_solving_mean", default=False)
 
@@ -23,6 +20,16 @@ def solving_mean() -> bool:
 
 
 @contextmanager
+def mean_solve() -> Iterator[None]:
+    """The solve inside is that of a posterior mean."""
+    token = _solving.set(True)
+    try:
+        yield
+    finally:
+        _solving.reset(token)
+
+
+@contextmanager
 def other_solves() -> Iterator[None]:
     """What is solved inside is not the mean's own system."""
     token = _solving.set(False)
@@ -30,32 +37,3 @@ def other_solves() -> Iterator[None]:
         yield
     finally:
         _solving.reset(token)
-
-
-class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
-    """GPyTorch's strategy, with the solve for the mean marked."""
-
-    @property
-    def mean_cache(self) -> Any:
-        token = _solving.set(True)
-        try:
-            return super().mean_cache
-        finally:
-            _solving.reset(token)
-
-    def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
-        """A strategy whose mean is solved for like everything else: it is of another problem."""
-        strategy = super().get_fantasy_strategy(*args, **kwargs)
-        strategy.__class__ = FantasyPredictionStrategy
-        return strategy
-
-
-class FantasyPredictionStrategy(DefaultPredictionStrategy):
-    """GPyTorch's strategy, of a model's fantasies."""
-
-
-def adopt(strategy: Any) -> Any:
-    """Make a plain prediction strategy an accelerated one, in place; others (structured kernels) are left alone."""
-    if type(strategy) is DefaultPredictionStrategy:
-        strategy.__class__ = AcceleratedPredictionStrategy
-    return strategy

@@ -10,14 +10,14 @@ from typing import Any
 
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator.operators import AddedDiagLinearOperator, BatchRepeatLinearOperator
+from linear_operator.operators import AddedDiagLinearOperator
 
-from .acceleration import Acceleration
-from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, connect_masked_operator, iterative
-from .mean_solve import adopt
+from .acceleration import ATTRIBUTE, Acceleration, choices_of
+from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, iterative
+from .missing import check_reduced
+from .strategy import adopt
 from .targets import check_value
 
-ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 _subclasses: dict[tuple[type, type], type] = {}
 
 
@@ -70,12 +70,14 @@ class AcceleratedLikelihood(_Accelerated):
 
     def marginal(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
         marginal = super().marginal(function_dist, *args, **kwargs)  # type: ignore[misc]
-        covariance = marginal.lazy_covariance_matrix
-        if type(covariance) is not AddedDiagLinearOperator or not is_accelerated(self):
+        if not is_accelerated(self):
             return marginal
-        acceleration = marked_choices(function_dist.lazy_covariance_matrix)
-        if acceleration is None:  # GPyTorch rebuilt the covariance (interpolation grids, fantasies): the mark is lost
-            acceleration = self.__dict__[ATTRIBUTE][-1]
+        covariance = marginal.lazy_covariance_matrix
+        if self.training and settings.observation_nan_policy.value() == "mask":  # type: ignore[attr-defined]
+            check_reduced(covariance.shape[-1])
+        if type(covariance) is not AddedDiagLinearOperator:
+            return marginal
+        acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
         accelerated = AcceleratedAddedDiagLinearOperator(
             covariance._linear_op,
             covariance._diag_tensor,
@@ -94,13 +96,6 @@ class AcceleratedDistribution(_Accelerated):
         check_value(value, self.event_shape)  # type: ignore[attr-defined]
         with iterative():
             return super().log_prob(value)  # type: ignore[misc]
-
-
-def marked_choices(covariance: Any) -> Acceleration | None:
-    """The choices of the accelerated model whose prior covariance this is, by the mark its forward left."""
-    if isinstance(covariance, BatchRepeatLinearOperator):
-        covariance = covariance.base_linear_op
-    return getattr(covariance, ATTRIBUTE, None)
 
 
 def accelerated_class(base: type, mixin: type) -> type:
@@ -125,6 +120,5 @@ def is_accelerated(instance: Any) -> bool:
 
 def _blank(mixin: type, base: type) -> Any:
     """An empty instance of the accelerated subclass, for unpickling and copying."""
-    connect_masked_operator()
     cls = accelerated_class(base, mixin)
     return object.__new__(cls)

@@ -1,0 +1,78 @@
+"""Missing targets under ``observation_nan_policy("mask")``: what was observed is a system of its own, solved as one.
+
+GPyTorch wraps ``K + noise`` in a ``MaskedLinearOperator``, which has no preconditioner and whose conjugate gradients
+are its own.  Here the rows and columns are taken first.  The prediction strategy of an accelerated model does that by
+itself; in training it takes :class:`sketchgp.ExactMarginalLogLikelihood`, as GPyTorch's wraps whatever it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from gpytorch import settings
+from linear_operator.operators import AddedDiagLinearOperator, DiagLinearOperator, LinearOperator, MaskedLinearOperator
+from torch import Tensor
+
+from ..errors import InputError
+from .acceleration import Acceleration
+from .added_diag import AcceleratedAddedDiagLinearOperator
+
+_reducing: ContextVar[bool] = ContextVar("sketchgp_reducing", default=False)
+
+
+@contextmanager
+def reducing() -> Iterator[None]:
+    """What is asked of a likelihood inside will be reduced to what was observed by :func:`observed_part`."""
+    token = _reducing.set(True)
+    try:
+        yield
+    finally:
+        _reducing.reset(token)
+
+
+def check_reduced(n: int) -> None:
+    """Refuse to give a marginal likelihood that masks by itself what GPyTorch would solve by its own iterations.
+
+    :param n: rows of the training covariance.
+    :raises InputError: naming what to use instead.
+    """
+    factorized = n <= settings.max_cholesky_size.value() or settings.fast_computations.log_prob.off()
+    if not factorized and not _reducing.get():
+        raise InputError(
+            'Under observation_nan_policy("mask"), training an accelerated model expects a loss that solves for what '
+            "was observed: sketchgp.ExactMarginalLogLikelihood(likelihood, model) in place of GPyTorch's, or "
+            "sketchgp.fit."
+        )
+
+
+def observed_targets(targets: Tensor, event: torch.Size) -> Tensor:
+    """Where every element of the batch has a target: ``event``, bool.
+
+    :raises InputError: where that is nowhere.
+    """
+    observed = settings.observation_nan_policy._get_observed(targets, event)
+    if not bool(observed.any()):
+        raise InputError("The targets expect at least one that is not NaN (in every element of a batch).")
+    return observed
+
+
+def observed_part(covariance: LinearOperator, observed: Tensor, acceleration: Acceleration) -> LinearOperator:
+    """The rows and columns of ``K + noise`` where ``observed`` ``(n,)`` is true, to be solved by sketchgp.
+
+    :raises InputError: for a sum without a diagonal, whose noise is correlated between outputs.
+    """
+    covariance = covariance.evaluate_kernel()
+    if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
+        return covariance.masked(observed)
+    if not isinstance(covariance, AddedDiagLinearOperator):
+        raise InputError(
+            f"Missing targets expect a noise of its own for each output; the model's covariance with noise is a "
+            f"{type(covariance).__name__}. Use MultitaskGaussianLikelihood(rank=0)."
+        )
+    # Kronecker products and low-rank matrices: their structure does not survive the selection, their products do
+    kept = MaskedLinearOperator(covariance._linear_op, observed, observed)
+    noise = DiagLinearOperator(covariance._diag_tensor._diagonal()[..., observed])
+    return AcceleratedAddedDiagLinearOperator(kept, noise, acceleration=acceleration)
