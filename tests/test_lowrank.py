@@ -122,6 +122,29 @@ def test_weights_stop_early():
         assert float((weights * low_rank.residual).sum()) <= 1.0
 
 
+WEIGHTED = {
+    "accelerated": lambda a, r, **options: rpcholesky(a, r, generator=seeded(), **options),
+    "block": lambda a, r, **options: rpcholesky(a, r, generator=seeded(), method="block", block_size=3, **options),
+    "greedy": greedy_cholesky,
+}
+
+
+@pytest.mark.parametrize("method", WEIGHTED)
+def test_weights(method):
+    """Pivots of ``W^1/2 K W^1/2``, F of K; equal weights change nothing; points of no weight are never chosen."""
+    matrix = dense(set_scales(RBFKernel(), lengthscale=0.2), points(80))
+    plain = WEIGHTED[method](as_access(matrix), 20)
+    equal = WEIGHTED[method](as_access(matrix), 20, weights=torch.full((80,), 0.3, dtype=torch.float64))
+    assert torch.equal(plain.factor, equal.factor)
+    weights = torch.where(torch.arange(80) % 4 == 0, 1e3, 1e-2).double()
+    found = WEIGHTED[method](as_access(matrix), 20, weights=weights)
+    twin = WEIGHTED[method](as_access(matrix * weights.outer(weights).sqrt()), 20)
+    assert torch.equal(found.pivots, twin.pivots)
+    assert relative(found.factor * weights.sqrt().unsqueeze(1), twin.factor) < 1e-6
+    none = torch.where(torch.arange(80) < 10, 1.0, 0.0).double()
+    assert sorted(WEIGHTED[method](as_access(matrix), 20, weights=none).pivots.tolist()) == list(range(10))
+
+
 # --- randomly pivoted Cholesky --------------------------------------------------------------------------------
 
 
@@ -135,19 +158,20 @@ def _law_of_two_pivots(matrix):
     return pairs
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 6])
-def test_law_of_the_accelerated_method(block_size):
+@pytest.mark.parametrize(("block_size", "weighted"), [(1, False), (2, False), (6, False), (3, True)])
+def test_law_of_the_accelerated_method(block_size, weighted):
     """Rejection leaves the law of pivots drawn one by one, whatever the block: joint frequencies of two pivots."""
     root = torch.tensor([[2.0, 0, 0], [1.9, 0.3, 0], [0.2, 1.0, 0.1], [0.5, 0.4, 0.9]], dtype=torch.float64)
     matrix = root @ root.mT
     access, draws = as_access(matrix), 3000
+    weights = torch.tensor([1.0, 4.0, 30.0, 9.0], dtype=torch.float64) if weighted else torch.ones(4).double()
     counts = dict.fromkeys(itertools.product(range(4), repeat=2), 0)
     generator = seeded(7)
     for _ in range(draws):
-        pivots = rpcholesky(access, 2, generator=generator, block_size=block_size).pivots
+        pivots = rpcholesky(access, 2, generator=generator, block_size=block_size, weights=weights).pivots
         counts[tuple(pivots.tolist())] += 1
     statistic = 0.0
-    for pair, chance in _law_of_two_pivots(matrix).items():
+    for pair, chance in _law_of_two_pivots(matrix * weights.outer(weights).sqrt()).items():
         if chance < 1e-12:
             assert counts[pair] == 0
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -17,13 +18,14 @@ from sketchgp import (
     FullProblem,
     GreedyCholesky,
     InputError,
+    NumericalError,
     Nystrom,
     NystromEigenPro,
     RPCholesky,
     random_streams,
     settings,
 )
-from sketchgp.operators import KernelMatrix
+from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.operators.access import Access
 from sketchgp.preconditioners import PreconditionerCache
 
@@ -209,6 +211,58 @@ def test_rank_deficient_and_constant_matrices(name):
         assert float(values.max() / values.min()) < 1.1
 
 
+# --- noise that differs between points ------------------------------------------------------------------------
+
+
+def _some_quiet(n, every=8, quiet=1e-4):
+    return torch.where(torch.arange(n) % every == 0, quiet, 0.5).double()
+
+
+def _condition(built, operator, noise):
+    values = torch.linalg.eigvals(
+        torch.linalg.solve(built.to_dense(), operator.to_dense().detach() + noise.diag())
+    ).real
+    return float(values.max() / values.min())
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "uniform"])
+def test_quiet_points_come_first(name):
+    """What is approximated is ``D^-1/2 K D^-1/2``: better conditioned than pivots for the mean of the noise."""
+    n, choice = 240, dataclasses.replace(CHOICES[name], rank=30)
+    operator, noise = KernelMatrix.of(_kernel(), points(n)), _some_quiet(n)
+    by_mean = choice.select(Access(operator.detach()), noise.mean().expand(n))
+    blind = LowRankPlusDiagonal(by_mean.factor, noise + by_mean.shift)
+    assert _condition(choice.build(operator, noise), operator, noise) < 0.6 * _condition(blind, operator, noise)
+
+
+@pytest.mark.parametrize("name", ["rpcholesky", "rpcholesky-block", "greedy", "gaussian"])
+def test_automatic_rank_follows_the_noise_of_each_point(name):
+    n = 300
+    operator, noise = KernelMatrix.of(_kernel(lengthscale=0.8), points(n)), _some_quiet(n, every=30)
+    built = AUTOMATIC[name].build(operator, noise)
+    assert _condition(built, operator, noise) <= 2.0
+    assert built.rank < 0.75 * AUTOMATIC[name].build(operator, torch.full_like(noise, 1e-4)).rank
+
+
+@pytest.mark.parametrize("name", ["rpcholesky", "greedy", "gaussian", "uniform"])
+def test_one_matrix_and_several_noises(name):
+    """A matrix that several systems share serves them all."""
+    n = 200
+    operator = KernelMatrix.of(_kernel(lengthscale=2.0), points(n))
+    noise = torch.stack([_some_quiet(n, 8), _some_quiet(n, 8).flip(0), torch.full((n,), 0.1, dtype=torch.float64)])
+    built = AUTOMATIC[name].build(operator, noise)
+    assert built.shape == (3, n, n)
+    for index in range(3):
+        single = LowRankPlusDiagonal(built.factor, noise[index])
+        assert _condition(single, operator, noise[index]) <= 2.0
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_refuses_noise_of_zero(name):
+    with pytest.raises(NumericalError, match="noise"):
+        CHOICES[name].build(_operator(), _noise("per-point") * (torch.arange(N) > 0)).capacitance_root()
+
+
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +306,7 @@ def _dense_preconditioner(name, choice, selection, kernel, x, noise):
     if name == "gaussian":
         generator = random_streams.generator(choice.seed, "Nystrom preconditioner")
         test = torch.linalg.qr(torch.randn(N, choice.rank, dtype=torch.float64, generator=generator)).Q
+        test = test / noise.detach().sqrt().unsqueeze(1)
     else:
         test = identity(N)[:, selection.pivots]
     sketch = matrix @ test
@@ -351,6 +406,43 @@ def test_training_steps_reuse_the_pivots_until_they_drift():
     assert step(0.301) is first
     assert step(0.3005) is first
     assert step(0.05) is not first  # leaves far more of the trace
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("name", ["rpcholesky", "gaussian", "eigenpro"])
+def test_selections_are_kept_until_the_noise_asks_for_others(name, differentiable):
+    """The scale of the noise does not matter to a given rank; which points are quiet does."""
+    n, kernel = 240, _kernel()
+    choice, x, noise = dataclasses.replace(CHOICES[name], rank=30), points(n), _some_quiet(n)
+    operator, cache = KernelMatrix.of(kernel, x), PreconditionerCache(choice)
+
+    def get(noise):
+        built = cache.get(operator, noise.clone().requires_grad_(differentiable), differentiable=differentiable)
+        return LowRankPlusDiagonal(built.factor.detach(), built.diagonal_part.detach())
+
+    first = get(noise)
+    selected = cache._selection.left
+    assert relative(get(3 * noise).factor, first.factor) < 1e-9
+    assert cache._selection.left is selected
+    other = noise.roll(1)  # other points are quiet now
+    fresh = choice.build(operator, other)
+    assert _condition(get(other), operator, other) < 1.5 * _condition(fresh, operator, other)
+
+
+@pytest.mark.parametrize("name", ["rpcholesky", "gaussian", "eigenpro"])
+def test_a_growing_output_scale_is_noticed(name):
+    """EigenPro's coefficients are for one scale, an automatic rank for one ratio of scale to noise."""
+    x, noise = points(N), _noise("per-point").requires_grad_(True)
+    choice = CHOICES[name] if name == "eigenpro" else AUTOMATIC[name]
+    kernel = _kernel(lengthscale=2.0)
+    cache = PreconditionerCache(choice)
+    for scale in (0.1, 1.0, 30.0):
+        kernel.outputscale = scale
+        operator = KernelMatrix.of(kernel, x)
+        live = cache.get(operator, noise, differentiable=True)
+        live = LowRankPlusDiagonal(live.factor.detach(), live.diagonal_part.detach())
+        fresh = choice.build(operator, noise.detach())
+        assert _condition(live, operator, noise.detach()) < 1.6 * _condition(fresh, operator, noise.detach())
 
 
 def test_training_step_then_prediction_builds_once_more_at_most():

@@ -31,6 +31,32 @@ class LowRank:
         return float(self.residual.sum())
 
 
+class Scores:
+    """How much each point still needs a pivot: its residual times its weight.
+
+    Where weights differ, residuals at the level of rounding count as zero: times a large weight they would outweigh
+    the residuals that are real.  Equal weights leave the order and the law of the pivots as they are without any.
+
+    :param diagonal: ``(n,)`` of the matrix; :param weights: ``(n,)``, not negative, or None.
+    """
+
+    def __init__(self, matrix: Access, diagonal: Tensor, weights: Tensor | None) -> None:
+        self.weights = weights
+        differ = weights is not None and bool((weights != weights[0]).any())
+        self._relative = weights / weights.max() if weights is not None and differ else None
+        self._rounding = matrix.resolution * diagonal
+
+    def of(self, residual: Tensor) -> Tensor:
+        """``(n,)`` scores, in any unit."""
+        if self._relative is None:
+            return residual
+        return torch.where(residual > self._rounding, residual * self._relative, 0)
+
+    def total(self, residual: Tensor) -> float:
+        """``sum(weights * residual)``."""
+        return float((residual if self.weights is None else residual * self.weights).sum())
+
+
 def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
     """F with ``F F^T = Y (W + shift I)^-1 Y^T`` for ``Y = K M`` (..., n, r) and ``W = M^T K M`` (..., r, r).
 

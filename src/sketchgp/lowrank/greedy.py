@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..operators.access import Access
-from .factor import LowRank
+from .factor import LowRank, Scores
 
 
 @torch.no_grad()
@@ -18,10 +18,12 @@ def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None,
 
     :param matrix: the symmetric positive semidefinite matrix.
     :param rank: the most columns to take.
-    :param weights: ``(n,)``; stop when ``sum(weights * residual) <= tol``.
+    :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
+    :param tol: stop when ``sum(weights * residual) <= tol``.
     :returns: the factor in float64 with its pivots.
     """
-    residual = matrix.diagonal().clone()
+    diagonal = matrix.diagonal()
+    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
@@ -29,11 +31,12 @@ def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None,
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
-        if float(residual.sum()) <= floor or (weights is not None and float((residual * weights).sum()) <= tol):
+        if float(residual.sum()) <= floor or scores.total(residual) <= tol:
             break
-        best = residual.argmax()
+        wanted = scores.of(residual)
+        best = wanted.argmax()
         new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]
-        if not new[best] > 0:
+        if not (new[best] > 0 and wanted[best] > 0):
             break
         new = new / new[best].sqrt()
         factor[:, done], pivots[done] = new, best

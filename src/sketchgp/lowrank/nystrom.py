@@ -31,12 +31,17 @@ def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: 
 
 
 @torch.no_grad()
-def gaussian_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) -> LowRank:
+def gaussian_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, scales: Tensor | None = None) -> LowRank:
     """Nystrom approximation from ``rank`` random combinations of all columns.
 
     The best of the sketches for a given rank, but it reads all n^2 entries: one product with ``rank`` columns.
+
+    :param scales: ``(n,)``, of the points in the combinations: ``D^-1/2`` gives the approximation of
+        ``D^-1/2 K D^-1/2``, times ``D^1/2`` on both sides.
     """
     test = gaussian_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device)
+    if scales is not None:
+        test = test * scales.unsqueeze(-1)
     sketch = matrix.matmul(test)
     factor = nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)
     return LowRank(factor, None, _residual(matrix, factor))

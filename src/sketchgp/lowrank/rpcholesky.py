@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..operators.access import Access
-from .factor import LowRank, shifted_cholesky
+from .factor import LowRank, Scores, shifted_cholesky
 
 
 @torch.no_grad()
@@ -31,12 +31,15 @@ def rpcholesky(
     fast, but wastes columns where points cluster.  Reads ``(rank + 1) n`` entries of K, O(n rank) memory,
     O(n rank^2) operations.
 
+    With weights w the pivots are those of ``W^1/2 K W^1/2``: drawn with probability proportional to ``w * residual``.
+    F is still a factor of K itself.
+
     :param matrix: the symmetric positive semidefinite matrix.
     :param rank: the most columns to take; fewer are taken when the rest of the trace is negligible.
     :param generator: CPU generator that all random choices come from.
     :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank.
-    :param weights: ``(n,)`` positive; stop when ``sum(weights * residual) <= tol``.
-    :param tol: see ``weights``.
+    :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
+    :param tol: stop when ``sum(weights * residual) <= tol``.
     :returns: the factor in float64 with its pivots, in the order of their choice.
     """
     diagonal = matrix.diagonal()
@@ -47,12 +50,13 @@ def rpcholesky(
     factor = torch.zeros(n, rank, dtype=torch.float64, device=device)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
+    scores = Scores(matrix, diagonal, weights)
     while done < rank and failures < 50:
-        left = float(residual.sum())
-        if left <= floor or (weights is not None and float((residual * weights).sum()) <= tol):
+        wanted = scores.of(residual)
+        if float(residual.sum()) <= floor or scores.total(residual) <= tol or not float(wanted.sum()) > 0:
             break
         size = min(block, rank - done) if method == "block" else block
-        proposals = _draw(residual, size, generator)
+        proposals = _draw(wanted, size, generator)
         if method == "block":
             proposals = torch.unique(proposals)
         rows = factor[proposals, :done]
@@ -80,18 +84,19 @@ def rpcholesky(
     return LowRank(factor[:, :done].contiguous() if done < rank else factor, chosen_all, residual)
 
 
-def _draw(residual: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Indices drawn independently with probability proportional to ``residual``, by inverting the cumulative sum."""
-    cumulative = residual.cumsum(0)
-    points = torch.rand(size, dtype=torch.float64, generator=generator).to(residual.device) * cumulative[-1]
-    return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(residual) - 1)
+def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Indices drawn independently with probability proportional to ``scores``, by inverting the cumulative sum."""
+    cumulative = scores.cumsum(0)
+    points = torch.rand(size, dtype=torch.float64, generator=generator).to(scores.device) * cumulative[-1]
+    return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
 
 
 def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Rejection-sampled Cholesky of the proposals' residual block.
 
     Proposal j is kept with probability (its diagonal after eliminating the kept ones before it) / (its diagonal
-    when it was drawn).  Returns the kept positions and the Cholesky factor of their block.
+    when it was drawn); its weight is in both and cancels.  Returns the kept positions and the Cholesky factor of
+    their block.
     """
     device = schur.device
     work, limit = schur.cpu().clone(), bounds.cpu()

@@ -30,11 +30,18 @@ class TopEigensystem:
 
 @torch.no_grad()
 def top_eigensystem(
-    matrix: Access, rank: int, subsample_size: int, *, generator: torch.Generator, noise: Tensor | None = None
+    matrix: Access,
+    rank: int,
+    subsample_size: int,
+    *,
+    generator: torch.Generator,
+    noise: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> TopEigensystem:
     """Top ``rank`` eigenpairs of K restricted to ``subsample_size`` uniformly chosen points; O(s^3) operations.
 
     :param noise: ``(n,)`` added to the diagonal of K.
+    :param scales: ``(n,)`` that multiply the rows and columns of K.
 
     Eigenvalues at the level of rounding are left out, so fewer pairs may come back.
     """
@@ -43,6 +50,8 @@ def top_eigensystem(
     block = matrix.block(indices, indices)
     if noise is not None:
         block = block + noise[indices].diag()
+    if scales is not None:
+        block = block * scales[indices].unsqueeze(-1) * scales[indices]
     values, vectors = torch.linalg.eigh(block)
     values, vectors = values.flip(0), vectors.flip(1)
     sound = int((values > matrix.resolution * size * values[0].clamp(min=0)).sum())

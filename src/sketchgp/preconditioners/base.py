@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,21 +17,28 @@ from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
 from ..settings import memory_budget
 
+DRIFT = 1.25  # pivots are chosen anew when they leave this many times as large a share of the trace as when chosen
+
 
 @dataclass
 class Selection:
     """What a method decided about K, held fixed while hyperparameters move: the pivots or test matrix behind F.
 
-    ``factor`` (..., n, r) is F as it was at the decision; ``relative_trace`` what it left of the trace of K;
-    ``core_root`` (r, r) the Cholesky factor L of the block of the pivots with ``F = K(:, S) L^-T``, where it is known.
+    ``factor`` (..., n, r) is F as it was at the decision; ``core_root`` (r, r) the Cholesky factor L of the block of
+    the pivots with ``F = K(:, S) L^-T``, where it is known; ``shift``, a number or (..., 1), what P has on its diagonal
+    beside the noise; ``scales`` (..., n) multiply the rows of a dense test matrix.  ``left`` (...) is the share of the
+    trace of ``D^-1 K`` that F left, for the noise D of the decision; ``excess`` (...) its amount,
+    ``sum(residual / noise)``.
     """
 
     factor: Tensor
     pivots: Tensor | None
-    relative_trace: float
     shift: float | Tensor = 0.0
     coefficients: Tensor | None = None
     core_root: Tensor | None = None
+    scales: Tensor | None = None
+    left: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    excess: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -74,17 +81,32 @@ class Preconditioner:
         return max(1, min(n, math.ceil(10 * math.sqrt(n)), stored))
 
     def select(self, matrix: Access, noise: Tensor) -> Selection:
-        """Decide pivots (or a test matrix) for each matrix of the batch; no gradients.
+        """Decide pivots (or a test matrix) for each matrix of the batch, by its own noise; no gradients.
 
         :param matrix: ``(..., n, n)``; :param noise: ``(..., n)`` variances.
         """
-        noise = noise.reshape(-1, noise.shape[-1]).mean(dim=0)
+        noise = noise_of_each(matrix, noise)
         indices = list(itertools.product(*(range(size) for size in matrix.batch_shape)))
-        parts = [self._select(matrix.element(i) if i else matrix, noise) for i in indices]
-        return parts[0] if not matrix.batch_shape else _stack(parts, matrix)
+        parts = [self._select(matrix.element(i) if i else matrix, noise[i]) for i in indices]
+        selection = parts[0] if not matrix.batch_shape else _stack(parts, matrix)
+        selection.left, selection.excess = unexplained(matrix, selection.factor, noise)
+        return selection
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
+        """For one matrix and noise ``(n,)``, float64 and positive."""
         raise NotImplementedError
+
+    def serves(self, selection: Selection, matrix: Access, factor: Tensor, noise: Tensor) -> bool:
+        """Whether what was selected for an earlier K or noise is good enough for the present ones.
+
+        :param factor: F of the present K with this selection, ``(..., n, r)``.
+        """
+        left, excess = unexplained(matrix, factor, noise_of_each(matrix, noise))
+        if bool((left > DRIFT * selection.left + max(1e-12, matrix.resolution)).any()):
+            return False
+        full = self.rank is not None or factor.shape[-1] >= self.rank_for(matrix.n, matrix.device)
+        # an automatic rank may have been for more noise, or for a smaller K
+        return full or not bool((excess > 2 * selection.excess.clamp(min=1)).any())
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         """F for the present K and the selection made before, differentiable in K: ``(..., n, r)``."""
@@ -103,12 +125,42 @@ class Preconditioner:
             return LowRankPlusDiagonal(selection.factor, noise.to(torch.float64) + selection.shift)
 
 
-def _selection(low_rank: LowRank, matrix: Access, sequential: bool = False) -> Selection:
+@torch.no_grad()
+def noise_of_each(matrix: Access, noise: Tensor) -> Tensor:
+    """The noise ``(..., n)`` that each matrix of the batch is to be approximated for, in float64, without gradients.
+
+    A matrix that several systems share gets the least noise that each point has in any of them: what is then left
+    of the trace over the noise is an upper bound for all of them.  What is not positive is left to the preconditioner
+    itself to refuse.
+    """
+    noise = noise.detach().to(torch.float64)
+    batch = matrix.batch_shape
+    extra = noise.dim() - 1 - len(batch)
+    if extra > 0:
+        noise = noise.reshape(-1, *noise.shape[extra:]).amin(dim=0)
+    for dim in range(1, noise.dim()):
+        if batch[-dim] == 1 and noise.shape[-dim - 1] > 1:
+            noise = noise.amin(dim=-dim - 1, keepdim=True)
+    noise = torch.where(noise > 0, noise, torch.finfo(torch.float64).tiny)
+    return noise.expand(*batch, noise.shape[-1])
+
+
+@torch.no_grad()
+def unexplained(matrix: Access, factor: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """What F leaves of the trace of ``D^-1 K``: as a share and as an amount, one number a matrix.
+
+    Below zero where ``F F^T`` has more than K, as that of :class:`NystromEigenPro` may.
+    """
+    diagonal = matrix.diagonal()
+    residual = diagonal - torch.linalg.vector_norm(factor, dim=-1).square()
+    total, excess = (diagonal / noise).sum(-1), (residual / noise).sum(-1)
+    return excess / torch.where(total > 0, total, 1), excess
+
+
+def _selection(low_rank: LowRank, sequential: bool = False) -> Selection:
     """:param sequential: whether F is a partial Cholesky factor: at its pivots it then holds that of their block."""
-    total = float(matrix.diagonal().sum())
     root = low_rank.factor[low_rank.pivots].tril() if sequential and low_rank.pivots is not None else None
-    relative = low_rank.trace / total if total > 0 else 0.0
-    return Selection(low_rank.factor, low_rank.pivots, relative, core_root=root)
+    return Selection(low_rank.factor, low_rank.pivots, core_root=root)
 
 
 def _stack(parts: list[Selection], matrix: Access) -> Selection:
@@ -116,7 +168,7 @@ def _stack(parts: list[Selection], matrix: Access) -> Selection:
     rank = max(part.factor.shape[-1] for part in parts)
     shape = matrix.batch_shape
     factors = torch.stack([torch.nn.functional.pad(p.factor, (0, rank - p.factor.shape[-1])) for p in parts])
-    pivots = coefficients = None
+    pivots = coefficients = scales = None
     if all(part.coefficients is not None for part in parts):
         padded = [torch.nn.functional.pad(p.coefficients, (0, rank - p.factor.shape[-1])) for p in parts]  # type: ignore[arg-type]
         coefficients = torch.stack(padded).reshape(*shape, *padded[0].shape)
@@ -124,13 +176,15 @@ def _stack(parts: list[Selection], matrix: Access) -> Selection:
     elif all(part.pivots is not None for part in parts):
         pivots = torch.stack([_pad_pivots(part.pivots, rank, matrix.n) for part in parts])  # type: ignore[arg-type]
         pivots = pivots.reshape(*shape, rank)
+    if all(part.scales is not None for part in parts):
+        scales = torch.stack([part.scales for part in parts]).reshape(*shape, -1)  # type: ignore[misc]
     shift = torch.tensor([float(part.shift) for part in parts], dtype=torch.float64, device=matrix.device)
     return Selection(
         factors.reshape(*shape, *factors.shape[-2:]),
         pivots,
-        max(part.relative_trace for part in parts),
-        shift.reshape(*shape, 1),
-        coefficients,
+        shift=shift.reshape(*shape, 1),
+        coefficients=coefficients,
+        scales=scales,
     )
 
 

@@ -16,16 +16,15 @@ from ..operators.access import Access
 from ..operators.pivoted_plus_diagonal import PivotedFactor
 from .base import Preconditioner, Selection
 
-_DRIFT = 1.25  # pivots are chosen anew when they leave this many times as much of the trace as when chosen
 _WHOLE = 4096  # tensors up to this many entries are compared entry by entry
 
 
 class PreconditionerCache:
     """Keeps the last preconditioner of one model and what it was built from.
 
-    A solve with unchanged kernel matrix and noise gets the same object; one with other noise reuses the factor;
-    a training step (``differentiable=True``) with new hyperparameters reuses the pivots while they still serve.
-    Copies and pickles start empty.
+    A solve with unchanged kernel matrix and noise gets the same object; one with other noise reuses the factor, and
+    a training step (``differentiable=True``) with new hyperparameters the pivots, while they still serve
+    (:meth:`Preconditioner.serves`).  Copies and pickles start empty.
 
     :ivar builds: how many preconditioners have been built since the cache was made.
     """
@@ -42,7 +41,6 @@ class PreconditionerCache:
 
     def _forget(self) -> None:
         self.builds, self._seconds = 0, 0.0
-        self._selected_noise = 0.0
         self._matrix_key: Any = None
         self._noise_key: Any = None
         self._selection: Selection | None = None
@@ -71,11 +69,9 @@ class PreconditionerCache:
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
                 return self._built.detached(operator.dtype)
             access = Access(operator)
-            if self.choice.rank is None and float(noise.detach().min()) < 0.5 * self._selected_noise:
-                self._selection = self._factor = None  # the automatic rank was for a larger noise
             if live and self._pivoted(access, noise):
                 return self._live_pivoted(access, noise, matrix_key, noise_key, operator.dtype, start)
-            factor = self._find_factor(access, noise, matrix_key, live)
+            factor = self._find_factor(access, noise, (matrix_key, noise_key), live)
             diagonal = noise.to(torch.float64) + self._shift()
             self._built = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
             self._matrix_key, self._noise_key = matrix_key, noise_key
@@ -98,6 +94,7 @@ class PreconditionerCache:
         matrix = access.operator
         assert isinstance(matrix, KernelMatrix)
         selection, unchanged = self._selection, matrix_key == self._matrix_key
+        same = unchanged and noise_key == self._noise_key
         if selection is None or selection.factor.shape[:-1] != (access.n,) or selection.factor.device != access.device:
             selection = None
         elif not (unchanged and selection.core_root is not None):
@@ -109,8 +106,8 @@ class PreconditionerCache:
             self._forget_built()
             assert selection.pivots is not None
             selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
-            if not unchanged and self._drifted(access, selection.factor, selection):
-                selection = None
+        if selection is not None and not same and not self.choice.serves(selection, access, selection.factor, noise):
+            selection = None
         if selection is None:
             self._forget_built()
             self._select(access, noise)
@@ -154,13 +151,15 @@ class PreconditionerCache:
         assert self._selection is not None
         return self._selection.shift
 
-    def _find_factor(self, access: Access, noise: Tensor, key: Any, live: bool) -> Tensor:
-        unchanged = key == self._matrix_key and self._selection is not None
+    def _find_factor(self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool) -> Tensor:
+        """F, selected anew where what was selected before no longer serves."""
+        unchanged = keys[0] == self._matrix_key and self._selection is not None
+        same = unchanged and keys[1] == self._noise_key
         if not live:
-            if not unchanged or self._factor is None:
-                self._select(access, noise)
-            assert self._factor is not None
-            return self._factor
+            factor = self._factor if unchanged else None
+            if factor is None or not (same or self._serves(access, factor, noise)):
+                factor = self._select(access, noise)
+            return factor
         kept = (
             self._selection is not None
             and self._selection.factor.shape[:-1] == (*access.batch_shape, access.n)
@@ -168,29 +167,23 @@ class PreconditionerCache:
         )
         if not kept:
             self._select(access, noise)
-        selection = self._selection
-        assert selection is not None
-        factor = self.choice.factor(access, selection)
-        if kept and not unchanged and self._drifted(access, factor, selection):
-            self._select(access, noise)
-            factor = self.choice.factor(access, self._selection)  # type: ignore[arg-type]
         assert self._selection is not None
+        factor = self.choice.factor(access, self._selection)
+        if kept and not same and not self._serves(access, factor.detach(), noise):
+            self._select(access, noise)
+            factor = self.choice.factor(access, self._selection)
         self._factor = self._selection.factor = factor.detach()
         return factor
 
     @torch.no_grad()
-    def _select(self, access: Access, noise: Tensor) -> None:
+    def _select(self, access: Access, noise: Tensor) -> Tensor:
         self._selection = self.choice.select(access, noise.detach())
-        self._selected_noise = float(noise.detach().min())
         self._factor = self._selection.factor
+        return self._factor
 
-    @staticmethod
-    def _drifted(access: Access, factor: Tensor, selection: Selection) -> bool:
-        with torch.no_grad():
-            diagonal = access.diagonal()
-            explained = torch.linalg.vector_norm(factor, dim=-1).square()
-            left = (diagonal - explained).clamp_(min=0).sum(-1) / diagonal.sum(-1)
-            return float(left.max()) > _DRIFT * selection.relative_trace + 1e-12
+    def _serves(self, access: Access, factor: Tensor, noise: Tensor) -> bool:
+        assert self._selection is not None
+        return self.choice.serves(self._selection, access, factor, noise)
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:

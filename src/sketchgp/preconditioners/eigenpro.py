@@ -11,7 +11,7 @@ from ..checks import count, seed, settle
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
 from ..random_streams import generator
-from .base import Preconditioner, Selection
+from .base import DRIFT, Preconditioner, Selection, noise_of_each, unexplained
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,10 @@ class NystromEigenPro(Preconditioner):
     """``P = F F^T + (lambda + noise) I``: EigenPro's correction of the spectrum, as a preconditioner for CG.
 
     The top q eigenpairs ``(l_i, e_i)`` of ``K(Xs, Xs)`` on s uniformly chosen points are extended to all points:
-    ``F = K(X, Xs) E D^(1/2)`` with ``D = l^-1 - l_{q+1} l^-2``, and the rest of the spectrum is taken as
+    ``F = K(X, Xs) E G^(1/2)`` with ``G = l^-1 - l_{q+1} l^-2``, and the rest of the spectrum is taken as
     ``lambda = (n / s) l_{q+1}``.  Cost ``s^3 + n s q``; F is n x q, smaller than a Nystrom factor made of s columns.
+    Where the noise differs between points, the eigensystem is that of ``W K W`` with ``W^2 = least noise / noise``,
+    and ``F = K(X, Xs) W E G^(1/2)``; lambda is then the level that is left at the points of least noise.
     Choose it when few directions dominate and memory is short; :class:`RPCholesky` resolves more of the tail.
 
     Reference: Ma and Belkin (arXiv:1806.06144), section 4; EigenPro 3 (Abedsoltan, Belkin, Pandit), section 4.
@@ -43,15 +45,19 @@ class NystromEigenPro(Preconditioner):
         wanted = self.subsample_size or min(10_000, max(math.ceil(20 * math.sqrt(n)), 4 * (self.rank or 1)))
         size = min(n, max(wanted, (self.rank or 0) + 1))
         rank = self.rank if self.rank is not None else max(1, min(size // 4, self.rank_for(n, matrix.device)))
-        top = top_eigensystem(
-            matrix, rank, size, generator=generator(self.seed, "subsample of the EigenPro preconditioner")
-        )
+        scales = (noise.min() / noise).sqrt()  # all 1 where the noise is one number
+        stream = generator(self.seed, "subsample of the EigenPro preconditioner")
+        top = top_eigensystem(matrix, rank, size, generator=stream, scales=scales)
         weights = (1 / top.values - top.tail / top.values.square()).clamp_(min=0)
-        coefficients = top.vectors * weights.sqrt()
+        coefficients = scales[top.indices].unsqueeze(-1) * top.vectors * weights.sqrt()
         factor = matrix.columns(top.indices) @ coefficients
-        total = matrix.diagonal().sum()
-        left = float((matrix.diagonal() - factor.square().sum(dim=1)).clamp_(min=0).sum() / total)
-        return Selection(factor, top.indices, left, top.tail * n / len(top.indices), coefficients)
+        return Selection(factor, top.indices, shift=top.tail * n / len(top.indices), coefficients=coefficients)
+
+    def serves(self, selection: Selection, matrix: Access, factor: Tensor, noise: Tensor) -> bool:
+        """As long as F, whose coefficients are fixed, explains as large a share of K as when they were chosen."""
+        left, _ = unexplained(matrix, factor, noise_of_each(matrix, noise))
+        now, then = 1 - left, 1 - selection.left
+        return not bool(((now > DRIFT * then) | (DRIFT * now < then)).any())
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         assert selection.pivots is not None

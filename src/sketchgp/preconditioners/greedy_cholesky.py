@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..lowrank import greedy_cholesky
@@ -15,6 +14,8 @@ from .base import Preconditioner, Selection, _selection
 @dataclass(frozen=True)
 class GreedyCholesky(Preconditioner):
     """``P = F F^T + noise`` with F from Cholesky with diagonal pivoting.  Deterministic; for comparison.
+
+    The next pivot is the point with the largest residual over its noise.
 
     Choose it when runs must not depend on a seed; :class:`RPCholesky` is faster to build and fails less often
     (arXiv:2304.12465, Figure 2).  References: Harbrecht, Peters, Schneider (2012); Gardner et al.
@@ -28,6 +29,5 @@ class GreedyCholesky(Preconditioner):
         return True
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        weights = 1 / noise.to(torch.float64) if self.rank is None else None
-        rank = self.rank_for(matrix.n, matrix.device)
-        return _selection(greedy_cholesky(matrix, rank, weights=weights, tol=1.0), matrix, sequential=True)
+        rank, tol = self.rank_for(matrix.n, matrix.device), 1.0 if self.rank is None else 0.0
+        return _selection(greedy_cholesky(matrix, rank, weights=1 / noise, tol=tol), sequential=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ class Nystrom(Preconditioner):
 
     ``sketch="gaussian"``: M is random and dense; the most accurate for a rank, at the price of a product of K with
     r columns.  ``sketch="uniform"``: M picks r columns uniformly; the cheapest, and it misses small clusters.
+    Where the noise D differs between points, the Gaussian M is multiplied by ``D^-1/2``, which makes F that of
+    ``D^-1/2 K D^-1/2``.
 
     References: Frangella, Tropp, Udell (arXiv:2110.02820), Algorithm 2.1; Williams and Seeger (2001).
 
@@ -45,9 +48,10 @@ class Nystrom(Preconditioner):
         """The same at every call: the factor is made again of the test matrix that was judged."""
         return generator(self.seed, "Nystrom preconditioner")
 
-    def _approximate(self, matrix: Access, rank: int) -> LowRank:
-        method = gaussian_nystrom if self.sketch == "gaussian" else uniform_nystrom
-        return method(matrix, rank, generator=self._generator())
+    def _approximate(self, matrix: Access, rank: int, scales: Tensor) -> LowRank:
+        if self.sketch == "gaussian":
+            return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales)
+        return uniform_nystrom(matrix, rank, generator=self._generator())
 
     @property
     def pivoted(self) -> bool:
@@ -56,10 +60,11 @@ class Nystrom(Preconditioner):
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         bound = self.rank_for(matrix.n, matrix.device)
         rank = bound if self.rank is not None else max(1, bound // 8)
+        scales = (noise.min() / noise).sqrt()
         while True:
-            low_rank = self._approximate(matrix, rank)
+            low_rank = self._approximate(matrix, rank, scales)
             if rank >= bound or float((low_rank.residual / noise).sum()) <= 1:
-                return _selection(low_rank, matrix)
+                return dataclasses.replace(_selection(low_rank), scales=scales)
             rank = min(2 * rank, bound)
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
@@ -67,5 +72,7 @@ class Nystrom(Preconditioner):
             return super().factor(matrix, selection)
         rank = selection.factor.shape[-1]
         test = gaussian_test_matrix(matrix.n, rank, self._generator(), matrix.device)
+        if selection.scales is not None:
+            test = test * selection.scales.unsqueeze(-1)
         sketch = matrix.matmul(test)
         return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)

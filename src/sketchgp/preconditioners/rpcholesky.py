@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..checks import count, seed, settle, word
@@ -21,6 +20,7 @@ class RPCholesky(Preconditioner):
 
     Cost ``n r^2`` operations and ``n r`` float64 numbers for rank r; with enough rank for the kernel's spectrum,
     conjugate gradients then converge in a number of steps that does not depend on the conditioning of K.
+    Where the noise D differs between points the pivots are those of ``D^-1/2 K D^-1/2``: drawn by residual over noise.
 
     Reference: Diaz, Epperly, Frangella, Tropp, Webber, "Robust, randomized preconditioning for kernel ridge
     regression" (arXiv:2304.12465), Algorithm 1 and Theorem 2.2.
@@ -60,7 +60,7 @@ class RPCholesky(Preconditioner):
             generator=generator(self.seed, "RPCholesky preconditioner"),
             method=self.method,
             block_size=self.block_size,
-            weights=1 / noise.to(torch.float64) if self.rank is None else None,
-            tol=1.0,
+            weights=1 / noise,
+            tol=1.0 if self.rank is None else 0.0,
         )
-        return _selection(low_rank, matrix, sequential=self.method == "accelerated")
+        return _selection(low_rank, sequential=self.method == "accelerated")
