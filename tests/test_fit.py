@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, dense, iterative, posterior, relative
+from gp_models import SOLVED, TORCH_WARNINGS, N, dense, iterative, posterior, relative
 
 pytestmark = TORCH_WARNINGS
+sketchgp_fit = importlib.import_module("sketchgp.fit")  # the module, which the function's name hides
 NEVER = -math.inf  # a tolerance at which no loss has settled
 
 
@@ -242,7 +244,7 @@ def test_ctrl_c_before_the_first_loss_is_passed_on(monkeypatch: pytest.MonkeyPat
     with iterative(tol=1e-6), pytest.raises(KeyboardInterrupt):
         sketchgp.fit(model, iterations=9)
     assert torch.equal(parameters(model), before)
-    assert not model.training
+    assert model.training  # as it was
 
 
 def test_an_error_in_the_callback_keeps_the_best_and_is_passed_on() -> None:
@@ -285,15 +287,30 @@ def test_a_loss_that_is_not_finite_ends_it_with_the_best_kept(solved_by: Any) ->
     assert torch.equal(parameters(model), seen[history.best_step])
 
 
-def test_a_first_loss_that_is_not_finite_is_an_error() -> None:
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_refused_fit_leaves_the_model_as_it_was(mode: bool) -> None:
     model, _ = build()
     targets = model.train_targets.clone()
     targets[0] = torch.nan
     model.set_train_data(targets=targets)
-    before = parameters(model)
-    with iterative(tol=1e-4), pytest.raises(sketchgp.NumericalError):
-        sketchgp.fit(model, iterations=3)
-    assert torch.equal(parameters(model), before)
+    model.train(mode).likelihood.train(not mode)
+    gradients = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        gradients.append(parameter.grad)
+    before, modes = parameters(model), [part.training for part in model.modules()]
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no likelihood")
+
+    refusals: list[tuple[Any, type[Exception]]] = [(None, sketchgp.NumericalError), (broken, RuntimeError)]
+    for mll, error in refusals:
+        with iterative(tol=1e-4), pytest.raises(error):
+            sketchgp.fit(model, mll=mll, iterations=3)
+        assert torch.equal(parameters(model), before)
+        assert [part.training for part in model.modules()] == modes
+        assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), gradients, strict=True))
+        assert (model._sketchgp.probe_seed, model._sketchgp.probe_count) == (None, None)
 
 
 def test_solves_that_do_not_converge_warn() -> None:
@@ -305,6 +322,53 @@ def test_solves_that_do_not_converge_warn() -> None:
         warnings.simplefilter("always")
         sketchgp.fit(model, iterations=3)
     assert any(issubclass(w.category, sketchgp.ConvergenceWarning) for w in caught)
+
+
+def test_warning_filters_are_the_users() -> None:
+    model, _ = build(preconditioner=None, solver=sketchgp.ConjugateGradients(max_iterations=2))
+    with gpytorch.settings.max_cholesky_size(20), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", sketchgp.ConvergenceWarning)
+        with pytest.raises(sketchgp.ConvergenceWarning):
+            sketchgp.fit(model, iterations=3)
+
+
+def test_the_progress_bar_shows_the_loss_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    class Bar(sketchgp_fit.tqdm):  # type: ignore[misc,name-defined]
+        def update(self, n: float = 1) -> None:
+            shown.append(self.postfix)
+            super().update(n)
+
+    monkeypatch.setattr(sketchgp_fit, "tqdm", Bar)
+    model, _ = build()
+    with iterative(tol=1e-4):
+        history = sketchgp.fit(model, iterations=4, progress=True)
+    assert shown == [f"loss {loss:.4f}" for loss in history.losses]
+
+
+def test_probes_are_no_numbers_of_the_users() -> None:
+    """Inputs that a user drew by seed 0 are not the probe vectors of seed 0."""
+    model, _ = SOLVED["scale-rbf-ard"].build()
+    x = torch.randn(N, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model.set_train_data(x, strict=False)
+    model.covar_module.base_kernel.raw_lengthscale.data = torch.full((1, 1), 2.0, dtype=torch.float64)
+    model.covar_module.base_kernel.ard_num_dims = None
+    sketchgp.accelerate(model, preconditioner=None)
+    seen = []
+    plain = sketchgp.ConjugateGradients.run
+
+    def watch(self: Any, system: Any, rhs: torch.Tensor, *args: Any, **options: Any) -> Any:
+        seen.append(rhs)
+        return plain(self, system, rhs, *args, **options)
+
+    with iterative(tol=1e-4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sketchgp.ConjugateGradients, "run", watch)
+        sketchgp.fit(model, iterations=1, num_probes=10)
+    unit = x / x.norm(dim=0)
+    overlap = unit.mT @ (seen[0] / seen[0].norm(dim=0))
+    assert float(overlap.abs().max()) < 0.5
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------
@@ -324,6 +388,9 @@ def test_solves_that_do_not_converge_warn() -> None:
         {"learning_rate": math.nan},
         {"learning_rate": "fast"},
         {"seed": "one"},
+        {"tol": "small"},
+        {"callback": 3},
+        {"mll": "exact"},
     ],
     ids=str,
 )

@@ -7,19 +7,19 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import gpytorch
 import torch
-from gpytorch import settings
 from gpytorch.models import ExactGP
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
-from .errors import ConvergenceWarning, InputError, NumericalError
+from .errors import InputError, NumericalError
 from .inducing_point_gp import InducingPointGP
 from .models.marginal_likelihood import ExactMarginalLogLikelihood
 
@@ -70,6 +70,9 @@ def fit(
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :raises InputError: for a model that is not accelerated, or arguments that are not positive.
     :raises NumericalError: if the first loss is not finite.
+
+    A call that ends in an error before there is a first loss leaves the model as it was: parameters, gradients, and
+    which of its parts are in training mode.
     """
     acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model)
     for name, count in (("iterations", iterations), ("num_probes", num_probes)):
@@ -79,6 +82,11 @@ def fit(
         raise InputError(f"seed expects an integer, got {seed!r}.")
     if not isinstance(learning_rate, int | float) or not learning_rate > 0:
         raise InputError(f"learning_rate expects a positive number, got {learning_rate!r}.")
+    if isinstance(tol, bool) or not isinstance(tol, int | float) or math.isnan(tol):
+        raise InputError(f"tol expects a number, got {tol!r}.")
+    for name, function in (("mll", mll), ("callback", callback)):
+        if function is not None and not callable(function):
+            raise InputError(f"{name} expects a function or None, got {function!r}.")
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("fit expects a model with training data.")
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -88,17 +96,14 @@ def fit(
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
     elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
         mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
-    history, best = FitHistory(reason="ran all iterations"), _copy(parameters)
+    history, best, before = FitHistory(reason="ran all iterations"), _copy(parameters), _Before(model)
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     progress = sys.stderr.isatty() if progress is None else progress
     start = time.perf_counter()
-    model.train()
-    probes_before = None
-    if acceleration is not None:
-        acceleration.probe_seed, probes_before = seed, acceleration.probe_seed
     try:
+        model.train()
         with (
-            settings.num_trace_samples(num_probes),
+            nullcontext() if acceleration is None else acceleration.fixed_probes(seed, num_probes),
             tqdm(total=iterations, desc="marginal likelihood", unit="step", disable=not progress, leave=False) as bar,
         ):
             for step in range(iterations):
@@ -113,8 +118,8 @@ def fit(
                 history.seconds.append(time.perf_counter() - start)
                 if value < history.best_loss or step == 0:
                     history.best_step, best = step, _copy(parameters)
+                bar.set_postfix_str(f"loss {value:.4f}", refresh=False)  # before update, which shows it
                 bar.update()
-                bar.set_postfix_str(f"loss {value:.4f}", refresh=False)
                 if callback is not None and callback(step, value):
                     history.reason = "stopped by the callback"
                     break
@@ -133,25 +138,41 @@ def fit(
             stacklevel=2,
         )
     finally:
-        if acceleration is not None:
-            acceleration.probe_seed = probes_before
         with torch.no_grad():
             for parameter, kept in zip(parameters, best, strict=True):
                 parameter.copy_(kept)
-        optimizer.zero_grad()
-        model.eval()
+        if history.losses:
+            optimizer.zero_grad()
+            model.eval()
+        else:
+            before.put_back()
     return history
+
+
+class _Before:
+    """What a fit changes beside parameters: modes, gradients, and the posterior that a model keeps."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.strategy = model, model.prediction_strategy
+        self.modes = [(part, part.training) for part in model.modules()]
+        self.gradients = [(p, p.grad) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        self.model.train(self.modes[0][1])
+        for part, mode in self.modes:
+            part.training = mode
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        self.model.prediction_strategy = self.strategy
 
 
 def _loss(model: ExactGP, mll: Any) -> float:
     """One forward and backward pass; NaN where the linear algebra broke down."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("once", ConvergenceWarning)
-        try:
-            loss = -mll(model(*model.train_inputs), model.train_targets, *_likelihood_inputs(model)).sum()
-            loss.backward()
-        except (NumericalError, NanError, NotPSDError):
-            return math.nan
+    try:
+        loss = -mll(model(*model.train_inputs), model.train_targets, *_likelihood_inputs(model)).sum()
+        loss.backward()
+    except (NumericalError, NanError, NotPSDError):
+        return math.nan
     return float(loss.detach())
 
 

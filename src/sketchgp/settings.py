@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import ClassVar
 
 import torch
 
 from .errors import InputError
 
+_budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
 _FALLBACK_MEMORY = 4 * 2**30  # bytes assumed to be free where the system does not say
 
 
@@ -38,13 +39,12 @@ class memory_budget(AbstractContextManager):
     """Bytes that one stored matrix (a dense kernel matrix, or a low-rank factor) may take.
 
     Without it, each may take a quarter of the memory that is free on its device.  It decides whether
-    ``matmul="auto"`` stores the kernel matrix, and bounds the automatic rank.
+    ``matmul="auto"`` stores the kernel matrix, and bounds the automatic rank.  It holds for the thread that opened it
+    (a context variable); a thread that is started inside the block has none, unless it is run in a copy of the context.
 
     :param budget: bytes, a positive integer.
     :raises InputError: if the budget is not positive.
     """
-
-    _stack: ClassVar[list[int]] = []
 
     def __init__(self, budget: int) -> None:
         if not budget > 0:
@@ -52,15 +52,16 @@ class memory_budget(AbstractContextManager):
         self.budget = int(budget)
 
     def __enter__(self) -> memory_budget:
-        self._stack.append(self.budget)
+        _budgets.set((*_budgets.get(), self.budget))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.pop()
+        _budgets.set(_budgets.get()[:-1])
 
     @classmethod
     def value(cls, device: torch.device | str = "cpu") -> int:
         """The budget in force, in bytes."""
-        return cls._stack[-1] if cls._stack else available_memory(device) // 4
+        budgets = _budgets.get()
+        return budgets[-1] if budgets else available_memory(device) // 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ class Acceleration:
         solve everything else.
     :ivar solution_key: what the model's cached solution was computed from, where ``predict`` has seen it.
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
+    :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
     """
 
     preconditioner: Preconditioner | None
@@ -37,11 +40,22 @@ class Acceleration:
     matmul: str
     matmul_precision: str = "float32"
     probe_seed: int | None = None
+    probe_count: int | None = None
     solution_key: Any = field(default=None, repr=False, compare=False)
     cache: PreconditionerCache | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.cache = None if self.preconditioner is None else PreconditionerCache(self.preconditioner)
+
+    @contextmanager
+    def fixed_probes(self, seed: int, count: int) -> Iterator[None]:
+        """Probe vectors of log determinants are the same ``count`` ones for every one inside the block."""
+        before = self.probe_seed, self.probe_count
+        self.probe_seed, self.probe_count = seed, count
+        try:
+            yield
+        finally:
+            self.probe_seed, self.probe_count = before
 
     @property
     def preconditioner_name(self) -> str:

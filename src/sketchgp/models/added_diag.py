@@ -6,19 +6,20 @@ after rebuilding that operator several times.  This subclass carries its choices
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import settings, to_dense
+from linear_operator.functions._inv_quad_logdet import InvQuadLogdet
 from linear_operator.operators import (
     AddedDiagLinearOperator,
     BatchRepeatLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
+    IdentityLinearOperator,
     LinearOperator,
     MaskedLinearOperator,
     MulLinearOperator,
@@ -26,26 +27,26 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from ..errors import InputError
 from ..operators import KernelMatrix
 from ..operators.tiles import logger
+from ..random_streams import generator
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
 from .acceleration import Acceleration, Inverse, Solver
 from .mean_solve import other_solves, solving_mean
 
 
-@contextmanager
-def iterative() -> Iterator[None]:
-    """Solves and log determinants by iteration, unless a ``fast_computations`` block of the user's says otherwise.
+def left_to_us(flag: Any) -> bool:
+    """Whether a fast computation is on, or off only because some library changed GPyTorch's default.
 
-    ``import botorch`` turns both off for the whole process by changing their defaults; a model that was accelerated
-    is meant to be solved by sketchgp all the same.
+    ``import botorch`` turns solves and log densities by iteration off for the whole process, by their defaults; a model
+    that was accelerated is meant to be solved by sketchgp all the same.  A ``fast_computations`` block of the user's is
+    heard.
+
+    :param flag: ``settings.fast_computations.solves`` or ``.log_prob``.
     """
-    with ExitStack() as stack:
-        for flag in (settings.fast_computations.solves, settings.fast_computations.log_prob):
-            if flag.is_default():
-                stack.enter_context(flag(True))
-        yield
+    return flag.is_default() or flag.on()
 
 
 class _Solve(torch.autograd.Function):
@@ -55,13 +56,18 @@ class _Solve(torch.autograd.Function):
     def forward(ctx: Any, tree: Any, rhs: Tensor, *args: Tensor) -> Tensor:
         operator = tree(*args)
         value = operator._solve(rhs, operator._solve_preconditioner())
-        ctx.tree = tree
+        ctx.tree, ctx.caller = tree, copy_context()
         ctx.save_for_backward(value, *args)
         ctx.rhs_shape = rhs.shape
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # On CUDA this is another thread, which has none of the caller's context variables (the memory budget).
+        return ctx.caller.copy().run(_Solve._backward, ctx, grad)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, *args = ctx.saved_tensors
         with other_solves():
             back = _Solve.apply(ctx.tree, grad, *args)
@@ -99,25 +105,55 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
 
     # --- solves and preconditioner --------------------------------------------------------------------------
 
-    def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
-        with iterative():
-            small = self.shape[-1] <= settings.max_cholesky_size.value() or settings.fast_computations.solves.off()
-            if self.acceleration is None or small:
-                return super().solve(right_tensor, left_tensor)
-            evaluated = self.evaluate_kernel()
-            if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
-                return evaluated.solve(right_tensor, left_tensor)
-            rhs = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
-            value = _Solve.apply(self.representation_tree(), rhs, *self.representation())
-            value = value.squeeze(-1) if right_tensor.dim() == 1 else value
-            return value if left_tensor is None else left_tensor @ value
+    def _factorized(self, flag: Any) -> bool:
+        """Whether GPyTorch's Cholesky factorization is what is wanted; :param flag: of the fast computation."""
+        return self.shape[-1] <= settings.max_cholesky_size.value() or not left_to_us(flag)
 
-    def inv_quad_logdet(self, *args: Any, **kwargs: Any) -> Any:
-        with iterative():
-            evaluated = self.evaluate_kernel()
-            if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
-                return evaluated.inv_quad_logdet(*args, **kwargs)
-            return super().inv_quad_logdet(*args, **kwargs)
+    def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
+        if self.acceleration is None or self._factorized(settings.fast_computations.solves):
+            return super().solve(right_tensor, left_tensor)
+        evaluated = self.evaluate_kernel()
+        if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
+            return evaluated.solve(right_tensor, left_tensor)
+        rhs = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
+        value = _Solve.apply(self.representation_tree(), rhs, *self.representation())
+        value = value.squeeze(-1) if right_tensor.dim() == 1 else value
+        return value if left_tensor is None else left_tensor @ value
+
+    def inv_quad_logdet(
+        self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        """``(r^T A^-1 r, log det A)`` of ``A = K + noise``, for r ``(..., n, t)`` or ``(n,)``; differentiable.
+
+        The log determinant is that of the preconditioner, plus an estimate of the rest by stochastic Lanczos quadrature
+        (GPyTorch's ``InvQuadLogdet``, as in arXiv:2107.00243).
+        """
+        evaluated = self.evaluate_kernel()
+        if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
+            return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
+        if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
+            return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
+        if not logdet:
+            assert inv_quad_rhs is not None
+            columns = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.dim() == 1 else inv_quad_rhs
+            each = (columns * self.solve(columns)).sum(dim=-2)
+            return each.sum(dim=-1) if reduce_inv_quad else each, each.new_zeros(())
+        if inv_quad_rhs is not None and inv_quad_rhs.dim() > 1 and inv_quad_rhs.shape[:-1] != self.shape[:-1]:
+            raise InputError(
+                f"A matrix of shape {tuple(self.shape)} expects columns of shape {tuple(self.shape[:-1])} and one more "
+                f"dimension, got {tuple(inv_quad_rhs.shape)}."
+            )
+        inverse, built, of_built = self._preconditioner()
+        if built is None:
+            built, of_built = IdentityLinearOperator(self.shape[-1], self.batch_shape, self.dtype, self.device), 0.0
+        probes, norms = self._probe_vectors_and_norms()
+        parts = built.representation()
+        right = () if inv_quad_rhs is None else (inv_quad_rhs,)
+        each, rest = InvQuadLogdet.apply(
+            self.representation_tree(), built.representation_tree(), inverse, len(parts), bool(right), probes, norms,
+            *right, *self.representation(), *parts,
+        )  # fmt: skip
+        return each.sum(dim=-1) if right and reduce_inv_quad else each, rest + of_built
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
         acceleration = self.acceleration
@@ -178,11 +214,11 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             seed = 0
         if seed is None:
             return None, None
-        count = settings.num_trace_samples.value()
-        generator = torch.Generator().manual_seed(seed)
+        count = self.acceleration.probe_count or settings.num_trace_samples.value()
+        stream = generator(seed, "probe vectors of log determinants")
 
         def normal(rows: int) -> Tensor:
-            values = torch.randn(rows, count, dtype=torch.float64, generator=generator)
+            values = torch.randn(rows, count, dtype=torch.float64, generator=stream)
             return values.to(self.device).expand(*self.batch_shape, rows, count)
 
         with torch.no_grad():

@@ -13,7 +13,8 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from linear_operator.operators import AddedDiagLinearOperator
 
 from .acceleration import ATTRIBUTE, Acceleration, choices_of
-from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, iterative
+from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
+from .density import log_density
 from .missing import check_reduced
 from .strategy import adopt
 from .targets import check_value
@@ -94,8 +95,9 @@ class AcceleratedDistribution(_Accelerated):
 
     def log_prob(self, value: Any) -> Any:
         check_value(value, self.event_shape)  # type: ignore[attr-defined]
-        with iterative():
+        if settings.fast_computations.log_prob.on() or not left_to_us(settings.fast_computations.log_prob):
             return super().log_prob(value)  # type: ignore[misc]
+        return log_density(self, value)
 
 
 def accelerated_class(base: type, mixin: type) -> type:

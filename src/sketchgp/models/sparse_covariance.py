@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpytorch import settings as gpytorch_settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.mlls import AddedLossTerm
 from linear_operator.operators import (
@@ -26,6 +25,7 @@ from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
 from ..operators.tall import constant
 from ..operators.tiles import spans
+from .density import log_density
 
 _ENTRIES = 2**22  # of k(z, x) held at once
 _FACTORIZED = 4096  # points whose covariance is factorized for samples
@@ -113,8 +113,7 @@ class _FastDensity:
     """Log densities are those of :class:`SparsePrior` whatever the settings say (BoTorch turns fast ones off)."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        with gpytorch_settings.fast_computations(log_prob=True):
-            return super().log_prob(value)  # type: ignore[misc]
+        return log_density(self, value)
 
 
 class SparseMarginal(_FastDensity, MultivariateNormal):
