@@ -13,7 +13,8 @@ import torch
 
 from sketchgp.operators import tiles
 
-torch.set_num_threads(1)  # the problems are small: more threads only wait for each other
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)  # the problems are small: more threads only wait for each other
 
 # Importing BoTorch switches GPyTorch to Cholesky up to 4096 points, for the whole process. Without the defaults being
 # put back, whether a test runs CG at all would depend on which tests ran before it.
