@@ -6,12 +6,17 @@ import os
 import signal
 from pathlib import Path
 
-import gpytorch
-import linear_operator
-import pytest
-import torch
+if "PYTEST_XDIST_WORKER" in os.environ and "KEOPS_CACHE_FOLDER" not in os.environ:
+    # KeOps keeps what it compiled in files that another process may read half written; importing GPyTorch imports it
+    _KEPT = Path(os.path.expanduser("~"), ".cache", "keops-tests", os.environ["PYTEST_XDIST_WORKER"])
+    os.environ["KEOPS_CACHE_FOLDER"] = str(_KEPT)
 
-from sketchgp.operators import tiles
+import gpytorch  # noqa: E402
+import linear_operator  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from sketchgp.operators import tiles  # noqa: E402
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the problems are small: more threads only wait for each other

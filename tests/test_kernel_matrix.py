@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from typing import ClassVar
 
 import pytest
 import torch
@@ -125,6 +126,9 @@ class TestSquareBatchOfKernels(_Square, unittest.TestCase):
 
 
 class TestSquareTwoBatches(_Square, unittest.TestCase):
+    # gradients are sums of a thousand float32 terms, which cancel; the reference is in float32 too
+    tolerances: ClassVar = {**_Square.tolerances, "matmul": {"rtol": 1e-3, "atol": 1e-4}}
+
     def create_linear_op(self):
         x = separate(4)
         stack = torch.stack([x * (1 + 0.1 * i) for i in range(6)]).reshape(2, 3, 4, 2)

@@ -71,6 +71,7 @@ class Run:
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.value: Tensor | None = None
         self.sampled = False  # whether the final residual is that of a sample of rows
+        self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
         self.start = self.saved_at = time.perf_counter()
         self.earlier = 0.0
         self.generator = generator(seed, "blocks of a solve")
@@ -249,10 +250,10 @@ class Run:
         state, tol = self.state, self.limits.tol
         r, rounded, value = self._true_residual()
         true, self.residual = self._relative(r), self._relative(rounded)
-        if bool((self.residual <= tol).all()):
-            state.reason, self.value = "reached the tolerance", value
-        elif bool((true <= tol).all()):
-            state.reason, self.value = "was rounded", value
+        within = bool((self.residual <= tol).all())
+        if within or bool((true <= tol).all()):
+            state.reason = "reached the tolerance" if within else "was rounded"
+            self.value, self.residual, self.earlier_columns = state.best_of(value, self.residual)
         else:  # the estimate was too small: of rows that had just been solved, say
             state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / largest_of(true)))
             state.failures, state.true = state.failures + 1, true
@@ -269,7 +270,7 @@ class Run:
         state.keep(value, self.residual)
         if state.fruitless >= _FRUITLESS:
             state.reason = "stagnated"
-            self.value, self.residual = state.best_of(value, self.residual)
+            self.value, self.residual, self.earlier_columns = state.best_of(value, self.residual)
             return
         state.notes.append(
             f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {largest_of(true):.1e}"
@@ -297,7 +298,7 @@ class Run:
         n = self.system.n
         if n <= _SAMPLE or (not quick and (n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS)):
             _, rounded, value = self._true_residual()
-            self.value, self.residual = self.state.best_of(value, self._relative(rounded))
+            self.value, self.residual, self.earlier_columns = self.state.best_of(value, self._relative(rounded))
             return
         self.sampled = True
         self.value = self._weights().to(self.out_dtype)
@@ -309,6 +310,9 @@ class Run:
     def report(self, preconditioner: str, setup_seconds: float) -> SolveReport:
         """What happened, once ``loop`` has ended."""
         state = self.state
+        notes = list(state.notes)
+        if self.earlier_columns:
+            notes.append(f"{self.earlier_columns} column(s) returned as they were at their least residual")
         return SolveReport(
             solver=self.method.name,
             preconditioner=preconditioner,
@@ -327,7 +331,7 @@ class Run:
             dtype=str(self.system.dtype).removeprefix("torch."),
             device=str(self.b.device),
             peak_memory=peak_memory(self.b.device),
-            notes=list(state.notes),
+            notes=notes,
             passes=self.system.passes,
             held_out=list(state.held_out),
         )

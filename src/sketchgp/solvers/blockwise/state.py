@@ -83,15 +83,15 @@ class State:
             self.best = torch.where(better.to(best.device), value.to(torch.float64), best)
             self.best_true = torch.where(better, residual, self.best_true)
 
-    def best_of(self, value: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """A value and its true residuals, in whose place the best columns known stand where they are better."""
+    def best_of(self, value: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, int]:
+        """A value and its true residuals, in whose place the best columns known stand where they are better; and how
+        many do."""
         worse = residual > self.best_true
         if not bool(worse.any()):
-            return value, residual
-        self.notes.append(f"{int(worse.sum())} column(s) returned as they were at their least residual")
+            return value, residual, 0
         best = self.best if len(self.best) else torch.zeros_like(self.r)
         value = torch.where(worse.to(best.device), best.to(value.dtype), value)
-        return value, torch.where(worse, self.best_true, residual)
+        return value, torch.where(worse, self.best_true, residual), int(worse.sum())
 
 
 def largest_of(residual: Tensor) -> float:
