@@ -11,12 +11,12 @@ if "PYTEST_XDIST_WORKER" in os.environ and "KEOPS_CACHE_FOLDER" not in os.enviro
     _KEPT = Path(os.path.expanduser("~"), ".cache", "keops-tests", os.environ["PYTEST_XDIST_WORKER"])
     os.environ["KEOPS_CACHE_FOLDER"] = str(_KEPT)
 
-import gpytorch  # noqa: E402
-import linear_operator  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import gpytorch
+import linear_operator
+import pytest
+import torch
 
-from sketchgp.operators import tiles  # noqa: E402
+from sketchgp.operators import tiles
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the problems are small: more threads only wait for each other
