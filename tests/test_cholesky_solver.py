@@ -100,8 +100,8 @@ def test_indefinite_matrix():
 
 
 def test_refuses_what_memory_cannot_hold(monkeypatch):
-    monkeypatch.setattr("sketchgp.solvers.cholesky.available_memory", lambda device: 1000)
-    with pytest.raises(InputError, match=r"Cholesky\(\) needs .*ConjugateGradients\(\)"):
+    monkeypatch.setattr("sketchgp.memory.available_memory", lambda device: 1000)
+    with pytest.raises(InputError, match=r"Cholesky\(\) for n = \d+ needs .*ConjugateGradients\(\)"):
         Cholesky().solve(FullProblem(**_arguments()))
 
 

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "sketchgp"
 FLOORS = {
     "checks": 0,
     "errors": 0,
+    "memory": 0,
     "random_streams": 0,
     "report": 0,
     "settings": 0,

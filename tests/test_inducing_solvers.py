@@ -30,8 +30,6 @@ from sketchgp.operators.sparse_sign import SparseSignEmbedding, distinct
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.falkon import falkon_preconditioner
 from sketchgp.preconditioners.krill import krill_preconditioner, sketch_rows
-from sketchgp.solvers.inducing import normal_equations
-from sketchgp.solvers.inducing import problem as inducing_problem
 from sketchgp.solvers.inducing.split_gradients import SplitGradients
 
 N, M = 300, 40
@@ -522,21 +520,24 @@ def test_choices_with_counts_compare():
 
 
 def test_too_little_memory(monkeypatch):
-    matrices = 8 * M * (4 * M + 2 * sketch_rows(N, M))
-    monkeypatch.setattr(normal_equations, "available_memory", lambda device: matrices + 8 * 2 * (2 * N + 10 * M))
-    KRILL().solve(_problem())
-    monkeypatch.setattr("sketchgp.solvers.krill.available_memory", lambda device: 2 * matrices - 1)
+    def free(count):
+        for module in ("memory", "solvers.krill", "solvers.inducing.problem"):
+            monkeypatch.setattr(f"sketchgp.{module}.available_memory", lambda device: count)
+
+    many, few = (KRILL(sketch_size=rows).bytes_needed(_problem()) for rows in (sketch_rows(N, M), 2 * M))
+    free(2 * many)
+    assert KRILL().solve(_problem()).report.preconditioner == f"sparse sign embedding of {sketch_rows(N, M)} rows"
+    free(many - 1)
     assert KRILL().solve(_problem()).report.preconditioner == f"sparse sign embedding of {2 * M} rows"
     with pytest.raises(InputError, match=r"2 column\(s\)"):
-        KRILL(sketch_size=sketch_rows(N, M) + 1).solve(_problem())
-    monkeypatch.setattr(normal_equations, "available_memory", lambda device: 64 * M * M - 1)
-    with pytest.raises(InputError, match=r"needs 0.0 GiB for m = 40, .* fewer inducing points"):
+        KRILL(sketch_size=sketch_rows(N, M)).solve(_problem())
+    free(few - 1)
+    with pytest.raises(InputError, match=r"m = 40 and .* needs 0\..* MiB and .* fewer inducing points"):
         KRILL().solve(_problem())
-    monkeypatch.setattr(inducing_problem, "available_memory", lambda device: 8 * M * M - 1)
+    free(8 * M * M - 1)
     with pytest.raises(InputError, match=r"k\(z, z\) takes"):
         _problem().kzz()
-    monkeypatch.setattr("sketchgp.solvers.qr.available_memory", lambda device: 8 * M * M)
-    with pytest.raises(InputError, match=r"QR\(\) needs"):
+    with pytest.raises(InputError, match=r"QR\(\) for m = 40 needs"):
         QR().solve(_problem())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from .errors import InputError
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
+from .memory import available_memory
 from .models.independent_outputs import IndependentOutputs
 from .models.sparse_covariance import (
     PathwisePosterior,
@@ -25,7 +26,6 @@ from .models.sparse_covariance import (
 )
 from .operators.expression import recognise
 from .preconditioners.cache import structure
-from .settings import available_memory
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
@@ -164,7 +164,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.solver
         if problem.m <= _DIRECT:
             return QR()
-        if KRILL().bytes_needed(problem) <= available_memory(problem.device) // 2:
+        if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= available_memory(problem.device) // 2:
             return KRILL()
         return SketchySAGA()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
@@ -10,29 +9,9 @@ from types import TracebackType
 import torch
 
 from .errors import InputError
+from .memory import available_memory
 
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
-_FALLBACK_MEMORY = 4 * 2**30  # bytes assumed to be free where the system does not say
-
-
-def available_memory(device: torch.device | str = "cpu") -> int:
-    """Memory that is free now on ``device``, in bytes (4 GiB is assumed where the system does not say)."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, OSError, ValueError):
-        return _FALLBACK_MEMORY
 
 
 class memory_budget(AbstractContextManager):

@@ -22,6 +22,17 @@ def constant(matrix: KernelMatrix) -> KernelMatrix:
     return KernelMatrix(matrix.x1, matrix.x2, *(p.detach() for p in matrix.parameters), **matrix._options())
 
 
+def tile_rows(m: int, device: torch.device) -> int:
+    """Rows of a tile of m columns that products do best with."""
+    most = _CUDA_ENTRIES if device.type == "cuda" else _CPU_ENTRIES
+    return max(16, most // m, min(_ROWS, 4 * most // m))
+
+
+def tile_bytes(n: int, m: int, device: torch.device) -> int:
+    """Memory that a product with an ``(n, m)`` matrix takes for tiles: at the most four in float64, as measured."""
+    return 32 * m * min(n, tile_rows(m, device))
+
+
 class TallMatrix:
     """``T = k(x, z)``, ``(n, m)``, never stored: products with T, with its transpose, and with ``T^T T``, in float64.
 
@@ -80,8 +91,7 @@ class TallMatrix:
         :param rows: of a tile; None for what products do best with.
         """
         n, m = self.shape
-        most = _CUDA_ENTRIES if self.device.type == "cuda" else _CPU_ENTRIES
-        step = max(1, min(n, rows or max(16, most // m, min(_ROWS, 4 * most // m))))
+        step = max(1, min(n, rows or tile_rows(m, self.device)))
         together = step * max(1, _INPUTS // (step * max(1, self.x.shape[1])))
         for some in spans(n, together):
             matrix = self._matrix(self.x[some])

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..settings import available_memory
+from ..memory import available_memory, out_of_memory
 
 # Measured on two cores with 1 MB of second-level cache each: tiles higher than wide keep a core on its own rows; from
 # 1024 columns on, the matrix product of few features is two to three times slower (MKL on AMD); a width that is a
@@ -109,11 +109,3 @@ def shrinking(device: torch.device, shape: Callable[[], Shape], compute: Callabl
             torch.cuda.empty_cache()
         logger.warning("Out of memory with tiles of %d x %d on %s; going on with a quarter of it (%s)",
                        *tile, device, message)  # fmt: skip
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory left, on a CUDA device or in the machine."""
-    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConvergenceWarning, InputError, NumericalError
+from ..errors import ConvergenceWarning, NumericalError
+from ..memory import enough_memory
 from ..operators.access import columns
 from ..report import SolveReport, peak_memory, record
-from ..settings import available_memory
 from .problem import FullProblem, Solution, System, check_problem
 
 
 @dataclass(frozen=True)
 class Cholesky:
-    """``W = (K + noise)^-1 Y`` by a float64 Cholesky factorization: ``n^3 / 3`` operations and ``16 n^2`` bytes.
+    """``W = (K + noise)^-1 Y`` by a float64 Cholesky factorization: ``n^3 / 3`` operations and ``24 n^2`` bytes.
 
     Choose it up to some 10,000 points, or to check another solver.
     """
@@ -38,24 +38,10 @@ class Cholesky:
         """Solve one system (or a batch) with rhs ``(..., n, t)`` and record its report."""
         start = time.perf_counter()
         n, device = system.n, rhs.device
-        needed, free = 16 * n * n * system.operator.batch_shape.numel(), available_memory(device)
-        if needed > free:
-            raise InputError(
-                f"Cholesky() needs {needed / 2**30:.1f} GiB for n = {n} and {free / 2**30:.1f} GiB are free; "
-                "use solver=sketchgp.ConjugateGradients()."
-            )
-        operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
-        matrix = columns(operator, torch.arange(n, device=device)).to(torch.float64)
-        batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])
-        matrix = matrix.expand(*batch, n, n).clone() if batch != matrix.shape[:-2] else matrix
-        matrix.diagonal(dim1=-2, dim2=-1).add_(system.noise.to(torch.float64))
-        root, info = torch.linalg.cholesky_ex(matrix)
-        if bool(info.any()):
-            raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
-        work = rhs.to(torch.float64)
-        value = torch.cholesky_solve(work, root).to(rhs.dtype)
-        norm = work.norm(dim=-2)
-        residual = (work - matrix @ value.to(torch.float64)).norm(dim=-2) / torch.where(norm > 0, norm, 1)
+        batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
+        needed = 24 * n * n * batch.numel()  # the matrix, its factor, and a copy while that is made
+        with enough_memory(needed, device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."):
+            value, residual = _solved(system, rhs)
         tol = 1e-3
         report = SolveReport(
             solver="Cholesky",
@@ -78,3 +64,19 @@ class Cholesky:
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
         return value, report, None
+
+
+def _solved(system: System, rhs: Tensor) -> tuple[Tensor, Tensor]:
+    """The solution in rhs's dtype and shape, and its relative residual ``(..., t)``."""
+    operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
+    matrix = columns(operator, torch.arange(system.n, device=rhs.device)).to(torch.float64)
+    batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])
+    matrix = matrix.expand(*batch, *matrix.shape[-2:]).clone() if batch != matrix.shape[:-2] else matrix
+    matrix.diagonal(dim1=-2, dim2=-1).add_(system.noise.to(torch.float64))
+    root, info = torch.linalg.cholesky_ex(matrix)
+    if bool(info.any()):
+        raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
+    work = rhs.to(torch.float64)
+    value = torch.cholesky_solve(work, root).to(rhs.dtype)
+    norm = work.norm(dim=-2)
+    return value, (work - matrix @ value.to(torch.float64)).norm(dim=-2) / torch.where(norm > 0, norm, 1)

@@ -8,10 +8,11 @@ import torch
 
 from ..checks import count, seed, settle
 from ..errors import InputError
+from ..memory import available_memory
 from ..operators.normal_matrix import NormalMatrix
+from ..operators.tall import tile_bytes
 from ..preconditioners.factored import TriangularFactors
 from ..preconditioners.krill import krill_preconditioner, sketch_rows
-from ..settings import available_memory
 from .inducing import InducingPointProblem, NormalEquationsSolver
 
 
@@ -22,8 +23,8 @@ class KRILL(NormalEquationsSolver):
 
     With inducing points of any kind a few tens of iterations at the most: the preconditioner is within a constant
     factor of the matrix whatever the data (arXiv:2304.12465, Theorem 3.4 and section 3).  Costs
-    ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``8 m^2``
-    float64 numbers at the start (``20 m^2`` up to 4,000 points).  Choose it wherever m x m matrices fit; else
+    ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``9 m^2``
+    float64 numbers at the start (``21 m^2`` up to 4,000 points).  Choose it wherever m x m matrices fit; else
     :class:`EigenPro4` or :class:`SketchySAGA`.
 
     :param sketch_size: rows of Phi, at least m.  More take fewer iterations; None is 2m, the paper's, and up to 8m
@@ -58,7 +59,7 @@ class KRILL(NormalEquationsSolver):
         if self.sketch_size is not None:
             return self.sketch_size
         rows = sketch_rows(n, m)
-        return rows if _bytes(m, rows) <= available_memory(device) // 2 else 2 * m
+        return rows if _bytes(m, rows) + tile_bytes(n, m, device) <= available_memory(device) // 2 else 2 * m
 
     def _rows_of(self, problem: InducingPointProblem) -> int:
         return self._rows(problem.expected_rows, problem.m, problem.device)
@@ -77,4 +78,4 @@ class KRILL(NormalEquationsSolver):
 
 def _bytes(m: int, rows: int) -> int:
     """Of the stacked sketch with its copy in the factorization, and of the m x m matrices beside it."""
-    return 8 * m * (4 * m + 2 * rows)
+    return 8 * m * (5 * m + 2 * rows)

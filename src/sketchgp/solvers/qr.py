@@ -10,22 +10,25 @@ import torch
 from torch import Tensor
 
 from ..checks import flag, function, like
-from ..errors import ConvergenceWarning, InputError, NumericalError
+from ..errors import ConvergenceWarning, NumericalError
 from ..lowrank import shifted_cholesky
+from ..memory import enough_memory
+from ..operators.tall import tile_bytes
 from ..report import SolveReport, peak_memory, record
-from ..settings import available_memory
 from .inducing.problem import InducingPointProblem, check_inducing
 from .problem import Solution
 
 _TILE = 3  # rows of a tile, in m
+_COPIES = 14  # measured: matrices (m, m) at once, of which the factorization and what it works on are 8
 
 
 @dataclass(frozen=True)
 class QR:
     """Minimises ``||Kxz W - y||^2 + noise ||W||^2_Kzz`` by a QR factorization of ``[Kxz; sqrt(noise) Kzz^1/2]``.
 
-    ``3 n m^2`` operations and about ``9 m^2`` float64 numbers: tiles of 3m rows are folded into the triangular factor
-    one after the other, so nothing n x m is stored, and the condition number is not squared as in the normal equations.
+    ``3 n m^2`` operations and about ``14 m (m + t)`` float64 numbers for t columns: tiles of 3m rows are folded into
+    the triangular factor one after the other, so nothing n x m is stored, and the condition number is not squared as in
+    the normal equations.
     Choose it for m up to about a thousand, and as the reference.
 
     ``Kzz^1/2`` is a Cholesky factor of Kzz with its diagonal shifted by the unit roundoff times the trace (more where
@@ -57,27 +60,9 @@ class QR:
         m, columns = problem.m, y.shape[1]
         if initial is not None:
             like("QR.solve", "initial", initial, (m, *problem.y.shape[1:]), problem.device, whose="the solution's")
-        needed, free = 8 * 9 * m**2, available_memory(problem.device)
-        if needed > free:
-            raise InputError(
-                f"QR() needs {needed / 2**30:.1f} GiB for m = {m} and {free / 2**30:.1f} GiB are free; use KRILL()."
-            )
-        with torch.no_grad():
-            tall = problem.tall(accurate=True)
-            kzz = problem.kzz()
-            root = shifted_cholesky(kzz, torch.finfo(torch.float64).eps).mT * problem.level**0.5
-            factor = torch.cat([root, y.new_zeros(m, columns)], dim=1)
-            del root
-            rhs = y.new_zeros(m, columns)
-            for span, tile in tall.tiles(rows=max(256, _TILE * m)):
-                rhs.addmm_(tile.mT, y[span])
-                stacked = torch.cat([factor, torch.cat([tile, y[span]], dim=1)])
-                factor = torch.linalg.qr(stacked, mode="r").R[:m]
-                del stacked
-            if not bool(torch.isfinite(factor).all()):
-                raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
-            value = torch.linalg.solve_triangular(factor[:, :m], factor[:, m:], upper=True)
-            residual = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
+        needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)
+        with enough_memory(needed, problem.device, f"QR() for m = {m}", "use KRILL()."), torch.no_grad():
+            value, rhs, residual = _solved(problem, y)
         norm = rhs.norm(dim=0)
         relative = (residual.norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
         report = SolveReport(
@@ -101,3 +86,23 @@ class QR:
         if not report.converged:
             warnings.warn(report.advice(), ConvergenceWarning, stacklevel=2)
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)
+
+
+def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each."""
+    m, columns = problem.m, y.shape[1]
+    tall = problem.tall(accurate=True)
+    kzz = problem.kzz()
+    root = shifted_cholesky(kzz, torch.finfo(torch.float64).eps).mT * problem.level**0.5
+    factor = torch.cat([root, y.new_zeros(m, columns)], dim=1)
+    del root
+    rhs = y.new_zeros(m, columns)
+    for span, tile in tall.tiles(rows=max(256, _TILE * m)):
+        rhs.addmm_(tile.mT, y[span])
+        stacked = torch.cat([factor, torch.cat([tile, y[span]], dim=1)])
+        factor = torch.linalg.qr(stacked, mode="r").R[:m]
+        del stacked
+    if not bool(torch.isfinite(factor).all()):
+        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
+    value = torch.linalg.solve_triangular(factor[:, :m], factor[:, m:], upper=True)
+    return value, rhs, rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)

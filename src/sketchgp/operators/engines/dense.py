@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...memory import out_of_memory
 from ...settings import memory_budget
-from ..tiles import logger, out_of_memory
+from ..tiles import logger
 from .base import Engine, Gradients
 from .tiled import Tiled
 

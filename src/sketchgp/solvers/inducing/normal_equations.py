@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, function, like, settle, tolerance, word
-from ...errors import ConvergenceWarning, InputError
+from ...errors import ConvergenceWarning
+from ...memory import enough_memory, require_memory
 from ...operators.normal_matrix import NormalMatrix
+from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
 from ...report import SolveReport, peak_memory, record
-from ...settings import available_memory
 from ..conjugate_gradients import Iterate
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
@@ -51,18 +52,22 @@ class NormalEquationsSolver:
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""
-        needed = self.bytes_needed(problem)
-        free = available_memory(problem.device)
-        if needed > free:
-            raise InputError(
-                f"{self.name}() needs {needed / 2**30:.1f} GiB for m = {problem.m}, {_columns(problem)} column(s), and "
-                f"{free / 2**30:.1f} GiB are free; use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), "
-                "which need no m x m matrix."
-            )
+        require_memory(*self._memory(problem))
+
+    def _memory(self, problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
+        """What a solve needs, where, and how an error calls it and what it advises."""
+        return (
+            self.bytes_needed(problem),
+            problem.device,
+            f"{self.name}() for m = {problem.m} and {_columns(problem)} column(s)",
+            "use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), which need no m x m matrix.",
+        )
 
     def bytes_needed(self, problem: InducingPointProblem) -> int:
-        """Memory of a solve: of m x m matrices, and of vectors for all columns."""
-        return self._bytes(problem) + 8 * _columns(problem) * (2 * problem.expected_rows + _VECTORS * problem.m)
+        """Memory of a solve: of m x m matrices, of tiles, and of vectors for all columns."""
+        n, m = problem.expected_rows, problem.m
+        vectors = 8 * _columns(problem) * (2 * n + _VECTORS * m)
+        return self._bytes(problem) + tile_bytes(n, m, problem.device) + vectors
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         """Of the m x m matrices that are held at once."""
@@ -105,9 +110,9 @@ class NormalEquationsSolver:
             like(owner, "initial", initial, shape, problem.device, whose="the solution's")
         self.validate(problem)
         float32 = self.precision == "float32"
-        matrix = problem.normal_matrix(accurate=not float32)
-        rhs = matrix.tall.accurate().t_matmul(y)
-        with torch.no_grad():
+        with enough_memory(*self._memory(problem)), torch.no_grad():
+            matrix = problem.normal_matrix(accurate=not float32)
+            rhs = matrix.tall.accurate().t_matmul(y)
             factors = self.preconditioner(matrix)
             setup = time.perf_counter() - start
             initial = None if initial is None else initial.reshape(rhs.shape).to(rhs)

@@ -11,11 +11,11 @@ from torch import Tensor
 from ... import checks
 from ...errors import InputError, NumericalError
 from ...lowrank import rpcholesky, shifted_cholesky
+from ...memory import available_memory
 from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
 from ...random_streams import generator, salted
-from ...settings import available_memory
 from ..problem import check_fits, check_kernel
 
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")

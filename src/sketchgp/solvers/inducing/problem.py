@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...checks import found, instance, tensor, variances
 from ...errors import InputError
+from ...memory import available_memory
 from ...operators import KernelMatrix
 from ...operators.normal_matrix import NormalMatrix
 from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
-from ...settings import available_memory
 from ..problem import check_data, check_fits, check_kernel
 
 
