@@ -20,7 +20,8 @@ pytest.importorskip("botorch")
 from botorch.acquisition import LogExpectedImprovement, qUpperConfidenceBound
 from botorch.exceptions import OptimizationWarning
 from botorch.fit import fit_gpytorch_mll
-from botorch.models import ModelListGP, MultiTaskGP, SingleTaskGP
+from botorch.models import MixedSingleTaskGP, ModelListGP, MultiTaskGP, SingleTaskGP
+from botorch.models.kernels.linear_truncated_fidelity import LinearTruncatedFidelityKernel
 from botorch.models.transforms import Normalize, Standardize
 from botorch.sampling import SobolQMCNormalSampler
 
@@ -92,6 +93,27 @@ def test_posterior(kind: str) -> None:
     assert solves
     assert relative(found_mean, mean) < 1e-7
     assert relative(found_variance, variance) < 1e-5
+
+
+@pytest.mark.parametrize("solver", ["auto", sketchgp.ASkotch(tol=1e-8)], ids=["default", "ASkotch"])
+@pytest.mark.parametrize("kind", ["mixed", "fidelities"])
+def test_two_outputs_of_kernels_that_gpytorch_cannot_index(kind: str, solver: Any) -> None:
+    x, y, _ = problem()
+    x = torch.cat([(x + torch.tensor([0.0, 5.0])) / 10, torch.arange(N).unsqueeze(-1) % 3], dim=-1)
+    y = torch.cat([y - 40, x[:, 1:].sum(dim=-1, keepdim=True)], dim=-1)
+    if kind == "mixed":
+        model = MixedSingleTaskGP(x, y, cat_dims=[2])
+    else:
+        kernel = LinearTruncatedFidelityKernel(fidelity_dims=[1], dimension=3, batch_shape=torch.Size([2]))
+        model = SingleTaskGP(x, y, covar_module=kernel)
+    test = x[::20] + torch.tensor([0.03, 0.02, 0.0])
+    with dense():
+        mean, _ = posterior(copy.deepcopy(model), test)
+    sketchgp.accelerate(model, solver=solver)
+    with iterative(), sketchgp.record_solves() as solves:
+        found, _ = posterior(model, test)
+    assert solves and all(report.converged for report in solves)
+    assert relative(found, mean) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -77,10 +77,31 @@ class Access:
 
     def element(self, index: tuple[int, ...]) -> Access:
         """One matrix of the batch, without gradients."""
-        if isinstance(self.operator, KernelMatrix):
-            return Access(self.operator.element(index))
-        with torch.no_grad():
-            return Access(self.operator[index])
+        return Access(element(self.operator, index))
+
+
+@torch.no_grad()
+def element(operator: LinearOperator, index: tuple[int, ...]) -> LinearOperator:
+    """One matrix of a batch, without gradients; sums, products and multiples are taken part by part.
+
+    :param operator: of the whole batch shape, and evaluated (``evaluate_kernel``).
+    """
+    if isinstance(operator, KernelMatrix):
+        return operator.element(index)
+    batch = operator.batch_shape
+    if isinstance(operator, _SUMS):
+        return SumLinearOperator(*(element(_expanded(part, batch), index) for part in operator.linear_ops))
+    if isinstance(operator, MulLinearOperator):
+        sides = (_expanded(part, batch) for part in (operator.left_linear_op, operator.right_linear_op))
+        return MulLinearOperator(*(element(side, index) for side in sides))
+    if isinstance(operator, ConstantMulLinearOperator):
+        base, constant = operator.base_linear_op, operator._constant
+        return ConstantMulLinearOperator(element(_expanded(base, batch), index), constant.expand(batch)[index])
+    return operator[index]
+
+
+def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
+    return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.shape[-2:])
 
 
 def columns(operator: LinearOperator, indices: Tensor) -> Tensor:

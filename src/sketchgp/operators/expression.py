@@ -13,7 +13,7 @@ Gaussians that are multiplied become one Gaussian of the concatenated features, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from gpytorch.kernels import (
 from torch import Tensor
 
 from ..kernels import LaplaceKernel
+from .batch_element import BatchElement
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, Profile
 
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
@@ -104,11 +105,19 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Expression:
-    """``k = sum_t c_t prod_{a in terms[t]} phi_a``; ``scales[t]`` are the modules whose scales make up ``c_t``."""
+    """``k = sum_t c_t prod_{a in terms[t]} phi_a``; ``scales[t]`` are the modules whose scales make up ``c_t``.
+
+    :ivar element: which kernel of a batch it is; None for the kernel, or the batch, itself.
+    """
 
     atoms: tuple[Atom, ...]
     terms: tuple[tuple[int, ...], ...]
     scales: tuple[tuple[Kernel, ...], ...]
+    element: BatchElement | None = None
+
+    def own(self, parameter: Tensor, trailing: int) -> Tensor:
+        """A parameter with ``trailing`` dimensions behind its batch: of the batch, or of the one kernel it is."""
+        return parameter if self.element is None else self.element.own(parameter, trailing)
 
     def prepare(self, x1: Tensor, x2: Tensor, same: bool, batch: torch.Size, dtype: torch.dtype) -> Prepared:
         """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``."""
@@ -118,21 +127,51 @@ class Expression:
         centre = centre if x1.shape[-2] else torch.zeros_like(centre)  # the mean of no rows is NaN
         features = []
         for atom in self.atoms:
-            left, weight = _features(atom, x1, centre)
+            left, weight = self._features(atom, x1, centre)
             left = _flat(left, batch)
-            right = left if same else _flat(_features(atom, x2, centre)[0], batch)
+            right = left if same else _flat(self._features(atom, x2, centre)[0], batch)
             alpha = None
             if atom.profile is RATIONAL_QUADRATIC:
-                alpha = atom.leaves[0].kernel.alpha.to(dtype)  # (*b, 1)
+                alpha = self.own(atom.leaves[0].kernel.alpha, 1).to(dtype)  # (*b, 1)
                 alpha = _flat(alpha.unsqueeze(-1), batch) if len(batch) else alpha.reshape(())
             features.append(Features(left, right, None if weight is None else _flat(weight, batch), alpha))
         coefficients = []
         for scales in self.scales:
             c = torch.ones((), dtype=dtype, device=x1.device)
             for kernel in scales:
-                c = c * (kernel.outputscale if isinstance(kernel, ScaleKernel) else kernel.constant.squeeze(-1))
+                scale = kernel.outputscale if isinstance(kernel, ScaleKernel) else kernel.constant.squeeze(-1)
+                c = c * self.own(scale, 0)
             coefficients.append(c.to(dtype).expand(batch).flatten() if len(batch) else c.to(dtype).reshape(()))
         return Prepared(tuple(features), torch.stack(coefficients, dim=-1))
+
+    def _features(self, atom: Atom, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features ``(..., n, p)`` and, where they are ``x - centre`` times a weight, that weight ``(..., 1, p)``."""
+        parts: list[Tensor] = []
+        weights: list[Tensor | None] = []
+        for leaf in atom.leaves:
+            z, c = (x, centre) if leaf.dims is None else (x[..., list(leaf.dims)], centre[..., list(leaf.dims)])
+            lengthscale = self.own(leaf.kernel.lengthscale, 2)
+            if type(leaf.kernel) is PeriodicKernel:
+                # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.
+                turns = (z.to(torch.float64) - c) / self.own(leaf.kernel.period_length, 2).to(torch.float64)
+                angle = (turns - turns.detach().round()) * (2 * math.pi)
+                radius = lengthscale.to(torch.float64).rsqrt()
+                parts.append((torch.cat([angle.cos() * radius, angle.sin() * radius], dim=-1)).to(x.dtype))
+                weights.append(None)
+                continue
+            sharpness = math.sqrt(2 * leaf.kernel.nu) if type(leaf.kernel) is MaternKernel else 1.0
+            weight = sharpness / lengthscale.to(x.dtype)
+            parts.append((z - c) * weight)
+            weights.append(weight.expand(*weight.shape[:-1], z.shape[-1]))
+        if len(parts) == 1:
+            return parts[0], weights[0]
+        batch = torch.broadcast_shapes(*(p.shape[:-2] for p in parts))
+        left = torch.cat([p.expand(*batch, *p.shape[-2:]) for p in parts], dim=-1)
+        known = [w for w in weights if w is not None]
+        if len(known) < len(weights):
+            return left, None
+        batch = torch.broadcast_shapes(*(w.shape[:-2] for w in known))
+        return left, torch.cat([w.expand(*batch, *w.shape[-2:]) for w in known], dim=-1)
 
 
 def recognise(kernel: Kernel) -> Expression | None:
@@ -141,6 +180,9 @@ def recognise(kernel: Kernel) -> Expression | None:
 
     Exact types only: a subclass may compute something else.
     """
+    if type(kernel) is BatchElement:
+        whole = recognise(kernel.whole)
+        return None if whole is None else replace(whole, element=kernel)
     terms = _terms(kernel, None)
     if terms is None or len(terms) > _MOST:
         return None
@@ -214,36 +256,6 @@ def _merge(leaves: tuple[Leaf, ...]) -> list[Atom]:
         if own is not None and own not in (GAUSS, LAPLACE):
             atoms.append(Atom(own, (leaf,)))
     return atoms
-
-
-def _features(atom: Atom, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Features ``(..., n, p)`` and, where they are ``x - centre`` times a weight, that weight ``(..., 1, p)``."""
-    parts: list[Tensor] = []
-    weights: list[Tensor | None] = []
-    for leaf in atom.leaves:
-        z, c = (x, centre) if leaf.dims is None else (x[..., list(leaf.dims)], centre[..., list(leaf.dims)])
-        lengthscale = leaf.kernel.lengthscale
-        if type(leaf.kernel) is PeriodicKernel:
-            # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.
-            turns = (z.to(torch.float64) - c) / leaf.kernel.period_length.to(torch.float64)
-            angle = (turns - turns.detach().round()) * (2 * math.pi)
-            radius = lengthscale.to(torch.float64).rsqrt()
-            parts.append((torch.cat([angle.cos() * radius, angle.sin() * radius], dim=-1)).to(x.dtype))
-            weights.append(None)
-            continue
-        sharpness = math.sqrt(2 * leaf.kernel.nu) if type(leaf.kernel) is MaternKernel else 1.0
-        weight = sharpness / lengthscale.to(x.dtype)
-        parts.append((z - c) * weight)
-        weights.append(weight.expand(*weight.shape[:-1], z.shape[-1]))
-    if len(parts) == 1:
-        return parts[0], weights[0]
-    batch = torch.broadcast_shapes(*(p.shape[:-2] for p in parts))
-    left = torch.cat([p.expand(*batch, *p.shape[-2:]) for p in parts], dim=-1)
-    known = [w for w in weights if w is not None]
-    if len(known) < len(weights):
-        return left, None
-    batch = torch.broadcast_shapes(*(w.shape[:-2] for w in known))
-    return left, torch.cat([w.expand(*batch, *w.shape[-2:]) for w in known], dim=-1)
 
 
 def _flat(x: Tensor, batch: torch.Size) -> Tensor:

@@ -49,7 +49,26 @@ def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
     """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already."""
     with settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        return call(kernel, x1, x2, **options)
+
+
+def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: Any) -> Tensor:
+    """``kernel.forward`` as a tensor.
+
+    GPyTorch takes the diagonals ``(..., n, n)`` of a batch of n matrices of n points for matrices, where kernels are
+    called by kernels.  One more point then tells them apart.
+    """
+    if not diag:
         return to_dense(kernel.forward(x1, x2, **options))
+    n = x1.shape[-2]
+    batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], kernel.batch_shape)
+    more = next(k for k in range(len(batch) + 1) if n + k not in batch)
+    if more and n:
+        x1, x2 = (torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], more, -1)], dim=-2) for x in (x1, x2))
+    value = to_dense(kernel.forward(x1, x2, diag=True, **options))
+    if not (more and n):
+        return value
+    return value[..., :n, :n] if value.shape[-2:] == (n + more, n + more) else value[..., :n]
 
 
 def diagonal(evaluate: Callable[..., Tensor], x1: Tensor, x2: Tensor, batch: torch.Size) -> Tensor:

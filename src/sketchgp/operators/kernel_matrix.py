@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
+from .batch_element import element
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, real
@@ -311,15 +312,12 @@ class KernelMatrix(LinearOperator):
         return part
 
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
-        """One matrix of the batch (its parameters carry no gradient)."""
-        x1, x2 = (x.expand(*self.batch_shape, *x.shape[-2:])[index] for x in (self.x1, self.x2))
-        kernel = self.kernel
-        if len(kernel.batch_shape):
-            kernel = kernel.expand_batch(self.batch_shape)[index]
-        with torch.no_grad():
-            named = dict(kernel.named_parameters())
-            options = {**self._options(), "kernel": kernel, "names": tuple(named)}
-            return self.__class__(x1, x2, *named.values(), **options).type(self.dtype).detach()
+        """One matrix of the batch, without gradients; a kernel that is not recognised is called for the whole batch.
+
+        :raises InputError: for a kernel that gives no batch of matrices; :raises NumericalError: if the matrix is
+            found to differ from the batch's.
+        """
+        return element(self, index)
 
     def _diagonal(self) -> Tensor:
         value = diagonal(self.evaluator(self.parameters), real(self.x1), real(self.x2), self.batch_shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import found, instance, tensor, variances
 from ..errors import InputError
 from ..operators import KernelMatrix
-from ..operators.access import AccurateProduct
+from ..operators.access import AccurateProduct, element
 from ..report import SolveReport
 
 
@@ -51,7 +51,7 @@ class System:
         operator = self.operator
         if shape:
             own = tuple(0 if size == 1 else i for i, size in zip(index[-len(shape) :], shape, strict=True))
-            operator = operator.element(own) if isinstance(operator, KernelMatrix) else operator[own]
+            operator = element(operator, own)
         return System(operator, self.noise.expand(*batch, self.n)[index])
 
     def product(self, vectors: Tensor) -> Tensor:
