@@ -41,9 +41,12 @@ class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
         with reducing():
             output = self.likelihood(function_dist, *params, **kwargs)
         observed = observed_targets(target, output.event_shape)
+        if bool(observed.all()):
+            density = self._add_other_terms(output.log_prob(target), params)
+            return density.div_(function_dist.event_shape.numel())
         covariance = observed_part(output.lazy_covariance_matrix, observed.reshape(-1), acceleration)
         terms = self.model.added_loss_terms()  # of the covariance that was just evaluated
-        if not bool(observed.all()) and any(isinstance(term, InducingPointKernelAddedLossTerm) for term in terms):
+        if any(isinstance(term, InducingPointKernelAddedLossTerm) for term in terms):
             raise InputError(
                 "The bound of an InducingPointKernel has a term for every training input, missing target or not; give "
                 "the model the observed rows by set_train_data."

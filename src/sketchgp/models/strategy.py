@@ -33,8 +33,8 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     @cached(name="mean_cache")
     def _mean_cache(self, nan_policy: str) -> Any:
-        if nan_policy != "mask":
-            return super()._mean_cache(nan_policy)
+        if nan_policy != "mask" or not bool(torch.isnan(self.train_labels).any()):
+            return super()._mean_cache("fill" if nan_policy == "fill" else "ignore")
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
         acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
         assert acceleration is not None  # the strategy is an accelerated model's
