@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from typing import Any
 
@@ -178,6 +179,29 @@ def test_botorchs_own_defaults_do_not_switch_it_off_silently(monkeypatch: pytest
         posterior(model, x)
     warned = any("fast_computations" in str(warning.message) for warning in caught)
     assert warned or len(solves) > trained > 0
+
+
+def test_botorchs_threshold_is_not_an_accelerated_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``import botorch`` leaves 4,096 points to Cholesky; a block of the user's is honoured."""
+    monkeypatch.setattr(linear_operator.settings.max_cholesky_size, "_global_value", 4096)
+    x, y, xt = data(n=810, m=4)
+    model = sketchgp.accelerate(SingleTaskGP(x, y.unsqueeze(-1)))
+
+    def reports() -> list[sketchgp.SolveReport]:
+        model.train()
+        with sketchgp.record_solves() as solves, gpytorch.settings.skip_posterior_variances(), torch.no_grad():
+            assert model.eval()(xt).mean is not None
+        return solves
+
+    (report,) = reports()
+    assert "4096" in str(report)
+    for size, solved in ((800, True), (809, True), (810, False), (5000, False)):
+        with gpytorch.settings.max_cholesky_size(size):
+            found = reports()
+        assert bool(found) == solved
+        assert not any("4096" in str(report) for report in found)
+    monkeypatch.delitem(sys.modules, "botorch")
+    assert not reports(), "without BoTorch 4096 can only be the user's"
 
 
 def loss(model: Any) -> float:

@@ -99,7 +99,8 @@ class SolveReport:
 def record_solves() -> Iterator[list[SolveReport]]:
     """Collect the report of every linear solve that sketchgp does inside the block, in all threads.
 
-    Solves that GPyTorch does by its own Cholesky factorization (n at most ``max_cholesky_size``) leave no report.
+    Solves that GPyTorch does by its own Cholesky factorization leave no report: of n at most 800, or at most what a
+    ``max_cholesky_size`` block says.
 
     :yields: a list that grows by one :class:`SolveReport` a solve.
     """

@@ -35,6 +35,7 @@ from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
 from .acceleration import Acceleration, Inverse, Solver
 from .mean_solve import other_solves, solving_mean
+from .threshold import cholesky_points, why_iterative
 
 
 def left_to_us(flag: Any) -> bool:
@@ -107,7 +108,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
 
     def _factorized(self, flag: Any) -> bool:
         """Whether GPyTorch's Cholesky factorization is what is wanted; :param flag: of the fast computation."""
-        return self.shape[-1] <= settings.max_cholesky_size.value() or not left_to_us(flag)
+        return self.shape[-1] <= cholesky_points() or not left_to_us(flag)
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         if self.acceleration is None or self._factorized(settings.fast_computations.solves):
@@ -175,9 +176,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             )
         else:
             value, report, lanczos = solver.run(system, rhs)
-        if why:
-            report.notes.append(why)
-            logger.info(why)
+        for note in filter(None, (why, why_iterative(self.shape[-1]))):
+            report.notes.append(note)
+            logger.info(note)
         if settings.verbose_linalg.on():
             settings.verbose_linalg.logger.debug(str(report))
         return (value, lanczos) if num_tridiag else value

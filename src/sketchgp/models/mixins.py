@@ -18,6 +18,7 @@ from .density import log_density
 from .missing import check_reduced
 from .strategy import adopt
 from .targets import check_value
+from .threshold import cholesky_points
 
 _subclasses: dict[tuple[type, type], type] = {}
 
@@ -56,7 +57,7 @@ class AcceleratedModel(_Accelerated):
             return prior
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
-        small = covariance.shape[-1] <= settings.max_cholesky_size.value()
+        small = covariance.shape[-1] <= cholesky_points()
         if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
             converted = as_kernel_matrix(covariance, acceleration.matmul, acceleration.matmul_precision)
             if converted is not covariance:
