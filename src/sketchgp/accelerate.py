@@ -8,6 +8,7 @@ import torch
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
+from .checks import found, word
 from .errors import InputError
 from .models.acceleration import ATTRIBUTE, Acceleration, Solver
 from .models.mixins import (
@@ -78,28 +79,28 @@ def install(
     """
     if not isinstance(model, ExactGP):
         raise InputError(
-            f"accelerate expects a gpytorch.models.ExactGP, got {type(model).__name__}"
+            f"accelerate: model expects a gpytorch.models.ExactGP, got {found(model)}"
             + ("; accelerate each model of its .models." if hasattr(model, "models") else ".")
         )
-    likelihood = model.likelihood
+    owner, likelihood = "accelerate" if built else type(model).__name__, model.likelihood
     if not isinstance(likelihood, _GaussianLikelihoodBase):
-        raise InputError(f"accelerate expects a Gaussian likelihood, got {type(likelihood).__name__}.")
+        raise InputError(f"{owner}: the model's likelihood expects to be Gaussian, got {type(likelihood).__name__}.")
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = RPCholesky()
     if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
         raise InputError(
-            f"preconditioner expects a choice such as RPCholesky(), None or 'auto', got {preconditioner!r}."
+            f"{owner}: preconditioner expects a choice such as RPCholesky(), None or 'auto', got "
+            f"{found(preconditioner)}."
         )
     if not isinstance(solver, ConjugateGradients | Cholesky | BlockSolver) and not (
         isinstance(solver, str) and solver == "auto"
     ):
         raise InputError(
-            "solver expects ConjugateGradients(...), Cholesky(), ASkotch(...), Skotch(...), EigenPro2(...) or 'auto', "
-            f"got {solver!r}."
+            f"{owner}: solver expects ConjugateGradients(...), Cholesky(), ASkotch(...), Skotch(...), EigenPro2(...) "
+            f"or 'auto', got {found(solver)}."
         )
-    if not isinstance(matmul, str) or matmul not in _MATMULS:
-        raise InputError(f"matmul expects one of {', '.join(map(repr, _MATMULS))}, got {matmul!r}.")
-    check_choice("auto" if matmul == "gpytorch" else matmul, matmul_precision)
+    word(owner, "matmul", matmul, _MATMULS)
+    check_choice(owner, "auto" if matmul == "gpytorch" else matmul, matmul_precision)
     _check_data(model, preconditioner, solver, built)
     if model.train_inputs is not None:
         check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
@@ -123,7 +124,7 @@ def restore(model: Model) -> Model:
     :raises InputError: if the model is not accelerated.
     """
     if not is_accelerated(model):
-        raise InputError("restore expects a model that accelerate was called on.")
+        raise InputError(f"restore: model expects one that accelerate was called on, got {found(model)}.")
     acceleration = model.__dict__.pop(ATTRIBUTE)
     model.__class__ = plain_class(type(model))
     likelihood = model.likelihood
@@ -140,13 +141,15 @@ def restore(model: Model) -> Model:
     return model
 
 
-def acceleration_of(model: Any) -> Acceleration:
-    """The choices and caches of an accelerated model.
+def acceleration_of(model: Any, owner: str = "sketchgp") -> Acceleration:
+    """The choices and caches of an accelerated model; :param owner: who asks.
 
     :raises InputError: if the model is not accelerated.
     """
     if not is_accelerated(model):
-        raise InputError("An accelerated model is expected; call sketchgp.accelerate(model) first.")
+        raise InputError(
+            f"{owner}: model expects one that sketchgp.accelerate(model) was called on, got {found(model)}."
+        )
     return model.__dict__[ATTRIBUTE]
 
 

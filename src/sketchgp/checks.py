@@ -51,6 +51,13 @@ def count(owner: str, name: str, value: Any, *, least: int = 1, most: int | None
     return found
 
 
+def counts(owner: str, name: str, value: Any, *, least: int = 1) -> tuple[int, ...]:
+    """A sequence of integers, each of at least ``least``."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise refusal(owner, name, "a sequence of integers", value)
+    return tuple(count(owner, name, one, least=least) for one in value)
+
+
 def seed(owner: str, name: str, value: Any, *, least: int = -(2**63)) -> int:
     """An integer that seeds a ``torch.Generator``, from ``least`` to below 2^63."""
     found = _integer(value)
@@ -98,6 +105,13 @@ def number(
     else:
         kind = "a finite number" if finite else "a number"
     raise refusal(owner, name, kind, value, optional)
+
+
+def numbers(owner: str, name: str, value: Any) -> tuple[float, ...]:
+    """A sequence of real numbers."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise refusal(owner, name, "a sequence of numbers", value)
+    return tuple(number(owner, f"{name}[{i}]", one) for i, one in enumerate(value))
 
 
 def tolerance(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
@@ -174,6 +188,35 @@ def tensor(owner: str, name: str, value: Any, dims: Iterable[int]) -> Tensor:
     if not bool(torch.isfinite(value).all()):
         bad = int((~torch.isfinite(value.reshape(value.shape[0], -1))).any(dim=1).nonzero()[0])
         raise InputError(f"{owner}: {name} holds NaN or infinity, first in row {bad}.")
+    return value
+
+
+def inputs(owner: str, name: str, value: Any) -> Tensor:
+    """Points ``(..., n, d)`` for a kernel: a dense floating-point tensor of at least one row and one column."""
+    if not torch.is_tensor(value):
+        raise refusal(owner, name, "a tensor of shape (..., n, d)", value)
+    if value.dim() < 2 or 0 in value.shape or value.layout != torch.strided or not value.is_floating_point():
+        raise InputError(
+            f"{owner}: {name} expects a dense floating-point tensor of shape (..., n, d), at least one point and one "
+            f"feature; got shape {tuple(value.shape)}, {value.dtype}, {value.layout}."
+        )
+    return value
+
+
+def labels(owner: str, name: str, value: Any) -> Tensor:
+    """A tensor of integers, at least one."""
+    right = torch.is_tensor(value) and value.layout == torch.strided
+    if not right or value.is_floating_point() or value.is_complex() or value.is_quantized:
+        raise refusal(owner, name, "a tensor of integers", value)
+    if not value.numel():
+        raise InputError(f"{owner}: {name} expects at least one label, got none.")
+    return value
+
+
+def dtype(owner: str, name: str, value: Any) -> torch.dtype:
+    """A floating-point type of torch."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise refusal(owner, name, "a floating-point torch.dtype", value)
     return value
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import dtype as floating
+
 __all__ = ["Dataset", "load_diamonds"]
 
 # Stored column -> divisor: the file keeps decimals as whole tenths or hundredths, which loses nothing.
@@ -57,7 +59,9 @@ def load_diamonds(dtype: torch.dtype = torch.float64) -> Dataset:
 
     :param dtype: floating-point type of the returned tensors.
     :returns: the whole table in its original order (which is partly sorted by price: split it at random).
+    :raises InputError: for a dtype that is not one of floating point.
     """
+    floating("load_diamonds", "dtype", dtype)
     table = resources.files("sketchgp") / "data" / "diamonds.npz"
     with resources.as_file(table) as path, np.load(path, allow_pickle=False) as arrays:
         columns = [arrays[name].astype(np.float64) / divisor for name, divisor in _DIAMONDS_DIVISORS.items()]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import gpytorch
+import torch
+from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
 
 from .accelerate import install
+from .checks import instance
 from .preconditioners import Preconditioner
 from .solvers import BlockSolver, Cholesky, ConjugateGradients
 
@@ -35,5 +38,11 @@ class ExactGP(gpytorch.models.ExactGP):
         matmul: str = "auto",
         matmul_precision: str = "float32",
     ) -> None:
+        owner = type(self).__name__
+        parts = train_x if isinstance(train_x, tuple | list) else [train_x]
+        if train_x is not None or train_y is not None:
+            for name, value in [("train_x", part) for part in parts] + [("train_y", train_y)]:
+                instance(owner, name, value, torch.Tensor, "a tensor" + (", or a tuple of them" * (name == "train_x")))
+        instance(owner, "likelihood", likelihood, _GaussianLikelihoodBase, "a Gaussian likelihood")
         super().__init__(train_x, train_y, likelihood)
         install(self, preconditioner, solver, matmul, matmul_precision, built=False)

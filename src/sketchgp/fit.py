@@ -18,6 +18,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError, NumericalError
 from .inducing_point_gp import InducingPointGP
@@ -68,30 +69,28 @@ def fit(
     :param tol: end when the mean loss of five steps improved by less than this over the five before.
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
-    :raises InputError: for a model that is not accelerated, or arguments that are not positive.
+    :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
     :raises NumericalError: if the first loss is not finite.
 
     A call that ends in an error before there is a first loss leaves the model as it was: parameters, gradients, and
     which of its parts are in training mode.
     """
-    acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model)
-    for name, count in (("iterations", iterations), ("num_probes", num_probes)):
-        if not isinstance(count, int) or count < 1:
-            raise InputError(f"{name} expects a positive integer, got {count!r}.")
-    if not isinstance(seed, int):
-        raise InputError(f"seed expects an integer, got {seed!r}.")
-    if not isinstance(learning_rate, int | float) or not learning_rate > 0:
-        raise InputError(f"learning_rate expects a positive number, got {learning_rate!r}.")
-    if isinstance(tol, bool) or not isinstance(tol, int | float) or math.isnan(tol):
-        raise InputError(f"tol expects a number, got {tol!r}.")
-    for name, function in (("mll", mll), ("callback", callback)):
-        if function is not None and not callable(function):
-            raise InputError(f"{name} expects a function or None, got {function!r}.")
+    acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
+    iterations, num_probes = (
+        checks.count("fit", name, value) for name, value in (("iterations", iterations), ("num_probes", num_probes))
+    )
+    learning_rate = checks.number("fit", "learning_rate", learning_rate, above=0, finite=True)
+    seed, tol = checks.seed("fit", "seed", seed), checks.number("fit", "tol", tol)
+    checks.flag("fit", "progress", progress, optional=True)
+    checks.function("fit", "callback", callback)
+    checks.function("fit", "mll", mll)
+    if getattr(mll, "model", model) is not model:
+        raise InputError("fit: mll expects to be of the model that is fitted, got one of another model.")
     if model.train_inputs is None or model.train_targets is None:
-        raise InputError("fit expects a model with training data.")
+        raise InputError("fit: model expects training data, got none.")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise InputError("fit expects a model with at least one parameter that requires a gradient.")
+        raise InputError("fit: model expects at least one parameter that requires a gradient, got none.")
     if mll is None:
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
     elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets

@@ -11,6 +11,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
@@ -27,6 +28,8 @@ from .models.sparse_covariance import (
 from .operators.expression import recognise
 from .preconditioners.cache import structure
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
+from .solvers.inducing.problem import check_points
+from .solvers.problem import check_data, check_kernel
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _STATISTICS_BYTES = 56  # times m^2
@@ -83,25 +86,33 @@ class InducingPointGP(gpytorch.models.ExactGP):
         variance: str = "auto",
         variance_samples: int = 64,
     ) -> None:
-        if solver != "auto" and not isinstance(solver, INDUCING_POINT_SOLVERS):
+        owner = type(self).__name__
+        if not isinstance(solver, INDUCING_POINT_SOLVERS) and not (isinstance(solver, str) and solver == "auto"):
             names = ", ".join(f"{known.__name__}()" for known in INDUCING_POINT_SOLVERS)
-            raise InputError(f"solver expects 'auto' or one of {names}, got {solver!r}.")
-        _check_variance(variance, variance_samples)
+            raise refusal(owner, "solver", f"'auto' or one of {names}", solver)
+        variance_samples = _check_variance(variance, variance_samples)
+        instance(owner, "mean", mean, torch.nn.Module, "a gpytorch mean")
         if type(self).forward is not InducingPointGP.forward:
             raise InputError(
                 "InducingPointGP takes mean and kernel as arguments; a forward of your own would do nothing."
             )
         if not isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood):
             raise InputError(
-                "likelihood expects a GaussianLikelihood or FixedNoiseGaussianLikelihood, which several outputs share; "
-                f"got {type(likelihood).__name__}."
+                f"{owner}: likelihood expects a GaussianLikelihood or FixedNoiseGaussianLikelihood, which several "
+                f"outputs share; got {type(likelihood).__name__}."
             )
         if not torch.is_tensor(train_x) or not torch.is_tensor(train_y):
-            raise InputError("InducingPointGP takes tensors; for a stream of batches solve an InducingPointProblem.")
+            raise InputError(
+                f"{owner}: train_x and train_y expect tensors, got {found(train_x)} and {found(train_y)}; for a stream "
+                "of batches solve an InducingPointProblem."
+            )
         if train_x.dim() == 1:
             train_x = train_x.unsqueeze(-1)
         if torch.is_tensor(inducing_points) and inducing_points.dim() == 1:
             inducing_points = inducing_points.unsqueeze(-1)
+        check_kernel(owner, kernel)
+        check_data(owner, kernel, train_x, train_y, ("train_x", "train_y"))
+        check_points(owner, "train_x", train_x, tensor(owner, "inducing_points", inducing_points, (2,)))
         InducingPointProblem(kernel, train_x, train_y, 1.0, inducing_points)  # refuses what does not fit
         super().__init__(train_x, train_y, likelihood)
         self.mean_module, self.covar_module, self.solver = mean, kernel, solver
@@ -324,11 +335,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return mean + prior.unsqueeze(-1)
 
 
-def _check_variance(variance: Any, samples: Any) -> None:
-    if variance not in _VARIANCES:
-        raise InputError(f"variance expects one of {_VARIANCES}, got {variance!r}.")
-    if type(samples) is not int or samples < 1:
-        raise InputError(f"variance_samples expects a positive integer, got {samples!r}.")
+def _check_variance(variance: Any, samples: Any) -> int:
+    word("InducingPointGP", "variance", variance, _VARIANCES)
+    return count("InducingPointGP", "variance_samples", samples)
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
+from .checks import dtype as floating
+from .checks import labels as checked
+from .checks import refusal
 from .errors import InputError
 
 
@@ -29,21 +32,18 @@ class OneHot:
     classes: Tensor = field(init=False)
 
     def __post_init__(self, labels: Tensor) -> None:
-        if not torch.is_tensor(labels) or labels.is_floating_point() or labels.is_complex():
-            raise InputError("labels expects a tensor of integers.")
-        if not labels.numel():
-            raise InputError("labels expects at least one label, got none.")
-        object.__setattr__(self, "classes", labels.unique())
+        object.__setattr__(self, "classes", checked("OneHot", "labels", labels).unique())
 
     def encode(self, labels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``(n,)`` labels as targets ``(n, c)``.
 
         :raises InputError: for a label that is none of the classes.
         """
+        labels, dtype = checked("OneHot.encode", "labels", labels), floating("OneHot.encode", "dtype", dtype)
         hot = labels.reshape(-1, 1) == self.classes.to(labels.device)
         if not bool(hot.any(dim=1).all()):
             unknown = labels.reshape(-1)[~hot.any(dim=1)][0]
-            raise InputError(f"labels expects one of {self.classes.tolist()}, got {unknown.item()}.")
+            raise InputError(f"OneHot.encode: labels expects one of {self.classes.tolist()}, got {unknown.item()}.")
         return hot.to(dtype)
 
     def decode(self, scores: Tensor) -> Tensor:
@@ -51,6 +51,7 @@ class OneHot:
 
         :raises InputError: where there is not one column a class.
         """
-        if scores.shape[-1] != len(self.classes):
-            raise InputError(f"scores expects {len(self.classes)} columns, got {scores.shape[-1]}.")
+        count = len(self.classes)
+        if not torch.is_tensor(scores) or not scores.dim() or scores.shape[-1] != count or scores.is_complex():
+            raise refusal("OneHot.decode", "scores", f"a tensor of {count} columns, one a class", scores)
         return self.classes.to(scores.device)[scores.argmax(dim=-1)]

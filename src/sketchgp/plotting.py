@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import checks
 from .errors import InputError
 
 __all__ = ["Curve", "plot_convergence"]
@@ -37,6 +38,20 @@ class Curve:
     note: tuple[int, str] | None = None
     start: int = 0
 
+    def __post_init__(self) -> None:
+        checks.settle(self, checks.instance, "label", "style", classes=str, kind="a text")
+        checks.settle(self, checks.numbers, "residuals", "seconds")
+        checks.settle(self, checks.number, "true_residual", optional=True)
+        checks.settle(self, checks.count, "start", least=0)
+        if len(self.residuals) != len(self.seconds):
+            raise InputError(
+                f"Curve: residuals and seconds expect one length, got {len(self.residuals)} and {len(self.seconds)}."
+            )
+        if self.note is not None:
+            if not isinstance(self.note, tuple) or len(self.note) != 2 or not isinstance(self.note[1], str):
+                raise checks.refusal("Curve", "note", "an index and a text", self.note, optional=True)
+            checks.count("Curve", "note", self.note[0], least=0)
+
 
 def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tolerances: dict[str, float]) -> Path:
     """Draws relative residuals against iterations and against seconds, and writes a PNG.
@@ -46,8 +61,16 @@ def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tole
     :param title: says which data and which model.
     :param tolerances: name -> residual, drawn as horizontal lines.
     :returns: ``path``.
-    :raises InputError: the folder cannot be written.
+    :raises InputError: arguments that do not fit, or a folder that cannot be written.
     """
+    checks.path("plot_convergence", "path", path)
+    checks.instance("plot_convergence", "title", title, str, "a text")
+    right = isinstance(curves, Sequence) and all(isinstance(curve, Curve) for curve in curves)
+    if not right or not any(len(curve.residuals) for curve in curves):
+        raise checks.refusal("plot_convergence", "curves", "a sequence of Curve, at least one with residuals", curves)
+    checks.instance("plot_convergence", "tolerances", tolerances, dict, "a dictionary of names and residuals")
+    for name, tolerance in tolerances.items():
+        checks.number("plot_convergence", f"tolerances[{name!r}]", tolerance, above=0, finite=True)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -157,14 +157,14 @@ def predict(
         asked of a covariance with structure of its own.
     """
     if not isinstance(model, InducingPointGP):
-        acceleration_of(model)
+        acceleration_of(model, "predict")
     word("predict", "variance", variance, _VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
     if model.train_inputs is None or model.train_targets is None:
-        raise InputError("predict expects a model with training data.")
+        raise InputError("predict: model expects training data, got none.")
     if len(model.train_inputs) != 1:
-        raise InputError("predict expects a model with one tensor of inputs; call model(...) itself for several.")
+        raise InputError("predict: model expects to have one tensor of inputs; call model(...) itself for several.")
     missing = bool(torch.isnan(model.train_targets).any())
     if missing and settings.observation_nan_policy.value() != "mask":
         raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
@@ -179,8 +179,8 @@ def predict(
     tensor("predict", "x", x, (2,))
     if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:
         raise InputError(
-            f"x expects shape (m, {train.shape[-1]}), {train.dtype} on {train.device}, as the training inputs; "
-            f"got {tuple(x.shape)}, {x.dtype} on {x.device}."
+            f"predict: x expects shape (m, {train.shape[-1]}), {train.dtype} on {train.device}, as the training "
+            f"inputs; got {tuple(x.shape)}, {x.dtype} on {x.device}."
         )
     model.eval()
     show = sys.stderr.isatty() if progress is None else progress

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from .errors import InputError
+from .checks import number
 from .memory import available_memory
 
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
@@ -21,14 +21,12 @@ class memory_budget(AbstractContextManager):
     ``matmul="auto"`` stores the kernel matrix, and bounds the automatic rank.  It holds for the thread that opened it
     (a context variable); a thread that is started inside the block has none, unless it is run in a copy of the context.
 
-    :param budget: bytes, a positive integer.
-    :raises InputError: if the budget is not positive.
+    :param budget: bytes, a number of at least 1.
+    :raises InputError: for anything else.
     """
 
     def __init__(self, budget: int) -> None:
-        if not budget > 0:
-            raise InputError(f"memory_budget expects a positive number of bytes, got {budget!r}.")
-        self.budget = int(budget)
+        self.budget = int(number("memory_budget", "budget", budget, least=1, finite=True))
 
     def __enter__(self) -> memory_budget:
         _budgets.set((*_budgets.get(), self.budget))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from gpytorch.constraints import Interval
 from gpytorch.kernels import Kernel
+from gpytorch.priors import Prior
 from torch import Tensor
+
+from .. import checks
 
 
 class LaplaceKernel(Kernel):
@@ -16,13 +21,15 @@ class LaplaceKernel(Kernel):
     QM9 experiments of the ASkotch paper), where its bandwidth is called sigma.  ``MaternKernel(nu=0.5)`` has the
     Euclidean distance in its place; in one dimension the two are the same.
 
-    There is no output scale; wrap it in a ``ScaleKernel``.  Arguments are those of ``gpytorch.kernels.Kernel``:
+    There is no output scale; wrap it in a ``ScaleKernel``.
 
     :param ard_num_dims: one lengthscale for each of so many dimensions; one for all by default.
     :param batch_shape: shape of a batch of kernels.
     :param active_dims: the dimensions that the kernel looks at.
     :param lengthscale_prior: a prior on the lengthscale.
     :param lengthscale_constraint: a constraint on the lengthscale, ``Positive()`` by default.
+
+    :raises InputError: for what is something else.
 
     The ``lengthscale`` has shape ``(*batch_shape, 1, ard_num_dims or 1)``.
 
@@ -34,6 +41,24 @@ class LaplaceKernel(Kernel):
 
     has_lengthscale = True
     is_stationary = True
+
+    def __init__(
+        self,
+        ard_num_dims: int | None = None,
+        batch_shape: torch.Size | None = None,
+        active_dims: Sequence[int] | None = None,
+        lengthscale_prior: Prior | None = None,
+        lengthscale_constraint: Interval | None = None,
+    ) -> None:
+        owner = "LaplaceKernel"
+        ard_num_dims = checks.count(owner, "ard_num_dims", ard_num_dims, optional=True)
+        shape = checks.counts(owner, "batch_shape", () if batch_shape is None else batch_shape)
+        dims = None if active_dims is None else checks.counts(owner, "active_dims", active_dims, least=0)
+        checks.instance(owner, "lengthscale_prior", lengthscale_prior, Prior | None, "a gpytorch prior, or None")
+        checks.instance(
+            owner, "lengthscale_constraint", lengthscale_constraint, Interval | None, "a gpytorch constraint, or None"
+        )
+        super().__init__(ard_num_dims, torch.Size(shape), dims, lengthscale_prior, lengthscale_constraint)
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any

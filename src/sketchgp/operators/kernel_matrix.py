@@ -17,7 +17,7 @@ from .batch_element import element
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, real
-from .shapes import columns_to_leading, convert, index_rows, leading_to_columns, take_rows
+from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -100,14 +100,13 @@ class KernelMatrix(LinearOperator):
         :raises InputError: for an unknown engine or precision, an engine that cannot take this kernel, dtype or
             device, or a kernel that does not evaluate to a plain matrix.
         """
-        check_choice(engine, precision)
+        check_choice("KernelMatrix.of", engine, precision, ("engine", "precision"))
+        check_operands("KernelMatrix.of", kernel, x1, x2)
         same = x2 is None or x2 is x1
         if kernel.active_dims is not None:
             x1 = x1.index_select(-1, kernel.active_dims)
             x2 = x1 if x2 is None or same else x2.index_select(-1, kernel.active_dims)
         x2 = x1 if x2 is None else x2
-        if 0 in (x1.shape[-2], x2.shape[-2]):
-            raise InputError("A kernel matrix needs at least one point in x1 and in x2.")
         if not is_plain(kernel, x1, x2):
             raise InputError(f"{type(kernel).__name__} has structure of its own; a plain kernel matrix is expected.")
         return cls.assemble(kernel, x1, x2, engine, same, precision)

@@ -1,11 +1,15 @@
-"""Rows, columns and batch dimensions of tensors, as ``KernelMatrix`` moves them."""
+"""Rows, columns and batch dimensions of tensors, as ``KernelMatrix`` takes and moves them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from gpytorch.kernels import Kernel
 from torch import Tensor
+
+from ..checks import inputs, instance
+from ..errors import InputError
 
 
 def leading_to_columns(x: Tensor, batch: torch.Size, more: int) -> Tensor:
@@ -40,3 +44,15 @@ def convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def index_rows(x: Tensor, index: Any) -> Tensor:
     """Rows of ``x`` (..., n, d), by an index or a slice."""
     return x[..., index, :]
+
+
+def check_operands(owner: str, kernel: Any, x1: Any, x2: Any) -> None:
+    """:raises InputError: for what is no kernel, or no points (x2 may be None) of one dtype, device and dimension."""
+    instance(owner, "kernel", kernel, Kernel, "a gpytorch kernel")
+    first = inputs(owner, "x1", x1)
+    second = first if x2 is None else inputs(owner, "x2", x2)
+    if (first.dtype, first.device, first.shape[-1]) != (second.dtype, second.device, second.shape[-1]):
+        raise InputError(
+            f"{owner}: x1 and x2 expect one dtype, device and number of features, got {first.dtype}, {first.device}, "
+            f"{first.shape[-1]} and {second.dtype}, {second.device}, {second.shape[-1]}."
+        )

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import found, instance, tensor, variances
-from ..errors import InputError
+from ..checks import found, instance, tensor, variances, word
+from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
 from ..operators.access import AccurateProduct, element
+from ..operators.engines import ENGINES
 from ..report import SolveReport
 
 
@@ -92,10 +93,12 @@ class FullProblem:
     def __post_init__(self) -> None:
         check_kernel("FullProblem", self.kernel)
         check_data("FullProblem", self.kernel, self.x, self.y)
+        check_plain("FullProblem", self.kernel, self.x, "x")
         self.noise_vector = variances("FullProblem", "noise", self.noise, self.x)
 
     def system(self, matmul: str = "auto") -> System:
         """The linear system, with the kernel matrix as an operator."""
+        word("FullProblem.system", "matmul", matmul, ENGINES)
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)
 
 
@@ -115,20 +118,19 @@ def check_kernel(owner: str, kernel: Any) -> None:
         raise InputError(f"{owner}: kernel expects no batch_shape; solve one problem for each kernel of the batch.")
 
 
-def check_data(owner: str, kernel: Any, x: Tensor, y: Tensor, batch: str = "") -> None:
-    """:param batch: which one of a stream x and y are; :raises InputError: where they do not fit the kernel or each
-    other."""
-    tensor(owner, f"x{batch}", x, (2,))
-    tensor(owner, f"y{batch}", y, (1, 2))
+def check_data(owner: str, kernel: Any, x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -> None:
+    """:raises InputError: where inputs and targets do not fit the kernel or each other."""
+    tensor(owner, names[0], x, (2,))
+    tensor(owner, names[1], y, (1, 2))
     n = x.shape[0]
     if y.shape[0] != n:
-        raise InputError(f"{owner}: y{batch} expects one row per row of x ({n}), got {y.shape[0]}.")
+        raise InputError(f"{owner}: {names[1]} expects one row per row of {names[0]} ({n}), got {y.shape[0]}.")
     if y.dtype != x.dtype or y.device != x.device:
         raise InputError(
-            f"{owner}: x{batch} and y expect one dtype and device, got {x.dtype} on {x.device} and {y.dtype} on "
-            f"{y.device}."
+            f"{owner}: {names[0]} and {names[1]} expect one dtype and device, got {x.dtype} on {x.device} and "
+            f"{y.dtype} on {y.device}."
         )
-    check_fits(owner, kernel, x, "x")
+    check_fits(owner, kernel, x, names[0])
 
 
 def check_fits(owner: str, kernel: Any, x: Tensor, name: str) -> None:
@@ -142,3 +144,15 @@ def check_fits(owner: str, kernel: Any, x: Tensor, name: str) -> None:
             raise InputError(
                 f"{owner}: kernel is on {parameter.device}, {name} on {x.device}; move one: kernel.to({name}.device)."
             )
+
+
+def check_plain(owner: str, kernel: Any, x: Tensor, name: str) -> None:
+    """:raises InputError: for a kernel with structure of its own, or one that is of other features than x has."""
+    try:
+        KernelMatrix.of(kernel, x[:1], engine="tiled")
+    except SketchGPError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        raise InputError(
+            f"{owner}: kernel cannot be evaluated on {name} of {x.shape[1]} feature(s): {error}"
+        ) from error

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...checks import word
 from ...errors import InputError
 from .base import Engine
 from .dense import Dense
@@ -22,14 +23,19 @@ ENGINES = ("auto", *_NAMED)
 PRECISIONS = tuple(dict.fromkeys(name for engine in _NAMED.values() for name in engine.precisions))
 
 
-def check_choice(engine: str, precision: str) -> None:
-    """:raises InputError: for an unknown engine or precision, or two that do not go together."""
-    if engine not in ENGINES:
-        raise InputError(f"matmul expects one of {', '.join(map(repr, ENGINES))}, got {engine!r}.")
-    if precision not in PRECISIONS:
-        raise InputError(f"precision expects one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}.")
+def check_choice(
+    owner: str, engine: str, precision: str, names: tuple[str, str] = ("matmul", "matmul_precision")
+) -> None:
+    """:param names: of the two where they are arguments.
+
+    :raises InputError: for an unknown engine or precision, or two that do not go together.
+    """
+    word(owner, names[0], engine, ENGINES)
+    word(owner, names[1], precision, PRECISIONS)
     if precision not in (Engine if engine == "auto" else _NAMED[engine]).precisions:
-        raise InputError(f"precision={precision!r} needs matmul='triton'; matmul={engine!r} has 'float32' only.")
+        raise InputError(
+            f"{owner}: {names[1]}={precision!r} needs {names[0]}='triton'; {names[0]}={engine!r} has 'float32' only."
+        )
 
 
 def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None:

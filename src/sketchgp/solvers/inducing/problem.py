@@ -16,7 +16,7 @@ from ...operators import KernelMatrix
 from ...operators.normal_matrix import NormalMatrix
 from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
-from ..problem import check_data, check_fits, check_kernel
+from ..problem import check_data, check_fits, check_kernel, check_plain
 
 
 @dataclass
@@ -50,7 +50,7 @@ class InducingPointProblem:
         check_kernel(owner, self.kernel)
         z = tensor(owner, "inducing_points", self.inducing_points, (2,))
         check_fits(owner, self.kernel, z, "inducing_points")
-        KernelMatrix.of(self.kernel, z[:1], engine="tiled")  # refuses kernels with structure of their own
+        check_plain(owner, self.kernel, z, "inducing_points")
         self.weights = None
         if not torch.is_tensor(self.x):
             if not isinstance(self.x, Iterable):
@@ -69,7 +69,7 @@ class InducingPointProblem:
         if self.y is None:
             raise InputError(f"{owner}: y expects the targets, as x is a tensor; got None.")
         check_data(owner, self.kernel, self.x, self.y)
-        self._check_points(self.x, "x")
+        check_points(owner, "x", self.x, z)
         noise = variances(owner, "noise", self.noise, self.x, zero=True)
         first = float(noise[0])
         if bool((noise == first).all()):
@@ -79,19 +79,6 @@ class InducingPointProblem:
         else:
             self.level = float(noise.log().mean().exp())
             self.weights = (self.level / noise).sqrt()
-
-    def _check_points(self, x: Tensor, name: str) -> None:
-        z = self.inducing_points
-        if x.shape[-1] != z.shape[-1]:
-            raise InputError(
-                f"InducingPointProblem: {name} and inducing_points expect as many features: {x.shape[-1]} and "
-                f"{z.shape[-1]}."
-            )
-        if x.dtype != z.dtype or x.device != z.device:
-            raise InputError(
-                f"InducingPointProblem: {name} and inducing_points expect one dtype and device, got {x.dtype} on "
-                f"{x.device} and {z.dtype} on {z.device}."
-            )
 
     @property
     def m(self) -> int:
@@ -145,9 +132,9 @@ class InducingPointProblem:
                 x, y = batch
             except (TypeError, ValueError):
                 raise InputError(f"Batch {number} of the stream is not a pair (x, y).") from None
-            name = f" of batch {number}"
-            self._check_points(tensor("InducingPointProblem", f"x{name}", x, (2,)), f"x{name}")
-            check_data("InducingPointProblem", self.kernel, x, y, name)
+            owner, names = "InducingPointProblem", (f"x of batch {number}", f"y of batch {number}")
+            check_points(owner, names[0], tensor(owner, names[0], x, (2,)), self.inducing_points)
+            check_data(owner, self.kernel, x, y, names)
             yield x, y
 
     def tall(self, accurate: bool) -> TallMatrix:
@@ -182,3 +169,16 @@ def check_inducing(owner: str, problem: Any) -> None:
         " For all points use ConjugateGradients(), ASkotch() or Cholesky()." if hasattr(problem, "noise_vector") else ""
     )
     instance(owner, "problem", problem, InducingPointProblem, "an InducingPointProblem", hint)
+
+
+def check_points(owner: str, name: str, x: Tensor, z: Tensor) -> None:
+    """:raises InputError: where inputs x are not like the inducing points z."""
+    if x.shape[-1] != z.shape[-1]:
+        raise InputError(
+            f"{owner}: {name} and inducing_points expect as many features: {x.shape[-1]} and {z.shape[-1]}."
+        )
+    if x.dtype != z.dtype or x.device != z.device:
+        raise InputError(
+            f"{owner}: {name} and inducing_points expect one dtype and device, got {x.dtype} on {x.device} and "
+            f"{z.dtype} on {z.device}."
+        )
