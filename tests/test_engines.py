@@ -113,11 +113,11 @@ def test_a_stored_matrix_follows_its_parameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "sparse"}, "matmul expects one of 'auto', 'dense', 'tiled', 'keops', 'triton', got 'sparse'"),
+        ({"engine": "sparse"}, "engine expects one of 'auto', 'dense', 'tiled', 'keops', 'triton', got 'sparse'"),
         ({"precision": "half"}, "precision expects one of 'float32', .*got 'half'"),
-        ({"precision": "tf32"}, "precision='tf32' needs matmul='triton'; matmul='auto' has 'float32' only"),
-        ({"engine": "dense", "precision": "bf16"}, "needs matmul='triton'; matmul='dense'"),
-        ({"engine": "keops", "precision": "bf16x3"}, "needs matmul='triton'; matmul='keops'"),
+        ({"precision": "tf32"}, "precision='tf32' needs engine='triton'; engine='auto' has 'float32' only"),
+        ({"engine": "dense", "precision": "bf16"}, "needs engine='triton'; engine='dense'"),
+        ({"engine": "keops", "precision": "bf16x3"}, "needs engine='triton'; engine='keops'"),
     ],
 )
 def test_unknown_choices(options, message):
@@ -184,7 +184,7 @@ def test_inputs_that_do_not_fit():
     for kernel in (RBFKernel(ard_num_dims=2), LaplaceKernel(ard_num_dims=2), RQKernel(ard_num_dims=4)):
         with pytest.raises(RuntimeError, match="size of tensor"):
             KernelMatrix.of(kernel, x)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(InputError, match="x1 and x2 expect one dtype, device and number of features"):
         KernelMatrix.of(RBFKernel(), x, points(4, 2, dtype=torch.float32))
 
 

@@ -439,11 +439,6 @@ def test_columns_after_a_parameter_changed():
     assert relative(operator.columns(everything), dense(kernel, x)) < 1e-12
 
 
-def test_unknown_engine():
-    with pytest.raises(InputError, match="matmul expects one of"):
-        KernelMatrix.of(RBFKernel(), points(3, dtype=torch.float32), engine="sparse")
-
-
 def test_a_structured_kernel_is_left_to_gpytorch():
     kernel = InducingPointKernel(RBFKernel(), points(3, dtype=torch.float32), GaussianLikelihood())
     with pytest.raises(InputError, match="structure of its own"):

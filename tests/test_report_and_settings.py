@@ -190,5 +190,5 @@ def test_memory_budget_after_an_error():
 
 @pytest.mark.parametrize("budget", [0, -1])
 def test_memory_budget_refuses(budget):
-    with pytest.raises(InputError, match="positive number of bytes"):
+    with pytest.raises(InputError, match="budget expects a number of at least 1"):
         settings.memory_budget(budget)
