@@ -9,6 +9,7 @@ from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
+    InterpolatedLinearOperator,
     MulLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
@@ -92,6 +93,16 @@ def test_accurate_product_of_the_stored_entries(name, dtype):
         assert relative(found, _matrix(name) @ normal(N, 3)) < (1e-13 if dtype == torch.float64 else 1e-6)
         return
     assert relative(found, expected @ normal(N, 3)) < 1e-13
+
+
+def test_no_columns():
+    """What a preconditioner of rank 0 reads, of an operator that cannot be indexed by nothing too."""
+    interpolated = InterpolatedLinearOperator(_dense(torch.float64), torch.arange(N).unsqueeze(1))
+    none = torch.empty(0, dtype=torch.long)
+    for operator in (*(make(torch.float32) for make in OPERATORS.values()), interpolated):
+        access = Access(operator)
+        assert access.columns(none).shape == (N, 0) and access.block(none, none).shape == (0, 0)
+        assert access.columns(none).dtype == torch.float64
 
 
 def test_accurate_product_stores_no_float64_matrix():

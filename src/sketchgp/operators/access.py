@@ -118,6 +118,9 @@ def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
         return columns(operator.left_linear_op, indices) * columns(operator.right_linear_op, indices)
     if isinstance(operator, ConstantMulLinearOperator):
         return columns(operator.base_linear_op, indices) * operator.expanded_constant
+    if not indices.shape[-1]:  # of rank 0; operators with structure of their own do not know it
+        batch = torch.broadcast_shapes(operator.batch_shape, indices.shape[:-1])
+        return torch.zeros(*batch, operator.shape[-1], 0, dtype=operator.dtype, device=operator.device)
     if indices.dim() == 1:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
