@@ -15,6 +15,7 @@ FLOORS = {
     "checks": 0,
     "errors": 0,
     "memory": 0,
+    "fingerprint": 0,
     "random_streams": 0,
     "report": 0,
     "settings": 0,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
+from .fingerprint import structure
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory
@@ -26,7 +27,6 @@ from .models.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
-from .preconditioners.cache import structure
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel

@@ -17,6 +17,7 @@ from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, PreconditionerCache
 from ..solvers import BlockSolver, Cholesky, ConjugateGradients
 from ..solvers.automatic import automatic_solver
+from .mean_solve import gpytorch_tolerance
 
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 Solver = ConjugateGradients | Cholesky | BlockSolver
@@ -85,7 +86,7 @@ class Acceleration:
 
     @staticmethod
     def _tolerance() -> float:
-        return min(1e-3, settings.cg_tolerance.value())
+        return min(1e-3, gpytorch_tolerance())
 
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
         """The preconditioner of ``operator + diag(noise)``, or None where there is to be none."""

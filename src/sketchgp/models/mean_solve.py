@@ -1,8 +1,9 @@
-"""The one solve that a model's posterior mean needs, told apart from all others.
+"""What a solve is for: the one that a model's posterior mean needs is told apart from all others.
 
 GPyTorch's prediction strategy solves for the mean once and keeps the result.  An accelerated model's strategy marks
 that solve, so that it can go to a solver that only serves means (ASkotch, Skotch, EigenPro 2); solves for variances,
-fantasies and gradients, of other right-hand sides, stay with conjugate gradients.
+fantasies and gradients, of other right-hand sides, stay with conjugate gradients.  Solves of a posterior go to the
+tolerance of evaluation.  Both are context variables: another thread's are its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from gpytorch import settings
+
 _solving: ContextVar[bool] = ContextVar("sketchgp_solving_mean", default=False)
+_evaluating: ContextVar[bool] = ContextVar("sketchgp_evaluating", default=False)
 
 
 def solving_mean() -> bool:
@@ -37,3 +41,18 @@ def other_solves() -> Iterator[None]:
         yield
     finally:
         _solving.reset(token)
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """Solves inside go to GPyTorch's ``eval_cg_tolerance``."""
+    token = _evaluating.set(True)
+    try:
+        yield
+    finally:
+        _evaluating.reset(token)
+
+
+def gpytorch_tolerance() -> float:
+    """``eval_cg_tolerance`` while a posterior is computed, ``cg_tolerance`` otherwise."""
+    return (settings.eval_cg_tolerance if _evaluating.get() else settings.cg_tolerance).value()

@@ -12,10 +12,12 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from linear_operator.operators import AddedDiagLinearOperator
 
+from ..operators.lazies import adopt_kernels
 from .acceleration import ATTRIBUTE, Acceleration, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
 from .density import log_density
 from .missing import check_reduced
+from .posterior import call
 from .strategy import adopt
 from .targets import check_value
 from .threshold import cholesky_points
@@ -51,12 +53,17 @@ class AcceleratedModel(_Accelerated):
         ours = name == "prediction_strategy" and is_accelerated(self)
         super().__setattr__(name, adopt(value) if ours else value)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = super().__call__  # type: ignore[misc]
+        return call(self, plain, args, kwargs) if is_accelerated(self) else plain(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(prior, MultivariateNormal) or not is_accelerated(self):
             return prior
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
+        adopt_kernels(covariance)
         small = covariance.shape[-1] <= cholesky_points()
         if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
             converted = as_kernel_matrix(covariance, acceleration.matmul, acceleration.matmul_precision)

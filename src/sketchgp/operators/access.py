@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -122,9 +121,7 @@ def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
         batch = torch.broadcast_shapes(operator.batch_shape, indices.shape[:-1])
         return torch.zeros(*batch, operator.shape[-1], 0, dtype=operator.dtype, device=operator.device)
     if indices.dim() == 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return to_dense(operator[..., :, indices])
+        return to_dense(operator[..., :, indices])
     identity = torch.zeros(*indices.shape[:-1], operator.shape[-1], indices.shape[-1], dtype=operator.dtype,
                            device=operator.device)  # fmt: skip
     return operator @ identity.scatter_(-2, indices.unsqueeze(-2), 1.0)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpytorch import settings
 from gpytorch.kernels import Kernel, ScaleKernel
 from linear_operator import to_dense
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from .lazies import KERNELS, evaluated
 from .tiles import spans
 
 _ROWS = 512  # of a block whose diagonal is taken, where a kernel gives no diagonal by itself
-_SWAP = threading.RLock()  # the parameters of the user's kernel are exchanged while it runs
 
 
 @contextmanager
@@ -27,7 +24,7 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
 
     As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
     """
-    with _SWAP:
+    with KERNELS:
         named = dict(kernel.named_parameters())
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
         before = [
@@ -45,10 +42,15 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
                 module._parameters[key] = parameter
 
 
+def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
+    """The kernel's own parameters by name, also while another thread lets it compute with others."""
+    with KERNELS:
+        return dict(kernel.named_parameters())
+
+
 def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
     """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already."""
-    with settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with KERNELS:
         return call(kernel, x1, x2, **options)
 
 
@@ -59,13 +61,13 @@ def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: 
     called by kernels.  One more point then tells them apart.
     """
     if not diag:
-        return to_dense(kernel.forward(x1, x2, **options))
+        return to_dense(evaluated(kernel.forward(x1, x2, **options)))
     n = x1.shape[-2]
     batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], kernel.batch_shape)
     more = next(k for k in range(len(batch) + 1) if n + k not in batch)
     if more and n:
         x1, x2 = (torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], more, -1)], dim=-2) for x in (x1, x2))
-    value = to_dense(kernel.forward(x1, x2, diag=True, **options))
+    value = to_dense(evaluated(kernel.forward(x1, x2, diag=True, **options)))
     if not (more and n):
         return value
     return value[..., :n, :n] if value.shape[-2:] == (n + more, n + more) else value[..., :n]
@@ -137,9 +139,8 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
             ScaleKernel.prediction_strategy,
         ):
             return False
-    with torch.no_grad(), settings.lazily_evaluate_kernels(False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        value = kernel.forward(x1[..., :2, :], x2[..., :2, :])
+    with torch.no_grad(), KERNELS:
+        value = evaluated(kernel.forward(x1[..., :2, :], x2[..., :2, :]))
     return _is_dense(value)
 
 

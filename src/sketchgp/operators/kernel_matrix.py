@@ -16,7 +16,7 @@ from ..errors import InputError
 from .batch_element import element
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
-from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, real
+from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -126,7 +126,7 @@ class KernelMatrix(LinearOperator):
 
     @classmethod
     def assemble(cls, kernel: Kernel, x1: Tensor, x2: Tensor, engine: str, same: bool, precision: str) -> KernelMatrix:
-        named = dict(kernel.named_parameters())
+        named = parameters_of(kernel)
         names = tuple(named)
         matrix = cls(x1, x2, *named.values(), kernel=kernel, names=names, engine=engine, same=same, precision=precision)
         check_able(matrix)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fingerprint import structure, tensor_key
 from ..lowrank import pivoted_factor
 from ..operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
-from ..operators.access import Access
+from ..operators.access import Access, terms
 from ..operators.pivoted_plus_diagonal import PivotedFactor
 from .base import Preconditioner, Selection
-
-_WHOLE = 4096  # tensors up to this many entries are compared entry by entry
 
 
 class PreconditionerCache:
@@ -186,31 +185,14 @@ class PreconditionerCache:
         return self.choice.serves(self._selection, access, factor, noise)
 
 
-def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Something that differs, for all purposes here, between tensors of different content."""
-    tensor = tensor.detach()
-    head = (tuple(tensor.shape), tensor.dtype, str(tensor.device))
-    if tensor.numel() <= _WHOLE:
-        return (*head, tuple(tensor.reshape(-1).tolist()))
-    flat = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-    weights = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=tensor.device).cos()
-    return (*head, tuple((weights.to(tensor.dtype) @ flat).tolist()[:64]), float(flat.sum()))
-
-
-def structure(kernel: Any) -> tuple[Any, ...]:
-    """Types and plain settings (such as Matern's nu) of a kernel, or another module, and its parts."""
-    plain = (int, float, str)
-    return tuple(
-        (name, type(part), *((k, v) for k, v in vars(part).items() if isinstance(v, plain) and k != "training"))
-        for name, part in kernel.named_modules()
-    )
-
-
 def fingerprint(operator: Any) -> tuple[Any, ...]:
     """A key of the operator's values: of its inputs and parameters, or of one product where those are unknown."""
     if isinstance(operator, KernelMatrix):
         tensors = [operator.x1, *operator.parameters, *operator.kernel.buffers()]
         return (structure(operator.kernel), *(tensor_key(t) for t in tensors))
+    parts = list(terms(operator))
+    if len(parts) > 1 or torch.is_tensor(parts[0][0]):
+        return tuple((tensor_key(torch.as_tensor(scale)), fingerprint(part)) for scale, part in parts)
     operator = operator.evaluate_kernel()
     vector = torch.arange(1, operator.shape[-1] + 1, dtype=operator.dtype, device=operator.device).cos()
     with torch.no_grad():

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...fingerprint import add_tensors, hash_tensors
 from ...operators import KernelMatrix
 from ...operators.access import Access, terms
-from ...operators.tiles import spans
 
 _FORMAT = 2
 _HEADER = "header"
 _PROBES = 16  # points at which the kernel's values are part of its fingerprint
-_BYTES = 2**26  # hashed at once
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR, errno.ENOMEM)  # which says nothing of the file
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -100,7 +99,7 @@ def _digest(described: dict[str, Any], contents: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for name in sorted(contents):
         digest.update(name.encode())
-        _add(digest, contents[name])
+        add_tensors(digest, contents[name])
     return digest.hexdigest()
 
 
@@ -110,15 +109,15 @@ def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict
     for scale, part in terms(operator):
         kernel.update(f"{type(part).__name__} {part.dtype} {_number(scale)}".encode())
         if isinstance(part, KernelMatrix):
-            _add(inputs, part.x1, part.x2)
-            _add(kernel, *part.parameters, *part.kernel.buffers())
+            add_tensors(inputs, part.x1, part.x2)
+            add_tensors(kernel, *part.parameters, *part.kernel.buffers())
             kernel.update(repr(list(_structure(part.kernel))).encode())
         else:
-            _add(inputs, *part.representation())
+            add_tensors(inputs, *part.representation())
     n = operator.shape[-1]
     some = torch.linspace(0, n - 1, min(n, _PROBES)).round().long().to(noise.device)
     with torch.no_grad():
-        _add(kernel, Access(operator).block(some, some))
+        add_tensors(kernel, Access(operator).block(some, some))
     return {
         "the training inputs": inputs.hexdigest(),
         "the kernel": kernel.hexdigest(),
@@ -138,18 +137,3 @@ def _structure(kernel: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _number(scale: float | Tensor) -> str:
     return repr(scale.tolist() if torch.is_tensor(scale) else scale)
-
-
-def hash_tensors(*tensors: Tensor) -> str:
-    """A mark of the tensors' shapes, dtypes and values."""
-    digest = hashlib.sha256()
-    _add(digest, *tensors)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, *tensors: Tensor) -> None:
-    for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        for part in spans(len(flat), _BYTES // flat.dtype.itemsize):
-            digest.update(flat[part].cpu().contiguous().view(torch.uint8).numpy())

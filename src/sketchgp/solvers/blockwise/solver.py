@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ...checks import count, flag, function, like, number, pair, path, seed, settle, tolerance
 from ...errors import ConvergenceWarning, InputError
+from ...fingerprint import hash_tensors
 from ...operators import KernelMatrix
 from ...report import SolveReport, record
 from ..problem import FullProblem, Solution, System, check_problem
-from .checkpoint import Checkpoint, fingerprint, hash_tensors
+from .checkpoint import Checkpoint, fingerprint
 from .method import HeldOut, Limits, Method, Progress
 from .run import Run
 from .system import BlockSystem, automatic_block_size

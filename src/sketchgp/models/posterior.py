@@ -1,0 +1,93 @@
+"""The posterior of an accelerated model, without GPyTorch's toggling of ``cg_tolerance`` for the whole process.
+
+``ExactGP.__call__`` sets the tolerance of training to that of evaluation while it predicts, and puts it back: of two
+threads one can put back the other's.  Where every solve is sketchgp's, its parts (GPyTorch's hooks) are called here
+instead, and the tolerance is a context variable.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from gpytorch import settings
+from gpytorch.models import ExactGP
+from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy, prediction_strategy
+from gpytorch.utils.warnings import GPInputWarning
+from torch import Tensor
+
+from .added_diag import AcceleratedAddedDiagLinearOperator
+from .mean_solve import evaluating
+
+_GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
+_OURS = "_sketchgp_solves_all"
+
+
+def strategy_of(model: Any, **kwargs: Any) -> Any:
+    """The prediction strategy of a model in eval mode, made where there is none."""
+    strategy = model.prediction_strategy
+    if strategy is None:
+        train = list(model.train_inputs)
+        prior = model._get_train_prior_distribution(train, **kwargs)
+        model.prediction_strategy = prediction_strategy(train, prior, model.train_targets, model.likelihood)
+        strategy = model.prediction_strategy
+    return strategy
+
+
+def solves_all(strategy: Any) -> bool:
+    """Whether no solve behind a strategy's posterior is by GPyTorch's own iterations."""
+    known = strategy.__dict__.get(_OURS)
+    if known is None:
+        noisy = strategy.lik_train_train_covar
+        known = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and (
+            noisy._factorized(settings.fast_computations.solves)
+            or isinstance(noisy.evaluate_kernel(), AcceleratedAddedDiagLinearOperator)
+        )
+        strategy.__dict__[_OURS] = known
+    return known
+
+
+def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``model(*args, **kwargs)`` of an accelerated model.
+
+    :param plain_call: what GPyTorch would have called.
+    """
+    known = model.train_inputs is not None and model.train_targets is not None
+    if model.training or settings.prior_mode.on() or not known:
+        return plain_call(*args, **kwargs)
+    if type(model).__bases__[1].__call__ is not ExactGP.__call__ or not solves_all(strategy_of(model, **kwargs)):
+        with _GPYTORCH:
+            return plain_call(*args, **kwargs)
+    inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in args]
+    if settings.debug.on() and all(map(torch.equal, model.train_inputs, inputs)):
+        warnings.warn(
+            "The input matches the stored training data. Did you forget to call model.train()?",
+            GPInputWarning,
+            stacklevel=3,
+        )
+    strategy = strategy_of(model, **kwargs)
+    with evaluating():
+        mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
+            train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
+        )
+        mean, covariance = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
+    return posterior(mean.view(*batch, *shape).contiguous(), covariance)
+
+
+def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
+    """Posterior mean at x ``(m, d)`` without any variance, and how many dimensions one draw of it has.
+
+    :param model: in eval mode.
+    """
+    strategy = strategy_of(model)
+    with evaluating():
+        mean, covariance, cross, batch, shape, _ = model._get_test_prior_mean_and_covariances(
+            train_inputs=list(model.train_inputs), test_inputs=[x]
+        )
+        if isinstance(strategy, LinearPredictionStrategy):  # which has no mean without it, and no solve for it
+            found, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
+        else:
+            found = strategy.exact_predictive_mean(mean, cross)
+    return found.view(*batch, *shape), len(shape)

@@ -1,0 +1,69 @@
+"""Covariances that GPyTorch has not evaluated yet, evaluated without a change of its settings.
+
+GPyTorch evaluates a ``LazyEvaluatedKernelTensor`` with ``lazily_evaluate_kernels`` off for the whole process and the
+kernel's ``active_dims`` taken away meanwhile: of two threads one can leave either behind for good.  Here the kernel's
+``forward`` is called, and what it returns unevaluated is evaluated in turn.  Some kernels evaluate parts of themselves
+inside ``forward``, GPyTorch's way; the lock keeps them apart from each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from linear_operator import to_linear_operator
+from linear_operator.operators import LinearOperator, PsdSumLinearOperator, SumLinearOperator
+from linear_operator.utils.memoize import cached
+
+from ..errors import InputError
+
+KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
+
+
+def evaluated(value: Any) -> Any:
+    """A tensor or operator with every unevaluated kernel in it evaluated; what holds none is returned as it is."""
+    if isinstance(value, LazyEvaluatedKernelTensor):
+        options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
+        with KERNELS, torch.set_grad_enabled(value._is_grad_enabled):
+            return evaluated(value.kernel.forward(value.x1, value.x2, **options))
+    if not isinstance(value, LinearOperator):
+        return value
+    parts = [evaluated(part) for part in value._args]
+    if all(new is old for new, old in zip(parts, value._args, strict=True)):
+        return value
+    parts = [new if torch.is_tensor(old) else to_linear_operator(new) if torch.is_tensor(new) else new
+             for new, old in zip(parts, value._args, strict=True)]  # fmt: skip
+    if isinstance(value, SumLinearOperator) and type(value) in (SumLinearOperator, PsdSumLinearOperator):
+        return reduce(add, parts)
+    return value.__class__(*parts, **value._kwargs)
+
+
+class UnevaluatedKernel(LazyEvaluatedKernelTensor):
+    """GPyTorch's unevaluated kernel, evaluated by :func:`evaluated`."""
+
+    @cached(name="kernel_eval")
+    def evaluate_kernel(self) -> LinearOperator:
+        """The covariance as the operator that the kernel makes of it.
+
+        :raises InputError: if the kernel gives another shape than it promised.
+        """
+        value = evaluated(self)
+        if value.shape != self.shape:
+            raise InputError(
+                f"{type(self.kernel).__name__} expects to give a covariance of shape {tuple(self.shape)}, "
+                f"got {tuple(value.shape)}."
+            )
+        return to_linear_operator(value)
+
+
+def adopt_kernels(operator: Any) -> None:
+    """Make the unevaluated kernels of an operator :class:`UnevaluatedKernel`, in place."""
+    if type(operator) is LazyEvaluatedKernelTensor:
+        operator.__class__ = UnevaluatedKernel
+    elif isinstance(operator, LinearOperator):
+        for part in operator._args:
+            adopt_kernels(part)

@@ -1,0 +1,57 @@
+"""Keys of content: every entry counts, its place too, and nothing but the content does."""
+
+from __future__ import annotations
+
+import gpytorch
+import pytest
+import torch
+
+from sketchgp.fingerprint import mixed, module_key, tensor_key
+
+BIG = torch.randn(200_003, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def changes() -> dict[str, torch.Tensor]:
+    """Tensors that differ from BIG in little."""
+    last, signs, swapped, cancelled = (BIG.clone() for _ in range(4))
+    last[-1, -1] = torch.nextafter(last[-1, -1], last[-1, -1] + 1)
+    signs[5, 0], signs[70_000, 2] = -signs[5, 0], -signs[70_000, 2]
+    swapped[[3, 150_000]] = swapped[[150_000, 3]]
+    # hardly seen by sums over rows with smooth weights
+    cancelled[10, 1] += 1e-9
+    cancelled[11, 1] -= 1e-9
+    return {"last": last, "signs": signs, "swapped": swapped, "cancelled": cancelled, "shape": BIG.reshape(3, -1)}
+
+
+@pytest.mark.parametrize("key", [tensor_key, mixed], ids=["bytes", "as on CUDA"])
+def test_every_entry_counts(key) -> None:
+    keys = {name: key(tensor) for name, tensor in changes().items()}
+    if key is mixed:  # which is of the bytes alone
+        del keys["shape"]
+    assert len({key(BIG), *keys.values()}) == 1 + len(keys)
+
+
+@pytest.mark.parametrize("key", [tensor_key, mixed], ids=["bytes", "as on CUDA"])
+def test_equal_contents_have_equal_keys(key) -> None:
+    odd = torch.zeros(1001, dtype=torch.float32)
+    assert key(BIG) == key(BIG.clone()) == key(BIG.mT.contiguous().mT)
+    assert key(odd[1:]) == key(odd[:-1].clone())  # begins where no number of 8 bytes does
+    odd[1] = 1e-30
+    assert key(odd[1:]) != key(odd[:-1].clone())
+
+
+def test_repeated_tensors_differ_by_their_shape() -> None:
+    row = BIG[:1]
+    assert tensor_key(row.expand(4, 3)) != tensor_key(row.expand(5, 3))
+
+
+def test_settings_of_modules_count() -> None:
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+    before = module_key(kernel)
+    kernel.eval()
+    assert module_key(kernel) == before
+    kernel.base_kernel.nu = 2.5
+    assert module_key(kernel) != before
+    kernel.base_kernel.nu = 1.5
+    kernel.outputscale = 2.0
+    assert module_key(kernel) != before
