@@ -43,6 +43,9 @@ def test_equal_contents_have_equal_keys(key) -> None:
 def test_repeated_tensors_differ_by_their_shape() -> None:
     row = BIG[:1]
     assert tensor_key(row.expand(4, 3)) != tensor_key(row.expand(5, 3))
+    one = torch.ones(1)
+    assert tensor_key(one.expand(7)) == tensor_key(torch.ones(1).expand(7)) != tensor_key((2 * one).expand(7))
+    assert tensor_key(torch.ones(7).as_strided((1,), (0,))) == tensor_key(one)
 
 
 def test_settings_of_modules_count() -> None:

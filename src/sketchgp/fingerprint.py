@@ -24,9 +24,9 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     """A key of shape, dtype, device and every entry of a tensor."""
     tensor = tensor.detach()
     head = (tuple(tensor.shape), str(tensor.dtype), str(tensor.device))
-    for dim in range(tensor.dim()):  # what was repeated without copies is read once
+    for dim in reversed(range(tensor.dim())):  # what was repeated without copies is read once
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
-            tensor = tensor.narrow(dim, 0, 1)
+            tensor = tensor.select(dim, 0)
     if tensor.device.type != "cpu":
         return (*head, *mixed(tensor))
     digest = hashlib.blake2b(digest_size=16)
@@ -50,16 +50,21 @@ def add_tensors(digest: Any, *tensors: Tensor) -> None:
 
 def add_bytes(digest: Any, tensor: Tensor) -> None:
     """Add a tensor's values to a digest, some at a time."""
-    flat = tensor.detach().reshape(-1)
+    flat = _flat(tensor)
     step = _BYTES // flat.dtype.itemsize
     for start in range(0, len(flat), step):
-        part = flat[start : start + step].cpu().contiguous()
-        digest.update(part.view(torch.uint8).numpy())
+        digest.update(flat[start : start + step].cpu().view(torch.uint8).numpy())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """One entry after the other; where only one is left, its stride may be 0."""
+    flat = tensor.detach().reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def mixed(tensor: Tensor) -> tuple[int, int]:
     """Two sums mod 2^64 over the mixed bytes of a tensor, computed on its device."""
-    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    flat = _flat(tensor).view(torch.uint8)
     totals = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for start in range(0, len(flat), 8 * _MIXED):
         part = flat[start : start + 8 * _MIXED]
