@@ -1,0 +1,38 @@
+"""Tests of GPyTorch's that need not pass on accelerated models, and why each is not a fault."""
+
+from __future__ import annotations
+
+_ESTIMATE = (
+    "The marginal likelihood is an estimate by 10 probe vectors where it is not computed by Cholesky; the test "
+    "compares it with the exact one to five digits. At its size (below 800 points) users get the exact one."
+)
+_MIXED = (
+    "Training inputs are float64 and parameters float32, which GPyTorch lets pass; accelerate refuses it, naming the "
+    "parameter and the remedy."
+)
+
+DEFAULT = {
+    "test/mlls/test_leave_one_out_pseudo_likelihood.py::TestLeaveOneOutPseudoLikelihood::test_check_bordered_system": (
+        _MIXED
+    ),
+}
+ITERATIVE = {
+    **DEFAULT,
+    "test/mlls/test_exact_marginal_log_likelihood.py::TestExactMarginalLogLikelihood::test_batched_eval": _ESTIMATE,
+    "test/mlls/test_exact_marginal_log_likelihood.py::TestExactMarginalLogLikelihood::test_mll_computation": _ESTIMATE,
+    "test/examples/test_simple_gp_regression.py::TestSimpleGPRegression"
+    "::test_posterior_latent_gp_and_likelihood_with_optimization": (
+        "Fifty steps on 11 points from hyperparameters where the gradient of the lengthscale is 0.003 and the standard "
+        "deviation of its estimate is larger: some seeds arrive and some do not. With the exact loss, which users get "
+        "at this size, it arrives."
+    ),
+    "test/examples/test_lowrank_gp_regression.py::TestLinearRegressionLargeD::test_mean_abs_error": (
+        "Counts calls of torch's Cholesky factorization; the preconditioner makes one more."
+    ),
+    "test/kernels/test_additive_and_product_kernels.py::TestAdditiveAndProductKernel"
+    "::test_kernel_output_no_structure": (
+        "Asks for the class of a prior covariance, which is a KernelMatrix where sketchgp solves; its entries are the "
+        "same."
+    ),
+}
+DIFFERENCES = {"default": DEFAULT, "iterative": ITERATIVE}
