@@ -44,6 +44,5 @@ if MODE == "iterative":
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was tested."""
-    terminalreporter.write_line(
-        f"peers: mode {MODE}, gpytorch {gpytorch.__version__}: {_done['models']} models accelerated, {len(_solves)} solves"
-    )
+    counts = f"{_done['models']} models accelerated, {len(_solves)} solves"
+    terminalreporter.write_line(f"peers: mode {MODE}, gpytorch {gpytorch.__version__}, {counts}")
