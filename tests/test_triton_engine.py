@@ -482,6 +482,17 @@ def test_operator_far_from_the_origin():
         _close(found, expected, 1e-4)
 
 
+def test_operator_with_a_far_row():
+    v = torch.ones(30, 2)
+    for side in (0, 1):
+        inputs = [torch.randn(20, 6), torch.randn(30, 6)]
+        inputs[side][0] = 1e5
+        kernel = KERNELS["matern52"](6)
+        expected = copy.deepcopy(kernel).double()(*(x.double() for x in inputs)).to_dense() @ v.double()
+        matrix = KernelMatrix.of(kernel.to(DEVICE), *(x.to(DEVICE) for x in inputs), engine="triton").detach()
+        _close((matrix @ v.to(DEVICE)).double().cpu(), expected.detach(), 2e-5)
+
+
 def test_operator_in_bfloat16_and_with_another_right_hand_side():
     x = torch.randn(30, 6, device=DEVICE)
     kernel = KERNELS["rbf"](6).to(DEVICE)

@@ -92,7 +92,7 @@ def element(matrix: KernelMatrix, index: Index) -> KernelMatrix:
     if len(kernel.batch_shape) or (matrix.expression is None and _hides_a_batch(matrix, x1, x2)):
         inputs = torch.broadcast_shapes(matrix.x1.shape[:-2], matrix.x2.shape[:-2])
         kernel, names = BatchElement(kernel, index, batch, inputs), tuple(f"whole.{name}" for name in names)
-    found = type(matrix)(x1, x2, *parameters, **{**matrix._options(), "kernel": kernel, "names": names})
+    found = type(matrix)(x1, x2, *parameters, **{**matrix._options(), "kernel": kernel, "names": names, "centre": None})
     _check(matrix, found, index)
     return found
 

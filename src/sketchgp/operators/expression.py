@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ..kernels import LaplaceKernel
 from .batch_element import BatchElement
+from .centre import Centre
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, Profile
 
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
@@ -119,12 +120,22 @@ class Expression:
         """A parameter with ``trailing`` dimensions behind its batch: of the batch, or of the one kernel it is."""
         return parameter if self.element is None else self.element.own(parameter, trailing)
 
-    def prepare(self, x1: Tensor, x2: Tensor, same: bool, batch: torch.Size, dtype: torch.dtype) -> Prepared:
-        """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``."""
+    def prepare(
+        self,
+        x1: Tensor,
+        x2: Tensor,
+        same: bool,
+        batch: torch.Size,
+        dtype: torch.dtype,
+        centre: Tensor | None = None,
+    ) -> Prepared:
+        """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``.
+
+        :param centre: ``(..., 1, d)``, a constant: what inputs are counted from; None for the median of x2.
+        """
         x1 = x1.to(dtype)
         x2 = x1 if same else x2.to(dtype)
-        centre = x1.detach().nanmean(dim=-2, keepdim=True)  # a NaN spoils its own row only
-        centre = centre if x1.shape[-2] else torch.zeros_like(centre)  # the mean of no rows is NaN
+        centre = (Centre(x2).value() if centre is None else centre).to(x1)
         features = []
         for atom in self.atoms:
             left, weight = self._features(atom, x1, centre)

@@ -88,6 +88,7 @@ class _AtomSums:
             diagonal = part.diagonal(dim1=-2, dim2=-1)
             self.of_diagonal += diagonal.sum(dim=-1)
             diagonal.zero_()
+        self._far(rows, columns, g)
         for where, difference in self.distances.differences(rows, columns):  # a slope of 1/s: products would cancel
             self._near(rows, columns, where, g[where].unsqueeze(-1), difference)
             g[where] = 0
@@ -99,6 +100,24 @@ class _AtomSums:
         else:
             self.of_left[..., rows, :] += product
             self.of_right[..., columns, :] += (g.mT @ self.left_one[..., rows, :])[..., : a.shape[-1] + 1]
+
+    def _far(self, rows: slice, columns: slice, g: Tensor) -> None:
+        """Take in the pairs of points that are far from the centre, where products would cancel, and put 0 for them."""
+        if (pairs := self.distances.far_pairs(rows, columns)) is None:
+            return
+        i, j = pairs
+        part = g[..., i.unsqueeze(1), j].to(self.cross.dtype)
+        self.of_diagonal += part.sum(dim=(-2, -1))
+        a, b = self.left[..., rows, :][..., i, :], self.right[..., columns, :][..., j, :]
+        for k in range(a.shape[-1]):
+            difference = a[..., k].unsqueeze(-1) - b[..., k].unsqueeze(-2)
+            if self.weight_only:
+                self.cross[..., k] -= 0.5 * (part * difference.square()).sum(dim=(-2, -1))
+                continue
+            moved = part * difference
+            self.of_left[..., rows.start + i, k] -= moved.sum(dim=-1)
+            self.of_right[..., columns.start + j, k] += moved.sum(dim=-2)
+        g[..., i.unsqueeze(1), j] = 0
 
     def _near(self, rows: slice, columns: slice, where: tuple[Tensor, ...], g: Tensor, difference: Tensor) -> None:
         """Take in single pairs of a tile, from their differences."""

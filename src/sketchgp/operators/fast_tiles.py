@@ -22,6 +22,7 @@ from .tiles import spans
 _DIRECT = 2  # features up to which differences are squared one by one
 _CDIST = (8, 64)  # features between which torch.cdist is the fastest way to l1 distances on CPUs
 _KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
+_SEEN = {torch.float32: 1e-3, torch.float64: 1e-8}  # errors of a squared distance above which points are far
 _PAIRS = 2**22  # differences that are made at once for near pairs
 _PRECISION = threading.RLock()  # a setting of the whole process is changed for the time of one product
 
@@ -70,7 +71,11 @@ class _Distances:
     at 0, where it turns into the square root of eps: there the few distances that are small enough for it to be seen
     are computed from the differences too.
 
-    :ivar near: the pairs of the last tile for which that was done, as an index of it; None where it never is.
+    Rows so far from the centre that this error would be seen in any kernel are taken apart: distances among them, be
+    they copies or a cluster of their own, are made from the differences.
+
+    :ivar near: the pairs of the last tile for which the first was done, as an index of it; None where it never is.
+    :ivar far: which rows and which columns are far; None where there are none.
     """
 
     def __init__(self, profile: Profile, features: Features) -> None:
@@ -82,7 +87,8 @@ class _Distances:
         self.direct = 1 <= p <= _DIRECT
         if profile.l1 and self.left.device.type == "cpu":
             self.direct = 1 <= p < _CDIST[0] or p >= _CDIST[1]
-        self.limit: Tensor | None = None
+        self.limits: tuple[Tensor, Tensor] | None = None
+        self.far: tuple[Tensor, Tensor] | None = None
         self.near: tuple[Tensor, ...] | None = None
         if self.direct:
             root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs()
@@ -93,12 +99,22 @@ class _Distances:
         elif not profile.l1:
             self.augmented = self._once(features, "augmented", lambda: _augmented(features.right))
             self.guarded = self.left.dtype == torch.float32 and _reduced(self.left.device)
-            if profile is MATERN[0.5] and self.left.numel() and self.right.numel():
-                squares = (self.left.square().sum(dim=-1), self.augmented[..., -1])
-                largest = torch.stack([s.nan_to_num(nan=0.0).max() for s in squares]).sum()
-                eps = torch.finfo(self.left.dtype).eps
-                self.limit = _lambert(0.5 * eps / _KINK[self.left.dtype] * largest).square() * self.factor
+            if self.left.numel() and self.right.numel():
+                squares = self.left.square().sum(dim=-1)
+                rows = _far(squares)
+                columns = self._once(features, "far", lambda: _far(self.augmented[..., -1]))
+                if bool(rows.any()) and bool(columns.any()):
+                    self.far = (rows, columns)
+                if profile is MATERN[0.5]:
+                    # of each row and each column, so that one that lies far from all others makes none but its own near
+                    of_columns = self._once(features, "limit", lambda: self._limit(self.augmented[..., -1]))
+                    self.limits = (self._limit(squares).unsqueeze(-1), of_columns.unsqueeze(-2))
         self._rows: tuple[slice, Tensor] | None = None
+
+    def _limit(self, squares: Tensor) -> Tensor:
+        """The t below which a pair's error of ``2 eps |a|^2`` is seen, for each ``|a|^2``; 0 for rows that are far."""
+        scale = torch.finfo(squares.dtype).eps / _KINK[squares.dtype]
+        return _lambert(scale * squares.masked_fill(_far(squares), 0)).square() * self.factor
 
     @staticmethod
     def _once(features: Features, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -136,11 +152,24 @@ class _Distances:
             return torch.mul(distances, self.factor, out=out)
         with _full_precision(out.device) if self.guarded else nullcontext():
             torch.matmul(self._block(rows), self.augmented[..., columns, :].mT, out=out)
-        if self.limit is not None:
-            self.near = (out < self.limit).nonzero(as_tuple=True)
+        if (pairs := self.far_pairs(rows, columns)) is not None:
+            i, j = pairs
+            a, b = self.left[..., rows, :][..., i, :], self.right[..., columns, :][..., j, :]
+            distances = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+            out[..., i.unsqueeze(1), j] = distances.square_().mul_(self.factor)
+        if self.limits is not None:
+            near = (out < self.limits[0][..., rows, :]).logical_or_(out < self.limits[1][..., columns])
+            self.near = near.nonzero(as_tuple=True)
             for where, difference in self.differences(rows, columns):
                 out[where] = difference.square().sum(dim=-1) * self.factor
         return out
+
+    def far_pairs(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor] | None:
+        """The rows and columns of a tile that are far, as indices of it; None where either has none."""
+        if self.far is None:
+            return None
+        i, j = (mask[part].nonzero().squeeze(-1) for mask, part in zip(self.far, (rows, columns), strict=True))
+        return (i, j) if len(i) and len(j) else None
 
     def differences(self, rows: slice, columns: slice) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """The near pairs of the last tile, some at a time: an index of the tile, and ``a - b`` for each pair."""
@@ -150,6 +179,12 @@ class _Distances:
         for part in spans(len(self.near[0]), max(1, _PAIRS // a.shape[-1])):
             where = tuple(index[part] for index in self.near)
             yield where, a[where[:-1]] - b[where[:-2] + where[-1:]]
+
+
+def _far(squares: Tensor) -> Tensor:
+    """Which points, in any matrix of the batch, have squared distances that may be wrong by more than ``_SEEN``."""
+    eps = torch.finfo(squares.dtype).eps
+    return (squares > _SEEN[squares.dtype] / (8 * eps)).reshape(-1, squares.shape[-1]).any(dim=0)
 
 
 def _lambert(c: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .batch_element import element
+from .centre import Centre
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
 
+_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -64,6 +66,7 @@ class KernelMatrix(LinearOperator):
     :param same: whether x1 and x2 hold the same points.
     :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x3"``,
         ``"tf32"`` and ``"bf16"``.
+    :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
     """
 
     def __init__(
@@ -76,11 +79,12 @@ class KernelMatrix(LinearOperator):
         engine: str = "auto",
         same: bool = False,
         precision: str = "float32",
+        centre: Centre | None = None,
     ) -> None:
-        options = {"kernel": kernel, "names": names, "engine": engine, "same": same, "precision": precision}
-        super().__init__(x1, x2, *parameters, **options)
         self.x1, self.x2, self.parameters = x1, x2, parameters
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
+        self.centre = Centre(x2) if centre is None else centre
+        super().__init__(x1, x2, *parameters, **self._options())
         self.expression: Expression | None = recognise(kernel)
         self.coincident: Tensor | None = None  # (2, p) rows and columns of pairs that are one point
         self.memo: dict[str, Any] = {}  # what engines keep from product to product
@@ -132,17 +136,11 @@ class KernelMatrix(LinearOperator):
         check_able(matrix)
         return matrix
 
-    def _with(self, x1: Tensor, x2: Tensor, same: bool) -> KernelMatrix:
-        return self.__class__(x1, x2, *self.parameters, **{**self._options(), "same": same})
+    def _with(self, x1: Tensor, x2: Tensor, same: bool, centre: Centre | None = None) -> KernelMatrix:
+        return self.__class__(x1, x2, *self.parameters, **{**self._options(), "same": same, "centre": centre})
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "kernel": self.kernel,
-            "names": self.names,
-            "engine": self.engine,
-            "same": self.same,
-            "precision": self.precision,
-        }
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     # --- what engines compute from --------------------------------------------------------------------------
 
@@ -170,7 +168,8 @@ class KernelMatrix(LinearOperator):
         """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            return self.expression.prepare(tensors[0], tensors[1], same, self.batch_shape, self.compute_dtype)
+            x1, x2, centre = tensors[0], tensors[1], self.centre.value()
+            return self.expression.prepare(x1, x2, same, self.batch_shape, self.compute_dtype, centre)
 
     @torch.no_grad()
     def prepared(self) -> Prepared:
@@ -305,7 +304,7 @@ class KernelMatrix(LinearOperator):
 
     def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
-        part = self._with(x1, x2, same=self.same and rows is columns)
+        part = self._with(x1, x2, self.same and rows is columns, self.centre)
         if self.expression is not None and all(i is None or i.dim() == 1 for i in (rows, columns)):
             part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
         return part
@@ -366,11 +365,11 @@ class KernelMatrix(LinearOperator):
         return self.to("cuda" if device_id is None else device_id)
 
     def _transpose_nonbatch(self) -> KernelMatrix:
-        return self._with(self.x2, self.x1, self.same)
+        return self._with(self.x2, self.x1, self.same, self.centre)
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
         x1, x2 = (x.expand(*batch_shape, *x.shape[-2:]) for x in (self.x1, self.x2))
-        return self._with(x1, x2, self.same)
+        return self._with(x1, x2, self.same, self.centre)
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         if len(self.kernel.batch_shape):
@@ -387,7 +386,8 @@ class KernelMatrix(LinearOperator):
         same = self.same and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
         if torch.is_tensor(row_index) and torch.is_tensor(col_index):
             same = self.same and row_index.shape == col_index.shape and bool((row_index == col_index).all())
-        return self._with(index_rows(self.x1, row_index), index_rows(self.x2, col_index), same)
+        centre = self.centre if same else None  # of test and training points, that of the latter
+        return self._with(index_rows(self.x1, row_index), index_rows(self.x2, col_index), same, centre)
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         if self.batch_shape:

@@ -75,8 +75,8 @@ class PriorPaths:
         ]
 
     def _prepare(self, x: Tensor) -> Prepared:
-        """The features of x, counted from the origin, are on the right; differentiable in x only."""
-        matrix = constant(KernelMatrix.of(self.kernel, self.origin, x, engine="tiled")).double()
+        """The features of x, counted from the origin, are on the left; differentiable in x only."""
+        matrix = constant(KernelMatrix.of(self.kernel, x, self.origin, engine="tiled")).double()
         return matrix.prepare(list(matrix._args), False)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class _Waves:
         """``(p, S)``, or ``(S,)`` of constants."""
         if not self.weights:
             return self.phases
-        sums = _Sums.apply(self, dtype, *(features[index].right for index, _ in self.weights))
+        sums = _Sums.apply(self, dtype, *(features[index].left for index, _ in self.weights))
         return sums * math.sqrt(2 / self.length)
 
     def tiles(self, points: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice, slice, Tensor]]:
@@ -172,7 +172,7 @@ def _frequencies(atom: Atom, features: Features, count: int, generator: torch.Ge
     def normal(width: int) -> Tensor:
         return torch.randn(count, width, dtype=torch.float64, generator=generator)
 
-    drawn = normal(features.right.shape[-1])
+    drawn = normal(features.left.shape[-1])
     if atom.profile is GAUSS:
         return drawn
     if atom.profile is LAPLACE:

@@ -1,0 +1,127 @@
+"""Rows far from all others (1e5 where a value is missing) move no product, prediction or gradient of another row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
+from gpytorch.likelihoods import GaussianLikelihood
+from torch import Tensor
+
+import sketchgp
+from gp_models import Plain
+from problems import normal, points, relative
+from sketchgp.operators import KernelMatrix
+
+FAR = 1e5
+KERNELS = {
+    "rbf": lambda: ScaleKernel(RBFKernel(ard_num_dims=4)),
+    "matern12": lambda: ScaleKernel(MaternKernel(nu=0.5)),
+    "sum": lambda: ScaleKernel(RQKernel(active_dims=(0, 1, 3)) + MaternKernel(nu=2.5) * RBFKernel()),
+}
+
+
+def exactly(name: str, kernel: ScaleKernel, x: Tensor, z: Tensor) -> Tensor:
+    """``kernel(x, z)`` from the differences of inputs, which GPyTorch's own distances in float64 are not."""
+
+    def squared(part, dims=slice(None)):
+        return ((x[:, None, dims] - z[:, dims]) / part.lengthscale).square().sum(dim=-1)
+
+    def root(q):
+        return torch.where(q > 0, q, 1).sqrt() * (q > 0)
+
+    base = kernel.base_kernel
+    if name == "rbf":
+        return kernel.outputscale * (squared(base) * -0.5).exp()
+    if name == "matern12":
+        return kernel.outputscale * (-root(squared(base))).exp()
+    rq, (matern, rbf) = base.kernels[0], base.kernels[1].kernels
+    heavy = (1 + squared(rq, [0, 1, 3]) / (2 * rq.alpha)) ** -rq.alpha
+    u = 5**0.5 * root(squared(matern))
+    return kernel.outputscale * (heavy + (1 + u + u.square() / 3) * (-u - squared(rbf) / 2).exp())
+
+
+def sides(where: str) -> tuple[Tensor, Tensor, slice, slice]:
+    """Test and training points in float32, and which rows of each are not far."""
+    z, x = points(12, 4, seed=1, dtype=torch.float32), points(300, 4, dtype=torch.float32)
+    if where == "test":
+        z[0] = FAR
+    elif where == "two of three":
+        z = torch.cat([torch.full((2, 4), FAR), z[:1]])
+    elif where == "test, one feature":
+        z[:10, 2] = -FAR
+    elif where == "training":
+        x[:100] = FAR  # a third, duplicated
+    return z, x, slice(z.abs().amax(dim=1).gt(9).sum(), None), slice(x.abs().amax(dim=1).gt(9).sum(), None)
+
+
+@pytest.mark.parametrize("where", ["test", "two of three", "test, one feature", "training"])
+@pytest.mark.parametrize("engine", ["tiled", "dense"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_and_gradients(name, engine, where):
+    z, x, tests, training = sides(where)
+    kernel, exact = KERNELS[name](), KERNELS[name]().double()
+    u, v = normal(len(z), 2), normal(len(x), 2)
+    matrix = KernelMatrix.of(kernel, z.requires_grad_(), x, engine=engine)
+    whole = exact(z[tests].detach().double(), x.double()).to_dense().detach()
+    assert relative((matrix @ v.float())[tests], whole @ v) < 2e-5
+    assert relative(matrix.mT.to_dense().mT[tests], whole) < 1e-5
+    assert relative(matrix.columns(torch.arange(len(x) - 5, len(x)))[tests], whole[:, -5:]) < 1e-5
+    assert relative((matrix.mT @ u.float())[training], exact(x[training].double(), z.double()).to_dense() @ u) < 2e-5
+
+    (matrix @ v.float())[tests].sum().backward()
+    near = z[tests].detach().double().requires_grad_()
+    (exact(near, x.double()).to_dense() @ v).sum().backward()
+    assert relative(z.grad[tests], near.grad) < 1e-4
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("far", ["one", "copies", "cluster"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_square_matrices(name, far, inputs):
+    """Far rows may be copies of one another, or a cluster of their own: k is not 0 among them."""
+    x = points(300, 4, dtype=torch.float32)
+    x[: 1 if far == "one" else 100] = FAR
+    if far == "cluster":
+        x[:100] += 64 * points(100, 4, seed=3, dtype=torch.float32)
+    v = normal(300, 1)
+    kernel, exact = KERNELS[name](), KERNELS[name]().double()
+    z = x.double().requires_grad_(inputs)
+    x.requires_grad_(inputs)
+    found, expected = KernelMatrix.of(kernel, x, engine="tiled") @ v.float(), exactly(name, exact, z, z) @ v
+    assert relative(found, expected) < 1e-5
+    (found * v.float()).sum().backward()
+    (expected * v).sum().backward()
+    for mine, theirs in zip(kernel.parameters(), exact.parameters(), strict=True):
+        assert relative(mine.grad, theirs.grad) < 1e-4
+    if inputs:
+        assert relative(x.grad, z.grad) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("matmul", ["dense", "tiled", "auto"])
+def test_predictions(matmul, rows):
+    """Of a test batch with a far row: those of the other rows, mean and covariance, are as without it."""
+    x = points(900, 4)
+    y = torch.sin(5 * x.sum(dim=1))
+    likelihood = GaussianLikelihood()
+    likelihood.noise = 1e-2
+    model = Plain(x.float(), y.float(), likelihood, ScaleKernel(RBFKernel()))
+    sketchgp.accelerate(model.eval(), matmul=matmul)
+    test = points(rows, 4, seed=4, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(test)
+        found = model(torch.cat([test, torch.full((1, 4), FAR)]))
+        mean, covariance = found.mean[:-1], found.covariance_matrix[:-1, :-1]
+        assert float((mean - expected.mean).abs().max()) < 1e-4
+        assert float((covariance - expected.covariance_matrix).abs().max()) < 1e-4
+        assert float(found.mean[-1] - model.mean_module.constant) == pytest.approx(0, abs=1e-6)
+
+
+def test_an_infinite_row_and_one_of_nan_spoil_their_own():
+    x = points(20, 3, dtype=torch.float32)
+    bad = torch.cat([x, torch.full((1, 3), torch.inf), torch.full((1, 3), torch.nan)])
+    found = KernelMatrix.of(RBFKernel(), bad, points(6, 3, seed=2, dtype=torch.float32), engine="tiled").to_dense()
+    exact = RBFKernel().double()(x.double(), points(6, 3, seed=2)).to_dense()
+    assert relative(found[:20], exact) < 1e-6
+    assert relative(KernelMatrix.of(RBFKernel(), x, bad, engine="tiled").to_dense()[:, :20], RBFKernel()(x).to_dense())
