@@ -168,6 +168,20 @@ def test_a_gradient_of_the_mean_reaches_the_noise() -> None:
     assert gradient_error(gradients[1], gradients[0]) < 1e-5
 
 
+def test_filled_targets_give_the_same_mean() -> None:
+    model, test = CASES["scale-rbf-ard"].build()
+    model.train_targets[::5] = torch.nan
+    sketchgp.accelerate(model)
+    means = []
+    skip = gpytorch.settings.skip_posterior_variances
+    for policy in ("mask", "fill"):
+        model.train().eval()
+        with iterative(), gpytorch.settings.observation_nan_policy(policy), skip(), sketchgp.record_solves() as solves:
+            means.append(model(*test).mean)
+        assert len(solves) == 1
+    assert torch.equal(*means)
+
+
 def test_masks_of_other_models_are_gpytorchs() -> None:
     model, test = CASES["scale-rbf-ard"].build()
     model.train_targets[::5] = torch.nan

@@ -33,8 +33,12 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     @cached(name="mean_cache")
     def _mean_cache(self, nan_policy: str) -> Any:
-        if nan_policy != "mask" or not bool(torch.isnan(self.train_labels).any()):
-            return super()._mean_cache("fill" if nan_policy == "fill" else "ignore")
+        missing = torch.isnan(self.train_labels)
+        if not bool(missing.any()):
+            return super()._mean_cache("ignore")
+        alike = bool((missing == missing.reshape(-1, missing.shape[-1])[0]).all())
+        if nan_policy == "ignore" or (nan_policy == "fill" and not alike):  # elements of a batch miss different ones
+            return super()._mean_cache(nan_policy)
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
         acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
         assert acceleration is not None  # the strategy is an accelerated model's
