@@ -59,6 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    # BoTorch leaves models of up to 4096 points to Cholesky; this one is smaller, to keep the example short.
-    with gpytorch.settings.max_cholesky_size(800):
-        main()
+    main()
