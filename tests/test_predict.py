@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from typing import Any
 
 import gpytorch
 import pytest
 import torch
+from gpytorch import kernels
 
 import sketchgp
-from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, data, dense, iterative, relative
+from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, relative
 
 pytestmark = TORCH_WARNINGS
 PLAIN = ["scale-rbf-ard", "bare-matern", "fixed-noise", "additive-kernel", "deep", "periodic", "active-dims"]
@@ -155,8 +157,69 @@ def test_the_report_is_of_the_solve_behind_the_mean() -> None:
     assert isinstance(first.report, sketchgp.SolveReport)
     assert first.report.columns == 1
     assert first.report.converged
-    assert again.report is None, "nothing was solved again"
+    assert again.report is first.report, "nothing was solved again"
     assert torch.equal(first.mean, again.mean)
+
+
+def test_a_mean_that_did_not_converge_says_so_every_time() -> None:
+    model, x = build(preconditioner=None, solver=sketchgp.ConjugateGradients(tol=1e-8, max_iterations=2))
+    for _ in range(2):
+        with iterative(), pytest.warns(sketchgp.ConvergenceWarning, match="iterations") as caught:
+            found = sketchgp.predict(model, x, variance=None)
+        assert found.report is not None
+        assert not found.report.converged
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize("change", ["nu", "power", "data", "iterations"])
+def test_what_the_mean_depends_on_may_change(change: str) -> None:
+    """Settings of kernels and means, and large data that are changed in place where sums over them are not."""
+    x, y, z = data(n=400, d=12)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=0.5))
+    mean = Power()
+    model = sketchgp.accelerate(Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel, mean).double())
+    limit = 1 if change == "iterations" else 1000
+    with iterative(), gpytorch.settings.max_cg_iterations(limit), warnings.catch_warnings():
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+        before = sketchgp.predict(model, z, variance=None).mean
+    if change == "nu":
+        kernel.base_kernel.nu = 2.5
+    elif change == "power":
+        mean.power = 2
+    elif change == "data":
+        model.train_inputs[0].data[:, 1] = model.train_inputs[0].data[:, 1].flip(0)
+    with iterative():
+        after = sketchgp.predict(model, z, variance=None).mean
+    fresh = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel, mean).double().eval()
+    with dense(), torch.no_grad():
+        expected = fresh(z).mean
+    assert relative(after, expected) < 1e-6
+    assert relative(before, expected) > 1e-3
+
+
+class Power(gpytorch.means.Mean):
+    """A mean with a plain setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., 0] ** self.power
+
+
+@pytest.mark.parametrize("variance", ["exact", "low_rank", None])
+def test_inputs_in_the_form_of_gpytorchs_tutorial(variance: str | None) -> None:
+    x, y, z = data(n=60, d=1)
+    model = sketchgp.accelerate(
+        Plain(x[:, 0], y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double()
+    )
+    with iterative():
+        flat, columns = (sketchgp.predict(model, points, variance=variance) for points in (z[:, 0], z))
+    assert torch.equal(flat.mean, columns.mean)
+    assert flat.mean.shape == (len(z),)
+    if variance is not None:
+        assert torch.allclose(flat.variance, columns.variance)
 
 
 def test_a_new_model_is_not_predicted_with_old_weights() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _BYTES = 2**26  # hashed at once
 _MIXED = 2**22  # numbers of 8 bytes mixed at once
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str)  # None is what a kernel has in place of parts that it makes at its first call
 _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
 _FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of SplitMix64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import gpytorch
@@ -121,6 +122,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         self.register_parameter("inducing_points", torch.nn.Parameter(points, requires_grad=False))
         self.register_added_loss_term("trace")
         self._kept: dict[str, Any] = {}
+        self._lock = threading.RLock()  # what is kept is computed once, whichever thread asks
 
     # --- the solution and what it depends on ----------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
     @property
     def solution(self) -> Solution:
         """The :class:`sketchgp.Solution` behind the mean: weights ``(m, t)`` and the report of how they were found."""
-        with torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
             if "solution" not in self._kept:
                 problem = InducingPointProblem(
@@ -182,7 +184,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
     @property
     def variance_method(self) -> str:
         """What variances are of the present parameters and data: ``"dtc"`` or ``"pathwise"``."""
-        with torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
         return self._variance_method()
 
@@ -211,7 +213,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
             raise InputError("The model or its data changed after this prediction; call the model again.")
 
     def _errors(self, asked: Any = None) -> ErrorPaths:
-        with torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._check_unchanged(asked)
             if "errors" not in self._kept:
                 self._kept["errors"] = ErrorPaths(
@@ -225,7 +227,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self._kept["errors"]
 
     def _statistics(self, asked: Any = None) -> Collapsed:
-        with torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._check_unchanged(asked)
             if "statistics" not in self._kept:
                 m, free = len(self.inducing_points), available_memory(self._x.device)
@@ -261,7 +263,10 @@ class InducingPointGP(gpytorch.models.ExactGP):
         self._kept = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+        return {**self.__dict__, "_kept": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_lock": threading.RLock()})
 
     def get_fantasy_model(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered.

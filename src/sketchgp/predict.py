@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +18,20 @@ from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
 from .checks import count, flag, tensor, word
-from .errors import InputError
+from .errors import ConvergenceWarning, InputError
+from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
-from .models.acceleration import ATTRIBUTE
-from .models.added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
-from .models.mixins import AcceleratedModel
-from .operators import KernelMatrix
+from .models.conditioning import Conditioning, PlainConditioning
+from .models.mean_solve import evaluating
+from .models.posterior import mean_at, strategy_of
+from .operators.lazies import KERNELS
 from .operators.tiles import spans
-from .preconditioners.cache import tensor_key
 from .random_streams import generator
-from .report import SolveReport, record_solves
-from .solvers import ConjugateGradients, System
+from .report import SolveReport, own_solves
 
 _VARIANCES = ("auto", "exact", "low_rank")
+_KEY, _REPORT = "_sketchgp_key", "_sketchgp_report"  # of its solution, on the prediction strategy that keeps it
 _CHECK_POINTS = 16
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
@@ -49,7 +49,8 @@ class Prediction:
     ``"none"``.  ``variance_check`` compares low-rank variances with exact ones at ``points`` test points:
     ``min_ratio``, ``median_ratio``, ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with
     the noise added.
-    ``report`` is of the solve behind the mean, None where that had been done before.
+    ``report`` is of the solve behind the mean, also where that had been done before; None where there was none: up to
+    800 points the matrix is factorized by GPyTorch, and a saved model brings its solution.
     """
 
     mean: Tensor
@@ -58,78 +59,6 @@ class Prediction:
     variance_method: str
     variance_check: dict[str, Any] | None
     report: SolveReport | None
-
-
-@dataclass
-class _Conditioning:
-    """The training side of a model with a plain kernel: ``K + noise`` and the inputs behind it."""
-
-    model: Any
-    operator: AcceleratedAddedDiagLinearOperator
-    kernel_matrix: KernelMatrix
-
-    @classmethod
-    def of(cls, model: Any) -> _Conditioning | None:
-        """None where the covariance has structure of its own, or a batch."""
-        inputs = list(model.train_inputs)
-        if inputs[0].dim() != 2 or model.train_targets.dim() != 1:
-            return None
-        prior = _prior(model, inputs[0])
-        if prior is None:
-            return None
-        operator = model.likelihood(prior, inputs).lazy_covariance_matrix
-        if not isinstance(operator, AcceleratedAddedDiagLinearOperator) or operator.batch_shape:
-            return None
-        return cls(model, operator, operator._linear_op)
-
-    def block(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None."""
-        matrix = self.kernel_matrix
-        if b is None:
-            return matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-        return matrix._with(a, b, False).type(torch.float64).to_dense()
-
-    def exact_variance(self, inputs: Tensor) -> Tensor:
-        """Latent variances ``(m,)`` at inputs as the kernel sees them, by one solve a point; float64.
-
-        ``2 c.w - w.(K + noise)w`` differs from the explained variance ``c.(K + noise)^-1 c`` by ``r.(K + noise)^-1 r``
-        with ``r = c - (K + noise)w``, at most ``tol^2 |c|^2 / noise``: the tolerance is set so that this is a hundredth
-        of the noise.
-        """
-        system = System(self.kernel_matrix, self.operator._noise_vector())
-        c = self.block(self.kernel_matrix.x1, inputs)
-        acceleration = acceleration_of(self.model)
-        solver = acceleration.column_solver()
-        if isinstance(solver, ConjugateGradients):
-            largest = max(float(c.norm(dim=0).max()), torch.finfo(c.dtype).tiny)
-            tol = min(solver.tol or 1e-3, 0.1 * float(system.noise.min()) / largest)
-            solver = dataclasses.replace(solver, tol=max(tol, 1e-12))
-            built = acceleration.build(self.kernel_matrix, system.noise, differentiable=False)
-            w, _, _ = solver.run(system, c, built, name=acceleration.preconditioner_name)
-        else:
-            w, _, _ = solver.run(system, c)
-        explained = (w * (2 * c - system.accurate_product(w))).sum(dim=0)
-        return (self.block(inputs, None) - explained).clamp_(min=0)
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """x as the kernel sees it (its active dimensions selected)."""
-        prior = _prior(self.model, x)
-        assert prior is not None
-        return prior.lazy_covariance_matrix.x1
-
-
-def _prior(model: Any, x: Tensor) -> Any:
-    """The prior at x with a KernelMatrix as its covariance, whatever n is; None for a structured covariance."""
-    prior = super(AcceleratedModel, model).forward(x)  # type: ignore[misc]
-    if not prior.islazy:
-        return None
-    choices = acceleration_of(model)
-    matmul = "auto" if choices.matmul == "gpytorch" else choices.matmul
-    covariance = as_kernel_matrix(prior.lazy_covariance_matrix, matmul, choices.matmul_precision)
-    if not isinstance(covariance, KernelMatrix):
-        return None
-    setattr(covariance, ATTRIBUTE, acceleration_of(model))
-    return type(prior)(prior.mean, covariance)
 
 
 def predict(
@@ -146,7 +75,7 @@ def predict(
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose variances are
         those of DTC or pathwise as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
         mode.
-    :param x: test inputs ``(m, d)``, of the training inputs' dtype and device.
+    :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
     :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
         inducing points (FITC, which lies above the exact variance nearly always) and compares it with exact ones
         at 16 test points; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
@@ -176,6 +105,8 @@ def predict(
     if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
         raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
     train = model.train_inputs[0]
+    if torch.is_tensor(x) and x.dim() == 1 and train.shape[-1] == 1:
+        x = x.unsqueeze(-1)
     tensor("predict", "x", x, (2,))
     if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:
         raise InputError(
@@ -186,22 +117,21 @@ def predict(
     show = sys.stderr.isatty() if progress is None else progress
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
-    _renew(model)
-    with torch.no_grad(), record_solves() as solves:
-        conditioning = None if variance is None else _Conditioning.of(model)
+    with torch.no_grad():
+        report = _solution_report(model)
+        conditioning = None if variance is None else Conditioning.of(model)
         if variance == "auto":
             small = train.shape[-2] ** 2 * len(x) <= _EXACT_WORK.get(x.device.type, 1e10)
-            variance = "exact" if small or conditioning is None else "low_rank"
-        if variance == "low_rank" and conditioning is None:
+            variance = "exact" if small or not isinstance(conditioning, PlainConditioning) else "low_rank"
+        if variance == "low_rank" and not isinstance(conditioning, PlainConditioning):
             raise InputError('variance="low_rank" expects a plain kernel and one set of training inputs; use "exact".')
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
-        report = solves[0] if solves else None
         if variance is None:
             return Prediction(mean, None, None, "none", None, report)
         if variance == "exact":
             latent, check = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show), None
         else:
-            assert conditioning is not None
+            assert isinstance(conditioning, PlainConditioning)
             latent, check = _low_rank_variance(conditioning, x)
         noise = _noise(model, x, latent)
         return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
@@ -213,9 +143,10 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         raise InputError(f"The variance of an InducingPointGP is that of DTC or pathwise, as the model was told; "
                          f"variance expects 'auto' or None, got {variance!r}.")  # fmt: skip
     means, variances = [], []
-    with record_solves() as solves:
-        solution = model.solution
-    report = solution.report if solves else None
+    with own_solves() as solves:
+        report = model.solution.report
+    if not report.converged and not solves:
+        warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
     with torch.no_grad():
         for part in tqdm(list(spans(len(x), rows)), desc="prediction", disable=not show or len(x) <= rows, leave=False):
             posterior = model(x[part])  # whose variance is computed where it is looked at
@@ -231,18 +162,34 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         return Prediction(mean, latent, observed, model.variance_method, None, report)
 
 
-def _renew(model: Any) -> None:
-    """Forget a cached solution that is not one for the present parameters and data."""
-    acceleration = acceleration_of(model)
-    key = _solution_key(model)
-    if acceleration.solution_key != key:
-        model._clear_cache()
-        acceleration.solution_key = key
+def _solution_report(model: Any) -> SolveReport | None:
+    """Have the model keep the solution behind its mean, of the present parameters, data and settings; its report.
+
+    A solution that fell short of its tolerance warns each time it is used.
+    """
+    with acceleration_of(model).lock:
+        key, strategy = _solution_key(model), model.prediction_strategy
+        kept = strategy is not None and strategy.__dict__.get(_KEY) == key
+        if not kept:
+            model._clear_cache()
+            strategy = strategy_of(model)
+        with own_solves() as solves, evaluating():
+            _ = strategy.mean_cache
+        if solves:
+            strategy.__dict__[_REPORT] = next((solve for solve in solves if not solve.converged), solves[0])
+        strategy.__dict__[_KEY] = key
+        report = strategy.__dict__.get(_REPORT)
+    if report is not None and not report.converged and not solves:
+        warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+    return report
 
 
 def _solution_key(model: Any) -> tuple[Any, ...]:
-    tensors = (*model.parameters(), *model.buffers(), *model.train_inputs, model.train_targets)
-    return (settings.observation_nan_policy.value(), *(tensor_key(t) for t in tensors))
+    asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
+             settings.max_preconditioner_size)  # fmt: skip
+    data = (*model.train_inputs, model.train_targets)
+    with KERNELS:  # no kernel computes with other parameters than its own meanwhile
+        return (*(setting.value() for setting in asked), *map(tensor_key, data), *module_key(model))
 
 
 def use_weights(model: ExactGP, weights: Tensor) -> None:
@@ -259,19 +206,18 @@ def use_weights(model: ExactGP, weights: Tensor) -> None:
             likelihood=model.likelihood,
         )
     add_to_cache(model.prediction_strategy, "mean_cache", weights, settings.observation_nan_policy.value())
-    acceleration_of(model).solution_key = _solution_key(model)
+    model.prediction_strategy.__dict__[_KEY] = _solution_key(model)
 
 
 def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
-    parts = []
-    with settings.skip_posterior_variances(True):
-        for part in tqdm(list(spans(len(x), rows)), desc="mean", disable=not show or len(x) <= rows, leave=False):
-            posterior = model(x[part])
-            parts.append(posterior.mean)
-    return torch.cat(parts, dim=-len(posterior.event_shape))
+    parts, dims = [], 1
+    for part in tqdm(list(spans(len(x), rows)), desc="mean", disable=not show or len(x) <= rows, leave=False):
+        mean, dims = mean_at(model, x[part])
+        parts.append(mean)
+    return torch.cat(parts, dim=-dims)
 
 
-def _exact_variance(model: Any, conditioning: _Conditioning | None, x: Tensor, rows: int, show: bool) -> Tensor:
+def _exact_variance(model: Any, conditioning: Conditioning | None, x: Tensor, rows: int, show: bool) -> Tensor:
     parts, dim = [], -1
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
         if conditioning is None:
@@ -279,13 +225,15 @@ def _exact_variance(model: Any, conditioning: _Conditioning | None, x: Tensor, r
             parts.append(posterior.variance)
             dim = -len(posterior.event_shape)
         else:
-            parts.append(conditioning.exact_variance(conditioning.inputs(x[part])).to(x.dtype))
+            found = conditioning.exact_variance(x[part])
+            dim = len(conditioning.noisy.batch_shape) - found.dim()
+            parts.append(found.to(x.dtype))
     return torch.cat(parts, dim=dim)
 
 
-def _low_rank_variance(conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def _low_rank_variance(conditioning: PlainConditioning, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Low-rank variances, and how they compare with exact ones at a few of the points."""
-    matrix, noise = conditioning.kernel_matrix, conditioning.operator._noise_vector()
+    matrix, noise = conditioning.matrix, conditioning.noise
     acceleration = acceleration_of(conditioning.model)
     pivots = None if acceleration.cache is None else acceleration.cache.pivots(matrix, noise)
     if pivots is None:
@@ -296,7 +244,7 @@ def _low_rank_variance(conditioning: _Conditioning, x: Tensor) -> tuple[Tensor, 
     low_rank = LowRankVariance(conditioning.block, matrix.x1, noise.double(), matrix.x1[pivots])
     latent = low_rank(conditioning.inputs(x))
     some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECK_POINTS].to(x.device)
-    exact = conditioning.exact_variance(conditioning.inputs(x[some]))
+    exact = conditioning.exact_variance(x[some])
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, x[some], latent[some])
     if of_new is not None:

@@ -6,12 +6,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 _recorders: list[list[SolveReport]] = []
+_own: ContextVar[tuple[list[SolveReport], ...]] = ContextVar("sketchgp_own_solves", default=())
 _lock = threading.Lock()
 
 
@@ -114,8 +116,21 @@ def record_solves() -> Iterator[list[SolveReport]]:
             _recorders[:] = [r for r in _recorders if r is not solves]
 
 
+@contextmanager
+def own_solves() -> Iterator[list[SolveReport]]:
+    """As :func:`record_solves`, but of solves that are done inside the block itself, not by other threads."""
+    solves: list[SolveReport] = []
+    token = _own.set((*_own.get(), solves))
+    try:
+        yield solves
+    finally:
+        _own.reset(token)
+
+
 def record(report: SolveReport) -> None:
-    """Hand a report to every open :func:`record_solves` block."""
+    """Hand a report to every open :func:`record_solves` block, and to the :func:`own_solves` that it belongs to."""
+    for own in _own.get():
+        own.append(report)
     with _lock:
         for solves in _recorders:
             solves.append(report)

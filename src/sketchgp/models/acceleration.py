@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Acceleration:
 
     :ivar solver: the solver of the posterior mean, or "auto"; conjugate gradients (or the :class:`Cholesky` that it is)
         solve everything else.
-    :ivar solution_key: what the model's cached solution was computed from, where ``predict`` has seen it.
+    :ivar lock: held by ``predict`` while it looks for the model's solution, or solves for it.
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
     """
@@ -42,11 +43,19 @@ class Acceleration:
     matmul_precision: str = "float32"
     probe_seed: int | None = None
     probe_count: int | None = None
-    solution_key: Any = field(default=None, repr=False, compare=False)
     cache: PreconditionerCache | None = field(init=False, repr=False)
+    lock: threading.RLock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.lock = threading.RLock()
         self.cache = None if self.preconditioner is None else PreconditionerCache(self.preconditioner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @contextmanager
     def fixed_probes(self, seed: int, count: int) -> Iterator[None]:

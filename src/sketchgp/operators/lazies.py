@@ -10,18 +10,41 @@ from __future__ import annotations
 
 import threading
 from functools import reduce
-from operator import add
+from operator import add, mul
 from typing import Any
 
 import torch
+from gpytorch.kernels import Kernel, ProductKernel, ScaleKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
-from linear_operator import to_linear_operator
-from linear_operator.operators import LinearOperator, PsdSumLinearOperator, SumLinearOperator
+from linear_operator import to_dense, to_linear_operator
+from linear_operator.operators import DenseLinearOperator, LinearOperator, PsdSumLinearOperator, SumLinearOperator
 from linear_operator.utils.memoize import cached
+from torch import Tensor
 
 from ..errors import InputError
 
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
+
+
+def forward(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
+    """``kernel.forward(x1, x2)``; scaled kernels and products, which evaluate parts GPyTorch's way, are put together.
+
+    :param options: what else the kernel is told; with any, it is left to do as it does.
+    """
+    if type(kernel) is ScaleKernel and not options:
+        scale = kernel.outputscale
+        return evaluated(forward(kernel.base_kernel, x1, x2)) * scale.reshape(*scale.shape, 1, 1)
+    if type(kernel) is ProductKernel and not options:
+        parts = [to_linear_operator(evaluated(forward(part, *_active(part, x1, x2)))) for part in kernel.kernels]
+        if all(type(part) is DenseLinearOperator for part in parts) or not torch.equal(x1, x2):
+            return reduce(mul, map(to_dense, parts))
+        return reduce(mul, parts)
+    return kernel.forward(x1, x2, **options)
+
+
+def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
+    dims = kernel.active_dims
+    return [x if dims is None else x.index_select(-1, dims) for x in inputs]
 
 
 def evaluated(value: Any) -> Any:
@@ -29,7 +52,7 @@ def evaluated(value: Any) -> Any:
     if isinstance(value, LazyEvaluatedKernelTensor):
         options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
         with KERNELS, torch.set_grad_enabled(value._is_grad_enabled):
-            return evaluated(value.kernel.forward(value.x1, value.x2, **options))
+            return evaluated(forward(value.kernel, value.x1, value.x2, **options))
     if not isinstance(value, LinearOperator):
         return value
     parts = [evaluated(part) for part in value._args]

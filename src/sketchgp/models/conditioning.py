@@ -1,0 +1,188 @@
+"""Exact predictive variances: one solve for each test point, whose error is of second order and below the noise.
+
+With ``A = K + noise`` and c the covariances of the training points with a test point, any w gives
+``2 c.w - w.A w = c.A^-1 c - r.A^-1 r`` for ``r = c - A w``: what a solve leaves out is at most ``|r|^2 / noise``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy, SGPRPredictionStrategy
+from linear_operator import to_dense
+from linear_operator.operators import (
+    AddedDiagLinearOperator,
+    ConstantMulLinearOperator,
+    MulLinearOperator,
+    PsdSumLinearOperator,
+    SumLinearOperator,
+)
+from torch import Tensor
+
+from ..errors import InputError
+from ..operators import KernelMatrix
+from ..operators.access import terms
+from ..operators.lazies import adopt_kernels
+from ..solvers import ConjugateGradients, System
+from .acceleration import ATTRIBUTE, Acceleration
+from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
+from .mixins import AcceleratedModel
+from .posterior import strategy_of
+
+_SUMS = (SumLinearOperator, PsdSumLinearOperator)
+_CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
+_UNKNOWN_NOISE = 1e-8  # residual where the noise is no diagonal, and its least eigenvalue not known
+
+
+@dataclass
+class Conditioning:
+    """The training side of a model: ``A = K + noise``, evaluated, and how it is solved.
+
+    :ivar model: the model, or a float64 copy of it where its covariance cannot be evaluated in float64 by itself.
+    :ivar noisy: A, ``(..., n, n)``.
+    """
+
+    model: Any
+    noisy: Any
+
+    @classmethod
+    def of(cls, model: Any) -> Conditioning | None:
+        """None for a model that GPyTorch conditions by a formula of its own (linear and inducing-point kernels)."""
+        if isinstance(strategy_of(model), _CLOSED):
+            return None
+        noisy = _noisy(model)
+        exact = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and all(
+            isinstance(part, KernelMatrix) for _, part in terms(noisy._linear_op)
+        )
+        if not exact and noisy.dtype != torch.float64:
+            model = copy.deepcopy(model).double()
+            noisy = _noisy(model)
+        plain = exact and isinstance(noisy._linear_op, KernelMatrix) and not noisy.batch_shape
+        return (PlainConditioning if plain and model.train_inputs[0].dim() == 2 else Conditioning)(model, noisy)
+
+    def exact_variance(self, x: Tensor) -> Tensor:
+        """Latent variances at x ``(m, d)`` in float64: ``(..., m)``, or ``(..., m, t)`` of t tasks.
+
+        :raises InputError: for tasks that are not interleaved.
+        """
+        train = self.model.train_inputs[0]
+        batch = torch.broadcast_shapes(train.shape[:-2], x.shape[:-2])
+        parts = [part.expand(*batch, *part.shape[-2:]) for part in (train, x.to(train.dtype))]
+        joint = _prior(self.model, torch.cat(parts, dim=-2))
+        if not getattr(joint, "_interleaved", True):
+            raise InputError(
+                "Exact variances of several tasks expect a covariance with the tasks of a point side by side "
+                "(interleaved=True)."
+            )
+        whole, n = joint.lazy_covariance_matrix, self.noisy.shape[-1]
+        c, prior = _float64(whole[..., n:, :n]).mT, _float64(whole[..., n:, n:], diagonal=True)
+        variance = self.posterior_variance(c, prior)
+        return variance.reshape(*variance.shape[:-1], -1, *joint.event_shape[1:])
+
+    def posterior_variance(self, c: Tensor, prior: Tensor) -> Tensor:
+        """``prior - c.A^-1 c`` for c ``(..., n, m)`` and prior ``(..., m)``, all float64.
+
+        The error is below a hundredth of the noise, or there is a :class:`sketchgp.ConvergenceWarning`.
+        """
+        acceleration: Acceleration = self.model.__dict__[ATTRIBUTE]
+        solver = acceleration.column_solver()
+        if isinstance(self.noisy, AcceleratedAddedDiagLinearOperator):
+            system = System(self.noisy._linear_op, self.noisy._noise_vector())
+            if isinstance(solver, ConjugateGradients):
+                built = acceleration.build(system.operator, system.noise, differentiable=False)
+                chosen = self._tight(solver, c, system.noise)
+                w, _, _ = chosen.run(system, c, built, name=acceleration.preconditioner_name)
+            else:
+                w, _, _ = solver.run(system, c)
+        else:  # GPyTorch solves by structure; the residual is looked at, and made smaller where that was not enough
+            diagonal = isinstance(self.noisy, AddedDiagLinearOperator)
+            noise = self.noisy._diag_tensor._diagonal() if diagonal else None
+            system = System(self.noisy, c.new_zeros(self.noisy.shape[:-1]))
+            solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
+            initial = None if type(self.noisy) in _SUMS else self.noisy.solve(c)
+            w, _, _ = self._tight(solver, c, noise).run(system, c, None, initial=initial)
+        explained = (w * (2 * c - system.accurate_product(w))).sum(dim=-2)
+        return (prior - explained).clamp_(min=0)
+
+    @staticmethod
+    def _tight(solver: ConjugateGradients, c: Tensor, noise: Tensor | None) -> ConjugateGradients:
+        """The solver with a tolerance by which ``|r|^2 / noise`` is a hundredth of the noise."""
+        tol = _UNKNOWN_NOISE
+        if noise is not None:
+            largest = max(float(c.norm(dim=-2).max()), torch.finfo(c.dtype).tiny)
+            tol = 0.1 * float(noise.detach().min()) / largest
+        return dataclasses.replace(solver, tol=max(min(solver.tol or 1e-3, tol), 1e-12))
+
+
+class PlainConditioning(Conditioning):
+    """Of a model with one plain kernel and no batch; it knows the covariance of any two inputs."""
+
+    @property
+    def matrix(self) -> KernelMatrix:
+        """K."""
+        return self.noisy._linear_op
+
+    @property
+    def noise(self) -> Tensor:
+        """``(n,)``."""
+        return self.noisy._noise_vector()
+
+    def block(self, a: Tensor, b: Tensor | None) -> Tensor:
+        """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None; a and b as the kernel sees them."""
+        if b is None:
+            return self.matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
+        return self.matrix._with(a, b, False).type(torch.float64).to_dense()
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """x as the kernel sees it (its active dimensions selected)."""
+        return _prior(self.model, x, convert=True).lazy_covariance_matrix.x1
+
+    def exact_variance(self, x: Tensor) -> Tensor:
+        """Latent variances ``(m,)`` at x ``(m, d)``, float64."""
+        x = self.inputs(x)
+        return self.posterior_variance(self.block(self.matrix.x1, x), self.block(x, None))
+
+
+def _noisy(model: Any) -> Any:
+    """``K + noise`` of the training data, evaluated."""
+    prior = _prior(model, model.train_inputs[0], convert=True)
+    return model.likelihood(prior, list(model.train_inputs)).lazy_covariance_matrix.evaluate_kernel()
+
+
+def _prior(model: Any, x: Tensor, convert: bool = False) -> Any:
+    """The prior at x; with its covariance made of kernel matrices, whatever n is, where ``convert`` says so."""
+    prior = super(AcceleratedModel, model).forward(x)  # type: ignore[misc]
+    acceleration: Acceleration = model.__dict__[ATTRIBUTE]
+    covariance = prior.lazy_covariance_matrix
+    adopt_kernels(covariance)
+    if convert and type(prior) is MultivariateNormal:
+        matmul = "auto" if acceleration.matmul == "gpytorch" else acceleration.matmul
+        prior = MultivariateNormal(prior.mean, as_kernel_matrix(covariance, matmul, acceleration.matmul_precision))
+    setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
+    return prior
+
+
+def _float64(operator: Any, diagonal: bool = False) -> Tensor:
+    """A part of a covariance, or its diagonal, dense; what is made of kernels is evaluated in float64."""
+    if isinstance(operator, LazyEvaluatedKernelTensor):
+        found = KernelMatrix.from_lazy(operator, "tiled")
+        operator = operator.evaluate_kernel() if found is None else found
+    if isinstance(operator, _SUMS):
+        return sum((_float64(part, diagonal) for part in operator.linear_ops[1:]),
+                   _float64(operator.linear_ops[0], diagonal))  # fmt: skip
+    if isinstance(operator, MulLinearOperator):
+        sides = operator.left_linear_op, operator.right_linear_op
+        return _float64(sides[0], diagonal) * _float64(sides[1], diagonal)
+    if isinstance(operator, ConstantMulLinearOperator):
+        constant = operator._constant.to(torch.float64)
+        constant = constant.reshape(*constant.shape, *([1] if diagonal else [1, 1]))
+        return _float64(operator.base_linear_op, diagonal) * constant
+    if isinstance(operator, KernelMatrix):
+        operator = operator.type(torch.float64)
+    return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)

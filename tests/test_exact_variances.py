@@ -1,0 +1,130 @@
+"""``predict(variance="exact")`` of every structure against dense float64: sums, products, batches, several tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
+from torch import Tensor
+
+import sketchgp
+from gp_models import TORCH_WARNINGS, Combined, Multitask, dense, scaled
+
+pytestmark = TORCH_WARNINGS
+N, M = 120, 5
+
+
+class Times(Combined):
+    """The first covariance and a multiple of the second."""
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        return MultivariateNormal(self.mean_module(x), self.first(x) + 0.7 * self.second(x))
+
+
+class Batch(gpytorch.models.ExactGP):
+    """Two outputs, each with a sum of two kernels and a noise of its own."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, joint: bool = False) -> None:
+        super().__init__(x, y, likelihood)
+        two, self.joint = torch.Size([2]), joint
+        self.mean_module = gpytorch.means.ConstantMean(batch_shape=two)
+        self.first = scaled(kernels.RBFKernel(batch_shape=two))
+        self.second = scaled(kernels.MaternKernel(nu=2.5, batch_shape=two), 0.8)
+        self.first.base_kernel.lengthscale = torch.tensor([0.5, 0.9]).reshape(2, 1, 1)
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        prior = MultivariateNormal(self.mean_module(x), self.first(x) + self.second(x))
+        return MultitaskMultivariateNormal.from_batch_mvn(prior) if self.joint else prior
+
+
+def data(d: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    x, z = (torch.rand(rows, d, generator=generator, dtype=torch.float64) for rows in (N, M))
+    return x, torch.stack([x.sum(dim=1).sin(), (3 * x[:, 0]).cos()], dim=1), z
+
+
+def noisy(likelihood: Any, noise: float) -> Any:
+    likelihood.noise = noise
+    return likelihood
+
+
+def parts() -> tuple[Any, Any]:
+    return scaled(kernels.RBFKernel(), 0.8), scaled(kernels.MaternKernel(nu=2.5), 1.2, 0.4)
+
+
+def combined(cls: type, product: bool = False) -> Callable[..., Any]:
+    return lambda x, y, noise: cls(x, y[:, 0], noisy(GaussianLikelihood(), noise), *parts(), product)
+
+
+def batch(x: Tensor, y: Tensor, noise: float) -> Any:
+    return Batch(x, y.mT.contiguous(), noisy(GaussianLikelihood(batch_shape=torch.Size([2])), noise))
+
+
+def independent(x: Tensor, y: Tensor, noise: float) -> Any:
+    likelihood = MultitaskGaussianLikelihood(num_tasks=2, rank=0)
+    likelihood.noise, likelihood.task_noises = noise / 2, torch.full((2,), noise / 2)
+    return Batch(x, y, likelihood, joint=True)
+
+
+def lcm(x: Tensor, y: Tensor, noise: float) -> Any:
+    likelihood = MultitaskGaussianLikelihood(num_tasks=2, rank=0)
+    likelihood.noise, likelihood.task_noises = noise / 2, torch.full((2,), noise / 2)
+    bases = [kernels.RBFKernel(), kernels.MaternKernel(nu=2.5)]
+    bases[0].lengthscale, bases[1].lengthscale = 0.8, 1.2
+    return Multitask(x, y, likelihood, kernels.LCMKernel(bases, num_tasks=2, rank=1))
+
+
+def correlated(x: Tensor, y: Tensor, noise: float) -> Any:
+    """Noise with a covariance between tasks: no diagonal to tie a tolerance to."""
+    likelihood = MultitaskGaussianLikelihood(num_tasks=2, rank=1)
+    likelihood.noise = noise
+    return Multitask(x, y, likelihood, kernels.MultitaskKernel(kernels.RBFKernel(), num_tasks=2, rank=1))
+
+
+MODELS = {
+    "sum": combined(Combined),
+    "multiple": combined(Times),
+    "product": combined(Combined, product=True),
+    "batch": batch,
+    "independent": independent,
+    "lcm": lcm,
+    "correlated": correlated,
+}
+
+
+def variances(name: str, d: int, noise: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Exact variances as predicted, and dense ones in float64."""
+    x, y, z = data(d)
+    models = []
+    for kind in (dtype, torch.float64):
+        torch.manual_seed(3)  # where the covariances between tasks start
+        models.append(MODELS[name](x.to(kind), y.to(kind), noise).to(kind))
+    with gpytorch.settings.max_cholesky_size(20):
+        prediction = sketchgp.predict(sketchgp.accelerate(models[0]), z.to(dtype))
+    assert prediction.variance_method == "exact"
+    with dense(), torch.no_grad():
+        expected = models[1].eval()(z).variance
+    assert prediction.variance is not None
+    assert prediction.variance.shape == expected.shape == prediction.mean.shape
+    return prediction.variance, expected
+
+
+@pytest.mark.parametrize(("d", "noise"), [(1, 1e-2), (1, 2e-4), (6, 2e-4)])
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_is_exact(name: str, d: int, noise: float) -> None:
+    found, expected = variances(name, d, noise, torch.float64)
+    assert float((found - expected).abs().max()) < 0.01 * noise
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_in_float32(name: str) -> None:
+    """What is left is the rounding of parameters, data, and the variance itself."""
+    found, expected = variances(name, 6, 1e-3, torch.float32)
+    assert found.dtype == torch.float32
+    assert float((found - expected).abs().max()) < 0.05e-3
