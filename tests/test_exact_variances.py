@@ -128,3 +128,15 @@ def test_exact_in_float32(name: str) -> None:
     found, expected = variances(name, 6, 1e-3, torch.float32)
     assert found.dtype == torch.float32
     assert float((found - expected).abs().max()) < 0.05e-3
+
+
+def test_what_is_not_reached_is_said() -> None:
+    x, y, z = data(6)
+    model = sketchgp.accelerate(MODELS["sum"](x, y, 1e-3).double(), preconditioner=None)
+    with (
+        gpytorch.settings.max_cholesky_size(20),
+        gpytorch.settings.max_cg_iterations(3),
+        pytest.warns(sketchgp.ConvergenceWarning) as caught,
+    ):
+        sketchgp.predict(model, z, variance="exact")
+    assert len(caught) == 2  # of the mean and of the variances

@@ -77,13 +77,15 @@ def predict(
         mode.
     :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
     :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
-        inducing points (FITC, which lies above the exact variance nearly always) and compares it with exact ones
-        at 16 test points; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
-        1e10 (CUDA: 1e13); None gives the mean alone.
+        inducing points (FITC, which lies above the exact variance nearly always, at small noise by many times) and
+        compares it with exact ones at 16 test points; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
+        1e10 (CUDA: 1e13), and for every model but those with one plain kernel; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean, 256 for exact variances).
     :param progress: show a progress bar (default: only in a terminal).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
-        asked of a covariance with structure of its own.
+        asked of any model but one with one plain kernel and no batch.
+
+    A solve that does not reach its tolerance warns, and one behind a mean does so at every prediction that uses it.
     """
     if not isinstance(model, InducingPointGP):
         acceleration_of(model, "predict")

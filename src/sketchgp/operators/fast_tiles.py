@@ -44,7 +44,11 @@ def _reduced(device: torch.device) -> bool:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """No TF32 or bfloat16 for squared distances: their rounding of ``|a|^2`` exceeds the distance of neighbours."""
+    """No TF32 or bfloat16 for squared distances: their rounding of ``|a|^2`` exceeds the distance of neighbours.
+
+    torch has this setting for the whole process only.  The lock makes one thread of ours wait for the other, so that
+    each finds and puts back what the user chose; what the user changes meanwhile is left as it then is.
+    """
     settings = _multiplier(device)
     with _PRECISION:
         if hasattr(settings, "fp32_precision"):
@@ -57,8 +61,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
             yield
         finally:
             if hasattr(settings, "fp32_precision"):
-                settings.fp32_precision = before
-            else:
+                if settings.fp32_precision == "ieee":
+                    settings.fp32_precision = before
+            elif torch.get_float32_matmul_precision() == "highest":
                 torch.set_float32_matmul_precision(before)
 
 
