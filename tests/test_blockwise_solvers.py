@@ -333,7 +333,7 @@ def test_few_points_one_by_one(n, block_size, dtype):
 
 # A window of n rows drawn with replacement can be of rows that were all solved in the steps before.  Its estimate of
 # the residual is then near zero: the next one looks like divergence, and the target that the estimate has to meet is
-# lowered by as much.  (Fails as of writing.)
+# lowered by as much.
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("variant", ["askotch-uniform", "skotch-uniform", "askotch-v1", "skotch-v1"])
 @pytest.mark.parametrize(("n", "block_size"), [(3, 1), (60, 30), (100, 25)])
@@ -501,7 +501,7 @@ def test_reported_residual_is_the_true_one(variant, dtype, limit, noise):
         assert float(true.max()) <= 1e-5
 
 
-# A solve whose residual is below the tolerance has converged, whatever ended it.  (Fails as of writing.)
+# A solve whose residual is below the tolerance has converged, whatever ended it.
 @pytest.mark.parametrize("kind", [ASkotch, Skotch])
 def test_converged_means_that_the_residual_meets_the_tolerance(kind):
     problem = _problem()
@@ -1023,7 +1023,7 @@ def test_divergence_without_end_is_an_error(monkeypatch):
         EigenPro2(block_size=50, subsample_size=100).solve(_problem())
 
 
-# (Fails as of writing: a residual that overflows between two estimates is blamed on the inputs and the kernel.)
+# A residual that overflows between two estimates is no fault of the inputs or the kernel.
 def test_divergence_within_one_window_is_called_divergence(monkeypatch):
     _enlarge(monkeypatch, 100)
     with quiet():
@@ -1189,7 +1189,7 @@ class _Broken(RBFKernel):
         return value if diag else torch.where(far, torch.full_like(value, float("nan")), value)
 
 
-# (EigenPro 2 fails as of writing, by an IndexError where no eigenvalue is left.)
+# EigenPro 2 is left without an eigenvalue.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nan_in_the_kernel_is_an_error(variant, dtype):

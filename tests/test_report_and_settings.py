@@ -67,7 +67,8 @@ def test_text():
     report = _solve(tol=1e-5).report
     text = str(report)
     assert "\n" not in text
-    for part in ("ConjugateGradients (RPCholesky): converged", "n = 50", f"{report.iterations} iterations",
+    solver = f"ConjugateGradients (RPCholesky, rank {report.rank}): converged"
+    for part in (solver, "n = 50", f"{report.iterations} iterations",
                  f"{report.matmuls} products", f"{report.max_residual:.2e}", "1e-05", "float64 on cpu"):  # fmt: skip
         assert part in text
     with pytest.warns(ConvergenceWarning):

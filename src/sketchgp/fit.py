@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from tqdm.auto import tqdm
 
 from . import checks
 from .accelerate import acceleration_of
-from .errors import InputError, NumericalError
+from .errors import InputError, NumericalError, warn
 from .inducing_point_gp import InducingPointGP
 from .models.marginal_likelihood import ExactMarginalLogLikelihood
 
 
-@dataclass
+@dataclass(repr=False)
 class FitHistory:
     """What a fit did.  ``losses`` are negative log marginal likelihoods divided by n (by n t for t outputs), one a
     step; ``best_step`` is the step whose parameters the model was left with; ``reason`` says why it ended."""
@@ -39,6 +38,11 @@ class FitHistory:
     def best_loss(self) -> float:
         """The smallest loss."""
         return self.losses[self.best_step]
+
+    def __repr__(self) -> str:
+        best = f", best loss {self.best_loss:.6g} at step {self.best_step}" if self.losses else ""
+        seconds = f" in {self.seconds[-1]:.1f} s" if self.seconds else ""
+        return f"<FitHistory of {len(self.losses)} steps{seconds}{best}: {self.reason}>"
 
 
 def fit(
@@ -131,10 +135,8 @@ def fit(
         history.reason = "interrupted"
         if not history.losses:
             raise
-        warnings.warn(
+        warn(
             f"fit was interrupted after {len(history.losses)} steps; the model has the best parameters so far.",
-            UserWarning,
-            stacklevel=2,
         )
     finally:
         with torch.no_grad():

@@ -38,7 +38,7 @@ _VARIANCE_ROWS = 256
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
 
 
-@dataclass
+@dataclass(repr=False)
 class Prediction:
     """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
@@ -59,6 +59,10 @@ class Prediction:
     variance_method: str
     variance_check: dict[str, Any] | None
     report: SolveReport | None
+
+    def __repr__(self) -> str:
+        solve = "solved before" if self.report is None else f"solved by {self.report}"
+        return f"<Prediction {tuple(self.mean.shape)}, variance {self.variance_method!r}, mean {solve}>"
 
 
 def predict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .errors import ConvergenceWarning, warn
+
 _recorders: list[list[SolveReport]] = []
 _own: ContextVar[tuple[list[SolveReport], ...]] = ContextVar("sketchgp_own_solves", default=())
 _lock = threading.Lock()
 
 
-@dataclass
+@dataclass(repr=False)
 class SolveReport:
     """One linear solve ``(K + noise) value = rhs`` with ``columns`` right-hand sides.
 
@@ -26,6 +29,7 @@ class SolveReport:
     of the recurrence, ``(iterations + 1, columns)``, which rounding can make smaller than the true ones.
     Solvers that go by blocks of rows estimate ``history``; ``passes`` are then the entries of K evaluated over n^2, and
     ``held_out`` lists (passes, seconds, root mean square error of each column) where held-out points were given.
+    ``remedies`` says what to try for a reason to end that this solver knows more about than :meth:`advice` does.
     Batched systems are flattened: a batch of b systems with t columns counts b t columns.
     """
 
@@ -49,6 +53,7 @@ class SolveReport:
     notes: list[str] = field(default_factory=list)
     passes: float = 0.0
     held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
+    remedies: dict[str, str] = field(default_factory=dict)
 
     @property
     def max_residual(self) -> float:
@@ -61,6 +66,8 @@ class SolveReport:
             f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: largest true "
             f"relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}. "
         )
+        if self.reason in self.remedies:
+            return head + self.remedies[self.reason]
         if self.reason == "stagnated" and self.dtype == "float64":
             return (
                 head + "Rounding in float64 allows no less; raise tol or the noise, or solve directly (Cholesky, QR)."
@@ -72,16 +79,12 @@ class SolveReport:
         if self.reason == "ran out of iterations" and self.preconditioner == "none":
             return head + "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if self.reason == "ran out of iterations":
-            return head + f"Raise the preconditioner's rank (now {self.rank}) or max_iterations."
+            return head + f"Raise the preconditioner's rank (now {self.rank}), or max_iterations."
         if self.reason == "ran out of passes":
             return head + "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows."
         if self.reason == "ran out of time":
             return head + "Raise max_seconds and go on with initial= or a checkpoint."
-        if self.solver == "QR":
-            return head + "The points are nearly dependent; drop some, or raise the noise."
-        if self.solver == "Cholesky":
-            return head + f"{self.dtype} cannot hold the solution; use a float64 model and data."
-        return head + "The value returned is the last iterate; go on from it with initial=."
+        return head + "Go on from the value returned with initial=."
 
     def __str__(self) -> str:
         endless = self.tol == float("inf")  # a solver that knows no tolerance
@@ -89,12 +92,21 @@ class SolveReport:
         tolerance = "" if endless else f" (tolerance {self.tol:.0e})"
         work = f"{self.passes:.1f} passes" if self.passes else f"{self.matmuls} products"
         text = (
-            f"{self.solver} ({self.preconditioner}): {state}, {self.reason}; n = {self.n}, {self.columns} column(s), "
-            f"{self.iterations} iterations, {work}, residual {self.max_residual:.2e}{tolerance}, "
+            f"{self.solver} ({self._preconditioner()}): {state}, {self.reason}; n = {self.n}, "
+            f"{self.columns} column(s), {self.iterations} iterations, {work}, "
+            f"residual {self.max_residual:.2e}{tolerance}, "
             f"{self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
             f"{self.dtype} on {self.device}"
         )
         return f"{text}; notes: {'; '.join(self.notes)}" if self.notes else text
+
+    def __repr__(self) -> str:
+        return f"<SolveReport of {self}>"
+
+    def _preconditioner(self) -> str:
+        """Its name, with the rank where the name does not say it."""
+        said = not self.rank or re.search(rf"\b{self.rank}\b", self.preconditioner)
+        return self.preconditioner if said else f"{self.preconditioner}, rank {self.rank}"
 
 
 @contextmanager
@@ -134,6 +146,13 @@ def record(report: SolveReport) -> None:
     with _lock:
         for solves in _recorders:
             solves.append(report)
+
+
+def conclude(report: SolveReport) -> None:
+    """What every solve with a tolerance ends with: its report to the recorders, and a warning if it did not meet it."""
+    record(report)
+    if not report.converged:
+        warn(report.advice(), ConvergenceWarning)
 
 
 def peak_memory(device: torch.device) -> int:

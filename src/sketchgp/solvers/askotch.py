@@ -30,6 +30,7 @@ from .blockwise import (
 )
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
+_OTHER_MU = "Leave mu to mu=None, or choose a larger one; else another seed, a larger block_size, or float64 data."
 _JUDGED = 0.5  # passes over which it is judged whether the momentum still helps
 
 
@@ -83,6 +84,7 @@ class _Fresh(Method):
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()
         self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
+        self.advice = self.advice if choices.mu is None else _OTHER_MU
         self.numbers["block_size"] = block_size
 
     def describe(self) -> str:
@@ -161,6 +163,7 @@ class _Fixed(Method):
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
         super().__init__()
         self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
+        self.advice = self.advice if choices.mu is None else _OTHER_MU
         self.partition = Partition(system, block_size, choices.rank, choices.seed)
         self.numbers["block_size"] = block_size
 

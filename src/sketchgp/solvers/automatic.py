@@ -28,7 +28,13 @@ def automatic_solver(
         return ConjugateGradients(), "solver='auto' chose ConjugateGradients: no preconditioner was asked for"
     rank = min(n, preconditioner.rank or math.ceil(_SHARE * 10 * math.sqrt(n)))
     needed, budget = _BYTES * n * rank, memory_budget.value(device)
-    sizes = f"a preconditioner of rank {rank} takes {needed / 2**30:.2g} GiB, the budget is {budget / 2**30:.2g} GiB"
+    room = f"the budget of {budget / 2**30:.2g} GiB"
     if needed <= budget:
-        return ConjugateGradients(), f"solver='auto' chose ConjugateGradients: {sizes}"
-    return ASkotch(), f"solver='auto' chose ASkotch: {sizes}"
+        most = preconditioner.rank_for(n, device)
+        return (
+            ConjugateGradients(),
+            f"solver='auto' chose ConjugateGradients: {room} holds a preconditioner of rank {most}",
+        )
+    least = "" if preconditioner.rank else ", the least that pays,"
+    taken = f"a preconditioner of rank {rank}{least} takes {needed / 2**30:.2g} GiB"
+    return ASkotch(), f"solver='auto' chose ASkotch: {taken}, more than {room}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import ConvergenceWarning, NumericalError
+from ..errors import NumericalError
 from ..memory import enough_memory
 from ..operators.access import columns
-from ..report import SolveReport, peak_memory, record
+from ..report import SolveReport, conclude, peak_memory
 from .problem import FullProblem, Solution, System, check_problem
 
 
@@ -59,10 +58,9 @@ class Cholesky:
             dtype=str(system.dtype).removeprefix("torch."),
             device=str(device),
             peak_memory=peak_memory(device),
+            remedies={"solved directly": f"{system.dtype} cannot hold the solution; use a float64 model and data."},
         )
-        record(report)
-        if not report.converged:
-            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+        conclude(report)
         return value, report, None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +18,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..checks import count, flag, found, function, like, settle, tolerance, word
-from ..errors import ConvergenceWarning, InputError, NumericalError
+from ..errors import InputError, NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, RPCholesky
-from ..report import SolveReport, peak_memory, record
+from ..report import SolveReport, conclude, peak_memory
 from .problem import FullProblem, Solution, System, check_problem
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
@@ -145,9 +144,7 @@ class ConjugateGradients:
             )
             state.loop()
         report = state.report(name, setup_seconds)
-        record(report)
-        if not report.converged:
-            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+        conclude(report)
         return state.best.to(rhs.dtype), report, state.lanczos_matrices() if lanczos_columns else None
 
 

@@ -70,3 +70,6 @@ class Falkon(NormalEquationsSolver):
 
     def _describe(self, problem: InducingPointProblem) -> str:
         return "two factors of the inducing points"
+
+    def _remedy(self, problem: InducingPointProblem) -> str:
+        return ", or use KRILL(), whose preconditioner is made from the data"

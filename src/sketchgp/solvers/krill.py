@@ -75,6 +75,9 @@ class KRILL(NormalEquationsSolver):
     def _describe(self, problem: InducingPointProblem) -> str:
         return f"sparse sign embedding of {self._rows_of(problem)} rows"
 
+    def _remedy(self, problem: InducingPointProblem) -> str:
+        return f" or sketch_size (now {self._rows_of(problem)})"
+
 
 def _bytes(m: int, rows: int) -> int:
     """Of the stacked sketch with its copy in the factorization, and of the m x m matrices beside it."""

@@ -16,12 +16,15 @@ from ..operators.engines import ENGINES
 from ..report import SolveReport
 
 
-@dataclass
+@dataclass(repr=False)
 class Solution:
     """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found."""
 
     value: Tensor
     report: SolveReport
+
+    def __repr__(self) -> str:
+        return f"<Solution {tuple(self.value.shape)} by {self.report}>"
 
 
 class System:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..checks import flag, function, like
-from ..errors import ConvergenceWarning, NumericalError
+from ..errors import NumericalError
 from ..lowrank import shifted_cholesky
 from ..memory import enough_memory
 from ..operators.tall import tile_bytes
-from ..report import SolveReport, peak_memory, record
+from ..report import SolveReport, conclude, peak_memory
 from .inducing.problem import InducingPointProblem, check_inducing
 from .problem import Solution
 
@@ -81,10 +80,9 @@ class QR:
             dtype="float64",
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
+            remedies={"was solved directly": "The points are nearly dependent; drop some, or raise the noise."},
         )
-        record(report)
-        if not report.converged:
-            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=2)
+        conclude(report)
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)
 
 

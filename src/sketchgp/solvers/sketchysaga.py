@@ -6,7 +6,6 @@ regression" (arXiv:2407.10070), section 3.3 and Algorithm 5; Defazio, Bach, Laco
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..checks import count, flag, function, like, number, pair, seed, settle, tolerance
-from ..errors import ConvergenceWarning, InputError
-from ..report import record
+from ..errors import InputError
+from ..report import conclude
 from .blockwise import Progress
 from .inducing.problem import InducingPointProblem, check_inducing
 from .inducing.saga import Saga
@@ -124,7 +123,5 @@ class SketchySAGA:
         run = Saga(problem, x, y, self, initial, callback, held_out)
         run.loop(progress)
         report = run.report()
-        record(report)
-        if not report.converged:
-            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)  # the frame of no_grad is between
+        conclude(report)
         return Solution(run.best.reshape(run.shape), report)

@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, warn
 from ...fingerprint import add_tensors, hash_tensors
 from ...operators import KernelMatrix
 from ...operators.access import Access, terms
@@ -65,7 +64,7 @@ class Checkpoint:
             message = f"The checkpoint {self.path} cannot be written: {error}"
             if not self.written:
                 raise InputError(f"{message}.") from error
-            warnings.warn(f"{message}; the solve goes on without.", UserWarning, stacklevel=2)
+            warn(f"{message}; the solve goes on without.")
         self.written = True
 
     def load(self, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, function, like, number, pair, path, seed, settle, tolerance
-from ...errors import ConvergenceWarning, InputError
+from ...errors import InputError
 from ...fingerprint import hash_tensors
 from ...operators import KernelMatrix
-from ...report import SolveReport, record
+from ...report import SolveReport, conclude
 from ..problem import FullProblem, Solution, System, check_problem
 from .checkpoint import Checkpoint, fingerprint
 from .method import HeldOut, Limits, Method, Progress
@@ -144,9 +143,7 @@ class BlockSolver:
             value, report = self._run(part, rhs[index], initial, callback, held_out, progress, keep_interrupted)
             values.append(value)
             reports.append(report)
-            record(report)
-            if not report.converged:
-                warnings.warn(report.advice(), ConvergenceWarning, stacklevel=4)
+            conclude(report)
         return torch.stack(values).reshape(rhs.shape) if batch else values[0], reports[-1], None
 
     def _run(

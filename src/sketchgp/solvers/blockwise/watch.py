@@ -25,6 +25,7 @@ def watch_growth(state: State, method: Method, tol: float, largest: float, width
         corrected before, it is them, and the solve ends.
     """
     largest, start = largest if math.isfinite(largest) else math.inf, max(1.0, largest_of(state.estimates[0]))
+    before = state.least if math.isfinite(state.least) else largest_of(state.estimates[0])
     if method.growth is None:
         growing, helped = largest > _DIVERGED * start, False
     else:
@@ -37,11 +38,10 @@ def watch_growth(state: State, method: Method, tol: float, largest: float, width
         return
     if growing and not helped:
         raise NumericalError(
-            f"{method.name} diverges: the relative residual grew from {state.least:.1e} to {largest:.1e}. "
-            f"{method.advice}"
+            f"{method.name} diverges: the relative residual grew from {before:.1e} to {largest:.1e}. {method.advice}"
         )
     if growing:
-        state.notes.append(f"the residual grew from {state.least:.1e} to {largest:.1e}; went on with a smaller step")
+        state.notes.append(f"the residual grew from {before:.1e} to {largest:.1e}; went on with a smaller step")
         state.shrunk, state.least = state.shrunk + 1, largest
         method.shrink_step()
         if largest > start:

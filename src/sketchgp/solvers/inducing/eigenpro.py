@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, function, like, number, pair, seed, settle, tolerance, word
-from ...errors import ConvergenceWarning, InputError
+from ...errors import ConvergenceWarning, InputError, warn
 from ...random_streams import generator
 from ...report import SolveReport, peak_memory, record
 from ..problem import Solution
@@ -179,11 +178,10 @@ class EigenProSolver:
         report = self._report(problem, run, directions, projection, size, setup)
         record(report)
         if not run.reason.startswith(("finished", "stopped early")):
-            warnings.warn(
+            warn(
                 f"{self.name} {report.reason} after {run.epoch} epochs; the weights returned are the best so far. "
                 "Go on from them with initial=.",
                 ConvergenceWarning,
-                stacklevel=2,
             )
         return Solution(run.value.reshape(shape), report)
 

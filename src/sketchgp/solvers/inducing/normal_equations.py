@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, function, like, settle, tolerance, word
-from ...errors import ConvergenceWarning
 from ...memory import enough_memory, require_memory
 from ...operators.normal_matrix import NormalMatrix
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
-from ...report import SolveReport, peak_memory, record
+from ...report import SolveReport, conclude, peak_memory
 from ..conjugate_gradients import Iterate
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
@@ -80,6 +78,10 @@ class NormalEquationsSolver:
     def _describe(self, problem: InducingPointProblem) -> str:
         raise NotImplementedError
 
+    def _remedy(self, problem: InducingPointProblem) -> str:
+        """What else there is to try where iterations run out, after "Raise max_iterations"."""
+        raise NotImplementedError
+
     def solve(
         self,
         problem: InducingPointProblem,
@@ -137,10 +139,11 @@ class NormalEquationsSolver:
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
             notes=run.notes,
+            remedies={
+                "ran out of iterations": f"Raise max_iterations (now {self.max_iterations}){self._remedy(problem)}."
+            },
         )
-        record(report)
-        if not report.converged:
-            warnings.warn(report.advice(), ConvergenceWarning, stacklevel=2)
+        conclude(report)
         return Solution(run.best.reshape(shape), report)
 
 

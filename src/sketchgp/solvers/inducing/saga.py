@@ -330,4 +330,8 @@ class Saga:
             notes=self.notes,
             passes=self.entries / (self.n * self.m),
             held_out=self.errors,
+            remedies={
+                "ran out of epochs": f"Raise max_epochs, or the rank (now {p.rank}), and go on with initial=.",
+                "ran out of time": "Raise max_seconds and go on with initial=.",
+            },
         )

@@ -1,0 +1,195 @@
+"""What the library says when it is asked, or unasked: warnings at the caller's line, advice that can be followed, and
+representations that fit on a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import warnings
+from types import FrameType
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+
+import sketchgp
+from gp_models import iterative, rbf
+from problems import normal, points
+from sketchgp.errors import warn
+
+N, M = 120, 12
+
+
+def _kernel() -> ScaleKernel:
+    return ScaleKernel(MaternKernel(nu=0.5)).double()
+
+
+FULL = sketchgp.FullProblem(_kernel(), points(N), normal(N), 1e-3)
+INDUCING = sketchgp.InducingPointProblem(_kernel(), points(N), normal(N), 1e-6, points(M, seed=1))
+UNFINISHED = {  # solvers that end before their tolerance, each by a reason of its own
+    "ran out of iterations": sketchgp.ConjugateGradients(tol=1e-10, max_iterations=1),
+    "ran out of passes": sketchgp.ASkotch(tol=1e-10, max_passes=1, block_size=20),
+    "ran out of time": sketchgp.Skotch(tol=1e-10, max_seconds=1e-9, block_size=20),
+    "ran out of iterations (KRILL)": sketchgp.KRILL(tol=1e-14, max_iterations=1),
+    "ran out of iterations (Falkon)": sketchgp.Falkon(tol=1e-14, max_iterations=1),
+    "ran out of epochs": sketchgp.SketchySAGA(tol=1e-10, max_epochs=1),
+}
+
+
+def _solve(solver: Any, **options: Any) -> sketchgp.Solution:
+    full = isinstance(solver, sketchgp.ConjugateGradients | sketchgp.solvers.BlockSolver)
+    return solver.solve(FULL if full else INDUCING, **options)
+
+
+# --- where warnings point ---------------------------------------------------------------------------------------
+
+
+def _line() -> int:
+    """Of the caller."""
+    frame = inspect.currentframe()
+    assert isinstance(frame, FrameType) and frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def _poor() -> tuple[Any, torch.Tensor]:
+    """An accelerated model whose solves end early, with test inputs."""
+    model, (xt,) = rbf()
+    solver = sketchgp.ConjugateGradients(tol=1e-9, max_iterations=1)
+    return sketchgp.accelerate(model.double(), solver=solver, preconditioner=None).eval(), xt.double()
+
+
+def test_warnings_point_at_the_line_of_the_caller():
+    model, xt = _poor()
+    wanted: list[int] = []
+    with warnings.catch_warnings(record=True) as caught, iterative():
+        warnings.simplefilter("always")
+
+        def told() -> None:
+            assert caught and all(issubclass(one.category, sketchgp.ConvergenceWarning) for one in caught)
+            assert {(one.filename, one.lineno) for one in caught} == {(__file__, wanted[-1])}
+            caught.clear()
+
+        _, wanted = model(xt).mean, [_line()]
+        told()
+        model._clear_cache()
+        _, wanted = sketchgp.predict(model, xt, variance="exact"), [_line()]
+        told()
+        _, wanted = sketchgp.fit(model, iterations=1), [_line()]
+        told()
+        model.train()
+        mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+        _, wanted = mll(model(*model.train_inputs), model.train_targets).backward(), [_line()]
+        told()
+        for solver in UNFINISHED.values():
+            problem = (
+                FULL if isinstance(solver, sketchgp.ConjugateGradients | sketchgp.solvers.BlockSolver) else INDUCING
+            )
+            _, wanted = solver.solve(problem), [_line()]
+            told()
+        solver = sketchgp.EigenPro4(epochs=2)
+        _, wanted = solver.solve(INDUCING, callback=lambda epoch: True), [_line()]
+        told()
+        sparse = sketchgp.InducingPointGP(
+            points(N), normal(N), gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.ZeroMean(), _kernel(),
+            points(M, seed=1), solver=sketchgp.KRILL(tol=1e-14, max_iterations=1),
+        ).double().eval()  # fmt: skip
+        _, wanted = sparse(points(3)).mean, [_line()]
+        told()
+
+
+def test_a_warning_where_every_frame_is_of_a_library():
+    """As in a worker that a library started: it is given all the same."""
+    scope: dict[str, Any] = {"__name__": "torch.somewhere", "warn": warn}
+    exec("def run(): warn('all the same')", scope)
+    with pytest.warns(UserWarning, match="all the same"):
+        scope["run"]()
+
+
+# --- advice -----------------------------------------------------------------------------------------------------
+
+CHOICES = {name for name in dir(sketchgp) if dataclasses.is_dataclass(getattr(sketchgp, name))}
+PARAMETERS = {  # of every solver and preconditioner there is
+    field.name for name in CHOICES for field in dataclasses.fields(getattr(sketchgp, name)) if "_" in field.name
+} | {"rank", "checkpoint", "mu", "tol"}
+
+
+@pytest.mark.parametrize("reason", UNFINISHED)
+def test_advice_names_what_the_solver_has(reason):
+    solver = UNFINISHED[reason]
+    with pytest.warns(sketchgp.ConvergenceWarning) as caught:
+        report = _solve(solver).report
+    advice = str(caught[0].message).split(". ", maxsplit=1)[1]
+    assert report.reason == reason.split(" (")[0]
+    advised = PARAMETERS & set(re.findall(r"\w+", advice))
+    own = {field.name for field in dataclasses.fields(solver)}
+    own |= {"rank"} if isinstance(solver, sketchgp.ConjugateGradients) else set()  # of the preconditioner
+    assert advised and advised <= own
+
+
+def test_a_solve_that_is_stopped_is_said_to_return_something_to_go_on_from():
+    with pytest.warns(sketchgp.ConvergenceWarning, match=r"Go on from the value returned with initial=\."):
+        solution = _solve(sketchgp.ConjugateGradients(tol=1e-10), preconditioner=None, callback=lambda iterate: True)
+    assert "last iterate" not in solution.report.advice()
+
+
+def test_a_constant_that_diverges_is_told_to_leave_it():
+    problem = sketchgp.FullProblem(ScaleKernel(RBFKernel()).double(), points(300, 2), normal(300), 1e-4)
+    with pytest.raises(sketchgp.NumericalError, match=r"ASkotch diverges: .*mu=None, or choose a larger one"):
+        sketchgp.ASkotch(block_size=20, mu=1e-10, max_passes=200, tol=1e-6).solve(problem)
+
+
+def test_growth_is_told_from_a_number():
+    """A residual that overflows before the first estimate grew from that of the start."""
+    problem = sketchgp.FullProblem(_kernel(), points(N), normal(N), 1e-3)
+
+    class Explodes(sketchgp.ASkotch):
+        def method(self, system: Any, block_size: int) -> Any:
+            method = super().method(system, block_size)
+            step = method.step
+
+            def larger(r: torch.Tensor, generator: torch.Generator) -> Any:
+                rows, g = step(r, generator)
+                return rows, 1e6 * g
+
+            method.step = larger
+            return method
+
+    with pytest.raises(sketchgp.NumericalError, match=r"grew from 1\.0e\+00 to \d"):
+        Explodes(block_size=20).solve(problem)
+
+
+# --- representations --------------------------------------------------------------------------------------------
+
+
+def test_representations_are_a_line():
+    solution = _solve(sketchgp.ConjugateGradients())
+    model, (xt,) = rbf()
+    sketchgp.accelerate(model.double())
+    with iterative():
+        history = sketchgp.fit(model, iterations=2)
+        prediction = sketchgp.predict(model, xt.double())
+    for thing, parts in (
+        (solution, ("Solution (120,)", "ConjugateGradients (RPCholesky, rank")),
+        (solution.report, ("SolveReport", "converged", "residual")),
+        (history, ("FitHistory of 2 steps", "best loss", "ran all iterations")),
+        (prediction, (f"Prediction ({len(xt)},)", "variance 'exact'", "ConjugateGradients")),
+    ):
+        text = repr(thing)
+        assert "\n" not in text and "tensor(" not in text and len(text) < 600
+        assert all(part in text for part in parts), text
+
+
+def test_the_rank_of_a_report_is_that_of_the_note():
+    """What is noted of an automatic choice bounds the rank that is used, and the text has both."""
+    model, (xt,) = rbf()
+    sketchgp.accelerate(model.double()).eval()
+    with iterative(), sketchgp.record_solves() as solves, gpytorch.settings.skip_posterior_variances():
+        model(xt.double())
+    report = solves[0]
+    noted = int(re.search(r"a preconditioner of rank (\d+)", str(report)).group(1))  # type: ignore[union-attr]
+    assert report.rank <= noted <= report.n
+    assert noted == sketchgp.RPCholesky().rank_for(report.n, torch.device("cpu"))
+    assert f"RPCholesky, rank {report.rank})" in str(report)
