@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from linear_operator import to_dense
+from linear_operator import settings, to_dense
 from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
+    KernelLinearOperator,
     LinearOperator,
     MulLinearOperator,
     PsdSumLinearOperator,
@@ -20,6 +21,7 @@ from .kernel_matrix import KernelMatrix
 from .tiles import spans
 
 _SUMS = (SumLinearOperator, PsdSumLinearOperator)
+_BLOCK = 512  # rows of a block whose diagonal is taken
 _CONVERTED = 2**22  # entries of a stored matrix that are converted to float64 at once
 
 
@@ -60,7 +62,7 @@ class Access:
 
     def diagonal(self) -> Tensor:
         """``(..., n)``."""
-        return self.operator.diagonal(dim1=-1, dim2=-2).to(torch.float64)
+        return diagonal(self.operator).to(torch.float64)
 
     def columns(self, indices: Tensor) -> Tensor:
         """``(..., n, r)`` for indices ``(..., r)`` (one set a batch element) or ``(r,)``."""
@@ -101,6 +103,22 @@ def element(operator: LinearOperator, index: tuple[int, ...]) -> LinearOperator:
 
 def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
     return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.shape[-2:])
+
+
+def diagonal(operator: LinearOperator) -> Tensor:
+    """``(..., n)``.  Sums and products are taken part by part."""
+    if isinstance(operator, _SUMS):
+        first, *others = (diagonal(part) for part in operator.linear_ops)
+        return sum(others, first)
+    if isinstance(operator, MulLinearOperator):
+        return diagonal(operator.left_linear_op) * diagonal(operator.right_linear_op)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return diagonal(operator.base_linear_op) * operator.expanded_constant.squeeze(-1)
+    if isinstance(operator, KernelLinearOperator) and settings.max_cholesky_size.value() <= 1:
+        # GPyTorch's KeOps kernels then leave single entries to KeOps too, and its diagonal expects a tensor
+        blocks = (to_dense(operator[..., rows, rows]) for rows in spans(operator.shape[-1], _BLOCK))
+        return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], dim=-1)
+    return operator.diagonal(dim1=-2, dim2=-1)
 
 
 def columns(operator: LinearOperator, indices: Tensor) -> Tensor:

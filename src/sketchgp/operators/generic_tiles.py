@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpytorch.kernels import Kernel, ScaleKernel
+from gpytorch.kernels import GridKernel, Kernel, ScaleKernel
 from linear_operator import to_dense
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from ..settings import memory_budget
 from .lazies import KERNELS, evaluated, forward
 from .tiles import spans
 
@@ -76,12 +78,14 @@ def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: 
 def diagonal(evaluate: Callable[..., Tensor], x1: Tensor, x2: Tensor, batch: torch.Size) -> Tensor:
     """``k(x1_i, x2_i)``, ``(*batch, n)``, of a kernel as a function of two blocks; also where it ignores ``diag``."""
     few = evaluate(x1[..., :2, :].detach(), x2[..., :2, :].detach(), diag=True)
-    if few.dim() < len(batch) + 2:
-        return evaluate(x1, x2, diag=True)
-    blocks = (
-        evaluate(x1[..., rows, :], x2[..., rows, :]).diagonal(dim1=-2, dim2=-1) for rows in spans(x1.shape[-2], _ROWS)
-    )
-    return torch.cat(list(blocks), dim=-1)
+    n = x1.shape[-2]
+    if few.dim() < len(batch) + 2:  # in two parts: a grid's kernel gives a matrix for the whole grid, and for it alone
+        halves = spans(n, -(-n // 2)) if n else [slice(None)]
+        parts = [evaluate(x1[..., rows, :], x2[..., rows, :], diag=True) for rows in halves]
+    else:
+        blocks = (evaluate(x1[..., rows, :], x2[..., rows, :]) for rows in spans(n, _ROWS))
+        parts = [block.diagonal(dim1=-2, dim2=-1) for block in blocks]
+    return torch.cat(parts, dim=-1)
 
 
 class GenericTiles:
@@ -129,7 +133,9 @@ def real(x: Tensor) -> Tensor:
 def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
     """Whether ``kernel`` gives one plain number a pair, found by evaluating it on two points.
 
-    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products, KeOps) are not.
+    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products) are not.  One that
+    holds the very points it is called with, as an interpolation grid does, may have structure for these points alone:
+    it is called with all of them.
     """
     if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
         return False
@@ -139,9 +145,53 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
             ScaleKernel.prediction_strategy,
         ):
             return False
-    with torch.no_grad(), KERNELS:
-        value = evaluated(forward(kernel, x1[..., :2, :], x2[..., :2, :]))
-    return _is_dense(value)
+    with torch.no_grad(), _own_parameters_spared(kernel):
+        if not _is_dense(evaluated(forward(kernel, x1[..., :2, :], x2[..., :2, :]))):
+            return False
+        inner = kernel
+        while type(inner) is ScaleKernel:
+            inner = inner.base_kernel
+        if not _holds(inner, x1) or not _holds(inner, x2):
+            return True
+        fits = x1.shape[-2] * x2.shape[-2] * x1.dtype.itemsize <= memory_budget.value(x1.device)
+        if not fits and not isinstance(inner, GridKernel):
+            return True
+        return _is_dense(evaluated(forward(copy.copy(inner), x1, x2)))  # what it keeps of this call goes with the copy
+
+
+def _holds(kernel: Kernel, x: Tensor) -> bool:
+    """Whether a tensor of the kernel's own is x."""
+    held = [b for b in kernel.buffers(recurse=False) if b.shape[-2:] == x.shape[-2:] and b.dim() <= x.dim()]
+    return any(torch.equal(b.expand_as(x), x) for b in held if b.device == x.device)
+
+
+@contextmanager
+def _own_parameters_spared(kernel: Kernel) -> Iterator[list[Tensor]]:
+    """Copies of the kernel's parameters, which stand in for them meanwhile."""
+    with KERNELS:
+        named = dict(kernel.named_parameters())
+        copies = [p.detach().clone() for p in named.values()]
+        with parameters_as(kernel, tuple(named), copies):
+            yield copies
+
+
+@torch.no_grad()
+def settle(kernel: Kernel, x1: Tensor, x2: Tensor) -> None:
+    """Change the parameters of a kernel as calling it with these points does; most kernels change none.
+
+    ``nn.Embedding(max_norm=1)`` shortens the vectors that it looks up, in place.  Tiles are evaluated with copies of
+    the parameters, as autograd may hold the originals; so it is done here, once, before anything is computed.
+    """
+    with _own_parameters_spared(kernel) as copies:
+        evaluated(forward(kernel, real(x1[..., :1, :]), real(x2[..., :1, :])))
+        if not any(c._version for c in copies):
+            return
+        for x in (x1, x2):
+            for rows in spans(x.shape[-2], _ROWS):
+                evaluated(forward(kernel, real(x[..., rows, :]), real(x[..., :1, :])))
+    for parameter, new in zip(parameters_of(kernel).values(), copies, strict=True):
+        if not torch.equal(parameter, new):
+            parameter.data.copy_(new)  # a graph that holds the parameter is of a call that had changed it before
 
 
 def _is_dense(value: Any) -> bool:

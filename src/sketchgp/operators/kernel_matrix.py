@@ -17,8 +17,9 @@ from .batch_element import element
 from .centre import Centre
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
-from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real
+from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
+from .without_keops import without_keops
 
 _OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre")
 _HALF = (torch.bfloat16, torch.float16)
@@ -60,9 +61,8 @@ class KernelMatrix(LinearOperator):
     :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
     :param engine: how products are computed (:mod:`sketchgp.operators.engines`): ``"dense"`` stores the matrix at the
         first product, ``"tiled"`` computes it by tiles, ``"keops"`` and ``"triton"`` by the fused kernels of those
-        packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget
-        (:class:`sketchgp.settings.memory_budget`), and else takes ``"triton"`` on CUDA and ``"tiled"`` where that does
-        not apply.
+        packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and
+        else takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
     :param same: whether x1 and x2 hold the same points.
     :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x3"``,
         ``"tf32"`` and ``"bf16"``.
@@ -106,6 +106,7 @@ class KernelMatrix(LinearOperator):
         """
         check_choice("KernelMatrix.of", engine, precision, ("engine", "precision"))
         check_operands("KernelMatrix.of", kernel, x1, x2)
+        kernel = without_keops(kernel)
         same = x2 is None or x2 is x1
         if kernel.active_dims is not None:
             x1 = x1.index_select(-1, kernel.active_dims)
@@ -123,10 +124,11 @@ class KernelMatrix(LinearOperator):
 
         :raises InputError: if the engine cannot take this kernel, dtype or device.
         """
-        if lazy.last_dim_is_batch or lazy.params or not is_plain(lazy.kernel, lazy.x1, lazy.x2):
+        kernel = without_keops(lazy.kernel)
+        if lazy.last_dim_is_batch or lazy.params or not is_plain(kernel, lazy.x1, lazy.x2):
             return None
         same = lazy.x1 is lazy.x2 or (lazy.x1.shape == lazy.x2.shape and torch.equal(lazy.x1, lazy.x2))
-        return cls.assemble(lazy.kernel, lazy.x1, lazy.x2, engine, same, precision)
+        return cls.assemble(kernel, lazy.x1, lazy.x2, engine, same, precision)
 
     @classmethod
     def assemble(cls, kernel: Kernel, x1: Tensor, x2: Tensor, engine: str, same: bool, precision: str) -> KernelMatrix:
@@ -134,6 +136,8 @@ class KernelMatrix(LinearOperator):
         names = tuple(named)
         matrix = cls(x1, x2, *named.values(), kernel=kernel, names=names, engine=engine, same=same, precision=precision)
         check_able(matrix)
+        if matrix.expression is None:
+            settle(kernel, x1, x2)
         return matrix
 
     def _with(self, x1: Tensor, x2: Tensor, same: bool, centre: Centre | None = None) -> KernelMatrix:
@@ -155,11 +159,11 @@ class KernelMatrix(LinearOperator):
         return torch.Size((self.batch_shape.numel(),)) if len(self.batch_shape) else torch.Size()
 
     def evaluator(self, parameters: Sequence[Tensor]) -> Callable[..., Tensor]:
-        """The kernel as a function of two blocks of rows, with ``parameters`` in place of its own."""
+        """The kernel as a function of two blocks of rows, with copies of ``parameters`` in place of its own."""
         values = [real(p) for p in parameters]
 
         def call(x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
-            with parameters_as(self.kernel, self.names, values):
+            with parameters_as(self.kernel, self.names, [value.clone() for value in values]):
                 return evaluate(self.kernel, x1, x2, **options)
 
         return call
@@ -168,8 +172,8 @@ class KernelMatrix(LinearOperator):
         """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            x1, x2, centre = tensors[0], tensors[1], self.centre.value()
-            return self.expression.prepare(x1, x2, same, self.batch_shape, self.compute_dtype, centre)
+            options = (same, self.batch_shape, self.compute_dtype, self.centre.value())
+            return self.expression.prepare(tensors[0], tensors[1], *options)
 
     @torch.no_grad()
     def prepared(self) -> Prepared:
@@ -312,8 +316,7 @@ class KernelMatrix(LinearOperator):
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
         """One matrix of the batch, without gradients; a kernel that is not recognised is called for the whole batch.
 
-        :raises InputError: for a kernel that gives no batch of matrices; :raises NumericalError: if the matrix is
-            found to differ from the batch's.
+        :raises InputError: for a kernel that gives no batch; :raises NumericalError: if it differs from the batch's.
         """
         return element(self, index)
 

@@ -1,0 +1,183 @@
+"""Kernels that know their points, that change their own parameters, or that bring another way to be multiplied."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.kernels import GridKernel, Kernel, MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel, keops
+from gpytorch.likelihoods import GaussianLikelihood
+from linear_operator import to_dense
+from linear_operator.operators import KroneckerProductLinearOperator
+
+import sketchgp
+from gp_models import TORCH_WARNINGS, Plain, data, dense, gradient_error, iterative, marginal
+from problems import normal, points, relative
+from sketchgp.operators import KernelMatrix
+from sketchgp.operators.access import Access
+from sketchgp.settings import memory_budget
+
+pytestmark = TORCH_WARNINGS
+GRID = [torch.linspace(0, 1, 7, dtype=torch.float64), torch.linspace(0, 2, 6, dtype=torch.float64)]
+ON_GRID = gpytorch.utils.grid.create_data_from_grid(GRID)
+
+
+def modelled(kernel: Kernel, x: torch.Tensor, y: torch.Tensor) -> Plain:
+    model = Plain(x, y, GaussianLikelihood(), kernel).to(x.dtype)
+    model.likelihood.noise = 0.05
+    return model
+
+
+def compare(model: Plain, x: torch.Tensor, tolerance: float = 1e-6, **choices: str) -> Plain:
+    """Loss, gradient and prediction of the accelerated model beside the dense answers; returns the former."""
+    other = copy.deepcopy(model)
+    with dense():
+        value, gradient = marginal(other)
+        with torch.no_grad():
+            expected = other.eval()(x)
+            mean, variance = expected.mean, expected.variance
+    sketchgp.accelerate(model, **choices)
+    with iterative(probes=60, tol=max(1e-8, tolerance / 10)):
+        found, found_gradient = marginal(model)
+        with torch.no_grad():
+            prediction = model.eval()(x)
+            assert relative(prediction.mean, mean) < tolerance
+            assert relative(prediction.variance, variance) < 10 * tolerance
+    assert float(found - value) == pytest.approx(0, abs=5e-3)
+    assert gradient_error(found_gradient, gradient) < 3e-2
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert relative(mine, theirs) < 1e-6  # what forward does to them too
+    return model
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_grid_kernel_on_its_own_grid(dtype, scaled):
+    kernel = GridKernel(RBFKernel(ard_num_dims=2), grid=[g.to(dtype) for g in GRID])
+    x = ON_GRID.to(dtype)
+    y = torch.sin(4 * x[:, 0]) + x[:, 1]
+    model = compare(modelled(ScaleKernel(kernel) if scaled else kernel, x, y), points(5, 2, dtype=dtype), 1e-4)
+    with dense(), torch.no_grad(), pytest.warns(match="matches the stored training data"):
+        variance = sketchgp.restore(copy.deepcopy(model)).eval()(x).variance
+    with iterative(tol=1e-5), torch.no_grad(), pytest.warns(match="matches the stored training data"):
+        assert relative(model(x).variance, variance) < 1e-3
+
+
+def test_structure_is_judged_by_the_call_itself():
+    kernel = ScaleKernel(GridKernel(RBFKernel(ard_num_dims=2), grid=GRID)).double()
+    assert KernelMatrix.from_lazy(kernel(ON_GRID)) is None
+    assert not hasattr(kernel.base_kernel, "_cached_kernel_mat")
+    with memory_budget(1):
+        assert KernelMatrix.from_lazy(kernel(ON_GRID)) is None
+        assert KernelMatrix.from_lazy(kernel(ON_GRID[:-1])) is not None
+    inner = kernel.base_kernel(ON_GRID).evaluate_kernel()
+    assert isinstance(inner, KroneckerProductLinearOperator)
+    both = (
+        kernel + ScaleKernel(MaternKernel()).double()
+    )  # structure that a sum has lost; the grid still ignores ``diag``
+    matrix = KernelMatrix.from_lazy(both(ON_GRID))
+    expected = to_dense(both(ON_GRID))
+    assert relative(matrix @ torch.ones(42, 1).double(), expected.sum(dim=1, keepdim=True)) < 1e-12
+    assert relative(matrix.diagonal(), expected.diagonal()) < 1e-12
+    off = KernelMatrix.from_lazy(kernel(torch.cat([ON_GRID, ON_GRID[:1] + 0.1])))[:-1, :-1]
+    assert relative(off.diagonal(), to_dense(kernel(ON_GRID)).diagonal()) < 1e-12
+
+
+class Embedded(Kernel):
+    """Categories as vectors that the lookup shortens to length 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors = torch.nn.Embedding(4, 3, max_norm=1.0)
+        self.vectors.weight.data.copy_(normal(4, 3) * torch.tensor([[0.1], [1.0], [3.0], [3.0]]))
+        self.base = RBFKernel()
+
+    def forward(self, x1, x2, diag=False, **params):
+        x1, x2 = (torch.cat([self.vectors(x[..., 0].long()), x[..., 1:]], dim=-1) for x in (x1, x2))
+        return self.base.forward(x1, x2, diag=diag, **params)
+
+
+def categories(n: int) -> torch.Tensor:
+    return torch.cat([torch.arange(n).unsqueeze(-1).double().sort(dim=0).values * 3 // n, points(n, 1)], dim=-1)
+
+
+@pytest.mark.parametrize("matmul", ["tiled", "auto"])
+def test_a_kernel_that_changes_its_parameters(matmul):
+    """The last category is not among the points: its vector keeps its length."""
+    x = categories(80)
+    y = torch.sin(6 * x[:, 1]) + x[:, 0]
+    model = compare(modelled(ScaleKernel(Embedded()), x, y), x[::9] + torch.tensor([0.0, 0.01]), matmul=matmul)
+    weight = model.covar_module.base_kernel.vectors.weight
+    assert weight[2].norm() < 1.0001 and weight[3].norm() > 1.5
+
+
+def test_graphs_survive_later_calls():
+    kernel, x, v = Embedded().double(), categories(60), normal(60, 2)
+    product = (KernelMatrix.of(kernel, x, engine="tiled") @ v).square().sum()
+    assert kernel.vectors.weight[2].norm() < 1.0001
+    KernelMatrix.of(kernel, x[:9], engine="tiled").diagonal()
+    product.backward()
+    found = kernel.vectors.weight.grad.clone()
+    kernel.zero_grad()
+    (to_dense(kernel(x)) @ v).square().sum().backward()
+    assert relative(found, kernel.vectors.weight.grad) < 1e-10
+
+
+KEOPS = {
+    "rbf": (keops.RBFKernel, RBFKernel, {"ard_num_dims": 3}),
+    "matern": (keops.MaternKernel, MaternKernel, {"nu": 1.5, "active_dims": (0, 2)}),
+    "periodic": (keops.PeriodicKernel, PeriodicKernel, {}),
+}
+
+
+@pytest.mark.parametrize("name", KEOPS)
+def test_keops_kernels_are_those_they_stand_for(name):
+    cls, plain, options = KEOPS[name]
+    kernel = ScaleKernel(cls(**options)).double()
+    kernel.base_kernel.lengthscale = 0.4
+    other = ScaleKernel(plain(**options)).double()
+    other.load_state_dict(kernel.state_dict())
+    x, v = points(30), normal(30, 1)
+    found, expected = (KernelMatrix.of(k, x, engine="tiled") @ v for k in (kernel, other))
+    assert type(kernel.base_kernel) is cls
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    for mine, theirs in zip(kernel.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_keops_kernels_in_a_users_kernel_and_twice():
+    part = keops.RBFKernel()
+    kernel = (ScaleKernel(part * part) + keops.MaternKernel(active_dims=(0,))).double()
+    x = points(30)
+    matrix = KernelMatrix.of(kernel, x, engine="tiled")
+    assert matrix.expression is not None
+    assert relative(matrix.to_dense(), to_dense(kernel(x))) < 1e-12
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_keops_kernels_below_every_threshold(size):
+    x, y, xt = data(60)
+    model = modelled(ScaleKernel(keops.RBFKernel()), x, y)
+    with dense(), torch.no_grad():
+        mean = copy.deepcopy(model).eval()(xt).mean
+    sketchgp.accelerate(model)
+    with iterative(), gpytorch.settings.max_cholesky_size(size), torch.no_grad():
+        assert relative(model.eval()(xt).mean, mean) < 1e-6
+
+
+@pytest.mark.slow  # KeOps compiles
+@pytest.mark.parametrize("size", [0, 1])
+def test_the_diagonal_of_a_keops_kernel_that_is_left_to_gpytorch(size):
+    pytest.importorskip("pykeops")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("KeOps needs a C++ compiler")
+    kernel = ScaleKernel(keops.RBFKernel()).double()
+    with gpytorch.settings.max_cholesky_size(size), torch.no_grad():
+        diagonal = Access(kernel(points(30)) + kernel(points(30))).diagonal()
+    assert relative(diagonal, 2 * kernel.outputscale.expand(30)) < 1e-12
