@@ -57,3 +57,25 @@ def test_a_refit_is_accelerated_and_restored_like_any_model() -> None:
     assert type(refit) is Plain
     assert type(refit.likelihood) is gpytorch.likelihoods.GaussianLikelihood
     assert hasattr(model, "_sketchgp"), "the model it came from is accelerated still"
+
+
+def test_a_subclass_of_the_class_of_an_accelerated_model() -> None:
+    model, test = SOLVED["scale-rbf-ard"].build()
+    kind = type(sketchgp.accelerate(model))
+
+    class Refit(kind):
+        pass
+
+    parts = gpytorch.likelihoods.GaussianLikelihood(), copy.deepcopy(model.covar_module)
+    refit = Refit(model.train_inputs[0], model.train_targets, *parts).double()
+    with iterative(), sketchgp.record_solves() as solves:
+        posterior(sketchgp.accelerate(refit), test)
+        assert solves
+        posterior(copy.deepcopy(refit).train(), test)
+        found = len(solves)
+    sketchgp.restore(refit)
+    assert type(refit) is Refit
+    with dense(), sketchgp.record_solves() as solves:
+        posterior(refit, test)
+    assert not solves
+    assert found == 4

@@ -33,6 +33,7 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not ours and not mixins.is_accelerated(self) and isinstance(self.likelihood, _GaussianLikelihoodBase):
         sketchgp.accelerate(self)
         _done["models"] += 1
+        return self(*args, **kwargs)  # whose class is another one now
     return _plain_call(self, *args, **kwargs)
 
 

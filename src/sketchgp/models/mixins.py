@@ -33,6 +33,8 @@ class _Accelerated:
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) not in _subclasses.values():  # a subclass of one, which is found by its name
+            return super().__reduce_ex__(protocol)
         mixin, base = type(self).__bases__
         return _blank, (mixin, base), super().__reduce_ex__(2)[2]  # type: ignore[index]
 
@@ -119,8 +121,8 @@ def accelerated_class(base: type, mixin: type) -> type:
 
 
 def plain_class(accelerated: type) -> type:
-    """The class an accelerated instance had before."""
-    return accelerated.__bases__[1]
+    """The class an accelerated instance had before; a subclass of an accelerated one stays what it is."""
+    return accelerated.__bases__[1] if accelerated in _subclasses.values() else accelerated
 
 
 def is_accelerated(instance: Any) -> bool:

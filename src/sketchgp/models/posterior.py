@@ -52,12 +52,12 @@ def solves_all(strategy: Any) -> bool:
 def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``model(*args, **kwargs)`` of an accelerated model.
 
-    :param plain_call: what GPyTorch would have called.
+    :param plain_call: the method that GPyTorch would have called.
     """
     known = model.train_inputs is not None and model.train_targets is not None
     if model.training or settings.prior_mode.on() or not known:
         return plain_call(*args, **kwargs)
-    if type(model).__bases__[1].__call__ is not ExactGP.__call__ or not solves_all(strategy_of(model, **kwargs)):
+    if plain_call.__func__ is not ExactGP.__call__ or not solves_all(strategy_of(model, **kwargs)):
         with _GPYTORCH:
             return plain_call(*args, **kwargs)
     inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in args]
