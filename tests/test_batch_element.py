@@ -180,3 +180,16 @@ def test_prediction(names, solver):
         assert relative(found.mean, mean) < 1e-6
         assert relative(found.variance, variance) < 1e-5
     assert all(report.converged for report in solves)
+
+
+@pytest.mark.parametrize("name", ["user's", "recognised sum", "product"])
+def test_one_output_of_a_small_model(name):
+    """Up to 800 points the covariance is GPyTorch's, which would index the kernel."""
+    model = Batch([KERNELS[name]()])
+    with torch.no_grad():
+        expected = model(*model.train_inputs).covariance_matrix[1]
+        sketchgp.accelerate(model)
+        prior = model(*model.train_inputs)
+        assert relative(prior[1].covariance_matrix, expected) < 1e-12
+        noise = model.likelihood.noise[1] * torch.eye(N)
+        assert relative(model.likelihood(prior)[1].covariance_matrix, expected + noise) < 1e-12

@@ -127,6 +127,14 @@ def test_graphs_survive_later_calls():
     assert relative(found, kernel.vectors.weight.grad) < 1e-10
 
 
+def test_a_users_kernel_in_inference_mode():
+    kernel, x = Embedded().double(), categories(20)
+    expected = to_dense(copy.deepcopy(kernel)(x))
+    with torch.inference_mode():
+        matrix = KernelMatrix.of(kernel, x.clone(), engine="tiled")
+        assert relative(matrix.to_dense(), expected) < 1e-12
+
+
 KEOPS = {
     "rbf": (keops.RBFKernel, RBFKernel, {"ard_num_dims": 3}),
     "matern": (keops.MaternKernel, MaternKernel, {"nu": 1.5, "active_dims": (0, 2)}),

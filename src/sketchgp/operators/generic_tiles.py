@@ -184,7 +184,7 @@ def settle(kernel: Kernel, x1: Tensor, x2: Tensor) -> None:
     """
     with _own_parameters_spared(kernel) as copies:
         evaluated(forward(kernel, real(x1[..., :1, :]), real(x2[..., :1, :])))
-        if not any(c._version for c in copies):
+        if not any(not c.is_inference() and c._version for c in copies):  # no graph holds what inference mode makes
             return
         for x in (x1, x2):
             for rows in spans(x.shape[-2], _ROWS):

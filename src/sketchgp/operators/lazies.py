@@ -82,6 +82,12 @@ class UnevaluatedKernel(LazyEvaluatedKernelTensor):
             )
         return to_linear_operator(value)
 
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        """Of a batch, evaluated first: GPyTorch would index the kernel, whose ``active_dims`` are no batch."""
+        if all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
+            return super()._getitem(row_index, col_index, *batch_indices)
+        return self.evaluate_kernel()._getitem(row_index, col_index, *batch_indices)
+
 
 def adopt_kernels(operator: Any) -> None:
     """Make the unevaluated kernels of an operator :class:`UnevaluatedKernel`, in place."""
