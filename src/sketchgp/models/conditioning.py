@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..errors import InputError
 from ..operators import KernelMatrix
 from ..operators.access import terms
 from ..operators.lazies import adopt_kernels
-from ..solvers import ConjugateGradients, System
+from ..solvers import Cholesky, ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel
@@ -66,6 +67,24 @@ class Conditioning:
         plain = exact and isinstance(noisy._linear_op, KernelMatrix) and not noisy.batch_shape
         return (PlainConditioning if plain and model.train_inputs[0].dim() == 2 else Conditioning)(model, noisy)
 
+    @property
+    def _acceleration(self) -> Acceleration:
+        return self.model.__dict__[ATTRIBUTE]
+
+    @property
+    def _ours(self) -> bool:
+        return isinstance(self.noisy, AcceleratedAddedDiagLinearOperator)
+
+    @cached_property
+    def _system(self) -> System:
+        if self._ours:
+            return System(self.noisy._linear_op, self.noisy._noise_vector())
+        return System(self.noisy, torch.zeros(self.noisy.shape[:-1], dtype=self.noisy.dtype, device=self.noisy.device))
+
+    @cached_property
+    def _preconditioner(self) -> Any:
+        return self._acceleration.build(self._system.operator, self._system.noise, differentiable=False)
+
     def exact_variance(self, x: Tensor) -> Tensor:
         """Latent variances at x ``(m, d)`` in float64: ``(..., m)``, or ``(..., m, t)`` of t tasks.
 
@@ -90,20 +109,15 @@ class Conditioning:
 
         The error is below a hundredth of the noise, or there is a :class:`sketchgp.ConvergenceWarning`.
         """
-        acceleration: Acceleration = self.model.__dict__[ATTRIBUTE]
-        solver = acceleration.column_solver()
-        if isinstance(self.noisy, AcceleratedAddedDiagLinearOperator):
-            system = System(self.noisy._linear_op, self.noisy._noise_vector())
-            if isinstance(solver, ConjugateGradients):
-                built = acceleration.build(system.operator, system.noise, differentiable=False)
-                chosen = self._tight(solver, c, system.noise)
-                w, _, _ = chosen.run(system, c, built, name=acceleration.preconditioner_name)
-            else:
-                w, _, _ = solver.run(system, c)
+        solver, system = self._acceleration.column_solver(), self._system
+        if self._ours and isinstance(solver, Cholesky):
+            w, _, _ = solver.run(system, c)
+        elif self._ours and isinstance(solver, ConjugateGradients):
+            chosen = self._tight(solver, c, system.noise)
+            w, _, _ = chosen.run(system, c, self._preconditioner, name=self._acceleration.preconditioner_name)
         else:  # GPyTorch solves by structure; the residual is looked at, and made smaller where that was not enough
             diagonal = isinstance(self.noisy, AddedDiagLinearOperator)
             noise = self.noisy._diag_tensor._diagonal() if diagonal else None
-            system = System(self.noisy, c.new_zeros(self.noisy.shape[:-1]))
             solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
             initial = None if type(self.noisy) in _SUMS else self.noisy.solve(c)
             w, _, _ = self._tight(solver, c, noise).run(system, c, None, initial=initial)

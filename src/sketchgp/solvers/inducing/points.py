@@ -103,30 +103,29 @@ def _rows(x: Tensor, indices: Tensor, counts: float | Tensor | None, method: str
 
 def _k_means(kernel: Any, x: Tensor, m: int, stream: torch.Generator, randomness: int) -> InducingPoints:
     try:
+        import numpy as np
         from sklearn.cluster import KMeans, MiniBatchKMeans
-        from sklearn.exceptions import ConvergenceWarning as FewerClusters
         from threadpoolctl import threadpool_limits
     except ImportError as error:
         raise InputError(
             "method='k-means' needs scikit-learn: python -m pip install scikit-learn (or the extra sketchgp[sklearn]); "
             "method='rpcholesky' and 'leverage' do without."
         ) from error
-    import warnings
-
     n = len(x)
     scale = _lengthscales(kernel, x)
     most = max(_KMEANS_LEAST, _KMEANS_ROWS * m)
     rows = torch.randperm(n, generator=stream)[:most].sort().values.to(x.device) if n > most else None
     shown = ((x if rows is None else x[rows]) / scale).cpu().numpy()
+    clusters = min(m, len(np.unique(shown, axis=0)))
     if len(shown) <= _FULL_KMEANS:
-        model = KMeans(m, n_init=1, max_iter=50, random_state=randomness)
+        model = KMeans(clusters, n_init=1, max_iter=50, random_state=randomness)
     else:
-        model = MiniBatchKMeans(m, n_init=1, batch_size=max(4096, m), max_iter=20, random_state=randomness)
-    with warnings.catch_warnings(), threadpool_limits(torch.get_num_threads()):
-        warnings.simplefilter("ignore", FewerClusters)  # fewer distinct points than clusters: handled below
+        model = MiniBatchKMeans(clusters, n_init=1, batch_size=max(4096, m), max_iter=20, random_state=randomness)
+    with threadpool_limits(torch.get_num_threads()):
         labels = torch.as_tensor(model.fit(shown).labels_, dtype=torch.long)
     sizes = torch.bincount(labels, minlength=m)
-    points = (torch.as_tensor(model.cluster_centers_).to(x) * scale).contiguous()
+    points = x.new_zeros(m, x.shape[1])
+    points[:clusters] = torch.as_tensor(model.cluster_centers_).to(x) * scale
     empty = (sizes == 0).nonzero().squeeze(1)
     notes = [] if rows is None else [f"k-means saw {len(shown)} of {n} points"]
     if len(empty):
