@@ -77,7 +77,7 @@ def load(directory: Path, case: Case, rows: int, m: int) -> sketchgp.InducingPoi
 
 def measure(problem: sketchgp.InducingPointProblem, rho: float | None) -> dict[str, Any]:
     """One run to the tolerance or the cap; ``epochs`` is None where it did not get there."""
-    solver = SketchySAGA(tol=TOL, max_epochs=CAP, rho=rho)
+    solver = SketchySAGA(tol=TOL, deviations=math.inf, max_epochs=CAP, rho=rho)
     before = load_average()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)

@@ -38,6 +38,7 @@ NAMES = {
     "QR",
     "RPCholesky",
     "SketchGPError",
+    "NystromPCG",
     "SketchySAGA",
     "Skotch",
     "Solution",
@@ -123,8 +124,10 @@ SIGNATURES = {
     "QR": {},
     "EigenPro3": EIGENPRO,
     "EigenPro4": {**EIGENPRO, "delay": None},
+    "NystromPCG": {**NORMAL, "tol": 0.3, "rank": None, "seed": 0},
     "SketchySAGA": {
         "tol": 1e-4,
+        "deviations": 0.3,
         "max_epochs": 200.0,
         "max_seconds": None,
         "block_size": None,
@@ -232,6 +235,7 @@ def test_signature(name):
         "QR",
         "EigenPro3",
         "EigenPro4",
+        "NystromPCG",
         "SketchySAGA",
     ],
 )
@@ -267,7 +271,7 @@ def test_blockwise_solve_signature(name):
     [
         *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),
         *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
-        *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "SketchySAGA"),
+        *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "NystromPCG", "SketchySAGA"),
     ],
 )
 def test_choices_are_frozen_and_comparable(choice):

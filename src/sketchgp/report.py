@@ -30,6 +30,10 @@ class SolveReport:
     Solvers that go by blocks of rows estimate ``history``; ``passes`` are then the entries of K evaluated over n^2, and
     ``held_out`` lists (passes, seconds, root mean square error of each column) where held-out points were given.
     ``remedies`` says what to try for a reason to end that this solver knows more about than :meth:`advice` does.
+    ``deviations`` estimate, column by column, how far any prediction is from the exact solution's at the most, in
+    posterior deviations (solvers of the inducing-point problem; infinite where nothing can be said).  ``tol`` is of
+    them where ``judged`` is ``"predictions"``, of the residual where it is ``"residual"``.
+    ``seconds`` are those of the iterations, without ``setup_seconds``: preconditioner, factors, and what they need.
     Batched systems are flattened: a batch of b systems with t columns counts b t columns.
     """
 
@@ -54,6 +58,14 @@ class SolveReport:
     passes: float = 0.0
     held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
     remedies: dict[str, str] = field(default_factory=dict)
+    deviations: Tensor | None = None
+    judged: str = "residual"
+
+    @property
+    def max_deviations(self) -> float:
+        """The largest of ``deviations``; infinite where they are not known."""
+        known = self.deviations is not None and self.deviations.numel()
+        return float(self.deviations.max()) if known and self.deviations is not None else float("inf")
 
     @property
     def max_residual(self) -> float:
@@ -62,10 +74,11 @@ class SolveReport:
 
     def advice(self) -> str:
         """Why the solve ended short of its tolerance, and one thing to try."""
-        head = (
-            f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: largest true "
-            f"relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}. "
-        )
+        found = f"largest true relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}"
+        if self.judged == "predictions":
+            far = f"{self.max_deviations:.1e} posterior deviations" if self.max_deviations < float("inf") else "unknown"
+            found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"
+        head = f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: {found}. "
         if self.reason in self.remedies:
             return head + self.remedies[self.reason]
         if self.reason == "stagnated" and self.dtype == "float64":
@@ -90,11 +103,18 @@ class SolveReport:
         endless = self.tol == float("inf")  # a solver that knows no tolerance
         state = "converged" if self.converged else "no tolerance" if endless else "NOT converged"
         tolerance = "" if endless else f" (tolerance {self.tol:.0e})"
+        residual, error = f"residual {self.max_residual:.2e}", ""
+        if self.max_deviations < float("inf") or self.judged == "predictions":
+            far = f"about {self.max_deviations:.2g}" if self.max_deviations < float("inf") else "an unknown number of"
+            error = f", predictions within {far} posterior deviations"
+        if self.judged == "predictions":
+            error += tolerance
+        else:
+            residual += tolerance
         work = f"{self.passes:.1f} passes" if self.passes else f"{self.matmuls} products"
         text = (
             f"{self.solver} ({self._preconditioner()}): {state}, {self.reason}; n = {self.n}, "
-            f"{self.columns} column(s), {self.iterations} iterations, {work}, "
-            f"residual {self.max_residual:.2e}{tolerance}, "
+            f"{self.columns} column(s), {self.iterations} iterations, {work}, {residual}{error}, "
             f"{self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
             f"{self.dtype} on {self.device}"
         )

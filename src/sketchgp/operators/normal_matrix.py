@@ -9,6 +9,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
+from .kernel_matrix import KernelMatrix
 from .tall import TallMatrix
 
 
@@ -82,3 +83,34 @@ class NormalMatrix(LinearOperator):
         for _, tile in self.tall.tiles():
             out += tile.square().sum(dim=0)
         return out
+
+
+class TiledNormalMatrix:
+    """The same matrix with Kzz by tiles, too: ``n m + m^2 / 2`` kernel evaluations a product, no m x m matrix.
+
+    :param kzz: ``k(z, z)``, by tiles, in the dtype of its entries.
+    """
+
+    def __init__(self, kzz: KernelMatrix, tall: TallMatrix, level: float) -> None:
+        self.kzz, self.tall, self.level = kzz, tall, level
+        self.products = 0  # with Kzz
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tall.shape[1], self.tall.shape[1]
+
+    def accurate(self) -> TiledNormalMatrix:
+        """The same with float64 entries."""
+        if self.tall.dtype == torch.float64 and self.kzz.dtype == torch.float64:
+            return self
+        return TiledNormalMatrix(self.kzz.double(), self.tall.accurate(), self.level)
+
+    @torch.no_grad()
+    def kzz_matmul(self, rhs: Tensor) -> Tensor:
+        """``Kzz v``, ``(m, t)`` float64."""
+        self.products += 1
+        return self.kzz._matmul(rhs.to(self.kzz.dtype)).to(torch.float64)
+
+    @torch.no_grad()
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.tall.gram_matmul(rhs).add_(self.kzz_matmul(rhs), alpha=self.level)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..lowrank.factor import nystrom_factor
-from ..lowrank.nystrom import gaussian_test_matrix
 from ..operators import KernelMatrix
 from ..operators.tall import TallMatrix
 from ..operators.tiles import spans
+from .row_nystrom import row_nystrom
 
 _COLUMNS = 2**22  # entries of a tile of the second sample
 _BISECTIONS = 24
@@ -123,14 +122,7 @@ def damped_nystrom(
     order = torch.randperm(n, generator=generator).to(device)
     first = order[:rows]
     second = order[rows : rows + sample] if rows + sample <= n else order[-sample:]
-    test = gaussian_test_matrix(m, rank, generator, device)
-    sketch = kzz._matmul(test.to(kzz.dtype)).to(torch.float64) * level
-    for span in spans(rows, max(16, _COLUMNS // m)):
-        part = tall.part(first[span])
-        sketch.addmm_(part.mT, part @ test, alpha=n / rows)
-    factor = nystrom_factor(sketch, test.mT @ sketch, torch.finfo(kzz.dtype).eps)
-    vectors, roots, _ = torch.linalg.svd(factor, full_matrices=False)
-    values = roots.square()
+    vectors, values = row_nystrom(tall, kzz, level, rank, first, generator)
     basis = values.new_zeros(len(second), len(values))
     gram = values.new_zeros(len(second), len(second))
     weights = None if tall.weights is None else tall.weights[second]

@@ -12,12 +12,13 @@ from .inducing import InducingPointProblem, NormalEquationsSolver
 from .inducing.epochs import Epoch
 from .inducing.points import InducingPoints, choose_inducing_points
 from .krill import KRILL
+from .nystrom_pcg import NystromPCG
 from .problem import FullProblem, Solution, System
 from .qr import QR
 from .sketchysaga import SketchySAGA
 from .skotch import Skotch
 
-INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, SketchySAGA, EigenPro3, EigenPro4)
+INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, NystromPCG, SketchySAGA, EigenPro3, EigenPro4)
 
 __all__ = [
     "INDUCING_POINT_SOLVERS",
@@ -37,6 +38,7 @@ __all__ = [
     "InducingPoints",
     "Iterate",
     "NormalEquationsSolver",
+    "NystromPCG",
     "Progress",
     "SketchySAGA",
     "Skotch",

@@ -46,11 +46,14 @@ class SketchySAGA:
     (:class:`~sketchgp.preconditioners.sketchysaga.DampedNystrom`).  Steps that diverge all the same are taken back and
     halved, with a note in the report.
 
-    Choose it where m x m matrices do not fit.  Where they do, :class:`KRILL` needs tens of passes to any tolerance;
-    this one tens of epochs to 1e-3, and many more for each further digit of an ill-conditioned problem.  Of those a
-    small residual says little about predictions: give ``held_out`` points, and a higher rank where their error falls.
+    A small residual says little about predictions where the problem is ill-conditioned, so that is not enough to stop:
+    sweeps at epochs that grow by half also see how much the function changed since the one before, in the norm that
+    bounds predictions, and what is left is extrapolated from that (:mod:`sketchgp.solvers.inducing.remaining`).
+
+    Choose it to compare with the paper.  :class:`NystromPCG`, with the same memory, gets closer in fewer passes.
 
     :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
+    :param deviations: posterior deviations that no prediction may be off by, as estimated, in every column.
     :param max_epochs: the most epochs of steps.
     :param max_seconds: the most time, or None.
     :param block_size: b; None is n / 20, at least 16 and at most 512.  Epochs hardly depend on it, the work of the
@@ -61,6 +64,7 @@ class SketchySAGA:
     """
 
     tol: float = 1e-4
+    deviations: float = 0.3
     max_epochs: float = 200.0
     max_seconds: float | None = None
     block_size: int | None = None
@@ -70,7 +74,7 @@ class SketchySAGA:
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol")
-        settle(self, number, "max_epochs", above=0)
+        settle(self, number, "max_epochs", "deviations", above=0)
         settle(self, number, "max_seconds", above=0, optional=True)
         settle(self, number, "rho", above=0, finite=True, optional=True)
         settle(self, count, "block_size", "rank", optional=True)

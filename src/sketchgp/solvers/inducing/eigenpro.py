@@ -296,5 +296,12 @@ class EigenProSolver:
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
             notes=notes + projection.notes + run.notes,
+            passes=self._passes(problem, run, projection),
             held_out=run.errors,
         )
+
+    @staticmethod
+    def _passes(problem: InducingPointProblem, run: Epochs, projection: Projection) -> float:
+        """Kernel evaluations over n m; of Kzz each pair counts once."""
+        m, n = problem.m, run.total or problem.expected_rows or run.rows
+        return (run.model.entries + projection.products * m * (m + 1) / 2) / max(1, n * m)

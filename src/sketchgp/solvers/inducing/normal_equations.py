@@ -1,20 +1,21 @@
-"""Conjugate gradients on the normal equations of the inducing-point problem: what KRILL and Falkon share."""
+"""Conjugate gradients on the normal equations of the inducing-point problem: what KRILL, Falkon, NystromPCG share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...checks import count, flag, function, like, settle, tolerance, word
 from ...memory import enough_memory, require_memory
-from ...operators.normal_matrix import NormalMatrix
+from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
+from ...preconditioners.row_nystrom import NystromRoot
 from ...report import SolveReport, conclude, peak_memory
 from ..conjugate_gradients import Iterate
 from ..problem import Solution
@@ -35,12 +36,17 @@ class NormalEquationsSolver:
         entries, which takes several times the iterations where the noise is small.  Sums and factors are float64.
     """
 
+    _predictions: ClassVar[bool] = False  # whether tol is of the error of predictions, not of the residual
+
     tol: float = 1e-4
     max_iterations: int = 200
     precision: str = "float64"
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol")
+        self._check_common()
+
+    def _check_common(self) -> None:
         settle(self, count, "max_iterations")
         settle(self, word, "precision", allowed=("float32", "float64"))
 
@@ -58,7 +64,7 @@ class NormalEquationsSolver:
             self.bytes_needed(problem),
             problem.device,
             f"{self.name}() for m = {problem.m} and {_columns(problem)} column(s)",
-            "use fewer inducing points, or solver=SketchySAGA() or EigenPro4(), which need no m x m matrix.",
+            "use fewer inducing points, or solver=NystromPCG() or EigenPro4(), which need no m x m matrix.",
         )
 
     def bytes_needed(self, problem: InducingPointProblem) -> int:
@@ -71,9 +77,12 @@ class NormalEquationsSolver:
         """Of the m x m matrices that are held at once."""
         raise NotImplementedError
 
-    def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors | None:
+    def preconditioner(self, matrix: Any) -> TriangularFactors | NystromRoot | None:
         """The preconditioner of one normal matrix; None for none."""
         raise NotImplementedError
+
+    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix | TiledNormalMatrix:
+        return problem.normal_matrix(accurate)
 
     def _describe(self, problem: InducingPointProblem) -> str:
         raise NotImplementedError
@@ -113,12 +122,14 @@ class NormalEquationsSolver:
         self.validate(problem)
         float32 = self.precision == "float32"
         with enough_memory(*self._memory(problem)), torch.no_grad():
-            matrix = problem.normal_matrix(accurate=not float32)
+            matrix = self._matrix(problem, accurate=not float32)
             rhs = matrix.tall.accurate().t_matmul(y)
             factors = self.preconditioner(matrix)
             setup = time.perf_counter() - start
             initial = None if initial is None else initial.reshape(rhs.shape).to(rhs)
-            run = SplitGradients(matrix, factors, rhs, self.tol, self.max_iterations, initial, callback)
+            run = SplitGradients(
+                matrix, factors, rhs, self.tol, self.max_iterations, initial, callback, self._predictions
+            )
             run.loop(progress, self.name)
         report = SolveReport(
             solver=self.name,
@@ -130,11 +141,11 @@ class NormalEquationsSolver:
             residual=run.residual.cpu(),
             history=torch.stack(run.history).cpu(),
             tol=self.tol,
-            converged=bool((run.residual <= self.tol).all()),
+            converged=run.converged,
             reason=run.reason,
             seconds=time.perf_counter() - start - setup,
             setup_seconds=setup,
-            rank=0 if factors is None else factors.rank,
+            rank=factors.rank if isinstance(factors, NystromRoot) else 0,
             dtype="float32" if float32 and x.dtype == torch.float32 else "float64",
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
@@ -142,6 +153,8 @@ class NormalEquationsSolver:
             remedies={
                 "ran out of iterations": f"Raise max_iterations (now {self.max_iterations}){self._remedy(problem)}."
             },
+            deviations=run.deviations.cpu(),
+            judged="predictions" if self._predictions else "residual",
         )
         conclude(report)
         return Solution(run.best.reshape(shape), report)

@@ -45,6 +45,7 @@ class Directions:
     :ivar at_inducing: ``K(Z, C) G`` ``(m, q)``.
     :ivar beta: the largest diagonal entry of the preconditioned kernel.
     :ivar lam: the top eigenvalue of its covariance operator.
+    :ivar entries: of the kernel, evaluated to find all this.
     """
 
     points: Tensor | None
@@ -54,6 +55,7 @@ class Directions:
     beta: float
     lam: float
     rows: Tensor | None = None
+    entries: int = 0
 
     def of(self, values: Tensor) -> Tensor:
         """Values ``(m, t)`` at the inducing points, at C; where C are inducing points."""
@@ -122,10 +124,12 @@ def find_directions(
     judged = judged.to(points.device)
     block = all_points.block(judged, judged) - images[judged] @ images[judged].mT
     lam = float(torch.linalg.eigvalsh(block)[-1].clamp(min=_TINY)) / len(judged)
+    entries = size * (size + len(problem.inducing_points)) + len(judged) ** 2
+    entries += len(points) * (size if rows is not None or not commuting else len(problem.inducing_points))
     if commuting:
         chosen = None if rows is None else rows[top.indices]
-        return Directions(None, factor, None, at_inducing, beta, lam, chosen)
-    return Directions(subsample, factor, images[:size], at_inducing, beta, lam)
+        return Directions(None, factor, None, at_inducing, beta, lam, chosen, entries)
+    return Directions(subsample, factor, images[:size], at_inducing, beta, lam, None, entries)
 
 
 class Model:
@@ -141,6 +145,7 @@ class Model:
     ) -> None:
         self.problem, self.directions, self.projection = problem, directions, projection
         self.base = base.clone()
+        self.entries = directions.entries  # of the kernel, evaluated so far, but for projections
         self._forget()
 
     def _forget(self) -> None:
@@ -182,6 +187,8 @@ class Model:
         self.h.sub_(gradient, alpha=step).add_(directions.at_inducing @ slowed)
         if self.h_points is not None and directions.at_points is not None:
             self.h_points.sub_(at_points, alpha=step).add_(directions.at_points @ slowed)
+        others = sum(len(points) for points, _ in self.recent) + (0 if directions.points is None else len(at_points))
+        self.entries += len(x) * (len(self.base) + others)
         if not last:
             self._remember(x, g * -step)
         return g

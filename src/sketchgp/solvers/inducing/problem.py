@@ -13,7 +13,7 @@ from ...checks import found, instance, tensor, variances
 from ...errors import InputError
 from ...memory import available_memory
 from ...operators import KernelMatrix
-from ...operators.normal_matrix import NormalMatrix
+from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
 from ..problem import check_data, check_fits, check_kernel, check_plain
@@ -150,9 +150,17 @@ class InducingPointProblem:
         if needed > free:
             raise InputError(
                 f"k(z, z) takes {needed / 2**30:.1f} GiB for m = {self.m} and {free / 2**30:.1f} GiB are free; use "
-                "fewer inducing points, or solver=EigenPro4() or SketchySAGA(), which do not store it."
+                "fewer inducing points, or solver=NystromPCG() or EigenPro4(), which do not store it."
             )
         return KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach().double().to_dense()
+
+    def tiled_normal_matrix(self, accurate: bool = True) -> TiledNormalMatrix:
+        """``Kzx Kxz + noise Kzz``, Kzz by tiles as well.
+
+        :param accurate: evaluate entries in float64 whatever the dtype of x.
+        """
+        kzz = KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach()
+        return TiledNormalMatrix(kzz.double() if accurate else kzz, self.tall(accurate), self.level)
 
     def normal_matrix(self, accurate: bool = True) -> NormalMatrix:
         """``Kzx Kxz + noise Kzz`` as a LinearOperator (m, m) whose preconditioner is KRILL's.

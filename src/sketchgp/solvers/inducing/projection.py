@@ -27,6 +27,7 @@ class Projection:
     """
 
     cost: float
+    products = 0  # with Kzz so far
     notes: list[str]
 
     def __init__(self, problem: InducingPointProblem, columns: int) -> None:
@@ -50,6 +51,7 @@ class ExactProjection(Projection):
     def __init__(self, problem: InducingPointProblem, columns: int) -> None:
         super().__init__(problem, columns)
         self.root = shifted_cholesky(problem.kzz(), torch.finfo(self.matrix.dtype).eps)
+        self.products = 1
         self.cost = columns / (problem.inducing_points.shape[1] + 10)  # operations, in those of a kernel entry
 
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -100,6 +102,7 @@ class InexactProjection(Projection):
             r.addcmul_(step, product, value=-1)
             rz = torch.where(new > 0, new, 1)
             self.iterations += 1
+            self.products += 1
         left = float((r.norm(dim=0) / torch.where(norm > 0, norm, 1)).max())
         if not left <= max(_FAILED, tol):
             raise NumericalError(

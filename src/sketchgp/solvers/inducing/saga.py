@@ -25,6 +25,7 @@ from ..blockwise import Progress, next_block
 from ..blockwise.interrupt import DeferredInterrupt
 from .held_out import HeldOut
 from .problem import InducingPointProblem
+from .remaining import remaining_change
 
 _SAMPLING = "uniform"  # a shuffled order is no faster, and nothing is proved for it
 _RANK = 300
@@ -40,7 +41,8 @@ _STALE = 0.5  # step, times the smoothness of the noise's term, times the steps 
 _GROWTH = 10.0  # of the residual over the last true one, at which the steps diverge
 _SHRUNK = 12  # times that the step is halved
 _SETTLED = 0.1  # of the last true residual: time for the next sweep
-_GAP = 4.0  # epochs between two sweeps at least, while the estimate is above the tolerance; at most ten times that
+_GAP = 4.0  # epochs between two sweeps at least, while the estimate is above the tolerance
+_GROWING = 1.5  # epochs of a look at the change of the function, over those of the one before; the first is at _GAP
 _PATIENCE = 40.0  # epochs without progress, after which rounding is what is left where the residual is small
 _PROGRESS = 0.9  # of the least true residual before
 _PLATEAU = 1e-7
@@ -55,6 +57,8 @@ class Choices(Protocol):
 
     @property
     def tol(self) -> float: ...
+    @property
+    def deviations(self) -> float: ...
     @property
     def max_epochs(self) -> float: ...
     @property
@@ -96,6 +100,10 @@ class Saga:
         self.kzz_products = self.sweeps = self.steps = self.failures = self.shrunk = 0
         self.epochs = self.swept = self.marked = 0.0
         self.mark = math.inf
+        self.changes: list[Tensor] = []
+        self.compared: tuple[Tensor, Tensor, Tensor] | None = None
+        self.origin, self.next_look = 0.0, _GAP
+        self.deviations = torch.full((self.y.shape[1],), math.inf)
         self.notes: list[str] = []
         self.errors: list[tuple[float, float, Tensor]] = []
         self.estimates: list[Tensor] = []
@@ -184,7 +192,9 @@ class Saga:
     def _epoch(self, interrupt: DeferredInterrupt) -> str:
         """Steps on as many rows as there are; returns why the solve must end after them, or nothing."""
         end, limit = self.epochs + 1 - 1e-9, self.choices.max_seconds
-        if bool((self.true <= self.choices.tol).all()):
+        if bool((self.base == 0).all()) and bool((self.true == 0).all()):
+            self.deviations = torch.zeros_like(self.deviations)  # Kzx y is 0
+        if self._reached() and self._within():
             self.reason = "reached the tolerance"  # at the start
             return ""
         while self.epochs < end:
@@ -192,7 +202,7 @@ class Saga:
             if interrupt.seen:
                 raise KeyboardInterrupt
             if limit is not None and self.seconds >= limit:
-                return "ran past max_seconds"
+                return "ran out of time"
             if self.epochs >= self.choices.max_epochs - 1e-9:
                 return "ran out of epochs"
         return ""
@@ -223,18 +233,19 @@ class Saga:
         gap = self.epochs - self.swept
         at_target = worst <= tol
         settled = worst <= _SETTLED * before and gap >= _GAP
-        if settled or gap >= 10 * _GAP or (at_target and gap >= min(self.failures, _GAP)):
+        look = self.epochs >= self.next_look - 1e-9
+        if settled or look or (at_target and not self._reached() and gap >= min(self.failures, _GAP)):
             self._sweep()
             after = float(self.true.max())
             if after > _GROWTH * max(before, tol):
                 self._take_back(after)
                 return
-            self.failures += at_target
+            self.failures += at_target and after > tol
             if after < _PROGRESS * self.mark:
                 self.mark, self.marked = after, self.epochs
-            if bool((self.true <= tol).all()):
-                self.reason = "reached the tolerance"
-            elif after < _PLATEAU and self.epochs - self.marked >= _PATIENCE:
+            if self._reached() and self._within():
+                self.reason, self.best, self.best_true = "reached the tolerance", self.base, self.true
+            elif after < _PLATEAU and self.epochs - self.marked >= _PATIENCE and len(self.changes) >= 3:
                 self.reason = "stagnated"
         error = self._held_out_error()
         held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
@@ -258,6 +269,8 @@ class Saga:
                 "use KRILL()."
             )
         self.step /= 2
+        self.changes, self.compared, self.origin = [], None, self.epochs
+        self.next_look = self.epochs + _GAP
         self.notes.append(
             f"the residual grew to {worst:.1e} in epoch {self.epochs:.0f}; took back its steps, halved the next ones"
         )
@@ -266,6 +279,7 @@ class Saga:
             self._sweep()
             return
         self.w, self.psi, self.total, self.noise_term = (part.clone() for part in self.anchor)
+        self._compare(self.anchor[1], self.anchor[3])
 
     # --- residuals ------------------------------------------------------------------------------------------
 
@@ -286,6 +300,7 @@ class Saga:
             self.rhs, self.norm = rhs, torch.where(norm > 0, norm, torch.ones_like(norm))
         noise_term = self.kzz.double()._matmul(self.base) * self.level
         self.kzz_products, self.sweeps, self.swept = self.kzz_products + 1, self.sweeps + 1, self.epochs
+        self._compare(psi, noise_term)
         self.anchor = (self.base, psi, total, noise_term)
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
         self.true = self._relative(total + noise_term)
@@ -294,6 +309,32 @@ class Saga:
         if not self.estimates or float(self.true.max()) < float(self.best_true.max()):
             self.best, self.best_true = self.base, self.true
         self.estimates[-1:] = [self.true]
+
+    def _compare(self, psi: Tensor, noise_term: Tensor) -> None:
+        """What changed since the last look, in the norm that bounds predictions, and what is still to come by that.
+
+        Looks are at epochs that grow by a constant factor (:mod:`.remaining`).
+        """
+        first = self.compared is None
+        if not first and self.epochs < self.next_look - 1e-9:
+            return
+        if self.compared is not None:
+            w, before, noise_before = self.compared
+            curvature = ((self.base - w) * (noise_term - noise_before)).sum(dim=0).clamp(min=0)
+            change = ((psi - before).square().sum(dim=0) + curvature).sqrt() / math.sqrt(self.level)
+            self.changes.append(change.cpu())
+            remaining = remaining_change(self.changes)
+            self.deviations = torch.full_like(self.deviations, math.inf) if remaining is None else remaining
+            self.next_look = self.epochs + max(1.0, (_GROWING - 1) * (self.epochs - self.origin))
+        self.compared = self.base, psi, noise_term
+
+    def _reached(self) -> bool:
+        """Whether the residual is at its tolerance."""
+        return bool((self.true <= self.choices.tol).all())
+
+    def _within(self) -> bool:
+        """Whether predictions are, by the last look."""
+        return bool((self.deviations <= self.choices.deviations).all())
 
     def _relative(self, residual: Tensor) -> Tensor:
         return (residual.norm(dim=0) / self.norm).cpu()
@@ -308,7 +349,7 @@ class Saga:
     def report(self) -> SolveReport:
         """What happened, once ``loop`` has ended."""
         p = self.p
-        converged = bool((self.best_true <= self.choices.tol).all())
+        converged = bool((self.best_true <= self.choices.tol).all()) and self._within()
         return SolveReport(
             solver="SketchySAGA",
             preconditioner=f"Nystrom rank {p.rank}, damping {p.damping:.2e}, batches of {self.block_size}",
@@ -318,10 +359,10 @@ class Saga:
             matmuls=self.sweeps,
             residual=self.best_true,
             history=torch.stack(self.estimates),
-            tol=self.choices.tol,
+            tol=self.choices.deviations,
             converged=converged,
             reason="reached the tolerance" if converged and self.reason == "stagnated" else self.reason,
-            seconds=self.seconds,
+            seconds=self.seconds - self.setup_seconds,
             setup_seconds=self.setup_seconds,
             rank=p.rank,
             dtype=str(self.tall.dtype).removeprefix("torch."),
@@ -334,4 +375,6 @@ class Saga:
                 "ran out of epochs": f"Raise max_epochs, or the rank (now {p.rank}), and go on with initial=.",
                 "ran out of time": "Raise max_seconds and go on with initial=.",
             },
+            deviations=self.deviations,
+            judged="predictions",
         )

@@ -1,0 +1,73 @@
+"""How far an iterate still is from the solution, in the norm that bounds predictions.
+
+For the matrix ``M = T^T T + level Kzz`` of the normal equations and an iterate w with the error ``e = w* - w``,
+
+    ``|k(x, z) e| <= (k(x, z) M^-1 k(z, x))^1/2 ||e||_M  <=  sd(x) ||e||_M / level^1/2``
+
+for every x, since ``level k(x, z) M^-1 k(z, x)`` is a part of the posterior variance ``sd(x)^2`` of the subset of
+regressors with that noise (and of DTC).  So ``||e||_M / level^1/2`` is the largest distance, in posterior deviations,
+of any prediction from the one that the solution makes; it also bounds the root of the sum of squares of the distances
+at the training points, over the deviation of the noise.  The residual of the normal equations bounds neither: what it
+misses is multiplied by the inverse of M, whose least eigenvalues are those of Kzz.
+
+``||e||_M`` is not known, but what is still to come can be extrapolated from what came.  Errors of ill-conditioned
+problems fall as a power of the number of iterations rather than by a constant factor; over steps that grow by a factor
+both are a geometric series at most, so that is what is summed here.  An estimate: directions in which nothing has
+happened yet are not seen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GROWTH = 1.5  # of one span of iterations over the one before
+_LEAST = 6  # iterations before an estimate is made
+_MOST = 100  # terms like the last one that may be to come
+_RECENT = 0.25  # of the iterations: an estimate is the largest of these
+
+
+def _tail(last: Tensor, ratio: Tensor) -> Tensor:
+    """The sum of a geometric series beyond its last term; very many times that where it does not fall."""
+    ratio = ratio.clamp(max=1 - 1 / _MOST)
+    return torch.where(last == 0, 0.0, last * ratio / (1 - ratio))
+
+
+def _ratio(last: Tensor, before: Tensor) -> Tensor:
+    return last / before.clamp(min=torch.finfo(last.dtype).tiny)
+
+
+class RemainingEnergy:
+    """``||e||_M^2`` of conjugate gradients, column by column, from what each iteration took off it.
+
+    That is known without work, ``alpha_k ||r_k||^2`` in the preconditioner's norm (Hestenes and Stiefel, 1952, Theorem
+    6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method", 2002).  What the last third of the
+    iterations took, and the span before it, give what is left.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[Tensor] = []
+        self._estimates: list[Tensor] = []
+
+    def add(self, taken: Tensor) -> Tensor:
+        """:param taken: ``(t,)`` what an iteration took; returns the present estimate ``(t,)``."""
+        self.taken.append(taken)
+        k = len(self.taken)
+        estimate = torch.full_like(taken, torch.inf)
+        if k >= _LEAST:
+            first, second = round(k / _GROWTH**2), round(k / _GROWTH)
+            last, before = (torch.stack(part).sum(dim=0) for part in (self.taken[second:], self.taken[first:second]))
+            estimate = _tail(last, _ratio(last, before))
+        self._estimates.append(estimate)
+        return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
+
+
+def remaining_change(changes: list[Tensor]) -> Tensor | None:
+    """``||e||_M`` from the norms ``(t,)`` of the changes between iterates at times that grow by a constant factor.
+
+    The two last ratios are looked at, and the larger counts; None for fewer than three changes.
+    """
+    if len(changes) < 3:
+        return None
+    first, second, last = changes[-3:]
+    return _tail(last, torch.maximum(_ratio(last, second), _ratio(second, first)))
