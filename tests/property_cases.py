@@ -24,6 +24,7 @@ from torch import Tensor
 
 import sketchgp
 from gp_models import Combined, Hadamard, Multitask, Plain
+from sketchgp.solvers import INDUCING_POINT_SOLVERS
 
 FORMS = ("plain", "plain", "plain", "fixed noise", "batch", "batch targets", "sum in forward", "product in forward",
          "hadamard", "lcm", "missing targets")  # fmt: skip
@@ -31,10 +32,11 @@ FULL_SOLVERS = (
     "ConjugateGradients()", "ConjugateGradients()", "ConjugateGradients(tol=1e-6)", "Cholesky()",
     "ASkotch(max_passes=40)", "Skotch(max_passes=40)", "EigenPro2(max_passes=40)",
 )  # fmt: skip
+_FEWER = {"EigenPro3": "epochs=4", "EigenPro4": "epochs=4", "SketchySAGA": "max_epochs=60"}
 INDUCING_SOLVERS = (
-    "QR()", "KRILL()", "KRILL(tol=1e-8)", "Falkon()", "SketchySAGA(max_epochs=60)", "EigenPro3(epochs=4)",
-    "EigenPro4(epochs=4)",
-)  # fmt: skip
+    *(f"{solver.__name__}({_FEWER.get(solver.__name__, '')})" for solver in INDUCING_POINT_SOLVERS),
+    "KRILL(tol=1e-8)",
+)
 PRECONDITIONERS = (
     "RPCholesky()", "RPCholesky(rank=5)", "RPCholesky(rank=20, method='block')", "GreedyCholesky(rank=10)",
     "GreedyCholesky()", "Nystrom(rank=10)", "Nystrom(sketch='uniform')", "NystromEigenPro(rank=5)", "None",

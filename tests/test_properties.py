@@ -353,7 +353,7 @@ def test_never_silently_wrong(family: str) -> None:
 
 def _log(case: Case, state: str, seconds: float, outcome: Outcome | None) -> None:
     if LOG:
-        line: dict[str, Any] = {"case": dataclasses.asdict(case), "state": state, "seconds": seconds}
+        line: dict[str, Any] = {"case": dataclasses.asdict(case), "state": state, "seconds": seconds, "seed": SEED}
         if outcome is not None:
             line |= {"deviations": outcome.deviations, "share": outcome.share, "notes": outcome.notes}
         with open(LOG, "a", encoding="utf-8") as file:
