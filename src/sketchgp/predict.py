@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
 from .checks import count, flag, tensor, word
-from .errors import ConvergenceWarning, InputError
+from .errors import ConvergenceWarning, InputError, warn
 from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
@@ -152,7 +151,7 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
     with own_solves() as solves:
         report = model.solution.report
     if not report.converged and not solves:
-        warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+        warn(report.advice(), ConvergenceWarning)
     with torch.no_grad():
         for part in tqdm(list(spans(len(x), rows)), desc="prediction", disable=not show or len(x) <= rows, leave=False):
             posterior = model(x[part])  # whose variance is computed where it is looked at
@@ -186,7 +185,7 @@ def _solution_report(model: Any) -> SolveReport | None:
         strategy.__dict__[_KEY] = key
         report = strategy.__dict__.get(_REPORT)
     if report is not None and not report.converged and not solves:
-        warnings.warn(report.advice(), ConvergenceWarning, stacklevel=3)
+        warn(report.advice(), ConvergenceWarning)
     return report
 
 

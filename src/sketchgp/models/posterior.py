@@ -8,7 +8,6 @@ instead, and the tolerance is a context variable.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy
 from gpytorch.utils.warnings import GPInputWarning
 from torch import Tensor
 
+from ..errors import warn
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating
 
@@ -62,11 +62,7 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
             return plain_call(*args, **kwargs)
     inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in args]
     if settings.debug.on() and all(map(torch.equal, model.train_inputs, inputs)):
-        warnings.warn(
-            "The input matches the stored training data. Did you forget to call model.train()?",
-            GPInputWarning,
-            stacklevel=3,
-        )
+        warn("The input matches the stored training data. Did you forget to call model.train()?", GPInputWarning)
     strategy = strategy_of(model, **kwargs)
     with evaluating():
         mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(

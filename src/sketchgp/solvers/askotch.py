@@ -3,9 +3,13 @@
 References: Rathore, Frangella, Udell, "Have ASkotch: fast methods for large-scale, memory-constrained kernel ridge
 regression" (arXiv:2407.10070), Algorithm 1 (version 1); version 2 is the form of the authors' later releases:
 Nesterov's method on random blocks as in Tu et al., "Breaking locality accelerates block Gauss-Seidel"
-(arXiv:1701.03863), Algorithm 1.  The momentum that needs no strong convexity constant is that of Fercoq and
-Richtarik, "Accelerated, parallel and proximal coordinate descent" (arXiv:1312.5799), the restart that of O'Donoghue
-and Candes, "Adaptive restart for accelerated gradient schemes" (arXiv:1204.3982), section 3.2, from sampled rows.
+(arXiv:1701.03863), Algorithm 1.
+
+The momentum that needs no strong convexity constant is that same method with a constant that falls from step to step;
+:class:`_Fresh` derives it.  It grows at the pace of Fercoq and Richtarik, "Accelerated, parallel and proximal
+coordinate descent" (arXiv:1312.5799), and is not their method, which has no pull of v towards y.  The restart is that
+of O'Donoghue and Candes, "Adaptive restart for accelerated gradient schemes" (arXiv:1204.3982), section 3.2, from
+sampled rows.
 """
 
 from __future__ import annotations
@@ -45,8 +49,9 @@ class ASkotch(BlockSolver):
 
     Version 2 (the default) draws blocks afresh and extrapolates as if strong convexity were ``mu``.  With ``mu=None``
     nothing has to be known: momentum grows with the passes since the last restart, and starts again from nothing
-    whenever the sampled residuals point against it.  Version 1 is the paper's algorithm: a fixed partition, blocks
-    drawn with probability proportional to the square root of their smoothness, and ``mu`` = noise (the least of them).
+    whenever the sampled residuals point against it (a heuristic: no rate is proved for it).  Version 1 is the paper's
+    algorithm: a fixed partition, blocks drawn with probability proportional to the square root of their smoothness, and
+    ``mu`` = noise (the least of them).
 
     :param rank: of the Nystrom approximation of a block; None solves blocks exactly, 0 takes no preconditioner.
     :param version: 2 or 1.
@@ -76,6 +81,24 @@ class _Fresh(Method):
     """Version 2: at ``y = alpha v + (1 - alpha) w``, ``d = P^-1 (A y - r)_b / L``; ``w = y - d`` and
     ``v = beta v + (1 - beta) y - gamma d``, with ``nu = n / b``, ``beta = 1 - sqrt(mu / nu)``,
     ``gamma = 1 / sqrt(mu nu)``, ``alpha = 1 / (1 + gamma nu)``.
+
+    **Why mu falls as it does.**  Let blocks be solved exactly and drawn independently, H be ``(A_bb)^-1`` in its block
+    and 0 elsewhere, ``G = E[H]``, nu such that ``E[H G^-1 H] <= nu G``, ``|e|^2 = e^T G^-1 e``, ``f(e) = e^T A e``, and
+    e the errors.  From H A H = H, the convexity of the squared norm and ``2 (y - w)^T A e_y >= f(e_y) - f(e_w)``:
+
+        ``E[|e_v'|^2 + f(e_w') / mu] <= beta (|e_v|^2 + f(e_w) / mu) + (1 - beta) (|e_y|^2 - f(e_y) / mu)``.
+
+    While mu is at most the true constant ``mu* = min f(e) / |e|^2`` the last term is not positive: with a fixed mu the
+    left side falls by beta a step, and mu may fall from one step to the next by as much as beta without the potential
+    growing.  The most that allows is ``theta_k^2 = (1 - theta_k / nu) theta_(k-1)^2`` for ``theta = sqrt(mu nu)``,
+    which is Fercoq and Richtarik's recursion; ``theta = 2 / (2 + p)`` after p passes falls by a little less.  So then
+    ``E f(e_w) <= mu V`` for the potential V at the first such step: ``O(1 / p^2)``.
+
+    **What is not proved.**  At first mu is above mu*, and the last term adds up to ``(1 - beta) |e_y|^2`` in directions
+    flatter than mu: bounded iterates would give ``O(log(p) / p^2)``, and nothing bounds them.  nu = n / b is right for
+    one fixed partition; for blocks drawn afresh nu is larger (6.6 to 14 where n / b = 4, with eight points), and parts
+    of a shuffled order are not independent.  With a small fixed mu it does diverge on ill-conditioned problems.
+    With restarts, which nothing is proved for either, it has not, on any of the problems of the tests and benchmarks.
     """
 
     name = "ASkotch"
