@@ -152,6 +152,10 @@ OF_ONE_CALL: dict[tuple[str, str], list[Any]] = {  # where a name means somethin
     ("InducingPointGP", "train_x"): [*(v for v in NOT_POINTS if v is not None), *OF_OTHERS["points"]],
     ("InducingPointGP", "train_y"): [*NOT_POINTS[:4], *OF_OTHERS["targets"]],
     ("choose_inducing_points", "x"): NOT_POINTS,
+    ("InducingPointGP.__call__", "x"): [
+        *(v for v in NOT_POINTS[:11] if not torch.is_tensor(v) or v.dim() < 3),
+        *OF_OTHERS["points"],
+    ],
     ("choose_inducing_points", "noise"): NOT_NUMBERS,
     ("QR.solve", "callback"): NOT_FUNCTIONS,
     **{(f"{name}", "preconditioner"): NOT_WORDS for name in ("EigenPro3", "EigenPro4")},
@@ -290,11 +294,17 @@ def test_run_swallows_no_keywords(name):
         solver.run(problem.system(), problem.y[:, None], **options, max_iteration=3)
 
 
+def _sparse() -> sketchgp.InducingPointGP:
+    return sketchgp.InducingPointGP(X, Y, GaussianLikelihood(), ConstantMean(), _kernel(), Z).double().eval()
+
+
 CALLS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], dict[str, Any]]]] = {
     "accelerate": (lambda: sketchgp.accelerate, lambda: {"model": _plain()}),
     "restore": (lambda: sketchgp.restore, lambda: {"model": _accelerated()}),
     "fit": (lambda: sketchgp.fit, lambda: {"model": _accelerated(), "iterations": 1}),
     "predict": (lambda: sketchgp.predict, lambda: {"model": _accelerated(), "x": points(3, D)}),
+    "predict with inducing points": (lambda: sketchgp.predict, lambda: {"model": _sparse(), "x": points(3, D)}),
+    "InducingPointGP.__call__": (lambda: _sparse().__call__, lambda: {"x": points(3, D)}),
     "choose_inducing_points": (lambda: sketchgp.choose_inducing_points, lambda: {"kernel": _kernel(), "x": X, "m": 3}),
     "OneHot.encode": (lambda: sketchgp.OneHot(torch.arange(3)).encode, lambda: {"labels": torch.arange(3)}),
     "OneHot.decode": (lambda: sketchgp.OneHot(torch.arange(3)).decode, lambda: {"scores": torch.ones(2, 3)}),

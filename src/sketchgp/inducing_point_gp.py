@@ -286,6 +286,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
         :raises InputError: for points that do not fit the training inputs.
         """
+        if not torch.is_tensor(x) or x.layout != torch.strided:
+            raise refusal(type(self).__name__, "x", "a dense tensor of points", x)
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         train = self._x
         if x.shape[-1] != train.shape[-1] or 0 in x.shape[:-1]:
