@@ -15,6 +15,11 @@ DEFAULT = {
     "test/mlls/test_leave_one_out_pseudo_likelihood.py::TestLeaveOneOutPseudoLikelihood::test_check_bordered_system": (
         _MIXED
     ),
+    "test/kernels/test_additive_and_product_kernels.py::TestAdditiveAndProductKernel"
+    "::test_kernel_output_no_structure": (
+        "Asks for the class of a prior covariance, which is a KernelMatrix where sketchgp solves; its entries are the "
+        "same."
+    ),
 }
 ITERATIVE = {
     **DEFAULT,
@@ -28,11 +33,6 @@ ITERATIVE = {
     ),
     "test/examples/test_lowrank_gp_regression.py::TestLinearRegressionLargeD::test_mean_abs_error": (
         "Counts calls of torch's Cholesky factorization; the preconditioner makes one more."
-    ),
-    "test/kernels/test_additive_and_product_kernels.py::TestAdditiveAndProductKernel"
-    "::test_kernel_output_no_structure": (
-        "Asks for the class of a prior covariance, which is a KernelMatrix where sketchgp solves; its entries are the "
-        "same."
     ),
 }
 DIFFERENCES = {"default": DEFAULT, "iterative": ITERATIVE}
