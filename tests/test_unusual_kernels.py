@@ -189,3 +189,14 @@ def test_the_diagonal_of_a_keops_kernel_that_is_left_to_gpytorch(size):
     with gpytorch.settings.max_cholesky_size(size), torch.no_grad():
         diagonal = Access(kernel(points(30)) + kernel(points(30))).diagonal()
     assert relative(diagonal, 2 * kernel.outputscale.expand(30)) < 1e-12
+
+
+def test_additive_structure_on_grids():
+    """Each feature interpolated on one grid, by GPyTorch's deprecated ``last_dim_is_batch``."""
+    x, y, xt = data()
+    bounds = [(-0.1, 1.1)]
+    base = gpytorch.kernels.GridInterpolationKernel(
+        ScaleKernel(RBFKernel()), grid_size=50, num_dims=1, grid_bounds=bounds
+    )
+    model = modelled(gpytorch.kernels.AdditiveStructureKernel(base, num_dims=2), x, y)
+    compare(model, xt)

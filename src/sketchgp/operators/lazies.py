@@ -14,7 +14,14 @@ from operator import add, mul
 from typing import Any
 
 import torch
-from gpytorch.kernels import Kernel, ProductKernel, ScaleKernel
+from gpytorch.kernels import (
+    AdditiveStructureKernel,
+    Kernel,
+    NewtonGirardAdditiveKernel,
+    ProductKernel,
+    ProductStructureKernel,
+    ScaleKernel,
+)
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import to_dense, to_linear_operator
 from linear_operator.operators import DenseLinearOperator, LinearOperator, PsdSumLinearOperator, SumLinearOperator
@@ -23,6 +30,9 @@ from torch import Tensor
 
 from ..errors import InputError
 
+# These split the features by the deprecated ``last_dim_is_batch``: what they leave unevaluated promises a wrong shape,
+# or loses its structure in their sums. They are evaluated GPyTorch's way.
+_STRUCTURES = (AdditiveStructureKernel, ProductStructureKernel, NewtonGirardAdditiveKernel)
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
 
 
@@ -50,9 +60,10 @@ def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
 def evaluated(value: Any) -> Any:
     """A tensor or operator with every unevaluated kernel in it evaluated; what holds none is returned as it is."""
     if isinstance(value, LazyEvaluatedKernelTensor):
-        options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
         with KERNELS, torch.set_grad_enabled(value._is_grad_enabled):
-            return evaluated(forward(value.kernel, value.x1, value.x2, **options))
+            if value.last_dim_is_batch or any(isinstance(part, _STRUCTURES) for part in value.kernel.modules()):
+                return LazyEvaluatedKernelTensor.evaluate_kernel(value)
+            return evaluated(forward(value.kernel, value.x1, value.x2, **value.params))
     if not isinstance(value, LinearOperator):
         return value
     parts = [evaluated(part) for part in value._args]
