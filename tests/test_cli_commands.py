@@ -214,6 +214,47 @@ def test_predict_faults(tmp_path, data, capsys):
     assert "cannot be written" in fails(capsys, "predict", model, data, "--output", tmp_path / "no" / "p.csv")
 
 
+def test_rows_to_predict_lack_their_target(tmp_path, data, capsys):
+    """An empty cell, a mark or NaN, in some rows or all, in every kind of file; features may lack nothing."""
+    pandas = pytest.importorskip("pandas")
+    model, output = tmp_path / "model.pt", tmp_path / "out.csv"
+    run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
+    rows = make_rows(seed=1, n=8)
+
+    def predicted(name, columns):
+        path = tmp_path / name
+        frame = pandas.DataFrame(columns)
+        if path.suffix == ".csv":
+            write_csv(path, columns)
+        elif path.suffix == ".parquet":
+            frame.to_parquet(path)
+        else:
+            np.savez(path, **{key: np.array(value, dtype=np.float64) for key, value in columns.items()})
+        output.unlink(missing_ok=True)
+        code, out, _ = run(capsys, "predict", model, path, "--output", output)
+        assert code == 0
+        return np.loadtxt(output, delimiter=",", skiprows=1), out
+
+    expected, out = predicted("all.csv", rows)
+    assert "against column 'price': RMSE" in out
+    some = {**rows, "price": [*rows["price"][:3], *[None] * 5]}
+    none = {**rows, "price": [None] * 8}
+    marked = {**rows, "price": [*rows["price"][:3], "", "NA", "?", "nan", " "]}
+    for name, columns in (("a.csv", some), ("b.csv", marked), ("c.parquet", some), ("d.npz", some)):
+        found, out = predicted(name, columns)
+        np.testing.assert_array_equal(found, expected)
+        assert "against column 'price', known in 3 of 8 rows: RMSE" in out
+    for name in ("e.csv", "f.parquet", "g.npz"):
+        found, out = predicted(name, none)
+        np.testing.assert_array_equal(found, expected)
+        assert "column 'price' is empty" in out
+    for lacking in ({**rows, "width": [None, *rows["width"][1:]]}, {**rows, "width": ["wide"] * 8}):
+        error = fails(capsys, "predict", model, write_csv(tmp_path / "bad.csv", lacking))
+        assert "'width'" in error and "--drop" not in error
+    error = fails(capsys, "predict", model, write_csv(tmp_path / "bad.csv", {**rows, "price": ["dear"] * 8}))
+    assert "'dear'" in error and "--drop" not in error
+
+
 @pytest.mark.parametrize(
     "words", [[], ["fit", "data.csv"], ["fit", "d.csv", "--target", "y", "--test-fraction", "1"], ["draw"]]
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sketchgp.cli import csv_reader, npz_reader
-from sketchgp.cli.tables import open_table, suggest
+from sketchgp.cli.tables import Cells, open_table, suggest
 from sketchgp.errors import InputError
 
 
@@ -45,7 +45,7 @@ def test_csv_fast_and_careful_readers_agree(tmp_path, monkeypatch):
     path = write(tmp_path, "a,b,c\n" + "\n".join(",".join(map(repr, row)) for row in values.tolist()))
     fast = csv_reader._fast(path, ",", ["a", "b", "c"], [2, 0])
     monkeypatch.setattr(csv_reader, "_ROWS_AT_ONCE", 64)  # several chunks
-    careful = csv_reader._careful(path, ",", ["a", "b", "c"], [2, 0])
+    careful = csv_reader._careful(path, ",", ["a", "b", "c"], [2, 0], Cells())
     np.testing.assert_array_equal(fast, values[:, [2, 0]])
     np.testing.assert_array_equal(careful, fast)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import csv
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import InputError
+from .tables import Cells, Reader
 
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-", "."}
 _ROWS_AT_ONCE = 50_000
 
 
-def open_csv(path: Path) -> tuple[list[str], list[str], Callable[[Sequence[str]], np.ndarray]]:
+def open_csv(path: Path) -> tuple[list[str], list[str], Reader]:
     """Names of the columns, the default features (those with a name) and a reader: see ``open_table``."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -30,10 +32,10 @@ def open_csv(path: Path) -> tuple[list[str], list[str], Callable[[Sequence[str]]
     default_features = [name for name in names if name]  # a column without a name is most often a row number
     names = [name or f"unnamed_{position + 1}" for position, name in enumerate(names)]
 
-    def read(wanted: Sequence[str]) -> np.ndarray:
+    def read(wanted: Sequence[str], cells: Cells) -> np.ndarray:
         positions = [names.index(name) for name in wanted]
         values = _fast(path, delimiter, names, positions)
-        return _careful(path, delimiter, names, positions) if values is None else values
+        return _careful(path, delimiter, names, positions, cells) if values is None else values
 
     return names, default_features, read
 
@@ -75,8 +77,9 @@ def _lines_of_header(file, delimiter: str) -> int:
     return reader.line_num
 
 
-def _careful(path: Path, delimiter: str, names: Sequence[str], positions: Sequence[int]) -> np.ndarray:
+def _careful(path: Path, delimiter: str, names: Sequence[str], positions: Sequence[int], expected: Cells) -> np.ndarray:
     """The wanted columns row by row; raises InputError at the first fault, naming its line and column."""
+    lacking = {position for position in positions if names[position] in expected.may_lack}
     chunks: list[np.ndarray] = []
     rows: list[list[float]] = []
     try:
@@ -91,9 +94,20 @@ def _careful(path: Path, delimiter: str, names: Sequence[str], positions: Sequen
                         f"{path}: line {reader.line_num}: {len(cells)} cells under {len(names)} column names"
                     )
                 try:
-                    rows.append([_parse(cells[position]) for position in positions])
+                    rows.append(
+                        [
+                            math.nan
+                            if position in lacking and _is_missing(cells[position])
+                            else _parse(cells[position])
+                            for position in positions
+                        ]
+                    )
                 except ValueError:
-                    raise _fault(path, reader.line_num, cells, names, positions, not rows and not chunks) from None
+                    first, checked = (
+                        not rows and not chunks,
+                        [p for p in positions if not (p in lacking and _is_missing(cells[p]))],
+                    )
+                    raise _fault(path, reader.line_num, cells, names, checked, first, expected) from None
                 if len(rows) == _ROWS_AT_ONCE:
                     chunks.append(np.array(rows, dtype=np.float64))
                     rows = []
@@ -122,9 +136,14 @@ def _number(text: str) -> float | None:
         return None
 
 
+def _is_missing(cell: str) -> bool:
+    """Whether a cell is empty, or holds one of the usual marks of a missing value."""
+    return cell.strip().lower() in _MISSING
+
+
 def _is_text(cell: str) -> bool:
-    """Whether a cell holds text: neither a number nor one of the usual marks of a missing value."""
-    if cell.strip().lower() in _MISSING:
+    """Whether a cell holds text: neither a number nor a missing value."""
+    if _is_missing(cell):
         return False
     try:
         float(cell)
@@ -134,7 +153,13 @@ def _is_text(cell: str) -> bool:
 
 
 def _fault(
-    path: Path, line: int, cells: Sequence[str], names: Sequence[str], positions: Sequence[int], first: bool
+    path: Path,
+    line: int,
+    cells: Sequence[str],
+    names: Sequence[str],
+    positions: Sequence[int],
+    first: bool,
+    expected: Cells,
 ) -> InputError:
     """What is wrong with the first bad cell of a row."""
     bad = next(position for position in positions if _number(cells[position]) is None)
@@ -142,13 +167,16 @@ def _fault(
     where = f"{path}: line {line}, column {name!r}:"
     if not _is_text(cell):
         what = "the cell is empty" if not cell else f"{cell!r} is missing or not finite"
-        return InputError(f"{where} {what}; remove the row, fill the value in or leave the column out with --drop")
+        drop = ", or leave the column out with --drop" if expected.drop else ""
+        return InputError(f"{where} {what}; remove the row or fill the value in{drop}")
     texts = [names[position] for position in positions if _is_text(cells[position])]
     if first:  # text in the first row means columns of text, so name them all at once
         several = f" (text too: {', '.join(texts[1:])})" if len(texts) > 1 else ""
         comma = "; write decimals with a point" if _number(cell.replace(",", ".", 1)) is not None else ""
+        drop = (
+            f", or leave them out with --drop {','.join(texts)}" if expected.drop else ", as the model was given them"
+        )
         return InputError(
-            f"{where} {cell!r} is text, not a number{several}{comma}; encode such columns as numbers, or "
-            f"leave them out with --drop {','.join(texts)}"
+            f"{where} {cell!r} is text, not a number{several}{comma}; encode such columns as numbers{drop}"
         )
     return InputError(f"{where} {cell!r} is not a number")

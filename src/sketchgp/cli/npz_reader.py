@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import InputError
+from .tables import Cells, Reader
 
 
-def open_npz(path: Path) -> tuple[list[str], list[str], Callable[[Sequence[str]], np.ndarray]]:
+def open_npz(path: Path) -> tuple[list[str], list[str], Reader]:
     """Names of the columns, the default features and a reader; see ``tables.open_table``."""
     arrays = _load(path)
     rows = arrays["X"].shape[0] if "X" in arrays else _common_length(path, arrays)
@@ -21,7 +22,7 @@ def open_npz(path: Path) -> tuple[list[str], list[str], Callable[[Sequence[str]]
     if "X" in arrays:
         if arrays["X"].ndim != 2:
             raise InputError(f"{path}: array 'X': expected shape (n, d), found {arrays['X'].shape}")
-        _require_numbers(path, "X", arrays["X"])
+        _require_numbers(path, "X", arrays["X"], Cells(drop=False))
         names = _feature_names(arrays, arrays["X"].shape[1])
         columns = {name: arrays["X"][:, position] for position, name in enumerate(names)}
     default_features = list(names)
@@ -32,9 +33,9 @@ def open_npz(path: Path) -> tuple[list[str], list[str], Callable[[Sequence[str]]
     if "X" not in arrays:
         default_features = list(names)
 
-    def read(wanted: Sequence[str]) -> np.ndarray:
+    def read(wanted: Sequence[str], cells: Cells) -> np.ndarray:
         for name in wanted:
-            _require_numbers(path, name, columns[name])
+            _require_numbers(path, name, columns[name], cells)
         if rows == 0:
             raise InputError(f"{path}: the arrays have no rows")
         return np.stack([columns[name].astype(np.float64) for name in wanted], axis=1)
@@ -90,9 +91,8 @@ def _common_length(path: Path, arrays: dict[str, np.ndarray]) -> int:
     return next(iter(lengths.values()))
 
 
-def _require_numbers(path: Path, name: str, array: np.ndarray) -> None:
+def _require_numbers(path: Path, name: str, array: np.ndarray, cells: Cells) -> None:
     if array.dtype.kind not in "fiub":
         raise InputError(
-            f"{path}: column {name!r} is of type {array.dtype}, not numbers; encode it as numbers, or leave "
-            f"it out with --drop {name}"
+            f"{path}: column {name!r} is of type {array.dtype}, not numbers; encode it as numbers{cells.or_drop(name)}"
         )

@@ -14,7 +14,7 @@ from .atomic import replacing
 from .model_file import SavedModel, load_model
 from .regression import negative_log_density, rmse
 from .steps import predict_saved
-from .tables import Source, open_table
+from .tables import Cells, Source, open_table
 
 _SHOWN = 10
 
@@ -25,8 +25,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="predict the rows of a table with a saved model",
         description=(
             "Mean and standard deviation of the target (noise included), in its own units, for every row "
-            "of a table that has the model's feature columns. Where it has the target too, the error is "
-            "reported."
+            "of a table that has the model's feature columns. Where it has the target too, in some rows or "
+            "all, the error is reported."
         ),
     )
     parser.add_argument("model", type=Path, metavar="FILE", help="a model saved by the command fit")
@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
     source = open_table(options.data)
     _require_features(source, saved)
     with_target = saved.target in source.names
-    table = source.read([*saved.features, *([saved.target] if with_target else [])])
+    cells = Cells(may_lack=(saved.target,), drop=False)  # rows to predict are those without it
+    table = source.read([*saved.features, *([saved.target] if with_target else [])], cells)
     x = torch.from_numpy(table.columns(saved.features))
     print(
         f"{options.model}: {saved.kernel} model of {saved.target!r} on {saved.weights.shape[0]:,} training "
@@ -56,14 +57,22 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(original_mean, std)
     if with_target:
-        y = torch.from_numpy(table.columns([saved.target])[:, 0])
-        scaled_y = scaling.scale_y(y, torch.float64)
-        print(
-            f"against column {saved.target!r}: RMSE {rmse(original_mean, y):.4g} (standardised "
-            f"{rmse(mean, scaled_y):.4f}), NLL {negative_log_density(mean, variance, scaled_y):.3f} nats a "
-            "row (standardised)"
-        )
+        print(_against(torch.from_numpy(table.columns([saved.target])[:, 0]), mean, variance, saved))
     return 0
+
+
+def _against(y: Tensor, mean: Tensor, variance: Tensor, saved: SavedModel) -> str:
+    """How well the rows whose target is known are predicted, as a line; ``mean`` and ``variance`` standardised."""
+    known = ~y.isnan()
+    y, mean, variance = y[known], mean[known], variance[known]
+    if not len(y):
+        return f"column {saved.target!r} is empty: nothing to compare with"
+    scaled_y = saved.scaling.scale_y(y, torch.float64)
+    some = "" if bool(known.all()) else f", known in {len(y):,} of {len(known):,} rows"
+    return (
+        f"against column {saved.target!r}{some}: RMSE {rmse(saved.scaling.unscale_mean(mean), y):.4g} (standardised "
+        f"{rmse(mean, scaled_y):.4f}), NLL {negative_log_density(mean, variance, scaled_y):.3f} nats a row (standardised)"
+    )
 
 
 def _require_features(source: Source, saved: SavedModel) -> None:

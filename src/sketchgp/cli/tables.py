@@ -11,15 +11,32 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["Source", "Table", "open_table", "suggest"]
+__all__ = ["Cells", "Source", "Table", "open_table", "suggest"]
 
-# A reader takes the names of the wanted columns and returns their values, (rows, columns) in float64.
-Reader = Callable[[Sequence[str]], np.ndarray]
+
+@dataclass(frozen=True)
+class Cells:
+    """What is expected of the cells that are read.
+
+    :param may_lack: columns in which a value may be missing (an empty cell, say); it is then NaN.
+    :param drop: whether the command can leave columns out by ``--drop``, for messages.
+    """
+
+    may_lack: tuple[str, ...] = ()
+    drop: bool = True
+
+    def or_drop(self, names: str) -> str:
+        """The end of an advice."""
+        return f", or leave it out with --drop {names}" if self.drop else ""
+
+
+# A reader takes the names of the wanted columns, and returns their values, (rows, columns) in float64.
+Reader = Callable[[Sequence[str], Cells], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers by column: ``values`` is ``(rows, len(names))`` in float64, all finite."""
+    """Numbers by column: ``values`` is ``(rows, len(names))`` in float64, all finite but where they may be missing."""
 
     names: tuple[str, ...]
     values: np.ndarray
@@ -58,11 +75,16 @@ class Source:
                     f"{_listed(self.names)}"
                 )
 
-    def read(self, names: Sequence[str]) -> Table:
-        """Reads the named columns, which must exist, and checks that every value is a finite number."""
-        values = self.reader(names)
-        if not np.isfinite(values).all():
-            row, column = np.argwhere(~np.isfinite(values))[0]
+    def read(self, names: Sequence[str], cells: Cells | None = None) -> Table:
+        """Reads the named columns, which must exist, and checks that every value is a finite number.
+
+        :param cells: what else may stand in them.
+        """
+        cells = cells or Cells()
+        values = self.reader(names, cells)
+        right = np.isfinite(values) | (np.isnan(values) & np.isin(names, cells.may_lack))
+        if not right.all():
+            row, column = np.argwhere(~right)[0]
             raise InputError(
                 f"{self.path}: row {row + 1}, column {names[column]!r}: missing or not finite "
                 f"({values[row, column]}); remove the row or fill the value in"
