@@ -79,7 +79,6 @@ def _lines_of_header(file, delimiter: str) -> int:
 
 def _careful(path: Path, delimiter: str, names: Sequence[str], positions: Sequence[int], expected: Cells) -> np.ndarray:
     """The wanted columns row by row; raises InputError at the first fault, naming its line and column."""
-    lacking = {position for position in positions if names[position] in expected.may_lack}
     chunks: list[np.ndarray] = []
     rows: list[list[float]] = []
     try:
@@ -94,20 +93,10 @@ def _careful(path: Path, delimiter: str, names: Sequence[str], positions: Sequen
                         f"{path}: line {reader.line_num}: {len(cells)} cells under {len(names)} column names"
                     )
                 try:
-                    rows.append(
-                        [
-                            math.nan
-                            if position in lacking and _is_missing(cells[position])
-                            else _parse(cells[position])
-                            for position in positions
-                        ]
-                    )
+                    rows.append([_value(cells[position], names[position], expected) for position in positions])
                 except ValueError:
-                    first, checked = (
-                        not rows and not chunks,
-                        [p for p in positions if not (p in lacking and _is_missing(cells[p]))],
-                    )
-                    raise _fault(path, reader.line_num, cells, names, checked, first, expected) from None
+                    first = not rows and not chunks
+                    raise _fault(path, reader.line_num, cells, names, positions, first, expected) from None
                 if len(rows) == _ROWS_AT_ONCE:
                     chunks.append(np.array(rows, dtype=np.float64))
                     rows = []
@@ -127,6 +116,10 @@ def _parse(text: str) -> float:
     if "_" in text or value - value != 0.0:  # float() takes 1_000, nan and inf; a table should hold none of them
         raise ValueError(text)
     return value
+
+
+def _value(cell: str, name: str, expected: Cells) -> float:
+    return math.nan if name in expected.may_lack and _is_missing(cell) else _parse(cell)
 
 
 def _number(text: str) -> float | None:
@@ -162,6 +155,7 @@ def _fault(
     expected: Cells,
 ) -> InputError:
     """What is wrong with the first bad cell of a row."""
+    positions = [p for p in positions if not (names[p] in expected.may_lack and _is_missing(cells[p]))]
     bad = next(position for position in positions if _number(cells[position]) is None)
     cell, name = cells[bad].strip(), names[bad]
     where = f"{path}: line {line}, column {name!r}:"
@@ -173,9 +167,7 @@ def _fault(
     if first:  # text in the first row means columns of text, so name them all at once
         several = f" (text too: {', '.join(texts[1:])})" if len(texts) > 1 else ""
         comma = "; write decimals with a point" if _number(cell.replace(",", ".", 1)) is not None else ""
-        drop = (
-            f", or leave them out with --drop {','.join(texts)}" if expected.drop else ", as the model was given them"
-        )
+        drop = f", or leave them out with --drop {','.join(texts)}" if expected.drop else ""
         return InputError(
             f"{where} {cell!r} is text, not a number{several}{comma}; encode such columns as numbers{drop}"
         )

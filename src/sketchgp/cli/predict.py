@@ -71,7 +71,8 @@ def _against(y: Tensor, mean: Tensor, variance: Tensor, saved: SavedModel) -> st
     some = "" if bool(known.all()) else f", known in {len(y):,} of {len(known):,} rows"
     return (
         f"against column {saved.target!r}{some}: RMSE {rmse(saved.scaling.unscale_mean(mean), y):.4g} (standardised "
-        f"{rmse(mean, scaled_y):.4f}), NLL {negative_log_density(mean, variance, scaled_y):.3f} nats a row (standardised)"
+        f"{rmse(mean, scaled_y):.4f}), NLL {negative_log_density(mean, variance, scaled_y):.3f} nats a row "
+        "(standardised)"
     )
 
 
