@@ -182,6 +182,8 @@ def test_tiles_prepare_the_inducing_points_once(features, monkeypatch):
     made = []
 
     def once(features, name, make, original=fast_tiles._Distances._once):
+        if name not in ("direct", "augmented"):  # what is known of the points besides
+            return original(features, name, make)
         return original(features, name, lambda: made.append(name) or make())
 
     monkeypatch.setattr(fast_tiles._Distances, "_once", staticmethod(once))
