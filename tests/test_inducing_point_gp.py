@@ -496,7 +496,7 @@ def test_auto_where_memory_is_short(monkeypatch):
     monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)
     monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: 50 * M**2)
     model = _model(noise=0.5)[0].eval()
-    assert model.solution.report.solver == "SketchySAGA"
+    assert model.solution.report.solver == "NystromPCG"
     assert relative(predict(model, TEST, variance=None).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
     model.variance = "dtc"
     with pytest.raises(InputError, match=r"Variances of DTC take .* predict\(model, x, variance=None\)"):
@@ -504,7 +504,7 @@ def test_auto_where_memory_is_short(monkeypatch):
     x, y = _data()
     noises = FixedNoiseGaussianLikelihood(torch.linspace(0.1, 1.0, N, dtype=torch.float64))
     own = InducingPointGP(x, y, noises, ZeroMean(), RBFKernel(), points(M, seed=9)).double().eval()
-    assert own.solution.report.solver == "SketchySAGA"
+    assert own.solution.report.solver == "NystromPCG"
 
 
 @pytest.mark.parametrize("solver", [SketchySAGA(tol=1e-3), EigenPro3(epochs=20), EigenPro4(epochs=20)], ids=repr)
@@ -523,7 +523,7 @@ def test_auto_takes_a_solver_that_fits(shares, monkeypatch):
     free = shares * KRILL(sketch_size=2 * M).bytes_needed(problem)
     for where in ("inducing_point_gp", "solvers.krill", "memory"):
         monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: free)
-    assert model.solution.report.solver == ("KRILL" if shares > 2 else "SketchySAGA")
+    assert model.solution.report.solver == ("KRILL" if shares > 2 else "NystromPCG")
 
 
 def test_auto_by_size(monkeypatch):

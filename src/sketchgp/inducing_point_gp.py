@@ -28,7 +28,7 @@ from .models.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
-from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, SketchySAGA, Solution
+from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
 
@@ -67,9 +67,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param likelihood: a ``GaussianLikelihood`` or ``FixedNoiseGaussianLikelihood``.
     :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch.
     :param inducing_points: ``(m, d)``; a parameter that is not trained unless asked for.
-    :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``SketchySAGA(...)``, ``EigenPro3(...)``,
+    :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``NystromPCG(...)``, ``EigenPro3(...)``,
         ``EigenPro4(...)``, or ``"auto"``: QR up to 1,000 points, KRILL while its matrices fit into half of the free
-        memory, SketchySAGA beyond.  EigenPro has no tolerance: its mean is as near as its epochs take it.
+        memory, Nystrom PCG beyond.  EigenPro has no tolerance: its mean is as near as its epochs take it.
     :param variance: ``"auto"``, ``"dtc"`` or ``"pathwise"``.
     :param variance_samples: functions that pathwise variances are an average over.
     :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver or variance.
@@ -179,7 +179,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return QR()
         if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= available_memory(problem.device) // 2:
             return KRILL()
-        return SketchySAGA()
+        return NystromPCG()
 
     @property
     def variance_method(self) -> str:

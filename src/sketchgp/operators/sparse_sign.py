@@ -1,6 +1,6 @@
 """The sparse sign embedding: a random matrix with a few entries +-1 a column that nearly keeps lengths.
 
-Reference: Diaz, Epperly, Frangella, Tropp, Webber (arXiv:2304.12465), section 3.3, who take it from Cohen (2016) and
+Reference: Diaz, Epperly, Frangella, Tropp, Webber (arXiv:2304.12465), section 2.2.1, who take it from Cohen (2016) and
 Martinsson and Tropp (2020), section 9.2.
 """
 

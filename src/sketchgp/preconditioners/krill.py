@@ -1,7 +1,7 @@
 """KRILL: the preconditioner of the inducing-point problem from a sketch of its tall matrix.
 
 Reference: Diaz, Epperly, Frangella, Tropp, Webber, "Robust, randomized preconditioning for kernel ridge regression"
-(arXiv:2304.12465), section 3 and Algorithm 4.
+(arXiv:2304.12465), section 2.2.1, Algorithm 2 and Theorem 2.3.
 """
 
 from __future__ import annotations

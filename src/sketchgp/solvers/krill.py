@@ -21,11 +21,14 @@ class KRILL(NormalEquationsSolver):
     """Solves ``(Kzx Kxz + noise Kzz) W = Kzx y`` by conjugate gradients, preconditioned by
     ``(Phi Kxz)^T (Phi Kxz) + noise Kzz`` for a sparse sign embedding Phi.
 
-    With inducing points of any kind a few tens of iterations at the most: the preconditioner is within a constant
-    factor of the matrix whatever the data (arXiv:2304.12465, Theorem 3.4 and section 3).  Costs
+    Algorithm 2 of arXiv:2304.12465, but for how the factor is computed
+    (:func:`~sketchgp.preconditioners.krill.krill_preconditioner`).  Its Theorem 2.3 says that the preconditioned matrix
+    has a condition number of at most 3, whatever the data and the points, for O(m log m) rows of Phi and O(log m)
+    nonzeros.  With fewer, as here and in the paper's experiments, nothing is proved; a few tens of iterations at the
+    most is what was observed.  Costs
     ``n m`` kernel evaluations an iteration and ``O((n + m) m + sketch_size m^2)`` at the start; memory ``9 m^2``
     float64 numbers at the start (``21 m^2`` up to 4,000 points).  Choose it wherever m x m matrices fit; else
-    :class:`EigenPro4` or :class:`SketchySAGA`.
+    :class:`NystromPCG` or :class:`EigenPro4`.
 
     :param sketch_size: rows of Phi, at least m.  More take fewer iterations; None is 2m, the paper's, and up to 8m
         where m is small beside n, so that they cost next to nothing, and memory is not short.

@@ -13,6 +13,7 @@ import torch
 
 from ..checks import count, number, seed, settle
 from ..errors import InputError
+from ..memory import available_memory
 from ..operators.normal_matrix import TiledNormalMatrix
 from ..preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ..random_streams import generator
@@ -42,7 +43,8 @@ class NystromPCG(NormalEquationsSolver):
     fit, :class:`KRILL` takes ten to thirty iterations to any tolerance.
 
     :param tol: posterior deviations that no prediction may be off by, in every column.
-    :param rank: of the preconditioner, at most m; None is 1000.  More takes fewer iterations.
+    :param rank: of the preconditioner, at most m; None is 1000, or what fits into half of the free
+        memory.  More takes fewer iterations.
     :param seed: of its random choices.
 
     The other parameters are those of :class:`sketchgp.solvers.NormalEquationsSolver`: ``max_iterations``,
@@ -69,11 +71,13 @@ class NystromPCG(NormalEquationsSolver):
                 f"NystromPCG(rank={self.rank}) exceeds the {problem.m} inducing points; choose at most {problem.m}."
             )
 
-    def _rank(self, m: int) -> int:
-        return min(m, self.rank or _RANK)
+    def _rank(self, m: int, device: torch.device) -> int:
+        if self.rank is not None:
+            return self.rank
+        return max(1, min(m, _RANK, available_memory(device) // 2 // (8 * _COPIES * m)))
 
     def _bytes(self, problem: InducingPointProblem) -> int:
-        return 8 * _COPIES * problem.m * self._rank(problem.m)
+        return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)
 
     def _matrix(self, problem: InducingPointProblem, accurate: bool) -> TiledNormalMatrix:
         return problem.tiled_normal_matrix(accurate)
@@ -81,7 +85,7 @@ class NystromPCG(NormalEquationsSolver):
     def preconditioner(self, matrix: Any) -> NystromRoot:
         """That of one normal matrix."""
         (n, m), stream = matrix.tall.shape, generator(self.seed, "Nystrom PCG")
-        rank = self._rank(m)
+        rank = self._rank(m, matrix.tall.device)
         rows = torch.randperm(n, generator=stream)[: max(_LEAST_ROWS, _ROWS * rank)].to(matrix.tall.device)
         vectors, values = row_nystrom(matrix.tall, matrix.kzz, matrix.level, rank, rows, stream)
         if not len(values) or not math.isfinite(float(values[0])):
@@ -89,8 +93,8 @@ class NystromPCG(NormalEquationsSolver):
         return damped(vectors, values)
 
     def _describe(self, problem: InducingPointProblem) -> str:
-        return f"Nystrom rank {self._rank(problem.m)}"
+        return "Nystrom"
 
     def _remedy(self, problem: InducingPointProblem) -> str:
-        rank = self._rank(problem.m)
+        rank = self._rank(problem.m, problem.device)
         return "" if rank == problem.m else f" or the preconditioner's rank (now {rank})"
