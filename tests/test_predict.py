@@ -197,6 +197,24 @@ def test_what_the_mean_depends_on_may_change(change: str) -> None:
     assert relative(before, expected) > 1e-3
 
 
+class Doubled(Plain):
+    """A model that computes something of its own when it is called."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        found = super().__call__(*args, **options)
+        return type(found)(2 * found.mean, found.lazy_covariance_matrix) if not self.training else found
+
+
+def test_a_model_with_a_call_of_its_own() -> None:
+    x, y, z = data(n=60)
+    model = sketchgp.accelerate(Doubled(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double())
+    with iterative(), torch.no_grad():
+        found = sketchgp.predict(model, z, variance=None)
+        assert torch.equal(found.mean, model(z).mean)
+        with pytest.raises(sketchgp.InputError, match="__call__"):
+            sketchgp.predict(model, z)
+
+
 class Power(gpytorch.means.Mean):
     """A mean with a plain setting."""
 

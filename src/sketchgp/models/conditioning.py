@@ -34,7 +34,7 @@ from ..solvers import Cholesky, ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel
-from .posterior import strategy_of
+from .posterior import calls_its_own_way, strategy_of
 
 _SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
@@ -54,7 +54,15 @@ class Conditioning:
 
     @classmethod
     def of(cls, model: Any) -> Conditioning | None:
-        """None for a model that GPyTorch conditions by a formula of its own (linear and inducing-point kernels)."""
+        """None for a model that GPyTorch conditions by a formula of its own (linear and inducing-point kernels).
+
+        :raises InputError: for a model whose class has a ``__call__`` of its own.
+        """
+        if calls_its_own_way(model):
+            raise InputError(
+                f"predict: variance expects None for {type(model).__name__}, whose __call__ may compute anything; use "
+                "model(x).variance."
+            )
         if isinstance(strategy_of(model), _CLOSED):
             return None
         noisy = _noisy(model)
