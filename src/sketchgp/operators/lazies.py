@@ -2,8 +2,7 @@
 
 GPyTorch evaluates a ``LazyEvaluatedKernelTensor`` with ``lazily_evaluate_kernels`` off for the whole process and the
 kernel's ``active_dims`` taken away meanwhile: of two threads one can leave either behind for good.  Here the kernel's
-``forward`` is called, and what it returns unevaluated is evaluated in turn.  Some kernels evaluate parts of themselves
-inside ``forward``, GPyTorch's way; the lock keeps them apart from each other.
+``forward`` is called, and what it returns unevaluated is evaluated in turn.
 """
 
 from __future__ import annotations
@@ -14,14 +13,8 @@ from operator import add, mul
 from typing import Any
 
 import torch
-from gpytorch.kernels import (
-    AdditiveStructureKernel,
-    Kernel,
-    NewtonGirardAdditiveKernel,
-    ProductKernel,
-    ProductStructureKernel,
-    ScaleKernel,
-)
+from gpytorch import settings
+from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel, ScaleKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import to_dense, to_linear_operator
 from linear_operator.operators import DenseLinearOperator, LinearOperator, PsdSumLinearOperator, SumLinearOperator
@@ -30,26 +23,31 @@ from torch import Tensor
 
 from ..errors import InputError
 
-# These split the features by the deprecated ``last_dim_is_batch``: what they leave unevaluated promises a wrong shape,
-# or loses its structure in their sums. They are evaluated GPyTorch's way.
-_STRUCTURES = (AdditiveStructureKernel, ProductStructureKernel, NewtonGirardAdditiveKernel)
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
 
 
 def forward(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
-    """``kernel.forward(x1, x2)``; scaled kernels and products, which evaluate parts GPyTorch's way, are put together.
+    """``kernel.forward(x1, x2)``, as GPyTorch calls it: kernels inside of it give what is evaluated.
 
-    :param options: what else the kernel is told; with any, it is left to do as it does.
+    GPyTorch's scaled kernels, sums and products are put together of their parts.  Of other kernels with kernels inside
+    only their own code knows what becomes of those, and it expects GPyTorch's setting: those alone are called with it,
+    one at a time.
+
+    :param options: what else the kernel is told.
     """
     if type(kernel) is ScaleKernel and not options:
         scale = kernel.outputscale
         return evaluated(forward(kernel.base_kernel, x1, x2)) * scale.reshape(*scale.shape, 1, 1)
-    if type(kernel) is ProductKernel and not options:
+    if type(kernel) in (AdditiveKernel, ProductKernel) and not options:
         parts = [to_linear_operator(evaluated(forward(part, *_active(part, x1, x2)))) for part in kernel.kernels]
-        if all(type(part) is DenseLinearOperator for part in parts) or not torch.equal(x1, x2):
-            return reduce(mul, map(to_dense, parts))
-        return reduce(mul, parts)
-    return kernel.forward(x1, x2, **options)
+        operation = add if type(kernel) is AdditiveKernel else mul
+        if all(type(part) is DenseLinearOperator for part in parts) or (operation is mul and not torch.equal(x1, x2)):
+            return reduce(operation, map(to_dense, parts))
+        return reduce(operation, parts)
+    if not any(isinstance(part, Kernel) and part is not kernel for part in kernel.modules()):
+        return kernel.forward(x1, x2, **options)
+    with KERNELS, settings.lazily_evaluate_kernels(False):
+        return kernel.forward(x1, x2, **options)
 
 
 def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
@@ -60,10 +58,9 @@ def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
 def evaluated(value: Any) -> Any:
     """A tensor or operator with every unevaluated kernel in it evaluated; what holds none is returned as it is."""
     if isinstance(value, LazyEvaluatedKernelTensor):
+        options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
         with KERNELS, torch.set_grad_enabled(value._is_grad_enabled):
-            if value.last_dim_is_batch or any(isinstance(part, _STRUCTURES) for part in value.kernel.modules()):
-                return LazyEvaluatedKernelTensor.evaluate_kernel(value)
-            return evaluated(forward(value.kernel, value.x1, value.x2, **value.params))
+            return evaluated(forward(value.kernel, value.x1, value.x2, **options))
     if not isinstance(value, LinearOperator):
         return value
     parts = [evaluated(part) for part in value._args]
