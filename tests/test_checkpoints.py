@@ -37,6 +37,7 @@ from sketchgp import (
     Skotch,
     record_solves,
     settings,
+    tensor_file,
 )
 from sketchgp.solvers import askotch, eigenpro2
 from sketchgp.solvers.blockwise import BlockSystem, checkpoint, run
@@ -485,13 +486,56 @@ def test_killed_and_started_again(killed, name, how):
     assert set(found) == {"value", "history", "residual", "iterations"}
     for part, wanted in expected.items():
         assert torch.equal(found[part], wanted), part
-    assert not (directory / f"{name}.{how}.saved.partial").exists()
+    left = {file.name for file in directory.iterdir() if file.name.startswith(f"{name}.{how}.saved")}
+    assert left == {f"{name}.{how}.saved"}  # no temporary file, no lock, whenever it was killed
     deaths = logs[f"{name}.{how}"]
     steps = [number for _, number in deaths]
     assert sum(signal_ == signal.SIGKILL for signal_, _ in deaths) >= (4 if how == "moments" else 1)
     assert steps == sorted(steps)  # nothing that was saved is lost
     if how == "moments":
         assert len({number for number in steps if 0 < number < int(expected["iterations"])}) >= 3
+
+
+def test_two_processes_on_one_path(tmp_path, path):
+    """The second is told so and the first goes on; a lock that a killed process left is in nobody's way."""
+    fcntl = pytest.importorskip("fcntl")
+    solver, problem, refused = ASkotch(block_size=BLOCK, tol=1e-4, checkpoint=path), _problem(), []
+    lock = path.with_name("solve.pt.lock")
+    (tmp_path / "solve.pt.1-0123abcd.partial").write_text("left by a process that was killed")
+    lock.write_text("process 1")
+
+    def again(progress):
+        if not refused:
+            with pytest.raises(InputError, match=rf"in use by another solve \(process {os.getpid()}\)") as caught:
+                solver.solve(problem)
+            refused.append(caught.value)
+
+    found = solver.solve(problem, callback=again)
+    assert refused and found.report.converged
+    assert os.listdir(tmp_path) == ["solve.pt"]
+    with open(lock, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="in use by another solve"):
+            solver.solve(problem)
+    assert solver.solve(problem).report.converged
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_processes_that_write_at_once_leave_a_whole_file(path):
+    """Where there are no locks: of one of them, and nothing beside it."""
+
+    def write(number):
+        for _ in range(30):
+            tensor_file.save(path, {"number": number}, {"x": torch.full((20_000,), float(number))})
+
+    children = [_fork(lambda number=number: write(number)) for number in (1, 2)]
+    while not path.exists():
+        time.sleep(0.001)
+    for _ in range(30):
+        described, tensors = tensor_file.load(path)
+        assert bool((tensors["x"] == described["number"]).all())
+    assert [_finish(child) for child in children] == [0, 0]
+    assert os.listdir(path.parent) == [path.name]
 
 
 # --- when it is saved -----------------------------------------------------------------------------------------
@@ -1088,15 +1132,19 @@ def test_a_failure_while_writing(monkeypatch, path, valid, kind):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_a_full_disk(path, valid):
+def test_a_full_disk(monkeypatch, path, valid):
     solver, problem, expected = valid
     before = path.read_bytes()
-    beside = path.with_name(path.name + ".partial")
-    beside.symlink_to("/dev/full")
-    with pytest.raises(InputError, match=r"cannot be written.*space"):
-        solver.solve(problem)
+
+    def full(name, mode):
+        return open("/dev/full", "wb") if str(name).endswith(".partial") else open(name, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "open", full, raising=False)
+        with pytest.raises(InputError, match=r"cannot be written.*space"):
+            solver.solve(problem)
     assert path.read_bytes() == before
-    assert not beside.exists()
+    assert os.listdir(path.parent) == [path.name]
     _same(_solve(solver, problem), expected)
 
 

@@ -1,8 +1,10 @@
 """The commands as a user runs them: fit, predict and demo, on small data, and one line for every fault."""
 
 import csv
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +162,61 @@ def test_features_and_drop(tmp_path, capsys):
     code, out, _ = run(capsys, "fit", path, "--target", "price", "--features", "width", *QUICK)
     assert code == 0
     assert "price by 1 feature(s) (width)" in out
+
+
+def test_files_are_not_destroyed(tmp_path, data, capsys, monkeypatch):
+    """An input is never written over, under no name; anything else only with --force.  Found before the work."""
+    model, table = tmp_path / "model.pt", Path(data).read_bytes()
+    fit = ["fit", data, "--target", "price", *QUICK]
+    assert run(capsys, *fit, "--save", model)[0] == 0
+    whole = model.read_bytes()
+    link, hard = tmp_path / "link.csv", tmp_path / "hard.pt"
+    link.symlink_to(data)
+    os.link(model, hard)
+    monkeypatch.setattr("sketchgp.cli.fit.tune", None)
+    with monkeypatch.context() as patch:
+        patch.setattr("sketchgp.cli.predict.predict_saved", None)
+        for force in ([], ["--force"]):
+            for words in (
+                [*fit, "--save", data],
+                [*fit, "--save", link],
+                ["fit", link, "--target", "price", "--save", data],
+                ["predict", model, data, "--output", data],
+                ["predict", model, data, "--output", model],
+                ["predict", model, data, "--output", hard],
+                ["predict", model, link, "--output", data],
+            ):
+                assert "which the command reads" in fails(capsys, *words, *force)
+        other = tmp_path / "other.csv"
+        other.write_text("mine")
+        (tmp_path / "sketchgp-demo.png").write_text("mine")
+        for words in (
+            [*fit, "--save", model],
+            ["predict", model, data, "--output", other],
+            ["demo", "--quick", "--output", tmp_path],
+        ):
+            assert "--force" in fails(capsys, *words)
+    assert (Path(data).read_bytes(), model.read_bytes(), other.read_text()) == (table, whole, "mine")
+    assert run(capsys, "predict", model, data, "--output", other, "--force")[0] == 0
+    assert other.read_text().startswith("mean,std")
+
+
+def test_a_file_that_appears_while_the_work_goes_on_is_kept(tmp_path, data, capsys, monkeypatch):
+    from sketchgp.cli import steps
+
+    model, output = tmp_path / "model.pt", tmp_path / "out.csv"
+    run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
+    original = steps.predict_saved
+
+    def slow(*words):
+        output.write_text("mine")
+        return original(*words)
+
+    monkeypatch.setattr("sketchgp.cli.predict.predict_saved", slow)
+    error = fails(capsys, "predict", model, data, "--output", output)
+    assert output.read_text() == "mine"
+    with open(error.split(" is in ")[1].strip()) as kept:
+        assert kept.readline() == "mean,std\n"
 
 
 def test_no_held_out_rows(tmp_path, data, capsys):

@@ -19,6 +19,7 @@ FLOORS = {
     "random_streams": 0,
     "report": 0,
     "settings": 0,
+    "tensor_file": 0,
     "kernels": 1,
     "operators": 1,
     "lowrank": 2,

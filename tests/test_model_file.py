@@ -2,11 +2,15 @@
 
 import os
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 
-from sketchgp.cli.model_file import VERSION, SavedModel, load_model, save_model
+from sketchgp import tensor_file
+from sketchgp.cli import main
+from sketchgp.cli.model_file import FORMAT, VERSION, SavedModel, load_model, save_model
 from sketchgp.cli.regression import KERNELS, Regression, Scaling
 from sketchgp.errors import InputError
 
@@ -18,7 +22,9 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
     model.covar_module.base_kernel.lengthscale = torch.arange(1.0, d + 1)
     model.likelihood.noise = 0.03
     model.mean_module.constant = 0.2
-    weights = torch.randn(n, generator=generator).to(dtype)
+    with torch.no_grad():
+        system = model.covar_module(x).to_dense().double() + 0.03 * torch.eye(n)
+        weights = torch.linalg.solve(system, (y - model.mean_module(x)).double()).to(dtype)
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
     return SavedModel(model, weights, kernel, ("a", "b", "c, and d"), "price", scaling, 1e-4)
 
@@ -133,24 +139,24 @@ def test_foreign_cut_and_missing_files(tmp_path):
         ("train_y", torch.zeros(12, dtype=torch.float64), "'train_y' has type"),
         ("train_x", torch.zeros(12, 3, dtype=torch.int64), "'train_x' has type"),
         ("weights", torch.full((12,), float("nan")), "'weights' holds values that are not finite"),
-        ("weights", [1.0] * 12, "'weights' is a list"),
         ("x_std", torch.zeros(3, dtype=torch.float64), "not positive"),
         ("y_std", 0.0, "not positive"),
         ("y_mean", float("inf"), "'y_mean'"),
-        ("hyperparameters", {}, "hyperparameters"),
     ],
 )
 def test_every_field_is_checked(tmp_path, field, value, message):
     path = tmp_path / "model.pt"
     save_model(path, make())
-    contents = torch.load(path, weights_only=True)
-    assert field in contents
-    torch.save({**contents, field: value}, path)
+    described, tensors = tensor_file.load(path)
+    part = described if field in described else tensors
+    assert field in part
+    part[field] = value
+    tensor_file.save(path, described, tensors)
     with pytest.raises(InputError, match=message) as raised:
         load_model(path)
     assert str(path) in str(raised.value)
-    del contents[field]
-    torch.save(contents, path)
+    del part[field]
+    tensor_file.save(path, described, tensors)
     with pytest.raises(InputError):
         load_model(path)
 
@@ -158,12 +164,57 @@ def test_every_field_is_checked(tmp_path, field, value, message):
 def test_hyperparameters_are_checked(tmp_path):
     path = tmp_path / "model.pt"
     save_model(path, make())
-    contents = torch.load(path, weights_only=True)
+    described, tensors = tensor_file.load(path)
     for name, value in [
         ("covar_module.base_kernel.raw_lengthscale", torch.zeros(1, 2)),
         ("mean_module.raw_constant", torch.tensor(float("nan"))),
-        ("mean_module.raw_constant", 3.0),
     ]:
-        torch.save({**contents, "hyperparameters": {**contents["hyperparameters"], name: value}}, path)
+        tensor_file.save(path, described, {**tensors, f"hyperparameter.{name}": value})
         with pytest.raises(InputError, match=name):
             load_model(path)
+
+
+def test_weights_have_to_solve_the_training_data(tmp_path):
+    """Whatever the digest says: a file is refused whose weights, data or hyperparameters are of another model."""
+    path = tmp_path / "model.pt"
+    save_model(path, make())
+    described, tensors = tensor_file.load(path)
+    for name in ("weights", "train_y", "hyperparameter.covar_module.base_kernel.raw_lengthscale"):
+        tensor_file.save(path, described, {**tensors, name: tensors[name] * 1.1})
+        with pytest.raises(InputError, match="do not solve its training data"):
+            load_model(path)
+
+
+def test_the_format_without_a_digest(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({"format": FORMAT, "version": 1, "weights": torch.zeros(3)}, path)
+    with pytest.raises(InputError, match=r"older sketchgp .*command fit"):
+        load_model(path)
+
+
+def test_a_damaged_file_is_refused_or_predicts_the_same(tmp_path, capsys):
+    """One bit that flips, or some bytes that are garbled, anywhere in the file."""
+    path, data, output = tmp_path / "model.pt", tmp_path / "new.npz", tmp_path / "out.csv"
+    saved = make()
+    save_model(path, saved)
+    rows = np.random.default_rng(0).normal(size=(4, 3))
+    np.savez(data, **{name: rows[:, k] for k, name in enumerate(saved.features)})
+    words = ["predict", str(path), str(data), "--output", str(output), "--force"]
+    assert main(words) == 0
+    contents, expected, chance, refused = path.read_bytes(), output.read_text(), random.Random(0), 0
+    for number in range(120):
+        position, changed = chance.randrange(len(contents)), bytearray(contents)
+        if number % 2:
+            changed[position] ^= 1 << chance.randrange(8)
+        else:
+            changed[position : position + 16] = chance.randbytes(len(changed[position : position + 16]))
+        path.write_bytes(changed)
+        output.unlink(missing_ok=True)
+        capsys.readouterr()
+        if main(words) == 0:
+            assert output.read_text() == expected, position
+        else:
+            refused += 1
+            assert capsys.readouterr().err.startswith(f"error: {path}"), position
+            assert not output.exists()
+    assert refused > 30

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import checks
 from .errors import InputError
+from .tensor_file import replacing
 
 __all__ = ["Curve", "plot_convergence"]
 
@@ -53,7 +54,9 @@ class Curve:
             checks.count("Curve", "note", self.note[0], least=0)
 
 
-def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tolerances: dict[str, float]) -> Path:
+def plot_convergence(
+    path: str | Path, curves: Sequence[Curve], title: str, tolerances: dict[str, float], overwrite: bool = True
+) -> Path:
     """Draws relative residuals against iterations and against seconds, and writes a PNG.
 
     :param path: the PNG to write.
@@ -110,7 +113,10 @@ def plot_convergence(path: str | Path, curves: Sequence[Curve], title: str, tole
     figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.04, 0.0), ncols=2, frameon=False, fontsize=9.5)
     figure.tight_layout(rect=(0, 0.01 + 0.042 * ((len(labels) + 1) // 2), 1, 0.98))
     try:
-        figure.savefig(path)
+        with replacing(path, "wb", overwrite) as file:
+            figure.savefig(file, format="png")
+    except FileExistsError:
+        raise
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
     return Path(path)

@@ -20,6 +20,7 @@ from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
 from .gpytorch_defaults import WatchedSolve, evaluate_defaults, solve_mean
+from .outputs import Output, add_force, claim
 from .regression import Regression, Scaling, copy_hyperparameters, negative_log_density
 from .results import Row, format_table, true_residual
 from .steps import Outcome, describe, evaluate, split_rows, tune
@@ -58,6 +59,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="folder of the picture (here)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subsets and the sketches (0)")
     parser.add_argument("--quick", action="store_true", help="2,000 rows only: a few seconds, nothing to conclude from")
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
@@ -65,14 +67,15 @@ def run(options: argparse.Namespace) -> int:
     """Runs the demo; see the module's docstring."""
     if not options.output.is_dir():
         raise InputError(f"--output {options.output}: no such folder")
+    picture = claim(options.output / "sketchgp-demo.png", "--output", [], options.force)
     start = time.perf_counter()
     with memory_budget(STORED_MATRIX):
-        _run(QUICK if options.quick else FULL, options.seed, options.output / "sketchgp-demo.png")
+        _run(QUICK if options.quick else FULL, options.seed, picture)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0
 
 
-def _run(sizes: Sizes, seed: int, picture: Path) -> None:
+def _run(sizes: Sizes, seed: int, picture: Output) -> None:
     data = load_diamonds()
     rows = torch.randperm(len(data.y), generator=generator(seed, "rows of the demo"))[: sizes.rows]
     x, y = data.x[rows], data.y[rows].log()
@@ -126,7 +129,9 @@ def _run(sizes: Sizes, seed: int, picture: Path) -> None:
         f"sketchgp's\ntolerance {tolerance:g}": tolerance,
         f"GPyTorch's\ntolerance {default_tolerance:g}": default_tolerance,
     }
-    print(f"picture: {plot_convergence(picture, curves, title, names)}")
+    with picture.errors():
+        plot_convergence(picture.path, curves, title, names, picture.overwrite)
+    print(f"picture: {picture.path}")
     print(_verdict(whole, part, default_row, scaling))
 
 

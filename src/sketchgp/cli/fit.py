@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .model_file import SavedModel, save_model
+from .model_file import SavedModel, save_model, weights_residual
+from .outputs import add_force, claim
 from .regression import KERNELS, Scaling, rmse
 from .results import Row, format_table
 from .steps import describe, evaluate, split_rows, tune
@@ -38,13 +39,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subset and the sketches (0)")
     parser.add_argument("--float64", action="store_true", help="compute in float64: slower, more digits")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the model, for the command predict")
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; see the module's docstring."""
-    if options.save is not None and not options.save.resolve().parent.is_dir():
-        raise InputError(f"--save {options.save}: the folder {options.save.parent} does not exist")
+    output = None if options.save is None else claim(options.save, "--save", [options.data], options.force)
     source = open_table(options.data)
     features = _choose_features(source, options.target, options.features, options.drop)
     table = source.read([*features, options.target])
@@ -71,11 +72,11 @@ def run(options: argparse.Namespace) -> int:
     print(describe(outcome))
     if len(test):
         _print_results(outcome.row, outcome.mean, scaled_y[test], y[test], scaling, options.target)
-    if options.save is not None:
+    if output is not None:
         weights = model.prediction_strategy.mean_cache
-        residual = outcome.row.residual or 0.0
+        residual = weights_residual(model, weights)
         saved = SavedModel(model, weights, options.kernel, tuple(features), options.target, scaling, residual)
-        save_model(options.save, saved)
+        save_model(output.path, saved, output.overwrite)
         print(f"saved: {options.save} ({options.save.stat().st_size / 1e6:.1f} MB)")
     return 0
 

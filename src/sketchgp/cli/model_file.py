@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tensor_file
 from ..errors import InputError
-from .atomic import replacing
+from .outputs import Output
 from .regression import KERNELS, Regression, Scaling
+from .results import true_residual
 
-__all__ = ["SavedModel", "load_model", "save_model"]
+__all__ = ["SavedModel", "load_model", "save_model", "weights_residual"]
 
 FORMAT = "sketchgp regression"
-VERSION = 1
+VERSION = 2  # 1 was a pickled dictionary without a digest
+_HYPERPARAMETER = "hyperparameter."
+_ENTRIES = 2**24  # of the kernel matrix, evaluated to check the weights
+_LEAST_ROWS = 16
+_RESIDUAL_SLACK = 1e-4  # what the rounding of another machine may change a residual by
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -32,7 +38,7 @@ class SavedModel:
     :param features: column names, in the order of the model's inputs.
     :param target: column name.
     :param scaling: of the columns.
-    :param residual: the true relative residual of ``weights``.
+    :param residual: of ``weights``, as :func:`weights_residual` has it.
     """
 
     model: Regression
@@ -44,37 +50,44 @@ class SavedModel:
     residual: float
 
 
-def save_model(path: str | Path, saved: SavedModel) -> None:
+def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> None:
     """Writes the model by a temporary file and a rename, so that the path never holds half a file.
 
+    :param overwrite: False to keep a file that is there.
     :raises InputError: the folder does not exist or cannot be written.
     """
     path = Path(path)
-    contents = {
+    described = {
         "format": FORMAT,
         "version": VERSION,
         "kernel": saved.kernel,
         "features": list(saved.features),
         "target": saved.target,
-        "x_mean": saved.scaling.x_mean,
-        "x_std": saved.scaling.x_std,
         "y_mean": saved.scaling.y_mean,
         "y_std": saved.scaling.y_std,
-        "train_x": saved.model.train_inputs[0].detach().cpu().contiguous(),
-        "train_y": saved.model.train_targets.detach().cpu().contiguous(),
-        "weights": saved.weights.detach().cpu().contiguous(),
         "residual": saved.residual,
-        "hyperparameters": {name: value.detach().cpu().clone() for name, value in saved.model.state_dict().items()},
     }
-    with replacing(path, "wb") as file:
-        torch.save(contents, file)
+    tensors = {
+        "x_mean": saved.scaling.x_mean,
+        "x_std": saved.scaling.x_std,
+        "train_x": saved.model.train_inputs[0],
+        "train_y": saved.model.train_targets,
+        "weights": saved.weights,
+        **{_HYPERPARAMETER + name: value for name, value in saved.model.state_dict().items()},
+    }
+    output = Output(path, overwrite)
+    with output.errors():
+        tensor_file.save(path, described, {name: t.detach().cpu().clone() for name, t in tensors.items()}, overwrite)
 
 
 def load_model(path: str | Path) -> SavedModel:
-    """Reads and checks a file written by ``save_model``; unpickles nothing but tensors, numbers and text.
+    """Reads and checks a file written by ``save_model``; unpickles nothing but tensors.
 
-    :raises InputError: the file is missing, damaged, of another kind or of a newer version, or its parts do
-        not fit together; the message names the file and the part.
+    The file's digest is checked, and the weights are checked against the training data: their residual has to be what
+    the file says.
+
+    :raises InputError: the file is missing, damaged, of another kind or version, or its parts do not fit together; the
+        message names the file and the part.
     """
     path = Path(path)
     if not path.exists():
@@ -84,30 +97,48 @@ def load_model(path: str | Path) -> SavedModel:
     if not zipfile.is_zipfile(path):  # torch.save writes a zip archive; torch.load would try older formats as well
         raise InputError(f"{path}: not a model saved by sketchgp, or cut short")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(f"{path}: not a model saved by sketchgp (it is foreign, or damaged)") from error
-    except (
-        RuntimeError,
-        ValueError,
-        EOFError,
-        KeyError,
-        OSError,
-        zipfile.BadZipFile,
-        UnicodeDecodeError,
-    ) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        raise InputError(f"{path}: not a model saved by sketchgp, or damaged ({reason})") from error
-    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        described, tensors = tensor_file.load(path)
+    except (OSError, MemoryError) as error:
+        raise InputError(f"{path}: cannot be read now ({error})") from error
+    except ValueError as error:
+        if _is_of_version_1(path):
+            raise InputError(
+                f"{path}: written by an older sketchgp (format 1), without the digest that shows whether it is whole; "
+                "make it anew with the command fit"
+            ) from error
+        raise InputError(f"{path}: not a model saved by sketchgp, or damaged ({error})") from error
+    if described.get("format") != FORMAT:
         raise InputError(f"{path}: not a model saved by sketchgp")
-    version = contents.get("version")
+    version = described.get("version")
     if not isinstance(version, int) or version < 1:
         raise InputError(f"{path}: damaged: the format version is {version!r}")
     if version > VERSION:
         raise InputError(
             f"{path}: written by a newer sketchgp (format {version}; this one reads up to {VERSION}): upgrade sketchgp"
         )
-    return _Checked(path, contents).saved_model()
+    saved = _Checked(path, {**described, **tensors}).saved_model()
+    found = weights_residual(saved.model, saved.weights)
+    if not found <= 2 * saved.residual + _RESIDUAL_SLACK:
+        raise InputError(
+            f"{path}: its weights do not solve its training data: the residual is {found:.1e}, where the file says "
+            f"{saved.residual:.1e}; make it anew with the command fit"
+        )
+    return saved
+
+
+def weights_residual(model: Regression, weights: Tensor) -> float:
+    """The true relative residual of weights ``(n,)`` on all rows, or on as many as are cheap (always the same ones)."""
+    n = len(weights)
+    count = min(n, max(_LEAST_ROWS, _ENTRIES // n))
+    return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())
+
+
+def _is_of_version_1(path: Path) -> bool:
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError, zipfile.BadZipFile):
+        return False
+    return isinstance(contents, dict) and contents.get("format") == FORMAT
 
 
 class _Checked:
@@ -181,7 +212,11 @@ class _Checked:
 
     def model(self, train_x: Tensor, train_y: Tensor, kernel: str) -> Regression:
         model = Regression(train_x, train_y, kernel)
-        state = self.take("hyperparameters", dict)
+        state = {
+            name.removeprefix(_HYPERPARAMETER): value
+            for name, value in self.contents.items()
+            if name.startswith(_HYPERPARAMETER)
+        }
         expected = model.state_dict()
         if set(state) != set(expected):
             different = ", ".join(sorted(set(map(str, state)) ^ set(expected)))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .atomic import replacing
 from .model_file import SavedModel, load_model
+from .outputs import Output, add_force, claim
 from .regression import negative_log_density, rmse
 from .steps import predict_saved
 from .tables import Cells, Source, open_table
@@ -32,11 +32,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("model", type=Path, metavar="FILE", help="a model saved by the command fit")
     parser.add_argument("data", type=Path, metavar="DATA", help=".csv with a header row, .parquet, or .npz")
     parser.add_argument("--output", type=Path, metavar="CSV", help="write all rows here (columns mean, std)")
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; see the module's docstring."""
+    output = None
+    if options.output is not None:
+        output = claim(options.output, "--output", [options.model, options.data], options.force)
     saved = load_model(options.model)
     source = open_table(options.data)
     _require_features(source, saved)
@@ -51,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     scaling = saved.scaling
     mean, variance = predict_saved(saved, scaling.scale_x(x, saved.weights.dtype))
     original_mean, std = scaling.unscale_mean(mean), scaling.unscale_std(variance)
-    if options.output is not None:
-        _write(options.output, original_mean, std)
+    if output is not None:
+        _write(output, original_mean, std)
         print(f"written: {options.output}")
     else:
         _show(original_mean, std)
@@ -93,8 +97,8 @@ def _show(mean: Tensor, std: Tensor) -> None:
         print(f"... {len(mean) - _SHOWN:,} more rows; --output predictions.csv writes them all")
 
 
-def _write(path: Path, mean: Tensor, std: Tensor) -> None:
+def _write(output: Output, mean: Tensor, std: Tensor) -> None:
     """Writes the columns mean, std."""
     columns = torch.stack([mean, std], 1).numpy()
-    with replacing(path, "w") as file:
+    with output.open("w") as file:
         np.savetxt(file, columns, fmt="%.9g", delimiter=",", header="mean,std", comments="")

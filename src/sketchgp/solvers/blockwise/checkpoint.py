@@ -1,39 +1,36 @@
 """Checkpoints: one file, replaced as a whole, that holds tensors only and is refused for another problem.
 
-The file is what ``torch.save`` makes of a flat dictionary of tensors, and is read with ``weights_only=True``, so that
-reading it executes nothing.  Numbers and text are JSON in a tensor of bytes.
+It is a file of :mod:`sketchgp.tensor_file`: reading it executes nothing, and what is stored damaged or in part is not
+gone on from.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
-import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import tensor_file
 from ...errors import InputError, warn
 from ...fingerprint import add_tensors, hash_tensors
 from ...operators import KernelMatrix
 from ...operators.access import Access, terms
 
 _FORMAT = 2
-_HEADER = "header"
 _PROBES = 16  # points at which the kernel's values are part of its fingerprint
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR, errno.ENOMEM)  # which says nothing of the file
 _SIMPLE = (bool, int, float, str, type(None))
 
 
 class Checkpoint:
     """Where a solve is saved, how often, and what it is a solve of.
 
-    :param path: the file; it is written beside itself and then renamed.
+    :param path: the file; it is written beside itself, under a name of this process, and then renamed.
     :param every: seconds between two writes.
     :param problem: name -> fingerprint of each part of the problem.
     """
@@ -45,22 +42,16 @@ class Checkpoint:
     def exists(self) -> bool:
         return self.path.exists()
 
+    def reserved(self) -> AbstractContextManager[None]:
+        """For the length of a solve, no other may use the path; see :func:`sketchgp.tensor_file.reserved`."""
+        return tensor_file.reserved(self.path)
+
     def save(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Replace the file; whenever the process dies, the path holds a whole file or the one before."""
-        contents = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         described = {"format": _FORMAT, "problem": self.problem, "state": plain}
-        header = json.dumps({**described, "digest": _digest(described, contents)}).encode()
-        contents[_HEADER] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        beside = self.path.with_name(self.path.name + ".partial")
         try:
-            with open(beside, "wb") as file:
-                torch.save(contents, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.path)
+            tensor_file.save(self.path, described, tensors)
         except (OSError, RuntimeError) as error:  # torch's writer raises the latter where the disk is full
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
             message = f"The checkpoint {self.path} cannot be written: {error}"
             if not self.written:
                 raise InputError(f"{message}.") from error
@@ -73,14 +64,12 @@ class Checkpoint:
         :raises InputError: if the file is no checkpoint, or one of another problem; the message names what changed.
         """
         try:
-            contents = torch.load(self.path, map_location="cpu", weights_only=True)
-            header = json.loads(bytes(contents.pop(_HEADER).numpy()))
-            digest = header.pop("digest")
-            if header["format"] != _FORMAT or digest != _digest(header, contents):
-                raise ValueError("another format, or damaged")
-        except Exception as error:
-            if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _UNREADABLE):
-                raise InputError(f"The checkpoint {self.path} cannot be read now: {error!r}.") from error
+            header, contents = tensor_file.load(self.path)
+            if header.get("format") != _FORMAT:
+                raise ValueError("another format")
+        except (OSError, MemoryError) as error:
+            raise InputError(f"The checkpoint {self.path} cannot be read now: {error!r}.") from error
+        except ValueError as error:
             raise InputError(
                 f"{self.path} is no checkpoint that this version of sketchgp can read; delete it or use another path."
             ) from error
@@ -91,15 +80,6 @@ class Checkpoint:
                 "written. Delete it or use another path."
             )
         return header["state"], {name: tensor.to(device) for name, tensor in contents.items()}
-
-
-def _digest(described: dict[str, Any], contents: dict[str, Tensor]) -> str:
-    """A mark of everything in the file: what is stored damaged or in part is not to be gone on from."""
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name in sorted(contents):
-        digest.update(name.encode())
-        add_tensors(digest, contents[name])
-    return digest.hexdigest()
 
 
 def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict[str, str]:

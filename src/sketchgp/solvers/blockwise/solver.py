@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,8 @@ class BlockSolver:
     :param seed: seed of every random choice.
     :param checkpoint: a file to keep the state of the solve in.  If it exists the solve goes on from it, and ends with
         the bits that an uninterrupted one ends with (on the same device and number of threads).  It holds tensors
-        only.  Of another problem, or with other choices than budget and tolerance, it is refused.
+        only.  Of another problem, or with other choices than budget and tolerance, it is refused; so is a path that
+        another solve, in this process or another, is using (a lock on ``path.lock``, which ends with the process).
     :param every: seconds between two writes of the checkpoint.
     """
 
@@ -167,20 +169,21 @@ class BlockSolver:
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
         method = self.method(rows, size)
         setup = time.perf_counter() - start
-        run = Run(
-            rows,
-            method,
-            rhs.to(torch.float64),
-            rhs.dtype,
-            Limits(self.tol or 1e-3, self.max_passes, self.max_seconds),
-            self.seed,
-            initial=initial,
-            checkpoint=checkpoint,
-            callback=callback,
-            held_out=held_out,
-            raising=not keep_interrupted,
-        )
-        run.loop(progress)
+        with nullcontext() if checkpoint is None else checkpoint.reserved():
+            run = Run(
+                rows,
+                method,
+                rhs.to(torch.float64),
+                rhs.dtype,
+                Limits(self.tol or 1e-3, self.max_passes, self.max_seconds),
+                self.seed,
+                initial=initial,
+                checkpoint=checkpoint,
+                callback=callback,
+                held_out=held_out,
+                raising=not keep_interrupted,
+            )
+            run.loop(progress)
         assert run.value is not None
         return run.value, run.report(method.describe(), setup)
 
