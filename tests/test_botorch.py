@@ -21,7 +21,7 @@ pytest.importorskip("botorch")
 from botorch.acquisition import LogExpectedImprovement, qUpperConfidenceBound
 from botorch.exceptions import OptimizationWarning
 from botorch.fit import fit_gpytorch_mll
-from botorch.models import MixedSingleTaskGP, ModelListGP, MultiTaskGP, SingleTaskGP
+from botorch.models import MixedSingleTaskGP, ModelListGP, MultiTaskGP, SingleTaskGP, SingleTaskMultiFidelityGP
 from botorch.models.kernels.linear_truncated_fidelity import LinearTruncatedFidelityKernel
 from botorch.models.transforms import Normalize, Standardize
 from botorch.sampling import SobolQMCNormalSampler
@@ -144,6 +144,17 @@ def test_posterior_gradient_in_x(kind: str, observation_noise: bool) -> None:
             (found.mean.sum() + found.variance.sum()).backward()
         gradients.append(x.grad)
     assert relative(gradients[1], gradients[0]) < 1e-5
+
+
+def test_two_fidelities_of_two_outputs() -> None:
+    """A batch of scaled products that are not stored at once."""
+    x, y, xt = data(n=60, d=4, m=5)
+    model = SingleTaskMultiFidelityGP(x, torch.stack([y, -y], dim=-1), data_fidelities=[0, 1], linear_truncated=True)
+    xt = xt.expand(2, -1, -1)
+    with dense(), torch.no_grad():
+        mean = copy.deepcopy(model).eval()(xt).mean
+    with iterative(), torch.no_grad():
+        assert relative(sketchgp.accelerate(model).eval()(xt).mean, mean) < 1e-6
 
 
 def test_batches_of_candidates() -> None:

@@ -200,3 +200,23 @@ def test_additive_structure_on_grids():
     )
     model = modelled(gpytorch.kernels.AdditiveStructureKernel(base, num_dims=2), x, y)
     compare(model, xt)
+
+
+class Held(Kernel):
+    """A kernel that multiplies by a matrix of its own, which is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = RBFKernel()
+        self.register_buffer("held", torch.tensor([[1.0, 0.3], [0.0, 0.7]]))
+
+    def forward(self, x1, x2, diag=False, **options):
+        value = to_dense(self.base(x1 @ self.held, x2 @ self.held))
+        return value.diagonal(dim1=-1, dim2=-2) if diag else value
+
+
+def test_a_float32_kernel_with_a_buffer():
+    """Its entries are checked in float64, where the buffer has to be of float64 too."""
+    x, y, xt = data(dtype=torch.float32)
+    model = compare(modelled(Held(), x, y), xt, 1e-3)
+    assert model.covar_module.held.dtype == torch.float32

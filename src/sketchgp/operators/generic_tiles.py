@@ -22,26 +22,28 @@ _ROWS = 512  # of a block whose diagonal is taken, where a kernel gives no diago
 
 @contextmanager
 def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]) -> Iterator[None]:
-    """Let a kernel compute with ``values`` in place of its parameters called ``names``.
+    """Let a kernel compute with ``values`` in place of its parameters called ``names``; its buffers get their dtype.
 
     As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
     """
     with KERNELS:
         named = dict(kernel.named_parameters())
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
+        dtypes = {named[name].dtype: value.dtype for name, value in zip(names, values, strict=True)}
         before = [
-            (module, key, parameter)
+            (held, key, tensor)
             for module in kernel.modules()
-            for key, parameter in module._parameters.items()
-            if id(parameter) in new
+            for held in (module._parameters, module._buffers)
+            for key, tensor in held.items()
+            if tensor is not None and (id(tensor) in new or dtypes.get(tensor.dtype, tensor.dtype) != tensor.dtype)
         ]
         try:
-            for module, key, parameter in before:
-                module._parameters[key] = new[id(parameter)]  # type: ignore[assignment]
+            for held, key, tensor in before:
+                held[key] = new[id(tensor)] if id(tensor) in new else tensor.to(dtypes[tensor.dtype])
             yield
         finally:
-            for module, key, parameter in before:
-                module._parameters[key] = parameter
+            for held, key, tensor in before:
+                held[key] = tensor
 
 
 def parameters_of(kernel: Kernel) -> dict[str, Tensor]:

@@ -17,7 +17,14 @@ from gpytorch import settings
 from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel, ScaleKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import to_dense, to_linear_operator
-from linear_operator.operators import DenseLinearOperator, LinearOperator, PsdSumLinearOperator, SumLinearOperator
+from linear_operator.operators import (
+    ConstantMulLinearOperator,
+    DenseLinearOperator,
+    LinearOperator,
+    MulLinearOperator,
+    PsdSumLinearOperator,
+    SumLinearOperator,
+)
 from linear_operator.utils.memoize import cached
 from torch import Tensor
 
@@ -37,7 +44,10 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
     """
     if type(kernel) is ScaleKernel and not options:
         scale = kernel.outputscale
-        return evaluated(forward(kernel.base_kernel, x1, x2)) * scale.reshape(*scale.shape, 1, 1)
+        value = evaluated(forward(kernel.base_kernel, x1, x2))
+        if isinstance(value, MulLinearOperator) and scale.numel() > 1:  # which knows no batch of constants
+            return ConstantMulLinearOperator(value, scale)
+        return value * scale.reshape(*scale.shape, 1, 1)
     if type(kernel) in (AdditiveKernel, ProductKernel) and not options:
         parts = [to_linear_operator(evaluated(forward(part, *_active(part, x1, x2)))) for part in kernel.kernels]
         operation = add if type(kernel) is AdditiveKernel else mul
