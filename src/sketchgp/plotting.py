@@ -28,6 +28,8 @@ class Curve:
     :param true_residual: the residual measured at the end, drawn as a ring.
     :param note: an index into ``residuals`` and a short text to write beside it.
     :param start: iterations before the first residual, for the continuation of another curve.
+    :param caption: a short text above the curve in the panel of seconds, for one that is not to be compared
+        with the others.
     """
 
     label: str
@@ -38,12 +40,15 @@ class Curve:
     true_residual: float | None = None
     note: tuple[int, str] | None = None
     start: int = 0
+    caption: str | None = None
 
     def __post_init__(self) -> None:
         checks.settle(self, checks.instance, "label", "style", classes=str, kind="a text")
         checks.settle(self, checks.numbers, "residuals", "seconds")
         checks.settle(self, checks.number, "true_residual", optional=True)
         checks.settle(self, checks.count, "start", least=0)
+        if self.caption is not None:
+            checks.settle(self, checks.instance, "caption", classes=str, kind="a text")
         if len(self.residuals) != len(self.seconds):
             raise InputError(
                 f"Curve: residuals and seconds expect one length, got {len(self.residuals)} and {len(self.seconds)}."
@@ -130,12 +135,15 @@ def _draw(axis: Any, curve: Curve, by_time: bool, order: int) -> None:
     x, y = x[first:], list(curve.residuals[first:])
     if not x:
         return
-    few = len(x) <= 40 and curve.start == 0
+    few = len(x) <= 40 and curve.start == 0 and curve.caption is None
     line = {"linestyle": curve.style, "color": curve.color, "label": curve.label, "zorder": order}
     axis.plot(x, y, linewidth=2 if few else 1.2, marker="." if few else "", markersize=7, **line)
     if curve.true_residual is not None:
         ring = {"marker": "o", "markersize": 8, "color": curve.color, "linestyle": "none", "zorder": 100 + order}
         axis.plot(x[-1:], [curve.true_residual], **ring, **_RING)
+    if curve.caption is not None and by_time:  # above the axes, where no curve is
+        above = {"xycoords": ("data", "axes fraction"), "annotation_clip": False, "ha": "center", "va": "bottom"}
+        axis.annotate(curve.caption, (x[0], 1.01), color=curve.color, fontsize=8.5, **above)
     if curve.note is not None and not by_time and 0 < curve.note[0] < len(curve.residuals):
         at, text = curve.note
         axis.annotate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Ctrl-C.
     """
     options = build_parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, through a pipe too
     try:
         return int(options.run(options) or 0)
     except SketchGPError as error:

@@ -69,6 +69,11 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--output {options.output}: no such folder")
     picture = claim(options.output / "sketchgp-demo.png", "--output", [], options.force)
     start = time.perf_counter()
+    print(
+        "a few seconds in all"
+        if options.quick
+        else "three to five minutes in all on two idle cores; each step says more"
+    )
     with memory_budget(STORED_MATRIX):
         _run(QUICK if options.quick else FULL, options.seed, picture)
     print(f"{time.perf_counter() - start:.0f} s in all")
@@ -93,29 +98,34 @@ def _run(sizes: Sizes, seed: int, picture: Output) -> None:
     model = tune(train_x, train_y, KERNEL, sizes.tuning, sizes.steps, seed)
     print(f"  {_hyperparameters(model)}")
 
-    print(f"sketchgp: conditioning on all {len(train):,} training rows ...")
-    whole = evaluate(model, test_x, test_y, "sketchgp", "low_rank", sizes.variances)
+    small = torch.randperm(len(train), generator=generator(seed, "fewer rows of the demo"))[: sizes.comparison]
+    small_x, small_y = train_x[small], train_y[small]
+    print(f"first, on a random {len(small):,} of the training rows, sketchgp and GPyTorch's defaults side by side")
+    print("sketchgp ... (seconds)")
+    faster = accelerate(copy_hyperparameters(model, small_x, small_y, KERNEL))
+    part = evaluate(faster, test_x, test_y, "sketchgp", "low_rank", sizes.variances)
+    part = replace(part, row=replace(part.row, residual=true_residual(faster, faster.prediction_strategy.mean_cache)))
+    print(describe(part))
+    print(f"GPyTorch with its defaults ... ({_at_most(part)})")
+    untouched = copy_hyperparameters(model, small_x, small_y, KERNEL)
+    default_row, default_solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
+    print(f"  {default_row.iterations} iterations, {_seconds(default_row):.1f} s")
+
+    growth = (len(train) / len(small)) ** 2  # of everything: entries of K, and n r^2 with r a multiple of sqrt(n)
+    estimate = _duration(growth * _seconds(part.row))
+    print(f"sketchgp: conditioning on all {len(train):,} training rows ... (about {estimate})")
+    whole = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances)
     print(describe(whole))
     print(_check_residual(model, seed))
     nll = negative_log_density(whole.mean, whole.variance, test_y)
     print(f"  on all {len(test):,} test rows: RMSE {whole.row.rmse:.4f}, NLL {nll:.3f} (standardised log(price))")
 
-    small = torch.randperm(len(train), generator=generator(seed, "fewer rows of the demo"))[: sizes.comparison]
-    small_x, small_y = train_x[small], train_y[small]
-    print(f"the same hyperparameters on a random {len(small):,} of the training rows, for the comparison:")
-    print("sketchgp ...")
-    faster = accelerate(copy_hyperparameters(model, small_x, small_y, KERNEL))
-    part = evaluate(faster, test_x, test_y, "sketchgp, fewer rows", "low_rank", sizes.variances)
-    part = replace(part, row=replace(part.row, residual=true_residual(faster, faster.prediction_strategy.mean_cache)))
-    print("GPyTorch with its defaults ...")
-    untouched = copy_hyperparameters(model, small_x, small_y, KERNEL)
-    default_row, default_solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
-
     print()
-    print(format_table([whole.row, part.row, default_row]))
+    print(format_table([part.row, default_row, whole.row]))
     print(_footnotes(sizes, len(test), whole))
 
-    print("drawing how the solves converge ...")
+    estimate = _duration(4 * _seconds(default_row))
+    print(f"drawing how the solves converge, GPyTorch's to the same tolerance ... (about {estimate})")
     longer = copy_hyperparameters(model, small_x, small_y, KERNEL)
     tolerance = whole.solve.tol if whole.solve else 1e-3
     with gpytorch.settings.eval_cg_tolerance(tolerance):
@@ -133,6 +143,23 @@ def _run(sizes: Sizes, seed: int, picture: Output) -> None:
         plot_convergence(picture.path, curves, title, names, picture.overwrite)
     print(f"picture: {picture.path}")
     print(_verdict(whole, part, default_row, scaling))
+
+
+def _seconds(row: Row) -> float:
+    return (row.mean_seconds or 0.0) + (row.variance_seconds or 0.0)
+
+
+def _duration(seconds: float) -> str:
+    """A rough time in words; an estimate that may be off by a factor of two on a busy machine."""
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+def _at_most(part: Outcome) -> str:
+    """How long GPyTorch's solve of the same system may take: its limit of iterations, each as long as one of ours."""
+    if part.solve is None or not part.solve.iterations:
+        return "seconds"
+    limit = gpytorch.settings.max_cg_iterations.value()
+    return f"at most {_duration(limit * part.solve.seconds / part.solve.iterations)}, and as much again for variances"
 
 
 def _hyperparameters(model: Regression) -> str:
@@ -182,11 +209,9 @@ def _curves(
     default_solve: WatchedSolve | None,
     longer: WatchedSolve | None,
 ) -> list[Curve]:
-    curves = []
-    if whole.solve is not None:
-        curves.append(_curve(whole.solve, _named(whole.solve), BLUE))
+    curves = []  # those of one n first; all rows are another problem, drawn apart
     if part.solve is not None:
-        curves.append(_curve(part.solve, _named(part.solve), LIGHT_BLUE))
+        curves.append(_curve(part.solve, _named(part.solve), BLUE))
     if default_solve is not None:
         curves.append(
             Curve(
@@ -211,6 +236,9 @@ def _curves(
             )
         )
     curves.append(_curve(plain, f"no preconditioner, n = {plain.n:,}", GREY))
+    if whole.solve is not None:
+        curve = _curve(whole.solve, _named(whole.solve), LIGHT_BLUE)
+        curves.append(replace(curve, style=":", caption=f"all {whole.solve.n:,} rows,\nsketchgp only"))
     return curves
 
 

@@ -45,7 +45,16 @@ def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: 
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
     print(f"tuning the hyperparameters by marginal likelihood on {which} ...")
     start = time.perf_counter()
-    history = fit(model, iterations=iterations, seed=seed)
+
+    ends: list[float] = []
+
+    def estimate(step: int, loss: float) -> None:
+        ends.append(time.perf_counter())
+        if step == 1:  # the first step pays for what is done once
+            seconds = ends[1] - ends[0]
+            print(f"  a step takes {seconds:.2g} s; {iterations} at the most, so about {iterations * seconds:.0f} s")
+
+    history = fit(model, iterations=iterations, seed=seed, callback=estimate)
     print(
         f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
