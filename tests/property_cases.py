@@ -131,6 +131,8 @@ def cases(draw: Any, family: str) -> Case:
     if case.called:  # GPyTorch's own distances cancel far from the origin
         shift, far = (0.0, 0.0) if case.dtype == "float32" else (min(case.shift, 10.0), case.far)
         case = replace(case, shift=shift, far=far)
+        if inducing:  # and are off by the root of the roundoff between equal points, of which there are many then
+            case = replace(case, repeated=0.0)
     if case.kernel == "periodic":  # of which the phase of a row that is 1e5 periods away is anything
         case = replace(case, far=max(-30.0, min(case.far, 30.0)))
     return case

@@ -18,6 +18,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, le
 from .density import log_density
 from .missing import check_reduced
 from .posterior import call
+from .products import check_products
 from .strategy import adopt
 from .targets import check_value
 from .threshold import cholesky_points
@@ -67,6 +68,8 @@ class AcceleratedModel(_Accelerated):
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
         small = covariance.shape[-1] <= cholesky_points()
+        if not small:
+            check_products(super().forward, args, covariance)  # type: ignore[misc]
         if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
             converted = as_kernel_matrix(covariance, acceleration.matmul, acceleration.matmul_precision)
             if converted is not covariance:
