@@ -232,7 +232,7 @@ def test_the_delay_follows_the_cost_of_projections():
 def test_held_out_errors_have_float64_entries():
     problem = _problem(100, 40, "rbf", dtype=torch.float32)
     weights = 1e6 * normal(40, 1)
-    found = HeldOut(problem, problem.x, problem.y, ())(weights)
+    found = HeldOut(problem, problem.x, problem.y)(weights)
     wanted = (_fit(problem, weights, problem.x).squeeze(1) - problem.y.double()).square().mean().sqrt()
     assert float(found) == pytest.approx(float(wanted), rel=1e-9)
 
