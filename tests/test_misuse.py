@@ -85,7 +85,7 @@ NOT_POINTS = [
 ]
 OF_OTHERS = {  # what is right but for its size, dtype or number of features
     "points": [points(N, D + 1), points(N, D, dtype=torch.float32)],
-    "targets": [normal(N + 1), normal(N, dtype=torch.float32), normal(N, 0)],
+    "targets": [normal(N + 1), normal(N, dtype=torch.float32)],
 }
 
 # --- by parameter, and by annotation where the name does not decide; None is added where it is no choice --------
@@ -99,7 +99,7 @@ BY_NAME: dict[str, list[Any]] = {
     "kernel": ["RBF", 3, None, RBFKernel, POINTS, GaussianLikelihood()],
     "x": [*NOT_POINTS, *OF_OTHERS["points"]],
     "inducing_points": [*NOT_POINTS, *OF_OTHERS["points"], POINTS[:, 0]],
-    "y": [*NOT_POINTS, *OF_OTHERS["targets"], normal(N, 2, 2)],
+    "y": [*(v for v in NOT_POINTS if getattr(v, "shape", None) != (N, 0)), *OF_OTHERS["targets"], normal(N, 2, 2)],
     "noise": ["a", None, True, 0.5j, -0.1, math.nan, math.inf, [0.1, 0.2], torch.ones(N + 1), torch.ones(2, 2), dict],
     "problem": ["a", None, 3, POINTS, _full],
     "initial": ["nonsense", 3.0, [0.0], normal(N + 1), normal(N, 2), normal(3, 3, 3), normal(N) * math.nan],
@@ -130,6 +130,7 @@ BY_NAME: dict[str, list[Any]] = {
     "note": ["a", 3, (1, 2), ("a", "b"), (-1, "b")],
     "label": [None, 3],
     "color": [],
+    "caption": [3, [1]],
     "style": [None, 3],
     "start": NOT_COUNTS,
     "true_residual": ["a", [1.0], 1j],

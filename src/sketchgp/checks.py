@@ -168,8 +168,8 @@ def instance(owner: str, name: str, value: Any, classes: Any, kind: str, hint: s
     return value
 
 
-def tensor(owner: str, name: str, value: Any, dims: Iterable[int]) -> Tensor:
-    """A finite, dense float32 or float64 tensor of at least one row and, of two dimensions, one column.
+def tensor(owner: str, name: str, value: Any, dims: Sequence[int]) -> Tensor:
+    """A finite, dense float32 or float64 tensor of at least one row, and of one column if it is of points.
 
     :param dims: the numbers of dimensions that are right.
     """
@@ -182,7 +182,7 @@ def tensor(owner: str, name: str, value: Any, dims: Iterable[int]) -> Tensor:
         raise InputError(f"{owner}: {name} expects shape {shape}, got {tuple(value.shape)}.")
     if value.dtype not in (torch.float32, torch.float64):
         raise InputError(f"{owner}: {name} expects float32 or float64, got {value.dtype}.")
-    for size, what in zip(value.shape, ("row", "column"), strict=False):
+    for size, what in zip(value.shape, ("row",) if 1 in dims else ("row", "column"), strict=False):
         if size == 0:
             raise InputError(f"{owner}: {name} expects at least one {what}, got none: shape {tuple(value.shape)}.")
     if not bool(torch.isfinite(value).all()):

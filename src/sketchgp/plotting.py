@@ -44,6 +44,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         checks.settle(self, checks.instance, "label", "style", classes=str, kind="a text")
+        checks.settle(self, checks.instance, "caption", classes=str | None, kind="a text, or None")
         checks.settle(self, checks.numbers, "residuals", "seconds")
         checks.settle(self, checks.number, "true_residual", optional=True)
         checks.settle(self, checks.count, "start", least=0)
@@ -73,6 +74,7 @@ def plot_convergence(
     """
     checks.path("plot_convergence", "path", path)
     checks.instance("plot_convergence", "title", title, str, "a text")
+    checks.flag("plot_convergence", "overwrite", overwrite)
     right = isinstance(curves, Sequence) and all(isinstance(curve, Curve) for curve in curves)
     if not right or not any(len(curve.residuals) for curve in curves):
         raise checks.refusal("plot_convergence", "curves", "a sequence of Curve, at least one with residuals", curves)
