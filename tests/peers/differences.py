@@ -10,8 +10,14 @@ _MIXED = (
     "Training inputs are float64 and parameters float32, which GPyTorch lets pass; accelerate refuses it, naming the "
     "parameter and the remedy."
 )
+_FILL = (
+    "Expects GPyTorch's warning that the fill policy makes the matrix dense, which sketchgp does not do: it solves for "
+    "the rows that were observed, for the same mean."
+)
 
 DEFAULT = {
+    "test/examples/test_missing_data.py::TestMissingData::test_single": _FILL,
+    "test/examples/test_missing_data.py::TestMissingData::test_multitask": _FILL,
     "test/mlls/test_leave_one_out_pseudo_likelihood.py::TestLeaveOneOutPseudoLikelihood::test_check_bordered_system": (
         _MIXED
     ),
