@@ -44,7 +44,6 @@ class Curve:
 
     def __post_init__(self) -> None:
         checks.settle(self, checks.instance, "label", "style", classes=str, kind="a text")
-        checks.settle(self, checks.instance, "caption", classes=str | None, kind="a text, or None")
         checks.settle(self, checks.numbers, "residuals", "seconds")
         checks.settle(self, checks.number, "true_residual", optional=True)
         checks.settle(self, checks.count, "start", least=0)
