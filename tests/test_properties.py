@@ -311,8 +311,7 @@ def _inducing(case: Case, reports: list[Any]) -> Any:
         deviation = (expected_variance + variances.double().median()).sqrt()
         error = (mean.double() - expected).abs()
         outcome.deviations = float((error / deviation.unsqueeze(1)).max())
-        near = 0.5 if isinstance(solver, sketchgp.SketchySAGA) else 0.1
-        allowed = near * deviation.unsqueeze(1) + 1e-3 * y.abs().max()
+        allowed = 0.1 * deviation.unsqueeze(1) + 1e-3 * y.abs().max()
         _expect(bool((error <= allowed).all()), "mean", mean, expected, allowed)
         if variance is not None:
             allowed = 0.01 * (expected_variance + variances.double().min()) + 100 * _distances(case) * prior
