@@ -271,9 +271,9 @@ def test_the_best_of_several_corrections_is_returned(monkeypatch):
     torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-3, atol=0)
     state = State(*(torch.zeros(3, 2),) * 4, torch.zeros(0, 2), torch.ones(2), torch.ones(2), 0.1, 0.1)
     state.keep(torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0], dtype=torch.float64))
-    value, residual = state.best_of(torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64))
+    value, residual, earlier = state.best_of(torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64))
     assert value.tolist() == [[5.0, 7.0]] * 3
-    assert residual.tolist() == [0.5, 0.9]
+    assert residual.tolist() == [0.5, 0.9] and earlier == 1
 
 
 def test_the_plateau_of_float64():
