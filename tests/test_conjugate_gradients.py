@@ -371,7 +371,7 @@ def test_max_iterations():
     report = solution.report
     assert (report.iterations, report.reason, report.converged) == (7, "ran out of iterations", False)
     assert len(report.history) == 8
-    with pytest.warns(ConvergenceWarning, match=r"Raise the preconditioner's rank \(now 3\) or max_iterations"):
+    with pytest.warns(ConvergenceWarning, match=r"Raise the preconditioner's rank \(now 3\), or max_iterations"):
         ConjugateGradients(max_iterations=7).solve(problem, preconditioner=RPCholesky(3))
 
 

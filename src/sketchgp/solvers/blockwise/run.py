@@ -82,11 +82,11 @@ class Run:
 
     def _begin(self, initial: Tensor | None) -> None:
         base = torch.zeros_like(self.b) if initial is None else initial.to(torch.float64).clone()
-        r = self.b if initial is None else self.b - self.system.accurate_product(base)
+        r, rounded, value = (self.b, self.b, base[:0]) if initial is None else self._residuals(base)
         self.system.entries = 0  # a warm start is not charged for
         zero, tol, start = torch.zeros_like(self.norm), self.limits.tol, self._relative(r)
-        best = base.clone() if initial is not None else base[:0]
-        self.state = State(base, r, zero, self.generator.get_state(), best, start, start.clone(), tol, tol)
+        best, best_true = value.to(torch.float64), self._relative(rounded)
+        self.state = State(base, r, zero, self.generator.get_state(), best, best_true, start.clone(), tol, tol)
         self.method.begin(self.b.shape[1])
         self.state.estimates.append(start)
         if self._at_target():
@@ -236,8 +236,11 @@ class Run:
         return relative
 
     def _true_residual(self) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_residuals` of the present iterate."""
+        return self._residuals(self._weights())
+
+    def _residuals(self, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded, and that; ``(n, t)`` each."""
-        exact = self._weights()
         value = exact.to(self.out_dtype)
         if self.out_dtype == torch.float64:
             r = self.b - self.system.accurate_product(exact)
