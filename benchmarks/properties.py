@@ -81,7 +81,7 @@ def report(results: dict[str, Any]) -> str:
         "# The property test", "", describe(results["machine"]), "",
         f"{results['cases']:,} cases ({results['different']:,} different ones), seeds: {', '.join(results['seeds'])}; "
         f"{results['seconds']:.0f} s: {counted}. Right is: no warning, and within what the report's residual allows "
-        "around a dense float64 answer (inducing points: 0.1 posterior deviations of an observation, SketchySAGA 0.5). "
+        "around a dense float64 answer (inducing points: 0.1 posterior deviations of an observation). "
         "Where the targets are of a size that the prior expects, the error of the mean is at most "
         f"{near} posterior deviations of an observation; in {results['loose']:,} cases residual and rounding allow "
         "more than a tenth of the targets, and the comparison says little.", "",
