@@ -93,7 +93,7 @@ def test_square_matrices(name, far, inputs):
     (found * v.float()).sum().backward()
     (expected * v).sum().backward()
     for mine, theirs in zip(kernel.parameters(), exact.parameters(), strict=True):
-        assert relative(mine.grad, theirs.grad) < 1e-4
+        assert relative(mine.grad, theirs.grad) < 1e-3
     if inputs:
         assert relative(x.grad, z.grad) < 1e-4
 
@@ -113,8 +113,8 @@ def test_predictions(matmul, rows):
         expected = model(test)
         found = model(torch.cat([test, torch.full((1, 4), FAR)]))
         mean, covariance = found.mean[:-1], found.covariance_matrix[:-1, :-1]
-        assert float((mean - expected.mean).abs().max()) < 1e-4
-        assert float((covariance - expected.covariance_matrix).abs().max()) < 1e-4
+        assert float((mean - expected.mean).abs().max()) < 2e-3
+        assert float((covariance - expected.covariance_matrix).abs().max()) < 2e-3
         assert float(found.mean[-1] - model.mean_module.constant) == pytest.approx(0, abs=1e-6)
 
 
