@@ -1,10 +1,8 @@
 """Up to how many points an accelerated model is left to GPyTorch's Cholesky factorization.
 
-Measured on one CPU thread (Matern kernel, 4 and 8 features, noise 0.05 and 0.001, float32 and float64; seconds of a
-training step, of a mean, and of a mean with 50 variances): up to 800 points the factorization was never slower by more
-than the noise of the clock; a training step is faster by conjugate gradients from 800 to 1,900 points on, a mean from
-1,900 to 2,900 on.  At 3,000 points a training step took 0.6 to 1.2 s against 2.2 to 4.8 s.  The threshold is the lower
-end, since training is what costs, and is GPyTorch's own default.
+Measured on one CPU thread (``benchmarks/threshold.py``): a training step is faster by conjugate gradients from 1,200 to
+3,000 points on, a mean from 2,000 to 4,000 and more, later where the noise is small.  It is that of GPyTorch:
+below the crossing, where both take little time, and a model answers alike with and without BoTorch.
 """
 
 from __future__ import annotations
