@@ -124,7 +124,7 @@ def _run(sizes: Sizes, seed: int, picture: Output) -> None:
     print(format_table([part.row, default_row, whole.row]))
     print(_footnotes(sizes, len(test), whole))
 
-    estimate = _duration(4 * _seconds(default_row))
+    estimate = _duration(4 * (default_row.mean_seconds or 0.0))
     print(f"drawing how the solves converge, GPyTorch's to the same tolerance ... (about {estimate})")
     longer = copy_hyperparameters(model, small_x, small_y, KERNEL)
     tolerance = whole.solve.tol if whole.solve else 1e-3
