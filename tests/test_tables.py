@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sketchgp.cli import csv_reader, npz_reader
-from sketchgp.cli.tables import Cells, open_table, suggest
+from sketchgp.cli.cells import Cells
+from sketchgp.cli.tables import open_table, suggest
 from sketchgp.errors import InputError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import InputError
-from .tables import Cells, Reader
+from .cells import Cells, Reader
 
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-", "."}
 _ROWS_AT_ONCE = 50_000

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import InputError
-from .tables import Cells, Reader
+from .cells import Cells, Reader
 
 
 def open_npz(path: Path) -> tuple[list[str], list[str], Reader]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from .tables import Cells, Reader
+from .cells import Cells, Reader
 
 _NO_READER = "reading Parquet needs pyarrow: python -m pip install pyarrow (or save the table as CSV or NPZ)"
 

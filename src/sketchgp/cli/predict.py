@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .cells import Cells
 from .model_file import SavedModel, load_model
 from .outputs import Output, add_force, claim
 from .regression import negative_log_density, rmse
 from .steps import predict_saved
-from .tables import Cells, Source, open_table
+from .tables import Source, open_table
 
 _SHOWN = 10
 

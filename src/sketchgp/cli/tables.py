@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import InputError
+from .cells import Cells, Reader
 
-__all__ = ["Cells", "Source", "Table", "open_table", "suggest"]
-
-
-@dataclass(frozen=True)
-class Cells:
-    """What is expected of the cells that are read.
-
-    :param may_lack: columns in which a value may be missing (an empty cell, say); it is then NaN.
-    :param drop: whether the command can leave columns out by ``--drop``, for messages.
-    """
-
-    may_lack: tuple[str, ...] = ()
-    drop: bool = True
-
-    def or_drop(self, names: str) -> str:
-        """The end of an advice."""
-        return f", or leave it out with --drop {names}" if self.drop else ""
-
-
-# A reader takes the names of the wanted columns, and returns their values, (rows, columns) in float64.
-Reader = Callable[[Sequence[str], Cells], np.ndarray]
+__all__ = ["Source", "Table", "open_table", "suggest"]
 
 
 @dataclass(frozen=True)
