@@ -9,7 +9,7 @@ tolerance of evaluation.  Both are context variables: another thread's are its o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 from gpytorch import settings
@@ -24,33 +24,28 @@ def solving_mean() -> bool:
 
 
 @contextmanager
-def mean_solve() -> Iterator[None]:
+def held(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    """A context variable has that value inside."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def mean_solve() -> AbstractContextManager[None]:
     """The solve inside is that of a posterior mean."""
-    token = _solving.set(True)
-    try:
-        yield
-    finally:
-        _solving.reset(token)
+    return held(_solving, True)
 
 
-@contextmanager
-def other_solves() -> Iterator[None]:
+def other_solves() -> AbstractContextManager[None]:
     """What is solved inside is not the mean's own system."""
-    token = _solving.set(False)
-    try:
-        yield
-    finally:
-        _solving.reset(token)
+    return held(_solving, False)
 
 
-@contextmanager
-def evaluating() -> Iterator[None]:
+def evaluating() -> AbstractContextManager[None]:
     """Solves inside go to GPyTorch's ``eval_cg_tolerance``."""
-    token = _evaluating.set(True)
-    try:
-        yield
-    finally:
-        _evaluating.reset(token)
+    return held(_evaluating, True)
 
 
 def gpytorch_tolerance() -> float:

@@ -7,8 +7,7 @@ itself; in training it takes :class:`sketchgp.ExactMarginalLogLikelihood`, as GP
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
@@ -19,18 +18,14 @@ from torch import Tensor
 from ..errors import InputError
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
+from .mean_solve import held
 
 _reducing: ContextVar[bool] = ContextVar("sketchgp_reducing", default=False)
 
 
-@contextmanager
-def reducing() -> Iterator[None]:
+def reducing() -> AbstractContextManager[None]:
     """What is asked of a likelihood inside will be reduced to what was observed by :func:`observed_part`."""
-    token = _reducing.set(True)
-    try:
-        yield
-    finally:
-        _reducing.reset(token)
+    return held(_reducing, True)
 
 
 def check_reduced(n: int) -> None:
