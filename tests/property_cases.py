@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,8 @@ _FEWER = {"EigenPro3": "epochs=4", "EigenPro4": "epochs=4", "SketchySAGA": "max_
 INDUCING_SOLVERS = (
     *(f"{solver.__name__}({_FEWER.get(solver.__name__, '')})" for solver in INDUCING_POINT_SOLVERS),
     "KRILL(tol=1e-8)",
+    "NystromPCG(rank=5)",
+    "NystromPCG(rank=20)",
 )
 PRECONDITIONERS = (
     "RPCholesky()", "RPCholesky(rank=5)", "RPCholesky(rank=20, method='block')", "GreedyCholesky(rank=10)",
@@ -346,8 +349,17 @@ def _second(case: Case) -> Any:
     return kernel
 
 
+def inducing_of(case: Case) -> int:
+    """How many inducing points."""
+    return max(1, case.n // 3)
+
+
 def solver_of(case: Case) -> Any:
-    return eval(case.solver, {}, vars(sketchgp))
+    """The choice, its rank cut to the number of inducing points."""
+    choice = eval(case.solver, {}, vars(sketchgp))
+    if case.family == "inducing" and (getattr(choice, "rank", None) or 0) > inducing_of(case):
+        choice = dataclasses.replace(choice, rank=inducing_of(case))
+    return choice
 
 
 def preconditioner_of(case: Case) -> Any:

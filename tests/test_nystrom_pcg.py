@@ -77,6 +77,20 @@ def test_what_is_called_converged_predicts(problem, solver):
     assert torch.allclose(report.residual, residual, rtol=0.1, atol=1e-7 if one.x.dtype == torch.float32 else 1e-9)
 
 
+@pytest.mark.parametrize("rank", [None, 20, 5])
+def test_kernels_singular_to_working_precision(rank):
+    """A few eigenvalues are all that a sketch can see, and others still matter where a prediction extrapolates."""
+    for seed in range(6):
+        x = points(150, 1, seed=seed)
+        kernel = ScaleKernel(RBFKernel()).double().requires_grad_(False)
+        kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, 10.0
+        y = 6 * (torch.sin(4 * x[:, 0]) + 0.1 * normal(150, seed=seed))
+        one = InducingPointProblem(kernel, x, y, 0.01, x[:50].clone())
+        solution = NystromPCG(rank=rank).solve(one)
+        assert solution.report.converged and solution.report.iterations < 20
+        assert bool((furthest(one, solution.value) <= 0.3).all())
+
+
 @pytest.mark.parametrize("heavy", [False, True])
 def test_a_small_residual_is_not_called_converged(heavy):
     """The residual is at its tolerance while predictions are far off."""

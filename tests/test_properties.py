@@ -40,6 +40,7 @@ from property_cases import (
     dense_kernel,
     dense_of,
     gradient_of,
+    inducing_of,
     inducing_reference,
     kernel_of,
     model_of,
@@ -280,7 +281,7 @@ def _full(case: Case, reports: list[Any]) -> Any:
 
 def _inducing(case: Case, reports: list[Any]) -> Any:
     data, kernel = data_of(case), kernel_of(case)
-    m = max(1, case.n // 3)
+    m = inducing_of(case)
     z = data.x[torch.randperm(case.n, generator=torch.Generator().manual_seed(case.seed))[:m]].clone()
     solver = solver_of(case)
     variances = data.noise if case.differing else data.noise[:1].expand(case.n)

@@ -6,6 +6,7 @@ Reference: Frangella, Tropp, Udell, "Randomized Nystrom preconditioning" (arXiv:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from ..operators.tall import TallMatrix
 from ..operators.tiles import spans
 
 _COLUMNS = 2**22  # entries of a tile
+_SEEN = 10.0  # roundoffs of the trace above which a sketch sees an eigenvalue
 
 
 @dataclass
@@ -35,6 +37,11 @@ class NystromRoot:
     @property
     def rank(self) -> int:
         return len(self.values)
+
+    @property
+    def condition(self) -> float:
+        """Of P."""
+        return 1 + float(self.values[0]) / self.damping if self.rank else 1.0
 
     def _power(self, vectors: Tensor, power: float) -> Tensor:
         rest = self.damping**power
@@ -61,20 +68,81 @@ def row_nystrom(
 ) -> tuple[Tensor, Tensor]:
     """Randomized Nystrom approximation ``U diag(S) U^T`` of ``(n / h) T_H^T T_H + level Kzz``, for h rows H.
 
-    ``h m + m^2 / 2`` kernel evaluations, ``O((h + m + r) m r)`` operations, O(m r) memory.
+    ``h m + m^2 / 2`` kernel evaluations, ``O((h + m + r) m r)`` operations, O(m r) memory; up to three times that
+    where the spectrum falls to the roundoff within the rank.
+
+    A sketch sees eigenvalues down to the roundoff times the largest, which of a smooth kernel are few.  The
+    others are as far below as the square of the roundoff, since T can be multiplied before it is squared.  So the
+    matrix is sketched again on the complement of what was found, and both are put together from roots
+    (:func:`_beyond_roundoff`).
 
     :param kzz: ``k(z, z)``, by tiles.
     :returns: U ``(m, r)`` and S ``(r,)``, falling; r is at most ``rank``.
     """
-    n, m = tall.shape
-    test = gaussian_test_matrix(m, rank, stream, tall.device)
-    sketch = kzz._matmul(test.to(kzz.dtype)).to(torch.float64) * level
-    for span in spans(len(rows), max(16, _COLUMNS // m)):
-        part = tall.part(rows[span])
-        sketch.addmm_(part.mT, part @ test, alpha=n / len(rows))
-    factor = nystrom_factor(sketch, test.mT @ sketch, torch.finfo(kzz.dtype).eps)
+    matrix = _Sampled(tall, kzz, level, rows)
+    test = gaussian_test_matrix(tall.shape[1], rank, stream, tall.device)
+    sketch = matrix.matmul(test)
+    eps = torch.finfo(kzz.dtype).eps
+    factor = nystrom_factor(sketch, test.mT @ sketch, eps)
     vectors, roots, _ = torch.linalg.svd(factor, full_matrices=False)
-    return vectors, roots.square()
+    values = roots.square()
+    seen = int((values > _SEEN * eps * values.sum()).sum())
+    if seen == rank or not bool(torch.isfinite(values).all()):
+        return vectors, values
+    return _beyond_roundoff(matrix, vectors[:, :seen], rank, stream)
+
+
+@dataclass
+class _Sampled:
+    """``(n / h) T_H^T T_H + level Kzz`` for h rows H of T."""
+
+    tall: TallMatrix
+    kzz: KernelMatrix
+    level: float
+    rows: Tensor
+
+    def _parts(self) -> Iterator[Tensor]:
+        """``(n / h)^1/2 T_H``, some rows at a time."""
+        n, m = self.tall.shape
+        for span in spans(len(self.rows), max(16, _COLUMNS // m)):
+            yield self.tall.part(self.rows[span]).mul_(math.sqrt(n / len(self.rows)))
+
+    def _kzz_matmul(self, vectors: Tensor) -> Tensor:
+        return self.kzz._matmul(vectors.to(self.kzz.dtype)).to(torch.float64) * self.level
+
+    def matmul(self, vectors: Tensor) -> Tensor:
+        out = self._kzz_matmul(vectors)
+        for part in self._parts():
+            out.addmm_(part.mT, part @ vectors)
+        return out
+
+    def root_on(self, basis: Tensor) -> Tensor:
+        """B with ``B^T B = Q^T (this) Q``, for an orthonormal basis Q ``(m, r)``.
+
+        By QR of ``T_H Q``, which keeps what is as small as the roundoff times ``|T|``, and not times its square.
+        """
+        values, vectors = torch.linalg.eigh(basis.mT @ self._kzz_matmul(basis))
+        root = values.clamp(min=0).sqrt().unsqueeze(1) * vectors.mT
+        for part in self._parts():
+            root = torch.linalg.qr(torch.cat([root, part @ basis]), mode="r").R
+        return root
+
+
+def _beyond_roundoff(matrix: _Sampled, found: Tensor, rank: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The Rayleigh-Ritz approximation on the span of ``found`` ``(m, q)`` and of a sketch of its complement."""
+    m, q = found.shape
+    test = gaussian_test_matrix(m, rank, stream, found.device)[:, : rank - q]
+    sketch = _without(matrix.matmul(_without(test, found)), found)
+    basis = torch.linalg.qr(torch.cat([found, sketch / sketch.norm(dim=0).clamp_min(math.ulp(0.0))], dim=1)).Q
+    _, roots, vectors = torch.linalg.svd(matrix.root_on(basis), full_matrices=False)
+    return basis @ vectors.mT, roots.square()
+
+
+def _without(vectors: Tensor, basis: Tensor) -> Tensor:
+    """Less their part in an orthonormal basis; twice, so that nothing of it is left."""
+    for _ in range(2):
+        vectors = vectors - basis @ (basis.mT @ vectors)
+    return vectors
 
 
 def damped(vectors: Tensor, values: Tensor) -> NystromRoot:

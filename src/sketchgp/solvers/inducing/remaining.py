@@ -62,6 +62,34 @@ class RemainingEnergy:
         return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
 
 
+class RitzValues:
+    """Of conjugate gradients, from its coefficients (Meurant and Strakos, "The Lanczos and conjugate gradient
+    algorithms in finite precision arithmetic", 2006, section 3)."""
+
+    def __init__(self) -> None:
+        self._coefficients: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, alpha: Tensor, beta: Tensor) -> None:
+        """:param alpha: ``(t,)`` the steps of an iteration, 0 for columns that have ended; :param beta: ``(t,)``."""
+        self._coefficients.append((alpha, beta))
+
+    def least(self) -> Tensor:
+        """``(t,)`` the least of each column: about the least eigenvalue of the preconditioned matrix that matters for
+        this right-hand side; 1 for a column without iterations."""
+        alpha, beta = (torch.stack(part) for part in zip(*self._coefficients, strict=True))
+        found = torch.ones_like(alpha[0])
+        for column in range(alpha.shape[1]):
+            k = int((alpha[:, column] > 0).sum())
+            if k:
+                a, ratio = alpha[:k, column], beta[: k - 1, column]
+                diagonal = 1 / a
+                diagonal[1:] += ratio / a[:-1]
+                side = ratio.sqrt() / a[:-1]
+                values = torch.linalg.eigvalsh(diagonal.diag() + side.diag(1) + side.diag(-1))
+                found[column] = values[0].clamp(min=torch.finfo(values.dtype).tiny)
+        return found
+
+
 def remaining_change(changes: list[Tensor]) -> Tensor | None:
     """``||e||_M`` from the norms ``(t,)`` of the changes between iterates at times that grow by a constant factor.
 

@@ -25,13 +25,14 @@ from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ..conjugate_gradients import Iterate
-from .remaining import RemainingEnergy
+from .remaining import RemainingEnergy, RitzValues
 
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
 _NEGLIGIBLE = 0.1  # of the tolerance
+_ROUNDINGS = 10  # of float64 that a residual is off by, relative to the right-hand side
 _NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 
 
@@ -82,6 +83,13 @@ class SplitGradients:
         self.gained = (self.value * (b + self.r)).sum(dim=0)  # ||w*||_M^2 less the squared error
         self.deviations = torch.full_like(norm, torch.inf)
         self._settle()
+
+    def _roundoff(self) -> Tensor:
+        """``||R^-T r||^2`` below which a residual r cannot be told from rounding: it is rounded in the size of b, and
+        multiplied by the inverse of R."""
+        if not self.predictions or not isinstance(self.factors, NystromRoot):
+            return torch.zeros_like(self.norm)
+        return (_ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.factors.damping
 
     def loop(self, progress: bool | None, name: str) -> None:
         """Cycles of conjugate gradients, each from the true residual, until that is at the tolerance."""
@@ -159,6 +167,7 @@ class SplitGradients:
         s = self._back(self.r)
         d, u = s.clone(), torch.zeros_like(s)
         energy = s.square().sum(dim=0)
+        floor, ritz = self._roundoff(), RitzValues()
         active = (self._judged(start) > self.tol) & (start > target)
         try:
             while bool(active.any()) and self.iterations < limit:
@@ -174,14 +183,18 @@ class SplitGradients:
                 u.addcmul_(alpha, d)
                 s = s - alpha * self._back(gram.add_(ridge, alpha=self.matrix.level))
                 estimate = (self.remaining.add(alpha * energy) / self.matrix.level).sqrt()
-                self.deviations = torch.where(usable, estimate, self.deviations)
                 following = s.square().sum(dim=0)
+                rounded = following <= floor
+                ritz.add(alpha, torch.where(usable, following / torch.where(usable, energy, 1), 0))
+                if bool((usable & rounded).any()):  # no iteration can take more off
+                    estimate = torch.where(rounded, (floor / (ritz.least() * self.matrix.level)).sqrt(), estimate)
+                self.deviations = torch.where(usable, estimate, self.deviations)
                 d = s + torch.where(usable, following / torch.where(usable, energy, 1), 0) * d
                 energy = following
                 residual = self._forth(s).norm(dim=0) / self.norm
                 self.energy = torch.where(usable, energy, self.energy)
                 self._settle()
-                active = usable & (self.deviations > self.tol if self.predictions else residual > target)
+                active = usable & ~rounded & (self.deviations > self.tol if self.predictions else residual > target)
                 if not self.exact:
                     active &= residual > target
                 self.iterations += 1
