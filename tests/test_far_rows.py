@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
+from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood
 from torch import Tensor
 
@@ -73,6 +73,37 @@ def test_products_and_gradients(name, engine, where):
     near = z[tests].detach().double().requires_grad_()
     (exact(near, x.double()).to_dense() @ v).sum().backward()
     assert relative(z.grad[tests], near.grad) < 1e-4
+
+
+class Called(Kernel):
+    """A kernel that the library does not know, which counts distances as GPyTorch does: from the mean of x1."""
+
+    has_lengthscale = True
+
+    def forward(self, x1, x2, diag=False, **params):
+        return (-0.5 * self.covar_dist(x1 / self.lengthscale, x2 / self.lengthscale, square_dist=True, diag=diag)).exp()
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("square", [False, True])
+def test_kernels_that_are_called(batch, square):
+    x = points(300, 4, dtype=torch.float32)
+    z = x.clone() if square else points(12, 4, seed=1, dtype=torch.float32)
+    z[3] = FAR
+    z = z.expand(*batch, *z.shape)
+    x = z if square else x.expand(*batch, *x.shape)
+    kernel, v = Called(), normal(x.shape[-2], 2)
+    exact = (-0.5 * torch.cdist(z.double() / kernel.lengthscale, x.double() / kernel.lengthscale).square()).exp()
+    exact = exact.detach()
+    matrix = KernelMatrix.of(kernel, z, None if square else x, engine="tiled")
+    near = torch.arange(z.shape[-2]) != 3
+    assert relative((matrix @ v.float())[..., near, :], (exact @ v)[..., near, :]) < 2e-5
+    assert relative(matrix.to_dense()[..., near, :], exact[..., near, :]) < 2e-5
+    (matrix @ v.float())[..., near, :].sum().backward()
+    other = Called().double()
+    scaled = torch.cdist(z.double(), x.double()).square() * other.lengthscale**-2
+    ((-0.5 * scaled).exp() @ v)[..., near, :].sum().backward()
+    assert relative(kernel.raw_lengthscale.grad, other.raw_lengthscale.grad) < 1e-4
 
 
 @pytest.mark.parametrize("inputs", [False, True])

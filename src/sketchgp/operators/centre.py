@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 256  # whose median is taken: it is off by a tenth of the data's spread at most, which is all that is wanted
+_FAR = 1e4  # squared distances from the centre over that of half of the points, above which rows are far
 
 
 class Centre:
@@ -19,23 +20,39 @@ class Centre:
     def __init__(self, x: Tensor) -> None:
         self._x: Tensor | None = x.detach()
         self._value: Tensor | None = None
+        self._squared: Tensor | None = None  # distance from the centre of half of the points
 
     def value(self) -> Tensor:
         """``(..., 1, d)``, finite; without gradients."""
         if self._x is not None:
-            self._value, self._x = _median(self._x), None
+            some = _some(self._x)
+            self._value = _median(some)
+            self._squared = _median((some - self._value).square().sum(dim=-1, keepdim=True)).amax()
+            self._x = None
         assert self._value is not None
         return self._value
 
+    @torch.no_grad()
+    def far(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Which rows of x ``(..., n, d)``, in any element of a batch, lie near and which far, as indices; None where
+        they are all the same."""
+        squares = (x - self.value()).square().sum(dim=-1)
+        assert self._squared is not None
+        mask = (squares > _FAR * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
+        return None if bool(mask.all()) or not bool(mask.any()) else ((~mask).nonzero()[:, 0], mask.nonzero()[:, 0])
+
+
+def _some(x: Tensor) -> Tensor:
+    """Of many rows some, in float32 at least."""
+    some = x[..., :: max(1, -(-x.shape[-2] // _ROWS)), :]
+    return some.float() if some.dtype.itemsize < 4 else some
+
 
 @torch.no_grad()
-def _median(x: Tensor) -> Tensor:
+def _median(some: Tensor) -> Tensor:
     """Of what is not NaN, the lower one of two; 0 where there is nothing.  By sorting, which CUDA does repeatably."""
-    m = x.shape[-2]
-    if m == 0:
-        return x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
-    some = x[..., :: -(-m // _ROWS), :]
-    some = some.float() if some.dtype.itemsize < 4 else some
+    if some.shape[-2] == 0:
+        return some.new_zeros(*some.shape[:-2], 1, some.shape[-1])
     count = some.isfinite().sum(dim=-2, keepdim=True)
     ordered = some.masked_fill(~some.isfinite(), torch.inf).sort(dim=-2).values
     return ordered.gather(-2, (count - 1).clamp(min=0) // 2).masked_fill(count == 0, 0)
