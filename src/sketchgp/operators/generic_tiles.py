@@ -14,6 +14,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from ..settings import memory_budget
+from .centre import Centre
 from .lazies import KERNELS, evaluated, forward
 from .tiles import spans
 
@@ -52,10 +53,17 @@ def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
         return dict(kernel.named_parameters())
 
 
-def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
-    """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already."""
+def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, centre: Centre, **options: Any) -> Tensor:
+    """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already.
+
+    Rows of x1 that lie far from the centre are evaluated by themselves: GPyTorch's distances count from the mean of x1.
+    """
     with KERNELS:
-        return call(kernel, x1, x2, **options)
+        parts = None if options else centre.far(x1)
+        if parts is None:
+            return call(kernel, x1, x2, **options)
+        found = [call(kernel, x1[..., rows, :], x2) for rows in parts]
+        return torch.cat(found, dim=-2)[..., torch.cat(parts).argsort(), :]
 
 
 def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: Any) -> Tensor:

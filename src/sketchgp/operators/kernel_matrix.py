@@ -159,19 +159,12 @@ class KernelMatrix(LinearOperator):
         return torch.Size((self.batch_shape.numel(),)) if len(self.batch_shape) else torch.Size()
 
     def evaluator(self, parameters: Sequence[Tensor]) -> Callable[..., Tensor]:
-        """The kernel as a function of two blocks of rows, with copies of ``parameters`` in place of its own.
-
-        Rows that lie far from the others are evaluated by themselves: GPyTorch's distances count from the mean of x1.
-        """
+        """The kernel as a function of two blocks of rows, with copies of ``parameters`` in place of its own."""
         values = [real(p) for p in parameters]
 
         def call(x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
             with parameters_as(self.kernel, self.names, [value.clone() for value in values]):
-                parts = None if options else self.centre.far(x1)
-                if parts is None:
-                    return evaluate(self.kernel, x1, x2, **options)
-                found = [evaluate(self.kernel, x1[..., rows, :], x2) for rows in parts]
-                return torch.cat(found, dim=-2)[..., torch.cat(parts).argsort(), :]
+                return evaluate(self.kernel, x1, x2, self.centre, **options)
 
         return call
 
