@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -18,6 +19,43 @@ from .errors import ConvergenceWarning, warn
 _recorders: list[list[SolveReport]] = []
 _own: ContextVar[tuple[list[SolveReport], ...]] = ContextVar("sketchgp_own_solves", default=())
 _lock = threading.Lock()
+
+
+class Reason(str, Enum):
+    """Why a solve ended: the words that reports use, and what to try next (:meth:`SolveReport.advice`)."""
+
+    REACHED = "reached the tolerance"
+    ROUNDED = "was rounded"
+    STAGNATED = "stagnated"
+    DIRECT = "was solved directly"
+    ITERATIONS = "ran out of iterations"
+    PASSES = "ran out of passes"
+    EPOCHS = "ran out of epochs"
+    TIME = "ran out of time"
+    CALLBACK = "was stopped by the callback"
+    INTERRUPTED = "was interrupted"
+    FINISHED = "finished its epochs"
+    EARLY = "stopped early: the held-out error no longer fell"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self.value), spec)
+
+    @property
+    def final(self) -> bool:
+        """Whether a larger budget changes nothing."""
+        return self in (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, Reason.EARLY)
+
+
+_ADVICE = {
+    Reason.ROUNDED: "The float64 iterate meets it, its rounding to float32 does not; use float64 if it matters.",
+    Reason.ITERATIONS: "Raise max_iterations, and go on with initial= or a checkpoint.",
+    Reason.PASSES: "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows.",
+    Reason.EPOCHS: "Raise max_epochs and go on with initial= or a checkpoint.",
+    Reason.TIME: "Raise max_seconds and go on with initial= or a checkpoint.",
+}  # where a solver knows no better
 
 
 @dataclass(repr=False)
@@ -47,7 +85,7 @@ class SolveReport:
     history: Tensor
     tol: float
     converged: bool
-    reason: str
+    reason: Reason
     seconds: float
     setup_seconds: float = 0.0
     rank: int = 0
@@ -57,7 +95,7 @@ class SolveReport:
     notes: list[str] = field(default_factory=list)
     passes: float = 0.0
     held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
-    remedies: dict[str, str] = field(default_factory=dict)
+    remedies: dict[Reason, str] = field(default_factory=dict)
     deviations: Tensor | None = None
     judged: str = "residual"
 
@@ -81,23 +119,13 @@ class SolveReport:
         head = f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: {found}. "
         if self.reason in self.remedies:
             return head + self.remedies[self.reason]
-        if self.reason == "stagnated" and self.dtype == "float64":
+        if self.reason == Reason.STAGNATED and self.dtype == "float64":
             return (
                 head + "Rounding in float64 allows no less; raise tol or the noise, or solve directly (Cholesky, QR)."
             )
-        if self.reason == "stagnated":
+        if self.reason == Reason.STAGNATED:
             return head + f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
-        if self.reason == "was rounded":
-            return head + "The float64 iterate meets it, its rounding to float32 does not; use float64 if it matters."
-        if self.reason == "ran out of iterations" and self.preconditioner == "none":
-            return head + "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
-        if self.reason == "ran out of iterations":
-            return head + f"Raise the preconditioner's rank (now {self.rank}), or max_iterations."
-        if self.reason == "ran out of passes":
-            return head + "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows."
-        if self.reason == "ran out of time":
-            return head + "Raise max_seconds and go on with initial= or a checkpoint."
-        return head + "Go on from the value returned with initial=."
+        return head + _ADVICE.get(self.reason, "Go on from the value returned with initial=.")
 
     def __str__(self) -> str:
         endless = self.tol == float("inf")  # a solver that knows no tolerance

@@ -1,7 +1,7 @@
 """Floor 4: solvers, one file a method."""
 
 from .askotch import ASkotch
-from .blockwise import BlockSolver, Progress
+from .blockwise import BlockSolver
 from .cholesky import Cholesky
 from .conjugate_gradients import ConjugateGradients, Iterate
 from .eigenpro2 import EigenPro2
@@ -12,6 +12,7 @@ from .inducing import InducingPointProblem, NormalEquationsSolver
 from .inducing.epochs import Epoch
 from .inducing.points import InducingPoints, choose_inducing_points
 from .krill import KRILL
+from .loop import Progress
 from .nystrom_pcg import NystromPCG
 from .problem import FullProblem, Solution, System
 from .qr import QR

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import NumericalError
 from ..memory import enough_memory
 from ..operators.access import columns
-from ..report import SolveReport, conclude, peak_memory
+from ..report import Reason, SolveReport, conclude, peak_memory
 from .problem import FullProblem, Solution, System, check_problem
 
 
@@ -53,12 +53,12 @@ class Cholesky:
             history=residual.reshape(1, -1).cpu(),
             tol=tol,
             converged=bool((residual <= tol).all()),
-            reason="solved directly",
+            reason=Reason.DIRECT,
             seconds=time.perf_counter() - start,
             dtype=str(system.dtype).removeprefix("torch."),
             device=str(device),
             peak_memory=peak_memory(device),
-            remedies={"solved directly": f"{system.dtype} cannot hold the solution; use a float64 model and data."},
+            remedies={Reason.DIRECT: f"{system.dtype} cannot hold the solution; use a float64 model and data."},
         )
         conclude(report)
         return value, report, None

@@ -21,7 +21,7 @@ from ..checks import count, flag, found, function, like, settle, tolerance, word
 from ..errors import InputError, NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, RPCholesky
-from ..report import SolveReport, conclude, peak_memory
+from ..report import Reason, SolveReport, conclude, peak_memory
 from .problem import FullProblem, Solution, System, check_problem
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
@@ -162,7 +162,7 @@ class _Run:
     progress: bool | None
     keep_interrupted: bool = False
     iterations: int = 0
-    reason: str = ""
+    reason: Reason | None = None
     history: list[Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -202,14 +202,14 @@ class _Run:
                 except KeyboardInterrupt:
                     if not self.keep_interrupted:  # inside a model: a half-done solution must not reach its caches
                         raise
-                    self.reason = "interrupted"
+                    self.reason = Reason.INTERRUPTED
                     self._verify()
                 self._judge(before)
 
     def _done(self) -> bool:
         if not self.reason and bool((self.residual <= self.tol).all()):
             rounded = bool((self.rounded_residual > self.tol).any())
-            self.reason = "was rounded" if rounded else "reached the tolerance"
+            self.reason = Reason.ROUNDED if rounded else Reason.REACHED
         return bool(self.reason)
 
     def _judge(self, before: Tensor) -> None:
@@ -217,12 +217,12 @@ class _Run:
         if self.reason or bool((self.residual <= self.tol).all()):
             return
         if self.iterations >= self.limit:
-            self.reason = "ran out of iterations"
+            self.reason = Reason.ITERATIONS
             return
         open_columns = self.residual > self.tol
         if bool((self.residual > 0.5 * before)[open_columns].any()):
             if self.exact:
-                self.reason = "stagnated"
+                self.reason = Reason.STAGNATED
             else:
                 self.exact = True
                 self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
@@ -305,7 +305,7 @@ class _Run:
                 bar.set_postfix_str(f"residual {float(current.max()):.1e}", refresh=False)
                 state = Iterate(self.iterations, current, time.perf_counter() - self.start)
                 if self.callback is not None and self.callback(state):
-                    self.reason = "stopped by the callback"
+                    self.reason = Reason.CALLBACK
                     return
                 least = torch.minimum(least, current)
                 if bool((current > growth * least).any()):
@@ -348,6 +348,7 @@ class _Run:
 
     def report(self, name: str, setup_seconds: float) -> SolveReport:
         residual = self.best_residual.reshape(-1).cpu()
+        assert self.reason is not None
         device = self.b.device
         return SolveReport(
             solver="ConjugateGradients",
@@ -368,4 +369,10 @@ class _Run:
             device=str(device),
             peak_memory=peak_memory(device),
             notes=self.notes,
+            remedies={Reason.ITERATIONS: self._remedy(name)},
         )
+
+    def _remedy(self, name: str) -> str:
+        if name == "none" or self.preconditioner is None:
+            return "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
+        return f"Raise the preconditioner's rank (now {self.preconditioner.rank}), or max_iterations."

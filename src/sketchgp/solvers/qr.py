@@ -13,7 +13,7 @@ from ..errors import NumericalError
 from ..lowrank import shifted_cholesky
 from ..memory import enough_memory
 from ..operators.tall import tile_bytes
-from ..report import SolveReport, conclude, peak_memory
+from ..report import Reason, SolveReport, conclude, peak_memory
 from .inducing.problem import InducingPointProblem, check_inducing
 from .problem import Solution
 
@@ -75,12 +75,12 @@ class QR:
             history=relative.unsqueeze(0),
             tol=1e-6,
             converged=bool((relative <= 1e-6).all()),
-            reason="was solved directly",
+            reason=Reason.DIRECT,
             seconds=time.perf_counter() - start,
             dtype="float64",
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
-            remedies={"was solved directly": "The points are nearly dependent; drop some, or raise the noise."},
+            remedies={Reason.DIRECT: "The points are nearly dependent; drop some, or raise the noise."},
         )
         conclude(report)
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..checks import count, flag, function, like, number, pair, seed, settle, tolerance
 from ..errors import InputError
 from ..report import conclude
-from .blockwise import Progress
 from .inducing.problem import InducingPointProblem, check_inducing
 from .inducing.saga import Saga
+from .loop import Progress
 from .problem import Solution
 
 

@@ -1,7 +1,7 @@
 """What the solvers share that go through ``(K + noise) W = Y`` by blocks of rows: Skotch, ASkotch, EigenPro 2.
 
 ``system`` evaluates rows and blocks, ``blocks`` draws them, ``inverse`` inverts one; ``solver`` holds the choices that
-all of these solvers have, ``method`` is what each of them adds, ``run`` their one loop, ``checkpoint`` saves it.
+all of these solvers have, ``method`` is what each of them adds, ``run`` their one loop.
 """
 
 from .blocks import (
@@ -13,7 +13,7 @@ from .blocks import (
     settle_blocks,
 )
 from .inverse import BlockInverse, block_inverse
-from .method import Method, Progress
+from .method import Method
 from .solver import BlockSolver
 from .system import BlockSystem, automatic_block_size
 
@@ -24,7 +24,6 @@ __all__ = [
     "BlockSystem",
     "Method",
     "Partition",
-    "Progress",
     "automatic_block_size",
     "block_inverse",
     "describe_blocks",

@@ -1,9 +1,8 @@
-"""What a blockwise method is to the loop that runs it, and what the loop tells a callback."""
+"""What a blockwise method is to the loop that runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -68,29 +67,6 @@ class Method:
     def shrink_step(self) -> None:
         """Go on with a smaller step: the residual grows."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a callback sees: the work done, the residual as estimated, the held-out error, the iterate.
-
-    :ivar iteration: steps so far.
-    :ivar passes: entries of K evaluated, over n^2.
-    :ivar seconds: since the start, earlier runs of a resumed solve included.
-    :ivar residual: estimated relative residual of each column ``(t,)``.
-    :ivar held_out: root mean square error of each column on the held-out points; None where there are none.
-    """
-
-    iteration: int
-    passes: float
-    seconds: float
-    residual: Tensor
-    held_out: Tensor | None
-    _weights: Callable[[], Tensor] = field(repr=False)
-
-    def weights(self) -> Tensor:
-        """The present W ``(n, t)``, float64."""
-        return self._weights()
 
 
 class HeldOut(Protocol):

@@ -19,10 +19,10 @@ from tqdm.auto import tqdm
 
 from ...errors import NumericalError
 from ...random_streams import generator
-from ...report import SolveReport, peak_memory
-from .checkpoint import Checkpoint
-from .interrupt import DeferredInterrupt
-from .method import HeldOut, Limits, Method, Progress
+from ...report import Reason, SolveReport, peak_memory
+from ..loop import Checkpoint, Progress
+from ..loop.interrupt import DeferredInterrupt
+from .method import HeldOut, Limits, Method
 from .state import State, largest_of
 from .system import BlockSystem
 from .watch import NAN, plateau, stuck, watch_growth
@@ -36,8 +36,8 @@ _ROUNDED = 0.3  # share of the residual that may be rounding
 _HELD_OUT_SHARE = 0.1  # of the work that held-out predictions may take
 _PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.1f}/{total} passes [{elapsed}<{remaining}] {postfix}"
-_FINAL = ("reached the tolerance", "was rounded", "stagnated")  # ends that a larger budget does not change
-_BUDGETS = ("ran out of passes", "ran out of time")
+_FINAL = (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED)  # ends that a larger budget does not change
+_BUDGETS = (Reason.PASSES, Reason.TIME)
 _FRUITLESS = 3  # corrections in a row that halve the residual of no column
 
 
@@ -131,7 +131,7 @@ class Run:
                     self.save()
                 if self.raising or interrupt.again:
                     raise
-                self.state.reason = self.state.reason or "was interrupted"
+                self.state.reason = self.state.reason or Reason.INTERRUPTED
                 break
             self._stop_at_limits()
             if self.state.reason or time.perf_counter() - self.saved_at >= self._every():
@@ -175,16 +175,24 @@ class Run:
         bar.set_postfix_str(f"residual about {largest:.1e}{held}", refresh=False)
         bar.update(self.system.passes - bar.n)
         if self.callback is not None and self.callback(
-            Progress(state.steps, self.system.passes, self.seconds, estimate, error, self._weights)
+            Progress(
+                state.steps,
+                self.system.passes,
+                state.rows_seen / self.system.n,
+                self.seconds,
+                estimate,
+                error,
+                self._weights,
+            )
         ):
-            state.reason = "was stopped by the callback"
+            state.reason = Reason.CALLBACK
         if not state.reason and self._due():
             self._verify_all()
         if self.system.dtype == torch.float64 and plateau(state, largest, self.system.n) and not state.reason:
             before = largest_of(state.true)
             self._verify_all()
             if not state.reason and stuck(largest_of(state.true), before):
-                state.reason = "stagnated"
+                state.reason = Reason.STAGNATED
 
     def _held_out_error(self) -> Tensor | None:
         """The error on held-out points; the last one known where computing it again would take too much of the time."""
@@ -208,9 +216,9 @@ class Run:
     def _stop_at_limits(self) -> None:
         limits, state = self.limits, self.state
         if not state.reason and self.system.passes >= limits.passes:
-            state.reason = "ran out of passes"
+            state.reason = Reason.PASSES
         if not state.reason and limits.seconds is not None and self.seconds >= limits.seconds:
-            state.reason = "ran out of time"
+            state.reason = Reason.TIME
 
     # --- residuals ------------------------------------------------------------------------------------------
 
@@ -255,7 +263,7 @@ class Run:
         true, self.residual = self._relative(r), self._relative(rounded)
         within = bool((self.residual <= tol).all())
         if within or bool((true <= tol).all()):
-            state.reason = "reached the tolerance" if within else "was rounded"
+            state.reason = Reason.REACHED if within else Reason.ROUNDED
             self.value, self.residual, self.earlier_columns = state.best_of(value, self.residual)
         else:  # the estimate was too small: of rows that had just been solved, say
             state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / largest_of(true)))
@@ -272,7 +280,7 @@ class Run:
         state.corrections += 1
         state.keep(value, self.residual)
         if state.fruitless >= _FRUITLESS:
-            state.reason = "stagnated"
+            state.reason = Reason.STAGNATED
             self.value, self.residual, self.earlier_columns = state.best_of(value, self.residual)
             return
         state.notes.append(
@@ -295,7 +303,7 @@ class Run:
             self.state.notes.append("interrupted again: the residual is what the last steps estimated")
             return
         if not self.sampled and bool((self.residual <= self.limits.tol).all()) and self.state.reason in _BUDGETS:
-            self.state.reason = "reached the tolerance"
+            self.state.reason = Reason.REACHED
 
     def _look(self, quick: bool) -> None:
         n = self.system.n
@@ -313,6 +321,7 @@ class Run:
     def report(self, preconditioner: str, setup_seconds: float) -> SolveReport:
         """What happened, once ``loop`` has ended."""
         state = self.state
+        assert state.reason is not None
         notes = list(state.notes)
         if self.earlier_columns:
             notes.append(f"{self.earlier_columns} column(s) returned as they were at their least residual")
@@ -375,12 +384,12 @@ class Run:
             state.notes.append("matmul= is another than before: the last digits are those of another rounding")
         if another_set != self._held_out_set():
             state.held_out, state.held_out_entries = [], 0
-        ended, state.reason = state.reason, ""
+        ended, state.reason = state.reason, None
         if ended in _FINAL:
             self._verify_all()
             if another and not state.reason:
                 state.failures, state.verify_after, state.target = 0, 0, self.limits.tol
-            if ended == "stagnated" and not state.reason:
+            if ended == Reason.STAGNATED and not state.reason:
                 self._verify()
                 state.reason = ended
         elif state.steps and not state.window_rows and self._due():

@@ -19,9 +19,9 @@ from ...errors import InputError
 from ...fingerprint import hash_tensors
 from ...operators import KernelMatrix
 from ...report import SolveReport, conclude
+from ..loop import Checkpoint, Progress, fingerprint
 from ..problem import FullProblem, Solution, System, check_problem
-from .checkpoint import Checkpoint, fingerprint
-from .method import HeldOut, Limits, Method, Progress
+from .method import HeldOut, Limits, Method
 from .run import Run
 from .system import BlockSystem, automatic_block_size
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...report import Reason
+
 _TENSORS = ("base", "r", "window_squares", "generator", "best", "best_true", "true")
 _ON_CPU = ("best_true", "true")
 
@@ -55,7 +57,7 @@ class State:
     lowest_at: int = 0
     lowest: float = float("inf")
     least: float = float("inf")
-    reason: str = ""
+    reason: Reason | None = None
     estimates: list[Tensor] = field(default_factory=list)
     held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,6 +75,7 @@ class State:
         """What :meth:`pack` made."""
         held_out = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
         kept = {name: tensors[name].cpu() if name in _ON_CPU else tensors[name] for name in _TENSORS}
+        plain["reason"] = None if plain["reason"] is None else Reason(plain["reason"])
         return cls(**{**plain, **kept, "held_out": held_out, "estimates": list(tensors["estimates"].cpu())})
 
     def keep(self, value: Tensor, residual: Tensor) -> None:

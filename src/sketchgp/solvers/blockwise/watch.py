@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ...errors import NumericalError
+from ...report import Reason
 from .method import Method
 from .state import State, largest_of
 
@@ -34,7 +35,7 @@ def watch_growth(state: State, method: Method, tol: float, largest: float, width
     if largest == math.inf and method.growth is None:
         raise NumericalError(NAN)
     if growing and not helped and state.corrections and largest < math.inf:
-        state.reason = "stagnated"
+        state.reason = Reason.STAGNATED
         return
     if growing and not helped:
         raise NumericalError(

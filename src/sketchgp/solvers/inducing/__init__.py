@@ -2,5 +2,6 @@
 
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
+from .solver import InducingPointSolver
 
-__all__ = ["InducingPointProblem", "NormalEquationsSolver"]
+__all__ = ["InducingPointProblem", "InducingPointSolver", "NormalEquationsSolver"]

@@ -18,7 +18,7 @@ from ...report import SolveReport, peak_memory, record
 from ..problem import Solution
 from .epochs import Epoch, Epochs, Plan, check_columns
 from .fresh import unlike
-from .held_out import HeldOut
+from .held_out import InducingHeldOut
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem, check_inducing
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
@@ -153,7 +153,7 @@ class EigenProSolver:
         if initial is not None:
             like(owner, "initial", initial, shape, problem.device, whose="the solution's")
         held_out = pair(owner, held_out, problem.inducing_points, shape[1:])
-        error = None if held_out is None else HeldOut(problem, *held_out)
+        error = None if held_out is None else InducingHeldOut(problem, *held_out)
         base = torch.zeros(problem.m, columns, dtype=torch.float64, device=problem.device)
         if initial is not None:
             base += initial.reshape(base.shape).to(base)

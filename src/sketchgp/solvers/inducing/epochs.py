@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ...errors import InputError, NumericalError
 from ...operators.tall import TallMatrix
-from ..blockwise.interrupt import DeferredInterrupt
+from ..loop.interrupt import DeferredInterrupt
 from .preconditioned_gradient import Model
 from .problem import InducingPointProblem
 

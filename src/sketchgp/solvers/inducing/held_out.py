@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...fingerprint import hash_tensors
 from ...operators.tall import TallMatrix
 from .problem import InducingPointProblem
 
 
-class HeldOut:
+class InducingHeldOut:
     """Weights ``(m, t)`` to the root mean square error ``(t,)`` of ``k(x, z) W`` on points of the user's, with
     float64 entries, as in predictions.
 
@@ -19,6 +20,12 @@ class HeldOut:
     def __init__(self, problem: InducingPointProblem, x: Tensor, y: Tensor) -> None:
         self.tall = TallMatrix(problem.kernel, x, problem.inducing_points, accurate=True)
         self.wanted = y.reshape(len(x), -1).to(torch.float64)
+        self.mark = hash_tensors(x, y)
+
+    @property
+    def entries(self) -> float:
+        """Of the kernel, evaluated so far."""
+        return self.tall.entries
 
     def __call__(self, weights: Tensor) -> Tensor:
         return (self.tall.matmul(weights) - self.wanted).square().mean(dim=0).sqrt().cpu()

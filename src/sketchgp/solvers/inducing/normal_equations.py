@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from ...checks import count, flag, function, like, settle, tolerance, word
+from ...checks import count, settle, tolerance, word
 from ...memory import enough_memory, require_memory
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
 from ...preconditioners.row_nystrom import NystromRoot
-from ...report import SolveReport, conclude, peak_memory
-from ..conjugate_gradients import Iterate
-from ..problem import Solution
-from .problem import InducingPointProblem, check_inducing
+from ...report import Reason
+from .problem import InducingPointProblem
+from .solver import InducingPointSolver
 from .split_gradients import SplitGradients
 
 _VECTORS = 10  # float64 blocks (m, t) of a solve
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormalEquationsSolver:
+class NormalEquationsSolver(InducingPointSolver):
     """Preconditioned conjugate gradients on ``(Kzx Kxz + noise Kzz) W = Kzx y``, all columns at once.
 
     :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
@@ -36,6 +33,7 @@ class NormalEquationsSolver:
         entries, which takes several times the iterations where the noise is small.  Sums and factors are float64.
     """
 
+    _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "max_iterations")
     _predictions: ClassVar[bool] = False  # whether tol is of the error of predictions, not of the residual
 
     tol: float = 1e-4
@@ -47,15 +45,14 @@ class NormalEquationsSolver:
         self._check_common()
 
     def _check_common(self) -> None:
+        self._check_budget()
         settle(self, count, "max_iterations")
         settle(self, word, "precision", allowed=("float32", "float64"))
 
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
     def validate(self, problem: InducingPointProblem) -> None:
-        """:raises InputError: where the choices do not fit the problem, or its matrices the memory that is free."""
+        """:raises InputError: for a stream or noise 0; where the choices do not fit the problem, or its matrices the
+        memory that is free."""
+        problem.tensors(f"{self.name}()")
         require_memory(*self._memory(problem))
 
     def _memory(self, problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
@@ -91,73 +88,29 @@ class NormalEquationsSolver:
         """What else there is to try where iterations run out, after "Raise max_iterations"."""
         raise NotImplementedError
 
-    def solve(
-        self,
-        problem: InducingPointProblem,
-        initial: Tensor | None = None,
-        callback: Callable[[Iterate], Any] | None = None,
-        progress: bool | None = None,
-    ) -> Solution:
-        """Solve an :class:`InducingPointProblem` of tensors.
+    def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
+        return enough_memory(*self._memory(problem))
 
-        :param initial: starting point, of the solution's shape.
-        :param callback: called with an :class:`~sketchgp.solvers.Iterate` once an iteration; True ends the solve.
-        :param progress: show a progress bar (default: only in a terminal).
-        :returns: W, ``(m,)`` or ``(m, t)`` as y has columns or not, float64 whatever the dtype of x: the weights of
-            neighbouring points cancel, and would not do so in float32.
-        :raises InputError: for arguments that do not fit, a stream, noise 0, or too little memory.
-        :raises NumericalError: where NaN appears.
+    def _work(self) -> float:
+        return self.max_iterations
 
-        Ctrl-C ends the solve with the best iterate (true residual) so far, and a warning.
-        """
-        start, owner = time.perf_counter(), f"{self.name}.solve"
-        check_inducing(owner, problem)
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        x, y = problem.tensors(f"{self.name}()")
-        assert problem.y is not None
-        shape = (problem.m, *problem.y.shape[1:])
-        if initial is not None:
-            like(owner, "initial", initial, shape, problem.device, whose="the solution's")
-        self.validate(problem)
-        float32 = self.precision == "float32"
-        with enough_memory(*self._memory(problem)), torch.no_grad():
-            matrix = self._matrix(problem, accurate=not float32)
-            rhs = matrix.tall.accurate().t_matmul(y)
-            factors = self.preconditioner(matrix)
-            setup = time.perf_counter() - start
-            initial = None if initial is None else initial.reshape(rhs.shape).to(rhs)
-            run = SplitGradients(
-                matrix, factors, rhs, self.tol, self.max_iterations, initial, callback, self._predictions
-            )
-            run.loop(progress, self.name)
-        report = SolveReport(
-            solver=self.name,
-            preconditioner=self._describe(problem),
-            n=problem.m,
-            columns=rhs.shape[1],
-            iterations=run.iterations,
-            matmuls=run.products,
-            residual=run.residual.cpu(),
-            history=torch.stack(run.history).cpu(),
-            tol=self.tol,
-            converged=run.converged,
-            reason=run.reason,
-            seconds=time.perf_counter() - start - setup,
-            setup_seconds=setup,
-            rank=factors.rank if isinstance(factors, NystromRoot) else 0,
-            dtype="float32" if float32 and x.dtype == torch.float32 else "float64",
-            device=str(problem.device),
-            peak_memory=peak_memory(problem.device),
-            notes=run.notes,
-            remedies={
-                "ran out of iterations": f"Raise max_iterations (now {self.max_iterations}){self._remedy(problem)}."
+    def _method(self, problem: InducingPointProblem) -> SplitGradients:
+        _, y = problem.tensors(f"{self.name}()")
+        matrix = self._matrix(problem, accurate=self.precision == "float64")
+        rhs = matrix.tall.accurate().t_matmul(y)
+        return SplitGradients(self.name, matrix, self.preconditioner(matrix), rhs, self.tol, self._predictions)
+
+    def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
+        assert torch.is_tensor(problem.x)
+        float32 = self.precision == "float32" and problem.x.dtype == torch.float32
+        return {
+            "preconditioner": self._describe(problem),
+            "rank": method.factors.rank if isinstance(method.factors, NystromRoot) else 0,
+            "dtype": "float32" if float32 else "float64",
+            "remedies": {
+                Reason.ITERATIONS: f"Raise max_iterations (now {self.max_iterations}){self._remedy(problem)}.",
             },
-            deviations=run.deviations.cpu(),
-            judged="predictions" if self._predictions else "residual",
-        )
-        conclude(report)
-        return Solution(run.best.reshape(shape), report)
+        }
 
 
 def _columns(problem: InducingPointProblem) -> int:

@@ -43,11 +43,13 @@ class RemainingEnergy:
     That is known without work, ``alpha_k ||r_k||^2`` in the preconditioner's norm (Hestenes and Stiefel, 1952, Theorem
     6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method", 2002).  What the last third of the
     iterations took, and the span before it, give what is left.
+
+    :param taken: what iterations took, and the estimates of what was left, ``(t,)`` each; both lists grow.
     """
 
-    def __init__(self) -> None:
-        self.taken: list[Tensor] = []
-        self._estimates: list[Tensor] = []
+    def __init__(self, taken: list[Tensor] | None = None, estimates: list[Tensor] | None = None) -> None:
+        self.taken = [] if taken is None else taken
+        self._estimates = [] if estimates is None else estimates
 
     def add(self, taken: Tensor) -> Tensor:
         """:param taken: ``(t,)`` what an iteration took; returns the present estimate ``(t,)``."""
@@ -66,17 +68,18 @@ class RitzValues:
     """Of conjugate gradients, from its coefficients (Meurant and Strakos, "The Lanczos and conjugate gradient
     algorithms in finite precision arithmetic", 2006, section 3)."""
 
-    def __init__(self) -> None:
-        self._coefficients: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, coefficients: list[Tensor]) -> None:
+        """:param coefficients: alpha and beta of iterations, ``(2, t)`` each; the list grows."""
+        self._coefficients = coefficients
 
     def add(self, alpha: Tensor, beta: Tensor) -> None:
         """:param alpha: ``(t,)`` the steps of an iteration, 0 for columns that have ended; :param beta: ``(t,)``."""
-        self._coefficients.append((alpha, beta))
+        self._coefficients.append(torch.stack([alpha, beta]))
 
     def least(self) -> Tensor:
         """``(t,)`` the least of each column: about the least eigenvalue of the preconditioned matrix that matters for
         this right-hand side; 1 for a column without iterations."""
-        alpha, beta = (torch.stack(part) for part in zip(*self._coefficients, strict=True))
+        alpha, beta = torch.stack(self._coefficients, dim=1)
         found = torch.ones_like(alpha[0])
         for column in range(alpha.shape[1]):
             k = int((alpha[:, column] > 0).sum())

@@ -21,9 +21,10 @@ from ...operators import KernelMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
 from ...random_streams import generator
 from ...report import SolveReport, peak_memory
-from ..blockwise import Progress, next_block
-from ..blockwise.interrupt import DeferredInterrupt
-from .held_out import HeldOut
+from ..blockwise import next_block
+from ..loop import Progress
+from ..loop.interrupt import DeferredInterrupt
+from .held_out import InducingHeldOut
 from .problem import InducingPointProblem
 from .remaining import remaining_change
 
@@ -93,7 +94,7 @@ class Saga:
         assert problem.y is not None
         self.y, self.choices, self.callback = y, choices, callback
         self.n, self.m, self.level, self.shape = len(x), problem.m, problem.level, (problem.m, *problem.y.shape[1:])
-        self.held_out = None if held_out is None else HeldOut(problem, *held_out)
+        self.held_out = None if held_out is None else InducingHeldOut(problem, *held_out)
         self.tall = problem.tall(accurate=False)
         self.exact = self.tall.accurate()
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
@@ -253,7 +254,7 @@ class Saga:
         bar.update(self.epochs - bar.n)
         if self.callback is not None:
             passes, found = self.entries / (self.n * self.m), self.estimates[-1]
-            if self.callback(Progress(self.steps, passes, self.seconds, found, error, self.w.clone)):
+            if self.callback(Progress(self.steps, passes, self.epochs, self.seconds, found, error, self.w.clone)):
                 self.reason = self.reason or "was stopped by the callback"
 
     def _take_back(self, worst: float) -> None:

@@ -11,23 +11,17 @@ Reference: Bjorck, "Numerical Methods for Least Squares Problems" (SIAM, 1996), 
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ...errors import NumericalError
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
-from ..conjugate_gradients import Iterate
+from ...report import Reason
+from ..loop import Method, Outcome
 from .remaining import RemainingEnergy, RitzValues
 
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
@@ -36,8 +30,8 @@ _ROUNDINGS = 10  # of float64 that a residual is off by, relative to the right-h
 _NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 
 
-class SplitGradients:
-    """One solve of ``M W = b``: ``loop`` runs it; then ``best`` is what to return, ``residual`` its true residual.
+class SplitGradients(Method):
+    """Conjugate gradients on ``M W = b`` in cycles, each from the true residual.
 
     The residual followed is ``||M w - b|| / ||b||``, as ``R^T`` times that in the coordinates u; at the end, and where
     the tolerance is met, it is computed anew from w with float64 entries, and the solve goes on from there until it is.
@@ -48,41 +42,70 @@ class SplitGradients:
 
     :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
         (:mod:`.remaining`); infinite while nothing can be said.
-    :param initial: ``(m, t)`` or None for zero.
     """
+
+    saved = (
+        "value", "r", "best", "residual", "energy", "gained", "deviations", "found", "current", "exact",
+        "products", "cycling",
+        "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
+        "taken", "estimates", "coefficients",
+    )  # fmt: skip
 
     def __init__(
         self,
+        name: str,
         matrix: NormalMatrix | TiledNormalMatrix,
         factors: TriangularFactors | NystromRoot | None,
         b: Tensor,
         tol: float,
-        max_iterations: int,
-        initial: Tensor | None,
-        callback: Callable[[Iterate], Any] | None,
         predictions: bool = False,
     ) -> None:
-        self.predictions, self.remaining = predictions, RemainingEnergy()
-        self.matrix, self.factors, self.b, self.tol = matrix, factors, b, tol
-        self.limit, self.callback = max_iterations, callback
-        self.start = time.perf_counter()
+        super().__init__()
+        self.name, self.size, self.columns, self.device = name, *b.shape, b.device
+        self.predictions, self.factors, self.b, self.tol = predictions, factors, b, tol
+        self._matrix, self._exact_matrix = matrix, matrix.accurate()
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError(_NAN)
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.exact = matrix.tall.dtype == torch.float64
-        self.iterations = self.products = 0
-        self.reason, self.notes = "", list[str]()
-        self.value = torch.zeros_like(b) if initial is None else initial.clone()
-        self.r = b.clone()
+        self.products = 0
+        self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.ends = 2**62  # iterations after which a cycle ends at the latest
+        self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
+        self.recurrence = self.active = self.target = self.norm[:0]
+
+    @property
+    def matrix(self) -> NormalMatrix | TiledNormalMatrix:
+        """M, as accurate as it is wanted now."""
+        return self._exact_matrix if self.exact else self._matrix
+
+    @property
+    def matrix_entries(self) -> float:
+        n, m = self._matrix.tall.shape
+        return float(n * m)
+
+    @property
+    def entries(self) -> float:
+        both = {id(one): one for one in (self._matrix, self._exact_matrix)}.values()
+        m = self.size
+        tiled = sum(one.products for one in both if isinstance(one, TiledNormalMatrix))
+        return sum({id(one.tall): one.tall.entries for one in both}.values()) + tiled * m * (m + 1) / 2
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        self.value = torch.zeros_like(self.b) if initial is None else initial.to(self.b).clone()
+        self.r = self.b.clone()
         if initial is not None:
             self.r -= self._accurate(self.value)
         self.best, self.residual = self.value.clone(), self.r.norm(dim=0) / self.norm
-        self.history = [self.residual]
+        self.found = self.current = self.residual
         self.energy = self._back(self.r).square().sum(dim=0)  # by the recurrence
-        self.gained = (self.value * (b + self.r)).sum(dim=0)  # ||w*||_M^2 less the squared error
-        self.deviations = torch.full_like(norm, torch.inf)
+        self.gained = (self.value * (self.b + self.r)).sum(dim=0)  # ||w*||_M^2 less the squared error
+        self.deviations = torch.full_like(self.norm, torch.inf)
+        self.start = self.before = torch.full_like(self.norm, torch.inf)
+        self.cycling = False
         self._settle()
+        return self.residual
 
     def _roundoff(self) -> Tensor:
         """``||R^-T r||^2`` below which a residual r cannot be told from rounding: it is rounded in the size of b, and
@@ -91,35 +114,43 @@ class SplitGradients:
             return torch.zeros_like(self.norm)
         return (_ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.factors.damping
 
-    def loop(self, progress: bool | None, name: str) -> None:
-        """Cycles of conjugate gradients, each from the true residual, until that is at the tolerance."""
-        show = sys.stderr.isatty() if progress is None else progress
-        current = self._judged(self.residual)
-        with tqdm(desc=name, unit="it", disable=not show, delay=_PROGRESS_DELAY, leave=False) as bar:
-            while not self.reason and bool((current > self.tol).any()):
-                start, before = self.r.norm(dim=0) / self.norm, self.energy
-                try:
-                    self._cycle(bar, start)
-                except KeyboardInterrupt:
-                    self.reason = "interrupted"
-                found = self._verify()
-                current = self._judged(found)
-                if self.reason or bool((current <= self.tol).all()):
-                    continue
-                if self.iterations >= self.limit:
-                    self.reason = "ran out of iterations"
-                elif bool(self._stuck(found, start, before)[current > self.tol].any()):
-                    if self.exact:
-                        self.reason = "stagnated"
-                    else:
-                        self.exact, self.matrix = True, self.matrix.accurate()
-                        self.notes.append("float32 entries stopped reducing the residual; went on with float64 ones")
-        self.converged = bool((self._judged(self.residual) <= self.tol).all())
-        self.reason = self.reason or "reached the tolerance"
+    def estimate(self) -> Tensor:
+        return self.current
 
-    def _stuck(self, found: Tensor, start: Tensor, before: Tensor) -> Tensor:
-        """Which columns a cycle has hardly brought forward: residuals and squared norms of them after and before it."""
-        return self.energy > 0.25 * before if self.predictions else found > 0.5 * start
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """Where a cycle has ended: see whether the true residual is there, and begin the next one from it."""
+        if self.cycling:
+            return None
+        current = self._judged(self.found)
+        if bool((current <= self.tol).all()):
+            return Reason.REACHED
+        if bool(self._stuck(self.found)[current > self.tol].any()):
+            if self.exact:
+                return Reason.STAGNATED
+            self.exact = True
+            self.notes.append("float32 entries stopped reducing the residual; went on with float64 ones")
+        self._open()
+        return None
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        if self.cycling:
+            self._close()
+        converged = bool((self._judged(self.residual) <= self.tol).all())
+        if converged and reason in (Reason.ITERATIONS, Reason.TIME):
+            reason = Reason.REACHED
+        facts = {"matmuls": self.products, "deviations": self.deviations.cpu(), "tol": self.tol,
+                 "judged": "predictions" if self.predictions else "residual"}  # fmt: skip
+        return Outcome(self.best, self.residual, converged, reason, facts)
+
+    def weights(self) -> Tensor:
+        return self.value + self._uncoordinated(self.u) if self.cycling else self.value
+
+    def _uncoordinated(self, u: Tensor) -> Tensor:
+        return u if self.factors is None else self.factors.inverse(u)
+
+    def _stuck(self, found: Tensor) -> Tensor:
+        """Which columns a cycle has hardly brought forward."""
+        return self.energy > 0.25 * self.before if self.predictions else found > 0.5 * self.start
 
     def _judged(self, residual: Tensor) -> Tensor:
         """What the tolerance is of."""
@@ -154,59 +185,68 @@ class SplitGradients:
 
     def _accurate(self, vectors: Tensor) -> Tensor:
         self.products += 1
-        return (self.matrix if self.exact else self.matrix.accurate())._matmul(vectors)
+        return self._exact_matrix._matmul(vectors)
 
-    def _cycle(self, bar: Any, start: Tensor) -> None:
-        """On ``B u = R^-T r`` from u = 0; adds ``R^-1 u`` to the value, also where it is interrupted."""
-        trusted = not self.exact and self.predictions
-        limit = min(self.limit, self.iterations + _TRUSTED) if trusted else self.limit
+    def _open(self) -> None:
+        """Begin a cycle on ``B u = R^-T r`` from u = 0."""
+        self.cycling, self.start, self.before = True, self.r.norm(dim=0) / self.norm, self.energy
         share = 0.0 if self.predictions else 0.95 if self.exact else 0.5
-        target = torch.full_like(start, share * self.tol)
+        self.target = torch.full_like(self.start, share * self.tol)
         if not self.exact:
-            target = torch.maximum(target, _CYCLE_REDUCTION * start)
-        s = self._back(self.r)
-        d, u = s.clone(), torch.zeros_like(s)
-        energy = s.square().sum(dim=0)
-        floor, ritz = self._roundoff(), RitzValues()
-        active = (self._judged(start) > self.tol) & (start > target)
-        try:
-            while bool(active.any()) and self.iterations < limit:
-                p = d if self.factors is None else self.factors.inverse(d)
-                gram, squares = self.matrix.tall.gram(p)
-                self.products += 1
-                ridge, lengths = self._ridge(p)
-                curvature = squares + self.matrix.level * lengths
-                if not bool(torch.isfinite(curvature).all()):
-                    raise NumericalError(_NAN)
-                usable = active & (curvature > 0) & (energy > 0)
-                alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)
-                u.addcmul_(alpha, d)
-                s = s - alpha * self._back(gram.add_(ridge, alpha=self.matrix.level))
-                estimate = (self.remaining.add(alpha * energy) / self.matrix.level).sqrt()
-                following = s.square().sum(dim=0)
-                rounded = following <= floor
-                ritz.add(alpha, torch.where(usable, following / torch.where(usable, energy, 1), 0))
-                if bool((usable & rounded).any()):  # no iteration can take more off
-                    estimate = torch.where(rounded, (floor / (ritz.least() * self.matrix.level)).sqrt(), estimate)
-                self.deviations = torch.where(usable, estimate, self.deviations)
-                d = s + torch.where(usable, following / torch.where(usable, energy, 1), 0) * d
-                energy = following
-                residual = self._forth(s).norm(dim=0) / self.norm
-                self.energy = torch.where(usable, energy, self.energy)
-                self._settle()
-                active = usable & ~rounded & (self.deviations > self.tol if self.predictions else residual > target)
-                if not self.exact:
-                    active &= residual > target
-                self.iterations += 1
-                self.history.append(residual)
-                bar.update()
-                bar.set_postfix_str(f"residual {float(residual.max()):.1e}", refresh=False)
-                seen = Iterate(self.iterations, residual, time.perf_counter() - self.start)
-                if self.callback is not None and self.callback(seen):
-                    self.reason = "was stopped by the callback"
-                    break
-        finally:
-            self.value = self.value + (u if self.factors is None else self.factors.inverse(u))
+            self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.start)
+        trusted = not self.exact and self.predictions
+        self.ends = self.iterations + _TRUSTED if trusted else 2**62
+        self.s = self._back(self.r)
+        self.d, self.u = self.s.clone(), torch.zeros_like(self.s)
+        self.recurrence = self.s.square().sum(dim=0)
+        self.active = (self._judged(self.start) > self.tol) & (self.start > self.target)
+        self.coefficients = []
+
+    def _close(self) -> None:
+        """End the cycle: what it found, with its true residual."""
+        self.cycling, self.value = False, self.value + self._uncoordinated(self.u)
+        self.found = self._verify()
+
+    def step(self) -> bool:
+        matrix, level, energy, active = self.matrix, self.matrix.level, self.recurrence, self.active
+        p = self._uncoordinated(self.d)
+        gram, squares = matrix.tall.gram(p)
+        self.products += 1
+        ridge, lengths = self._ridge(p)
+        curvature = squares + level * lengths
+        if not bool(torch.isfinite(curvature).all()):
+            raise NumericalError(_NAN)
+        usable = active & (curvature > 0) & (energy > 0)
+        alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)
+        self.u = self.u.addcmul(alpha, self.d)
+        self.s = self.s - alpha * self._back(gram.add_(ridge, alpha=level))
+        following = self.s.square().sum(dim=0)
+        beta = torch.where(usable, following / torch.where(usable, energy, 1), 0)
+        rounded = self._look_ahead(alpha, beta, usable, following)
+        self.d = self.s + beta * self.d
+        self.recurrence = following
+        self.current = self._forth(self.s).norm(dim=0) / self.norm
+        self.energy = torch.where(usable, following, self.energy)
+        self._settle()
+        open_ = self.deviations > self.tol if self.predictions else self.current > self.target
+        self.active = usable & ~rounded & open_
+        if not self.exact:
+            self.active &= self.current > self.target
+        self.iterations += 1
+        if self.iterations >= self.ends or not bool(self.active.any()):
+            self._close()
+        return True
+
+    def _look_ahead(self, alpha: Tensor, beta: Tensor, usable: Tensor, following: Tensor) -> Tensor:
+        """Estimate the distance of predictions after a step; returns which columns cannot be told from rounding."""
+        taken = RemainingEnergy(self.taken, self.estimates).add(alpha * self.recurrence)
+        ritz, floor = RitzValues(self.coefficients), self._roundoff()
+        ritz.add(alpha, beta)
+        estimate, rounded = (taken / self.matrix.level).sqrt(), following <= floor
+        if bool((usable & rounded).any()):  # no iteration can take more off
+            estimate = torch.where(rounded, (floor / (ritz.least() * self.matrix.level)).sqrt(), estimate)
+        self.deviations = torch.where(usable, estimate, self.deviations)
+        return rounded
 
     def _ridge(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``Kzz p`` and ``p^T Kzz p`` of each column, the latter not negative."""

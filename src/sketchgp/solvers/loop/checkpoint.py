@@ -83,18 +83,17 @@ class Checkpoint:
 
 
 def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict[str, str]:
-    """A mark for each part of a problem: equal marks, equal solves (on one device and number of threads)."""
+    """A mark for each part of a linear system: equal marks, equal solves (on one device and number of threads)."""
     inputs, kernel = hashlib.sha256(), hashlib.sha256()
     for scale, part in terms(operator):
         kernel.update(f"{type(part).__name__} {part.dtype} {_number(scale)}".encode())
         if isinstance(part, KernelMatrix):
             add_tensors(inputs, part.x1, part.x2)
-            add_tensors(kernel, *part.parameters, *part.kernel.buffers())
-            kernel.update(repr(list(_structure(part.kernel))).encode())
+            _add_kernel(kernel, part.kernel, part.parameters)
         else:
             add_tensors(inputs, *part.representation())
     n = operator.shape[-1]
-    some = torch.linspace(0, n - 1, min(n, _PROBES)).round().long().to(noise.device)
+    some = _some(n).to(noise.device)
     with torch.no_grad():
         add_tensors(kernel, Access(operator).block(some, some))
     return {
@@ -105,6 +104,24 @@ def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict
         "the solver's choices": hashlib.sha256(choices.encode()).hexdigest(),
         "the device": noise.device.type,
     }
+
+
+def kernel_mark(kernel: Any, points: Tensor) -> str:
+    """A mark of a kernel: its parts and parameters, and its values at some of the points."""
+    digest = hashlib.sha256()
+    _add_kernel(digest, kernel, tuple(kernel.parameters()))
+    some = points[_some(len(points)).to(points.device)]
+    add_tensors(digest, KernelMatrix.of(kernel, some, engine="tiled").detach().to_dense())
+    return digest.hexdigest()
+
+
+def _some(n: int) -> Tensor:
+    return torch.linspace(0, n - 1, min(n, _PROBES)).round().long()
+
+
+def _add_kernel(digest: Any, kernel: Any, parameters: tuple[Tensor, ...]) -> None:
+    add_tensors(digest, *parameters, *kernel.buffers())
+    digest.update(repr(list(_structure(kernel))).encode())
 
 
 def _structure(kernel: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,46 @@
+"""What users choose for every iterative solver: how long it may take, and where its state is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..checks import number, path, settle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgeted:
+    """Base class of choices.
+
+    :param max_seconds: the most time, set-up and earlier runs of a resumed solve included; None for no limit.
+    :param checkpoint: a file to keep the state of the solve in.  If it exists the solve goes on from it, and ends with
+        the bits that an uninterrupted one ends with (on the same device and number of threads).  It holds tensors
+        only.  Of another problem, or with other choices than budget and tolerance, it is refused; so is a path that
+        another solve, in this process or another, is using (a lock on ``path.lock``, which ends with the process).
+    :param every: seconds between two writes of the checkpoint.
+    """
+
+    _budget: ClassVar[tuple[str, ...]] = ("tol", "max_seconds", "checkpoint", "every")  # choices that change no step
+
+    max_seconds: float | None = None
+    checkpoint: str | os.PathLike[str] | None = None
+    every: float = 60.0
+
+    def _check_budget(self) -> None:
+        settle(self, number, "every", above=0)
+        settle(self, number, "max_seconds", above=0, optional=True)
+        settle(self, path, "checkpoint", optional=True)
+
+    @property
+    def name(self) -> str:
+        """The method's name, as reports print it."""
+        return type(self).__name__
+
+    def _described(self) -> str:
+        """The choices that a checkpoint must be of."""
+        choices: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in self._budget
+        }
+        return f"{self.name} {choices}"

@@ -1,0 +1,119 @@
+"""How a choice becomes a solve of an inducing-point problem: what its iterative solvers share."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checks import flag, function, like, pair
+from ...fingerprint import hash_tensors
+from ...report import SolveReport, conclude
+from ..choices import Budgeted
+from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, kernel_mark
+from ..problem import Solution
+from .held_out import InducingHeldOut
+from .problem import InducingPointProblem, check_inducing
+
+
+@dataclass(frozen=True, kw_only=True)
+class InducingPointSolver(Budgeted):
+    """Base class of the iterative solvers of :class:`InducingPointProblem`; its parameters are those of all of them."""
+
+    def validate(self, problem: InducingPointProblem) -> None:
+        """:raises InputError: where the choices do not fit the problem."""
+
+    def _method(self, problem: InducingPointProblem) -> Method:
+        """The method at work on one problem, set up."""
+        raise NotImplementedError
+
+    def _work(self) -> float:
+        """The budget, in the method's unit."""
+        raise NotImplementedError
+
+    def _facts(self, problem: InducingPointProblem, method: Any) -> dict[str, Any]:
+        """Fields of the report that only this solver knows."""
+        raise NotImplementedError
+
+    def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
+        """What tells in words that memory ran out."""
+        return nullcontext()
+
+    def _columns(self, problem: InducingPointProblem) -> torch.Size:
+        """The shape of a target: () or (t,)."""
+        assert problem.y is not None
+        return problem.y.shape[1:]
+
+    def solve(
+        self,
+        problem: InducingPointProblem,
+        initial: Tensor | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
+        progress: bool | None = None,
+    ) -> Solution:
+        """Solve an :class:`InducingPointProblem`.
+
+        :param initial: starting point, of the solution's shape.
+        :param callback: called with a :class:`~sketchgp.solvers.Progress` once an iteration, or an epoch; True ends the
+            solve.
+        :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)`` whose root mean square error is computed
+            as the solve goes on (in at most a tenth of the work) and kept in the report.
+        :param progress: show a progress bar (default: only in a terminal).
+        :returns: W, ``(m,)`` or ``(m, t)`` as y has columns or not, float64 whatever the dtype of x: the weights of
+            neighbouring points cancel, and would not do so in float32.
+        :raises InputError: for arguments that do not fit, or too little memory.
+        :raises NumericalError: where NaN appears, or it diverges.
+
+        Ctrl-C ends the solve after the step under way with the best iterate so far, and a warning.
+        """
+        began, owner = time.perf_counter(), f"{self.name}.solve"
+        check_inducing(owner, problem)
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
+        self.validate(problem)
+        columns = self._columns(problem)
+        shape = (problem.m, *columns)
+        if initial is not None:
+            like(owner, "initial", initial, shape, problem.device, whose="the solution's")
+            initial = initial.reshape(problem.m, -1).to(torch.float64)
+        held_out = pair(owner, held_out, problem.inducing_points, columns)
+        with self._memory_kept(problem), torch.no_grad():
+            error: HeldOut | None = None if held_out is None else InducingHeldOut(problem, *held_out)
+            method = self._method(problem)
+            run = Run(
+                method,
+                Budget(self._work(), self.max_seconds),
+                began=began,
+                initial=initial,
+                callback=callback,
+                held_out=error,
+                checkpoint=self._checkpoint(problem),
+            )
+            outcome = run.loop(progress)
+            report: SolveReport = run.report(**self._facts(problem, method))
+        conclude(report)
+        return Solution(outcome.value.reshape(shape), report)
+
+    def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
+        if self.checkpoint is None:
+            return None
+        x, y = (problem.x, problem.y) if torch.is_tensor(problem.x) else next(iter(problem.batches()))
+        assert torch.is_tensor(x) and y is not None
+        noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
+        marks = {
+            "the training inputs": hash_tensors(x),
+            "the targets": hash_tensors(y),
+            "the inducing points": hash_tensors(problem.inducing_points),
+            "the kernel": kernel_mark(problem.kernel, problem.inducing_points),
+            "the noise": hash_tensors(noise),
+            "the solver's choices": hashlib.sha256(self._described().encode()).hexdigest(),
+            "the device": problem.device.type,
+        }
+        return Checkpoint(self.checkpoint, self.every, marks)

@@ -1,0 +1,9 @@
+"""The one loop of all iterative solvers.  A method is a :class:`Method`; a solve of it is a :class:`Run`."""
+
+from .checkpoint import Checkpoint, fingerprint, kernel_mark
+from .held_out import HeldOut
+from .method import Method, Outcome
+from .progress import Progress
+from .run import Budget, Run
+
+__all__ = ["Budget", "Checkpoint", "HeldOut", "Method", "Outcome", "Progress", "Run", "fingerprint", "kernel_mark"]

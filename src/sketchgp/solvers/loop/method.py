@@ -1,0 +1,141 @@
+"""What an iterative method is to the loop that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...report import Reason
+
+
+class Method:
+    """A method at work on one problem.
+
+    Everything that the next step depends on is in the attributes that ``saved`` names, and in ``generator``, so that
+    saving them saves the solve: tensors, lists and dictionaries of tensors, and plain values.  What the set-up makes
+    again from the problem, the choices and their seed is not among them.
+
+    :cvar saved: names of attributes.
+    :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
+    :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
+    :ivar name: as reports print it; ``size`` of what is solved for, and ``columns`` of it.
+    :ivar device: where the tensors live.
+    :ivar generator: every random choice of a step comes from it; None where there is none.
+    :ivar notes: what a report should say.
+    :ivar iterations: steps so far.
+    """
+
+    saved: tuple[str, ...] = ()
+    unit = "iterations"
+    judges_held_out = False
+    name = ""
+    size = 0
+    columns = 0
+    device = torch.device("cpu")
+    generator: torch.Generator | None = None
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.iterations = 0
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Plain values and tensors of ``saved``, and how :meth:`restore` puts them together."""
+        plain: dict[str, Any] = {"kinds": {}}
+        tensors: dict[str, Tensor] = {}
+        for name in ("notes", "iterations", *self.saved):
+            value = getattr(self, name)
+            parts: dict[str, Tensor] = {}
+            if torch.is_tensor(value):
+                parts = {"": value}
+            elif isinstance(value, dict) and all(torch.is_tensor(part) for part in value.values()):
+                parts = value
+            elif isinstance(value, list | tuple) and value and torch.is_tensor(value[0]):
+                parts = {str(i): part for i, part in enumerate(value)}
+            else:
+                plain[name] = value
+                continue
+            plain["kinds"][name] = (type(value).__name__, [(key, part.device.type) for key, part in parts.items()])
+            tensors |= {f"{name}/{key}": part for key, part in parts.items()}
+        if self.generator is not None:
+            tensors["generator"] = self.generator.get_state()
+        return plain, tensors
+
+    def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """What :meth:`state` gave, back into the attributes."""
+        if self.generator is not None:
+            self.generator.set_state(tensors["generator"].cpu())
+        for name, value in plain.items():
+            if name != "kinds":
+                setattr(self, name, value)
+        for name, (kind, keys) in plain["kinds"].items():
+            parts = {key: tensors[f"{name}/{key}"] for key, _ in keys}
+            parts = {key: parts[key].cpu() if device == "cpu" else parts[key] for key, device in keys}
+            whole = {"dict": parts, "list": list(parts.values()), "tuple": tuple(parts.values())}
+            setattr(self, name, whole[kind] if kind in whole else parts[""])
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        """Set the iterate to a starting point ``(size, columns)``, or to 0; returns the relative residual ``(t,)``."""
+        raise NotImplementedError
+
+    def step(self) -> bool:
+        """One step; returns whether it closes a window: there is a new estimate to tell of, and to judge."""
+        raise NotImplementedError
+
+    def estimate(self) -> Tensor:
+        """The relative residual ``(t,)`` of the window that was closed, on the CPU."""
+        raise NotImplementedError
+
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """After a window: verify what is due, change what must be; why the solve is to end now, or None.
+
+        :raises NumericalError: where the method fails.
+        """
+        raise NotImplementedError
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        """What is returned, once nothing more is to be done.
+
+        :param quick: somebody waits.
+        """
+        raise NotImplementedError
+
+    def weights(self) -> Tensor:
+        """The present iterate ``(size, columns)``, float64."""
+        raise NotImplementedError
+
+    @property
+    def work(self) -> float:
+        """Done so far, in the method's unit."""
+        return float(self.iterations)
+
+    @property
+    def epochs(self) -> float:
+        """Rows of the data seen, over n."""
+        return float(self.iterations)
+
+    @property
+    def entries(self) -> float:
+        """Kernel entries evaluated so far; ``matrix_entries`` make a pass."""
+        return 0.0
+
+    @property
+    def matrix_entries(self) -> float:
+        return 1.0
+
+
+@dataclass
+class Outcome:
+    """What a solve ended with: the value ``(size, columns)``, and what its report says of it.
+
+    :ivar reason: why it ended, where that is another reason now that all is known.
+    :ivar facts: fields of :class:`sketchgp.SolveReport`.
+    """
+
+    value: Tensor
+    residual: Tensor
+    converged: bool
+    reason: Reason
+    facts: dict[str, Any] = field(default_factory=dict)

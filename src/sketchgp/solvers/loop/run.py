@@ -1,0 +1,226 @@
+"""The loop of every iterative solve: budget, callback, held-out error, progress bar, Ctrl-C, checkpoint and resume."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ...report import Reason, SolveReport, peak_memory
+from .checkpoint import Checkpoint
+from .held_out import HeldOut, Watcher
+from .interrupt import DeferredInterrupt
+from .method import Method, Outcome
+from .progress import Progress
+
+_DELAY = 2.0  # seconds before a progress bar appears
+_BAR = "{desc}: {n:.4g}/{total} {unit} [{elapsed}<{remaining}] {postfix}"
+_OUT_OF = {"iterations": Reason.ITERATIONS, "passes": Reason.PASSES, "epochs": Reason.EPOCHS}
+_ROUNDED = 1e-9  # of a unit of work that is a sum of many parts
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When to stop at the latest.
+
+    :ivar work: in the method's unit; :ivar seconds: set-up included; None for no limit.
+    """
+
+    work: float
+    seconds: float | None = None
+
+
+class Run:
+    """One solve: ``loop`` runs it and returns what it ended with; ``report`` says what happened.
+
+    :param began: ``time.perf_counter()`` when the set-up began.
+    :param initial: starting point ``(size, columns)``.
+    :param checkpoint: where the state is kept; where it exists, the solve goes on from it.
+    :param raising: on Ctrl-C raise KeyboardInterrupt, after saving, instead of returning the iterate.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        budget: Budget,
+        *,
+        began: float,
+        initial: Tensor | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: HeldOut | None = None,
+        checkpoint: Checkpoint | None = None,
+        raising: bool = False,
+    ) -> None:
+        self.method, self.budget, self.callback, self.raising = method, budget, callback, raising
+        self.initial, self.checkpoint = initial, checkpoint
+        self.watcher = Watcher(held_out, method.judges_held_out)
+        self.history: list[Tensor] = []
+        self.reason: Reason | None = None
+        self.began, self.earlier = began, 0.0
+        self.setup_seconds = time.perf_counter() - began
+        self.saved_at = time.perf_counter()
+        self.outcome: Outcome | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start, set-up and earlier runs included."""
+        return self.earlier + time.perf_counter() - self.began
+
+    @property
+    def passes(self) -> float:
+        """Kernel entries evaluated, over those of the matrix."""
+        return self.method.entries / self.method.matrix_entries
+
+    def loop(self, progress: bool | None) -> Outcome:
+        """Step until something ends the solve."""
+        method, show = self.method, sys.stderr.isatty() if progress is None else progress
+        bar = tqdm(
+            desc=f"{method.name}, {method.size}",
+            total=round(self.budget.work, 1),
+            unit=method.unit,
+            disable=not show,
+            leave=False,
+            miniters=0,
+            delay=_DELAY,
+            bar_format=_BAR,
+        )
+        with nullcontext() if self.checkpoint is None else self.checkpoint.reserved():
+            self._begin()
+            with bar, DeferredInterrupt() as interrupt:
+                self._loop(bar, interrupt)
+                if interrupt.seen and self.raising:  # it came too late to be noticed by a step
+                    raise KeyboardInterrupt
+                assert self.reason is not None
+                self.outcome = outcome = method.finish(self.reason, interrupt.seen)
+                if not interrupt.seen:
+                    self.watcher.last_look(outcome.value, self.passes, self.seconds)
+        return outcome
+
+    def _begin(self) -> None:
+        if self.checkpoint is not None and self.checkpoint.exists():
+            self._resume(self.checkpoint)
+        else:
+            self.history.append(self.method.begin(self.initial).cpu())
+            self.reason = self.method.judge(None)
+            self.save()
+        self._stop_at_limits()
+
+    def _loop(self, bar: Any, interrupt: DeferredInterrupt) -> None:
+        while self.reason is None:
+            within = True  # a step, whose vectors are then partly old and partly new
+            try:
+                closed = self.method.step()
+                within = False
+                if closed:
+                    self._tell(bar)
+                if interrupt.seen:
+                    raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                if not within:
+                    self.save()
+                if self.raising or interrupt.again:
+                    raise
+                self.reason = self.reason or Reason.INTERRUPTED
+                break
+            self._stop_at_limits()
+            if self.checkpoint is not None and (
+                self.reason is not None or time.perf_counter() - self.saved_at >= self.checkpoint.every
+            ):
+                self.save()
+
+    def _tell(self, bar: Any) -> None:
+        """A window is closed: tell everyone, and see whether to go on."""
+        method, estimate = self.method, self.method.estimate().cpu()
+        self.history.append(estimate)
+        error = (
+            self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
+            if (self.watcher.held_out is not None)
+            else None
+        )
+        held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
+        worst = float(estimate.max()) if estimate.numel() else 0.0
+        bar.set_postfix_str(f"residual about {worst:.1e}{held}", refresh=False)
+        bar.update(method.work - bar.n)
+        stopped = self.callback is not None and self.callback(
+            Progress(method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights)
+        )
+        self.reason = method.judge(error) or (Reason.CALLBACK if stopped else None)
+
+    def _stop_at_limits(self) -> None:
+        limit, seconds = self.budget.work, self.budget.seconds
+        if self.reason is None and self.method.work >= limit - _ROUNDED:
+            self.reason = _OUT_OF[self.method.unit]
+        if self.reason is None and seconds is not None and self.seconds >= seconds:
+            self.reason = Reason.TIME
+
+    # --- saving and resuming --------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write everything that the rest of the solve depends on, if there is a checkpoint."""
+        if self.checkpoint is None:
+            return
+        plain, tensors = self.method.state()
+        plain = {
+            "method": plain,
+            "seconds": self.seconds,
+            "reason": None if self.reason is None else self.reason.value,
+            "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.watcher.errors],
+            "held_out_set": self._held_out_set(),
+        }
+        tensors = {f"method.{name}": tensor for name, tensor in tensors.items()}
+        tensors["history"] = torch.stack(self.history)
+        self.checkpoint.save(plain, tensors)
+        self.saved_at = time.perf_counter()
+
+    def _held_out_set(self) -> str:
+        return "" if self.watcher.held_out is None else self.watcher.held_out.mark
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        plain, tensors = checkpoint.load(self.method.device)
+        method = self.method
+        prefix = "method."
+        method.restore(plain["method"], {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
+        self.history, self.earlier = list(tensors["history"].cpu()), plain["seconds"]
+        method.notes.append(f"resumed after {method.iterations} steps")
+        if self.initial is not None:
+            method.notes.append("initial= was not used: the checkpoint is ahead of it")
+        if plain["held_out_set"] == self._held_out_set():
+            self.watcher.errors = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
+        ended = plain["reason"]
+        if ended is not None and Reason(ended).final:
+            self.reason = Reason(ended)
+
+    # --- the report -----------------------------------------------------------------------------------------
+
+    def report(self, **facts: Any) -> SolveReport:
+        """What happened, once ``loop`` has ended; ``facts`` are fields that only the solver knows."""
+        assert self.outcome is not None
+        method, outcome = self.method, self.outcome
+        return SolveReport(
+            **{
+                "solver": method.name,
+                "n": method.size,
+                "columns": method.columns,
+                "iterations": method.iterations,
+                "residual": outcome.residual.cpu(),
+                "history": torch.stack(self.history),
+                "converged": outcome.converged,
+                "reason": outcome.reason,
+                "seconds": self.seconds - self.setup_seconds,
+                "setup_seconds": self.setup_seconds,
+                "device": str(method.device),
+                "peak_memory": peak_memory(method.device),
+                "notes": method.notes,
+                "passes": self.passes,
+                "held_out": self.watcher.errors,
+                **outcome.facts,
+                **facts,
+            }
+        )
