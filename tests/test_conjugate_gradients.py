@@ -405,7 +405,7 @@ def test_interrupt_in_the_callback_keeps_the_iterate():
 
     with pytest.warns(ConvergenceWarning, match="interrupted after 5 iterations"):
         solution = ConjugateGradients().solve(problem, preconditioner=None, callback=callback)
-    assert solution.report.reason == "interrupted"
+    assert solution.report.reason == "was interrupted"
     with quiet():
         expected = ConjugateGradients(max_iterations=5).solve(problem, preconditioner=None)
     assert relative(solution.value, expected.value) < 1e-12

@@ -79,14 +79,16 @@ class Acceleration:
 
     def column_solver(self) -> ConjugateGradients | Cholesky:
         """The solver of every system but the posterior mean's."""
-        return self.solver if isinstance(self.solver, Cholesky) else self.conjugate_gradients()
+        if isinstance(self.solver, Cholesky):
+            return self.solver
+        return dataclasses.replace(self.conjugate_gradients(), max_seconds=None, checkpoint=None)
 
     def mean_solver(self, n: int, device: torch.device) -> tuple[Solver, str]:
         """The solver of the posterior mean of n points; and, where it was chosen here, why."""
         if isinstance(self.solver, BlockSolver):
             return dataclasses.replace(self.solver, tol=self.solver.tol or self._tolerance()), ""
         if not isinstance(self.solver, str):
-            return self.column_solver(), ""
+            return (self.solver if isinstance(self.solver, Cholesky) else self.conjugate_gradients()), ""
         none = self.cache is None or settings.max_preconditioner_size.value() == 0
         chosen, why = automatic_solver(n, device, None if none else self.preconditioner)
         if isinstance(chosen, ConjugateGradients):

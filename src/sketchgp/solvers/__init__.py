@@ -2,8 +2,9 @@
 
 from .askotch import ASkotch
 from .blockwise import BlockSolver
+from .choices import Budgeted
 from .cholesky import Cholesky
-from .conjugate_gradients import ConjugateGradients, Iterate
+from .conjugate_gradients import ConjugateGradients
 from .eigenpro2 import EigenPro2
 from .eigenpro3 import EigenPro3
 from .eigenpro4 import EigenPro4
@@ -27,6 +28,7 @@ __all__ = [
     "QR",
     "ASkotch",
     "BlockSolver",
+    "Budgeted",
     "Cholesky",
     "ConjugateGradients",
     "EigenPro2",
@@ -37,7 +39,6 @@ __all__ = [
     "FullProblem",
     "InducingPointProblem",
     "InducingPoints",
-    "Iterate",
     "NormalEquationsSolver",
     "NystromPCG",
     "Progress",

@@ -7,41 +7,32 @@ Stability of Numerical Algorithms", chapter 12.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from ..checks import count, flag, found, function, like, settle, tolerance, word
+from ..checks import count, flag, found, function, like, pair, settle, tolerance, word
 from ..errors import InputError, NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, RPCholesky
-from ..report import Reason, SolveReport, conclude, peak_memory
+from ..report import Reason, SolveReport, conclude
+from .choices import Budgeted
+from .held_out import full_held_out
+from .loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, fingerprint
 from .problem import FullProblem, Solution, System, check_problem
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
 
 @dataclass(frozen=True)
-class Iterate:
-    """What a callback sees once an iteration: the recurrence residual of each column, not the true one."""
-
-    iteration: int
-    residual: Tensor
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ConjugateGradients:
+class ConjugateGradients(Budgeted):
     """Conjugate gradients on ``(K + noise) W = Y``; all columns at once, each stopping by itself.
 
     Costs one product with K an iteration and six n x t float64 arrays.  Vectors and inner products are float64.
@@ -54,7 +45,12 @@ class ConjugateGradients:
         GPyTorch's ``cg_tolerance`` (``eval_cg_tolerance``) in a model where that is smaller.
     :param max_iterations: the most iterations; None is 1000, or GPyTorch's ``max_cg_iterations`` in a model.
     :param precision: ``"auto"`` as above, or ``"float64"`` for float64 products throughout.
+
+    The other parameters are those of all iterative solvers: ``max_seconds``, ``checkpoint``, ``every``
+    (:class:`sketchgp.solvers.Budgeted`); in a model they are those of the posterior mean's solve.
     """
+
+    _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_iterations")
 
     tol: float | None = None
     max_iterations: int | None = None
@@ -64,6 +60,7 @@ class ConjugateGradients:
         settle(self, tolerance, "tol", optional=True)
         settle(self, count, "max_iterations", optional=True)
         settle(self, word, "precision", allowed=("auto", "float64"))
+        self._check_budget()
 
     def solve(
         self,
@@ -71,7 +68,8 @@ class ConjugateGradients:
         preconditioner: Preconditioner | str | None = "auto",
         matmul: str = "auto",
         initial: Tensor | None = None,
-        callback: Callable[[Iterate], Any] | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
         progress: bool | None = None,
     ) -> Solution:
         """Solve a :class:`FullProblem`.
@@ -79,7 +77,10 @@ class ConjugateGradients:
         :param preconditioner: a choice object, None, or ``"auto"`` (``RPCholesky()``).
         :param matmul: ``"auto"``, ``"dense"``, ``"tiled"``, ``"keops"`` or ``"triton"``.
         :param initial: starting point in y's shape.
-        :param callback: called with an :class:`Iterate` once an iteration; returning True ends the solve.
+        :param callback: called with a :class:`Progress` once an iteration, whose residual is that of the recurrence;
+            returning True ends the solve.
+        :param held_out: points ``(m, d)`` and targets ``(m,)`` or ``(m, t)`` whose root mean square error is computed
+            as the solve goes on (in at most a tenth of the work) and kept in the report.
         :param progress: show a progress bar (default: only in a terminal).
         :raises InputError: for arguments that do not fit; :raises NumericalError: where NaN appears.
 
@@ -96,21 +97,21 @@ class ConjugateGradients:
             like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
         function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
-        system = problem.system(matmul)
-        start, built = time.perf_counter(), None
+        held_out = pair(owner, held_out, problem.x, problem.y.shape[1:])
+        began, system, built = time.perf_counter(), problem.system(matmul), None
         if choice is not None:
             choice.validate(system.n)
             built = choice.build(system.operator, system.noise)
-        setup = time.perf_counter() - start
         columns = problem.y.reshape(system.n, -1)
         value, report, _ = self.run(
             system,
             columns,
             built,
             name=choice.name if choice is not None else "none",
-            setup_seconds=setup,
+            setup_seconds=time.perf_counter() - began,
             initial=None if initial is None else initial.reshape(columns.shape),
             callback=callback,
+            held_out=None if held_out is None else full_held_out(problem, matmul, *held_out),
             progress=progress,
             keep_interrupted=True,
         )
@@ -126,106 +127,151 @@ class ConjugateGradients:
         setup_seconds: float = 0.0,
         initial: Tensor | None = None,
         lanczos_columns: int = 0,
-        callback: Callable[[Iterate], Any] | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: HeldOut | None = None,
         progress: bool | None = None,
         keep_interrupted: bool = False,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
+        :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
         :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
         with torch.no_grad():
-            state = _Run(
-                self, system, rhs, preconditioner, initial, lanczos_columns, callback, progress, keep_interrupted
+            method = _Gradients(self, system, rhs, preconditioner, lanczos_columns)
+            run = Run(
+                method,
+                Budget(self.max_iterations or 1000, self.max_seconds),
+                began=time.perf_counter() - setup_seconds,
+                initial=initial,
+                callback=callback,
+                held_out=held_out,
+                checkpoint=self._checkpoint(system, rhs, name),
+                raising=not keep_interrupted,  # inside a model: a half-done solution must not reach its caches
             )
-            state.loop()
-        report = state.report(name, setup_seconds)
+            outcome = run.loop(progress)
+        remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
+        if preconditioner is not None:
+            remedy = f"Raise the preconditioner's rank (now {preconditioner.rank}), or max_iterations."
+        report = run.report(
+            preconditioner=name,
+            rank=0 if preconditioner is None else preconditioner.rank,
+            remedies={Reason.ITERATIONS: remedy},
+        )
         conclude(report)
-        return state.best.to(rhs.dtype), report, state.lanczos_matrices() if lanczos_columns else None
+        return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
+
+    def _checkpoint(self, system: System, rhs: Tensor, name: str) -> Checkpoint | None:
+        if self.checkpoint is None:
+            return None
+        described = f"{self._described()} {rhs.dtype} {name}"
+        return Checkpoint(self.checkpoint, self.every, fingerprint(system.operator, system.noise, rhs, described))
 
 
-@dataclass
-class _Run:
-    """The state of one solve."""
+class _Gradients(Method):
+    """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them."""
 
-    choices: ConjugateGradients
-    system: System
-    rhs: Tensor
-    preconditioner: LowRankPlusDiagonal | None
-    initial: Tensor | None
-    lanczos_columns: int
-    callback: Callable[[Iterate], Any] | None
-    progress: bool | None
-    keep_interrupted: bool = False
-    iterations: int = 0
-    reason: Reason | None = None
-    history: list[Tensor] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    name = "ConjugateGradients"
+    saved = (
+        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "matmuls",
+        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps", "coefficients",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.start = time.perf_counter()
-        self.tol = self.choices.tol or 1e-3
-        self.limit = self.choices.max_iterations or 1000
-        self.out_dtype = self.rhs.dtype
-        batch = torch.broadcast_shapes(self.rhs.shape[:-2], self.system.operator.batch_shape)
-        self.b = self.rhs.to(torch.float64).expand(*batch, *self.rhs.shape[-2:])
+    def __init__(
+        self,
+        choices: ConjugateGradients,
+        system: System,
+        rhs: Tensor,
+        preconditioner: LowRankPlusDiagonal | None,
+        lanczos_columns: int,
+    ) -> None:
+        super().__init__()
+        self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
+        self.tol, self.out_dtype = choices.tol or 1e-3, rhs.dtype
+        batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
+        self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
         norm = self.b.norm(dim=-2)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.exact = self.system.dtype == torch.float64 or self.choices.precision == "float64"
-        self.coefficients: list[tuple[Tensor, Tensor]] = []
-        self.value = torch.zeros_like(self.b)
-        self.r = self.b.clone()
-        if self.initial is not None:
-            start = self.initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
+        self.size, self.columns, self.device = system.n, norm.numel(), rhs.device
+        self.exact = system.dtype == torch.float64 or choices.precision == "float64"
+        self.coefficients: list[Tensor] = []
+        self.verified = True  # whether the true residual is that of the value
+        self.steps = 0  # of the cycle
+        self.s = self.d = self.p = self.b[..., :0]
+        self.sz = self.target = self.least = norm[..., :0]
+        self.active, self.index = norm[..., :0] > 0, torch.arange(0)
+
+    @property
+    def matmuls(self) -> int:
+        """Products with K so far."""
+        return self.system.matmuls
+
+    @matmuls.setter
+    def matmuls(self, count: int) -> None:
+        self.system.matmuls = count
+
+    @property
+    def entries(self) -> float:
+        return float(self.matmuls) * self.size**2
+
+    @property
+    def matrix_entries(self) -> float:
+        return float(self.size**2)
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        self.value, self.r = torch.zeros_like(self.b), self.b.clone()
+        if initial is not None:
+            start = initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
             self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.system.accurate_product(self.value)
-        self.residual = self.rounded_residual = self.r.norm(dim=-2) / self.norm
+        self.warm = initial is not None
+        self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self.history.append(self.residual)
+        self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
+        return self.estimate()
 
-    def loop(self) -> None:
-        if self.progress is None:
-            self.progress = sys.stderr.isatty()
-        with tqdm(desc="conjugate gradients", unit="it", disable=not self.progress, delay=_PROGRESS_DELAY,
-                  leave=False) as bar:  # fmt: skip
-            while not self._done():
-                before = self.residual
-                try:
-                    self._cycle(bar)
-                    self._verify()
-                except KeyboardInterrupt:
-                    if not self.keep_interrupted:  # inside a model: a half-done solution must not reach its caches
-                        raise
-                    self.reason = Reason.INTERRUPTED
-                    self._verify()
-                self._judge(before)
+    def estimate(self) -> Tensor:
+        return self.current.reshape(-1)
 
-    def _done(self) -> bool:
-        if not self.reason and bool((self.residual <= self.tol).all()):
-            rounded = bool((self.rounded_residual > self.tol).any())
-            self.reason = Reason.ROUNDED if rounded else Reason.REACHED
-        return bool(self.reason)
+    def weights(self) -> Tensor:
+        if not self.cycling:
+            return self.value
+        value = self.value.clone()
+        value[..., self.index] += self.d
+        return value
 
-    def _judge(self, before: Tensor) -> None:
-        """After a cycle: go on, go on with float64 products, or give up."""
-        if self.reason or bool((self.residual <= self.tol).all()):
-            return
-        if self.iterations >= self.limit:
-            self.reason = Reason.ITERATIONS
-            return
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """Where a cycle has ended: go on, go on with float64 products, or end."""
+        if self.cycling:
+            return None
+        if bool((self.residual <= self.tol).all()):
+            return self._reached()
         open_columns = self.residual > self.tol
-        if bool((self.residual > 0.5 * before)[open_columns].any()):
+        if bool((self.residual > 0.5 * self.before)[open_columns].any()):
             if self.exact:
-                self.reason = Reason.STAGNATED
-            else:
-                self.exact = True
-                self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
+                return Reason.STAGNATED
+            self.exact = True
+            self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
+        self._open()
+        return None
+
+    def _reached(self) -> Reason:
+        return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        if self.cycling or not self.verified:
+            self._close()
+        if reason in (Reason.ITERATIONS, Reason.TIME) and bool((self.residual <= self.tol).all()):
+            reason = self._reached()
+        residual = self.best_residual.reshape(-1)
+        facts = {"matmuls": self.matmuls, "tol": self.tol, "dtype": str(self.system.dtype).removeprefix("torch.")}
+        return Outcome(self.best, residual, bool((residual <= self.tol).all()), reason, facts)
 
     def _product(self, vectors: Tensor) -> Tensor:
         return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
@@ -254,79 +300,81 @@ class _Run:
         self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
 
-    def _cycle(self, bar: Any) -> None:
-        """Conjugate gradients on ``A d = r`` from d = 0, until every recurrence residual meets the cycle's target."""
+    def _open(self) -> None:
+        """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
+        self.cycling, self.before, self.steps = True, self.residual, 0
         share = 0.95 if self.exact and self.out_dtype == torch.float64 else 0.5
-        target = torch.full_like(self.residual, share * self.tol)
+        self.target = torch.full_like(self.residual, share * self.tol)
         if not self.exact:
-            target = torch.maximum(target, _CYCLE_REDUCTION * self.residual)
-        width = self.b.shape[-1]
-        index = torch.arange(width, device=self.b.device)
-        first_cycle = not self.coefficients and self.initial is None and self.iterations == 0
-        r, d = self.r.clone(), torch.zeros_like(self.b)
-        z = self._precondition(r)
-        p = z.clone()
-        rz = (r * z).sum(dim=-2)
-        current = self.residual.clone()
-        active = current > target
-        least, steps = current.clone(), 0
-        growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
-        try:
-            while bool(active.any()) and self.iterations < self.limit:
-                keep = active.reshape(-1, len(index)).any(dim=0)
-                if int(keep.sum()) <= len(index) // 2:  # leave finished columns out of the products
-                    self.value[..., index] += d
-                    index, r, p, z = index[keep], r[..., keep], p[..., keep], z[..., keep]
-                    d, rz, active = torch.zeros_like(r), rz[..., keep], active[..., keep]
-                product = self._product(p)
-                curvature = (p * product).sum(dim=-2)
-                if not bool(torch.isfinite(curvature).all()):
-                    raise NumericalError("A product with the kernel matrix gave NaN or infinity; check the inputs.")
-                usable = active & (curvature > 0) & (rz > 0)
-                if bool((active & ~usable & (rz != 0)).any()) and self.exact:
-                    self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
-                alpha = torch.where(usable, rz / torch.where(usable, curvature, 1), 0)
-                d.addcmul_(alpha.unsqueeze(-2), p)
-                r.addcmul_(alpha.unsqueeze(-2), product, value=-1)
-                current = current.clone()
-                current[..., index] = r.norm(dim=-2) / self.norm[..., index]
-                active = usable & (current > target)[..., index]
-                z = self._precondition(r)
-                new_rz = (r * z).sum(dim=-2)
-                beta = torch.where(usable & (new_rz > 0), new_rz / torch.where(usable, rz, 1), 0)
-                p.mul_(beta.unsqueeze(-2)).add_(z)
-                rz = new_rz
-                if first_cycle and self.lanczos_columns:
-                    self._keep_coefficients(alpha, beta, index)
-                self.iterations += 1
-                steps += 1
-                self.history.append(current)
-                bar.update()
-                bar.set_postfix_str(f"residual {float(current.max()):.1e}", refresh=False)
-                state = Iterate(self.iterations, current, time.perf_counter() - self.start)
-                if self.callback is not None and self.callback(state):
-                    self.reason = Reason.CALLBACK
-                    return
-                least = torch.minimum(least, current)
-                if bool((current > growth * least).any()):
-                    return
-                if not self.exact and steps % _CHECK_EVERY == 0 and self._drifted(d, r, index):
-                    return
-        finally:
-            self.value[..., index] += d
+            self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.residual)
+        self.index = torch.arange(self.b.shape[-1], device=self.b.device)
+        self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
+        self.p = self._precondition(self.s).clone()
+        self.sz = (self.s * self.p).sum(dim=-2)
+        self.current = self.least = self.residual.clone()
+        self.active = self.current > self.target
 
-    def _drifted(self, d: Tensor, r: Tensor, index: Tensor) -> bool:
-        """Whether the recurrence residual r has left the true one by more than a third of it."""
-        value = self.value.clone()
-        value[..., index] += d
-        true = (self.b - self.system.accurate_product(value))[..., index]
-        return bool(((true - r).norm(dim=-2) > 0.3 * true.norm(dim=-2)).any())
+    def _close(self) -> None:
+        """End the cycle: what it found, with its true residual."""
+        self.value, self.cycling, self.verified = self.weights(), False, False
+        self._verify()
+        self.verified = True
+
+    def _narrow(self) -> None:
+        """Leave finished columns out of the products, where they are half of all."""
+        keep = self.active.reshape(-1, len(self.index)).any(dim=0)
+        if int(keep.sum()) > len(self.index) // 2:
+            return
+        self.value[..., self.index] += self.d
+        self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
+        self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
+
+    def step(self) -> bool:
+        first_cycle = len(self.coefficients) == self.iterations and not self.warm
+        self._narrow()
+        index, p = self.index, self.p
+        product = self._product(p)
+        curvature = (p * product).sum(dim=-2)
+        if not bool(torch.isfinite(curvature).all()):
+            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check the inputs.")
+        usable = self.active & (curvature > 0) & (self.sz > 0)
+        if self.exact and bool((self.active & ~usable & (self.sz != 0)).any()):
+            self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
+        alpha = torch.where(usable, self.sz / torch.where(usable, curvature, 1), 0)
+        self.d.addcmul_(alpha.unsqueeze(-2), p)
+        self.s.addcmul_(alpha.unsqueeze(-2), product, value=-1)
+        self.current = self.current.clone()
+        self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
+        self.active = usable & (self.current > self.target)[..., index]
+        z = self._precondition(self.s)
+        new = (self.s * z).sum(dim=-2)
+        beta = torch.where(usable & (new > 0), new / torch.where(usable, self.sz, 1), 0)
+        self.p = p.mul_(beta.unsqueeze(-2)).add_(z)
+        self.sz = new
+        if first_cycle and self.lanczos_columns:
+            self._keep_coefficients(alpha, beta, index)
+        self.iterations += 1
+        self.steps += 1
+        self.least = torch.minimum(self.least, self.current)
+        growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
+        looked_at = not self.exact and self.steps % _CHECK_EVERY == 0
+        if (
+            not bool(self.active.any())
+            or bool((self.current > growth * self.least).any())
+            or (looked_at and self._drifted())
+        ):
+            self._close()
+        return True
+
+    def _drifted(self) -> bool:
+        """Whether the recurrence residual has left the true one by more than a third of it."""
+        true = (self.b - self.system.accurate_product(self.weights()))[..., self.index]
+        return bool(((true - self.s).norm(dim=-2) > 0.3 * true.norm(dim=-2)).any())
 
     def _keep_coefficients(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:
         full = self.b.new_zeros(2, *self.residual.shape)
         full[0][..., index], full[1][..., index] = alpha, beta
-        kept = full[..., : self.lanczos_columns]
-        self.coefficients.append((kept[0], kept[1]))
+        self.coefficients.append(full[..., : self.lanczos_columns])
 
     def lanczos_matrices(self) -> Tensor:
         """Tridiagonal matrices of the first columns, from CG's alpha and beta; unit rows past a column's end."""
@@ -345,34 +393,3 @@ class _Run:
                 matrix[..., k, k - 1] = matrix[..., k - 1, k] = side
             matrix[..., k, k] = torch.where(active, entry, 1)
         return matrix.movedim(-3, 0).to(self.out_dtype)
-
-    def report(self, name: str, setup_seconds: float) -> SolveReport:
-        residual = self.best_residual.reshape(-1).cpu()
-        assert self.reason is not None
-        device = self.b.device
-        return SolveReport(
-            solver="ConjugateGradients",
-            preconditioner=name,
-            n=self.system.n,
-            columns=residual.numel(),
-            iterations=self.iterations,
-            matmuls=self.system.matmuls,
-            residual=residual,
-            history=torch.stack([h.reshape(-1) for h in self.history]).cpu(),
-            tol=self.tol,
-            converged=bool((residual <= self.tol).all()),
-            reason=self.reason,
-            seconds=time.perf_counter() - self.start,
-            setup_seconds=setup_seconds,
-            rank=0 if self.preconditioner is None else self.preconditioner.rank,
-            dtype=str(self.system.dtype).removeprefix("torch."),
-            device=str(device),
-            peak_memory=peak_memory(device),
-            notes=self.notes,
-            remedies={Reason.ITERATIONS: self._remedy(name)},
-        )
-
-    def _remedy(self, name: str) -> str:
-        if name == "none" or self.preconditioner is None:
-            return "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
-        return f"Raise the preconditioner's rank (now {self.preconditioner.rank}), or max_iterations."

@@ -46,7 +46,7 @@ class SplitGradients(Method):
 
     saved = (
         "value", "r", "best", "residual", "energy", "gained", "deviations", "found", "current", "exact",
-        "products", "cycling",
+        "products", "cycling", "verified",
         "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
         "taken", "estimates", "coefficients",
     )  # fmt: skip
@@ -71,6 +71,7 @@ class SplitGradients(Method):
         self.exact = matrix.tall.dtype == torch.float64
         self.products = 0
         self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.verified = True  # whether the true residual is that of the value
         self.ends = 2**62  # iterations after which a cycle ends at the latest
         self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
         self.recurrence = self.active = self.target = self.norm[:0]
@@ -133,7 +134,7 @@ class SplitGradients(Method):
         return None
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        if self.cycling:
+        if self.cycling or not self.verified:
             self._close()
         converged = bool((self._judged(self.residual) <= self.tol).all())
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
@@ -204,8 +205,9 @@ class SplitGradients(Method):
 
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual."""
-        self.cycling, self.value = False, self.value + self._uncoordinated(self.u)
+        self.value, self.cycling, self.verified = self.weights(), False, False
         self.found = self._verify()
+        self.verified = True
 
     def step(self) -> bool:
         matrix, level, energy, active = self.matrix, self.matrix.level, self.recurrence, self.active

@@ -97,11 +97,20 @@ class Run:
                 self._loop(bar, interrupt)
                 if interrupt.seen and self.raising:  # it came too late to be noticed by a step
                     raise KeyboardInterrupt
-                assert self.reason is not None
-                self.outcome = outcome = method.finish(self.reason, interrupt.seen)
+                self.outcome = outcome = self._finish(interrupt.seen)
                 if not interrupt.seen:
                     self.watcher.last_look(outcome.value, self.passes, self.seconds)
         return outcome
+
+    def _finish(self, quick: bool) -> Outcome:
+        assert self.reason is not None
+        try:
+            return self.method.finish(self.reason, quick)
+        except KeyboardInterrupt:
+            if self.raising:
+                raise
+            self.reason = Reason.INTERRUPTED
+            return self.method.finish(self.reason, True)
 
     def _begin(self) -> None:
         if self.checkpoint is not None and self.checkpoint.exists():
