@@ -31,8 +31,9 @@ from sketchgp import (
 )
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import System, askotch, eigenpro2, skotch
-from sketchgp.solvers.blockwise import BlockSystem, run
+from sketchgp.solvers.blockwise import BlockSystem, refinement
 from sketchgp.solvers.blockwise.state import State
+from sketchgp.solvers.loop import run
 
 N, BLOCK = 300, 50
 SOLVERS = {
@@ -269,7 +270,7 @@ def test_the_best_of_several_corrections_is_returned(monkeypatch):
     assert len(found) > 2
     assert bool((solution.report.residual <= least).all())
     torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-3, atol=0)
-    state = State(*(torch.zeros(3, 2),) * 4, torch.zeros(0, 2), torch.ones(2), torch.ones(2), 0.1, 0.1)
+    state = State(*(torch.zeros(3, 2),) * 3, torch.zeros(0, 2), *(torch.ones(2),) * 4, 0.1, 0.1)
     state.keep(torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0], dtype=torch.float64))
     value, residual, earlier = state.best_of(torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64))
     assert value.tolist() == [[5.0, 7.0]] * 3
@@ -302,7 +303,7 @@ def test_blocks_of_full_rank_are_exact(rank):
 def test_ctrl_c_when_the_solve_has_just_ended(interruptible, monkeypatch):
     """In a model it must not be lost; alone, the solution is there."""
     problem = _problem()
-    monkeypatch.setattr(run.Run, "save", lambda self: _ctrl_c() if self.state.reason else None)
+    monkeypatch.setattr(run.Run, "save", lambda self: _ctrl_c() if self.reason else None)
     solver = ASkotch(block_size=BLOCK, tol=1e-3)
     assert solver.solve(problem).report.converged
     with pytest.raises(KeyboardInterrupt):
@@ -399,7 +400,7 @@ def test_a_zero_column_beside_others():
 @every_solver
 def test_estimates_are_those_of_the_rows_that_were_seen(monkeypatch, steps, name, window):
     """One a window: a pass, or fewer rows; the root of n times the mean square residual of its rows."""
-    monkeypatch.setattr(run, "_WINDOW", window)
+    monkeypatch.setattr(refinement, "_WINDOW", window)
     problem = _problem()
     report = _quietly(_with(name, tol=1e-12, max_passes=8), problem).report
     expected, rows, squares = [], 0, torch.zeros(2, dtype=torch.float64)
@@ -441,8 +442,8 @@ def test_the_first_residual_is_exact(dtype):
 def test_a_sampled_residual(monkeypatch, early):
     """Of more than _ALL_ROWS points, after fewer than 5 passes, the residual is that of a sample of rows, and said to
     be: close to the true one, and the value is the same.  After 5 passes it is of all rows again."""
-    monkeypatch.setattr(run, "_ALL_ROWS", 200)
-    monkeypatch.setattr(run, "_SAMPLE", 150)
+    monkeypatch.setattr(refinement, "_ALL_ROWS", 200)
+    monkeypatch.setattr(refinement, "_SAMPLE", 150)
     solver, problem = ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2.5 if early else 5.5), _problem(columns=4)
     solution = _quietly(solver, problem)
     report, true = solution.report, _residual(problem, solution.value)
@@ -463,8 +464,8 @@ def test_a_sampled_residual(monkeypatch, early):
 
 def test_a_sample_of_float32_is_in_float64(monkeypatch):
     """The rows of the sample are evaluated in float64, at the rounded value that is returned."""
-    monkeypatch.setattr(run, "_ALL_ROWS", 200)
-    monkeypatch.setattr(run, "_SAMPLE", N - 1)  # nearly all rows: then it is nearly the true residual
+    monkeypatch.setattr(refinement, "_ALL_ROWS", 200)
+    monkeypatch.setattr(refinement, "_SAMPLE", N - 1)  # nearly all rows: then it is nearly the true residual
     problem = _problem(dtype=torch.float32)
     solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-12, max_passes=4), problem)
     assert solution.report.notes == [f"residual estimated from {N - 1} random rows, in float64"]
@@ -473,16 +474,16 @@ def test_a_sample_of_float32_is_in_float64(monkeypatch):
 
 def test_a_sample_never_converges(monkeypatch):
     """However low the residual of the sample: only all rows can tell that the tolerance was met."""
-    monkeypatch.setattr(run, "_ALL_ROWS", 200)
-    monkeypatch.setattr(run, "_SAMPLE", 150)
+    monkeypatch.setattr(refinement, "_ALL_ROWS", 200)
+    monkeypatch.setattr(refinement, "_SAMPLE", 150)
     report = _quietly(ASkotch(block_size=BLOCK, tol=0.9, max_passes=0.9), _problem()).report
     assert report.max_residual < 0.9
     assert not report.converged
 
 
 def test_many_points_converge_by_all_rows(monkeypatch):
-    monkeypatch.setattr(run, "_ALL_ROWS", 200)
-    monkeypatch.setattr(run, "_SAMPLE", 20)
+    monkeypatch.setattr(refinement, "_ALL_ROWS", 200)
+    monkeypatch.setattr(refinement, "_SAMPLE", 20)
     problem = _problem()
     solution = ASkotch(block_size=BLOCK, tol=0.3).solve(problem)
     assert solution.report.converged
@@ -542,7 +543,7 @@ def test_passes_of_a_fixed_partition(steps, name):
 def test_passes_of_float32(monkeypatch, steps, checked):
     """Once a pass some rows of a block in float64 too, and a product for every correction."""
     looks = []
-    monkeypatch.setattr(run, "_CHECKED", checked)
+    monkeypatch.setattr(refinement, "_CHECKED", checked)
     accurate_rows = BlockSystem.accurate_rows
     monkeypatch.setattr(
         BlockSystem, "accurate_rows", lambda self, rows, v: looks.append(len(rows)) or accurate_rows(self, rows, v)
@@ -624,7 +625,7 @@ def test_what_a_callback_sees(steps, name):
 
 def test_a_callback_every_window(monkeypatch):
     """With more points than _WINDOW, that many rows pass between two calls."""
-    monkeypatch.setattr(run, "_WINDOW", 2 * BLOCK)
+    monkeypatch.setattr(refinement, "_WINDOW", 2 * BLOCK)
     iterations = []
     _quietly(
         ASkotch(block_size=BLOCK, tol=1e-12, max_passes=3),
@@ -781,14 +782,14 @@ def _shown(monkeypatch, stream, **options):
 
 
 def test_no_progress_bar_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(run, "_PROGRESS_DELAY", 0.0)
+    monkeypatch.setattr(run, "_DELAY", 0.0)
     assert _shown(monkeypatch, io.StringIO()) == ""
     assert _shown(monkeypatch, _Terminal(), progress=False) == ""
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_progress_bar(monkeypatch, asked):
-    monkeypatch.setattr(run, "_PROGRESS_DELAY", 0.0)
+    monkeypatch.setattr(run, "_DELAY", 0.0)
     held_out = points(5, seed=8), normal(5, 2, seed=9)
     if asked:
         text = _shown(monkeypatch, io.StringIO(), progress=True, held_out=held_out)
@@ -801,8 +802,8 @@ def test_a_progress_bar(monkeypatch, asked):
 
 
 def test_a_short_solve_shows_no_progress_bar(monkeypatch):
-    assert run._PROGRESS_DELAY == 2.0
-    monkeypatch.setattr(run, "_PROGRESS_DELAY", 60.0)  # as if on a machine that is not busy
+    assert run._DELAY == 2.0
+    monkeypatch.setattr(run, "_DELAY", 60.0)  # as if on a machine that is not busy
     assert _shown(monkeypatch, _Terminal()) == ""
 
 
@@ -983,23 +984,23 @@ def test_a_second_ctrl_c_while_the_residual_is_computed(interruptible, monkeypat
 
 def test_after_ctrl_c_a_sample_is_enough(interruptible, monkeypatch, after_step):
     """Somebody waits: however many passes were done, no product with all rows follows."""
-    monkeypatch.setattr(run, "_SAMPLE", 150)
+    monkeypatch.setattr(refinement, "_SAMPLE", 150)
     after_step(lambda method, rows, g: _ctrl_c() if len(done) == 60 else done.append(1))
     done = []
     report = _quietly(LONG, _problem()).report
-    assert report.passes > run._WORTH_ALL_ROWS
+    assert report.passes > refinement._WORTH_ALL_ROWS
     assert "residual estimated from 150 random rows, in float64" in report.notes
 
 
 def test_ctrl_c_while_the_end_is_verified(interruptible, monkeypatch):
     """What has been reached is not called interrupted."""
-    verify = run.Run._verify_all
+    verify = refinement.Refinement._verify_all
 
     def verified(self):
         verify(self)
         _ctrl_c()
 
-    monkeypatch.setattr(run.Run, "_verify_all", verified)
+    monkeypatch.setattr(refinement.Refinement, "_verify_all", verified)
     report = ASkotch(block_size=BLOCK, tol=1e-3).solve(_problem()).report
     assert (report.converged, report.reason) == (True, "reached the tolerance")
 

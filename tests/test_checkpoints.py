@@ -40,7 +40,8 @@ from sketchgp import (
     tensor_file,
 )
 from sketchgp.solvers import askotch, eigenpro2
-from sketchgp.solvers.blockwise import BlockSystem, checkpoint, run
+from sketchgp.solvers.blockwise import BlockSystem, refinement
+from sketchgp.solvers.loop import checkpoint, run
 
 N, BLOCK = 300, 50
 ALWAYS = 1e-9  # seconds between two writes: one every window
@@ -148,13 +149,13 @@ class _Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        original = run.Run._step
+        original = refinement.Refinement.step
 
         def step(this):
             original(this)
             self.now += 1.0
 
-        monkeypatch.setattr(run.Run, "_step", step)
+        monkeypatch.setattr(refinement.Refinement, "step", step)
         monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
@@ -225,13 +226,13 @@ def test_a_solve_that_stops_after_every_step(monkeypatch, name, path):
     """By its budget, which cuts through windows and passes."""
     solver, problem = VARIANTS[name], _problem_of(name)
     passes = []
-    original = run.Run._step
+    original = refinement.Refinement.step
 
     def step(self):
         original(self)
         passes.append(self.system.passes)
 
-    monkeypatch.setattr(run.Run, "_step", step)
+    monkeypatch.setattr(refinement.Refinement, "step", step)
     expected = _solve(solver, problem)
     stops = passes[:-1]
     for count in range(0, len(stops), max(1, len(stops) // 25)):
@@ -650,7 +651,7 @@ def test_a_finished_solve_is_returned_again(monkeypatch, name, path):
     solver, problem = dataclasses.replace(VARIANTS[name], checkpoint=path), _problem_of(name)
     first = _solve(solver, problem)
     contents = path.read_bytes()
-    monkeypatch.setattr(run.Run, "_step", None)
+    monkeypatch.setattr(refinement.Refinement, "step", None)
     for _ in range(2):
         _same(_solve(solver, problem), first)
     assert path.read_bytes() == contents
@@ -1094,14 +1095,14 @@ def test_code_in_a_file_is_not_executed(path, valid, form):
 def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, place):
     """It is found before the first step."""
     (tmp_path / "file").write_text("not a directory")
-    monkeypatch.setattr(run.Run, "_step", None)
+    monkeypatch.setattr(refinement.Refinement, "step", None)
     with pytest.raises(InputError, match="cannot be written"):
         ASkotch(block_size=BLOCK, checkpoint=tmp_path / place).solve(_problem())
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_permission(tmp_path, monkeypatch):
-    monkeypatch.setattr(run.Run, "_step", None)
+    monkeypatch.setattr(refinement.Refinement, "step", None)
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(InputError, match="cannot be written"):

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..checks import number, settle
 from .blockwise import (
+    BlockMethod,
     BlockSolver,
     BlockSystem,
-    Method,
     Partition,
     block_inverse,
     describe_blocks,
@@ -73,11 +73,11 @@ class ASkotch(BlockSolver):
         settle_blocks(self)
         settle(self, number, "mu", above=0, finite=True, optional=True)
 
-    def method(self, system: BlockSystem, block_size: int) -> Method:
+    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
         return (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)
 
 
-class _Fresh(Method):
+class _Fresh(BlockMethod):
     """Version 2: at ``y = alpha v + (1 - alpha) w``, ``d = P^-1 (A y - r)_b / L``; ``w = y - d`` and
     ``v = beta v + (1 - beta) y - gamma d``, with ``nu = n / b``, ``beta = 1 - sqrt(mu / nu)``,
     ``gamma = 1 / sqrt(mu nu)``, ``alpha = 1 / (1 + gamma nu)``.
@@ -174,7 +174,7 @@ class _Fresh(Method):
         numbers["judged_rows"], numbers["against"] = 0, 0.0
 
 
-class _Fixed(Method):
+class _Fixed(BlockMethod):
     """Version 1, the paper's Algorithm 1 with beta = 0: a fixed partition, blocks drawn with probability
     ``p_b = sqrt(L_b) / S``; ``x = tau z + (1 - tau) w``, ``d = P_b^-1 (A x - r)_b``, ``w = x - d / L_b``,
     ``z = (z + gamma mu x - gamma d / p_b) / (1 + gamma mu)``.

@@ -7,7 +7,6 @@ Stability of Numerical Algorithms", chapter 12.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from ..preconditioners import Preconditioner, RPCholesky
 from ..report import Reason, SolveReport, conclude
 from .choices import Budgeted
 from .held_out import full_held_out
-from .loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, fingerprint
+from .loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
 from .problem import FullProblem, Solution, System, check_problem
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
@@ -98,7 +97,7 @@ class ConjugateGradients(Budgeted):
         function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
         held_out = pair(owner, held_out, problem.x, problem.y.shape[1:])
-        began, system, built = time.perf_counter(), problem.system(matmul), None
+        began, system, built = clock(), problem.system(matmul), None
         if choice is not None:
             choice.validate(system.n)
             built = choice.build(system.operator, system.noise)
@@ -108,7 +107,7 @@ class ConjugateGradients(Budgeted):
             columns,
             built,
             name=choice.name if choice is not None else "none",
-            setup_seconds=time.perf_counter() - began,
+            setup_seconds=clock() - began,
             initial=None if initial is None else initial.reshape(columns.shape),
             callback=callback,
             held_out=None if held_out is None else full_held_out(problem, matmul, *held_out),
@@ -146,7 +145,7 @@ class ConjugateGradients(Budgeted):
             run = Run(
                 method,
                 Budget(self.max_iterations or 1000, self.max_seconds),
-                began=time.perf_counter() - setup_seconds,
+                began=clock() - setup_seconds,
                 initial=initial,
                 callback=callback,
                 held_out=held_out,

@@ -18,7 +18,7 @@ from ..checks import count, settle
 from ..errors import InputError, NumericalError
 from ..lowrank import TopEigensystem, top_eigensystem
 from ..random_streams import generator
-from .blockwise import BlockSolver, BlockSystem, Method, next_block
+from .blockwise import BlockMethod, BlockSolver, BlockSystem, next_block
 from .eigenpro_step import directions, scaled_vectors, step_size
 
 
@@ -64,11 +64,11 @@ class EigenPro2(BlockSolver):
             if (getattr(self, name) or 0) > n:
                 raise InputError(f"EigenPro2({name}={getattr(self, name)}) exceeds the {n} points; choose at most {n}.")
 
-    def method(self, system: BlockSystem, block_size: int) -> Method:
+    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
         return _EigenPro2(self, system, block_size)
 
 
-class _EigenPro2(Method):
+class _EigenPro2(BlockMethod):
     """``w_m -= step g`` and ``w_s += step F F^T K'(Xs, Xm) g`` with ``g = (K' w)_m - r_m``."""
 
     name = "EigenPro2"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .blockwise import (
+    BlockMethod,
     BlockSolver,
     BlockSystem,
-    Method,
     Partition,
     block_inverse,
     describe_blocks,
@@ -52,11 +52,11 @@ class Skotch(BlockSolver):
         super().__post_init__()
         settle_blocks(self)
 
-    def method(self, system: BlockSystem, block_size: int) -> Method:
+    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
         return _Skotch(self, system, block_size)
 
 
-class _Skotch(Method):
+class _Skotch(BlockMethod):
     """``w_b -= P^-1 ((A w)_b - r_b) / L``."""
 
     name = "Skotch"

@@ -1,7 +1,8 @@
 """What the solvers share that go through ``(K + noise) W = Y`` by blocks of rows: Skotch, ASkotch, EigenPro 2.
 
 ``system`` evaluates rows and blocks, ``blocks`` draws them, ``inverse`` inverts one; ``solver`` holds the choices that
-all of these solvers have, ``method`` is what each of them adds, ``run`` their one loop.
+all of these solvers have, ``method`` is what each of them adds, ``refinement`` what it is under the loop of all
+solvers.
 """
 
 from .blocks import (
@@ -13,16 +14,16 @@ from .blocks import (
     settle_blocks,
 )
 from .inverse import BlockInverse, block_inverse
-from .method import Method
+from .method import BlockMethod
 from .solver import BlockSolver
 from .system import BlockSystem, automatic_block_size
 
 __all__ = [
     "SAMPLINGS",
     "BlockInverse",
+    "BlockMethod",
     "BlockSolver",
     "BlockSystem",
-    "Method",
     "Partition",
     "automatic_block_size",
     "block_inverse",

@@ -1,15 +1,12 @@
-"""What a blockwise method is to the loop that runs it."""
+"""What a blockwise method is to the solve that it is a part of."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Method:
+class BlockMethod:
     """A method at work on ``(K + noise) d = r`` from d = 0.
 
     Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
@@ -67,20 +64,3 @@ class Method:
     def shrink_step(self) -> None:
         """Go on with a smaller step: the residual grows."""
         raise NotImplementedError
-
-
-class HeldOut(Protocol):
-    """``W -> (error (t,), entries of K evaluated)`` on held-out points; ``mark`` tells one set from another."""
-
-    mark: str
-
-    def __call__(self, weights: Tensor) -> tuple[Tensor, int]: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to stop; ``seconds=None`` is no limit."""
-
-    tol: float
-    passes: float
-    seconds: float | None

@@ -2,77 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import os
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...checks import count, flag, function, like, number, pair, path, seed, settle, tolerance
+from ...checks import count, flag, function, like, number, pair, seed, settle, tolerance
 from ...errors import InputError
-from ...fingerprint import hash_tensors
-from ...operators import KernelMatrix
 from ...report import SolveReport, conclude
-from ..loop import Checkpoint, Progress, fingerprint
+from ..choices import Budgeted
+from ..held_out import full_held_out
+from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, fingerprint
 from ..problem import FullProblem, Solution, System, check_problem
-from .method import HeldOut, Limits, Method
-from .run import Run
+from .method import BlockMethod
+from .refinement import Refinement
 from .system import BlockSystem, automatic_block_size
-
-_BUDGET = ("tol", "max_passes", "max_seconds", "checkpoint", "every")  # choices that change no step
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSolver:
+class BlockSolver(Budgeted):
     """Base class: solves ``(K + noise) W = Y`` by steps that evaluate some rows of K each.
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
         GPyTorch's ``eval_cg_tolerance`` in a model where that is smaller.
     :param max_passes: the most work, in entries of K evaluated over ``n^2``; not counting the last residual, nor
         that of a warm start.
-    :param max_seconds: the most time for steps, earlier runs of a resumed solve included; None for no limit.
     :param block_size: rows a step, or None: see :func:`automatic_block_size`.
     :param seed: seed of every random choice.
-    :param checkpoint: a file to keep the state of the solve in.  If it exists the solve goes on from it, and ends with
-        the bits that an uninterrupted one ends with (on the same device and number of threads).  It holds tensors
-        only.  Of another problem, or with other choices than budget and tolerance, it is refused; so is a path that
-        another solve, in this process or another, is using (a lock on ``path.lock``, which ends with the process).
-    :param every: seconds between two writes of the checkpoint.
+
+    ``max_seconds``, ``checkpoint`` and ``every`` are those of :class:`sketchgp.solvers.Budgeted`.
     """
+
+    _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_passes")
 
     tol: float | None = None
     max_passes: float = 200.0
-    max_seconds: float | None = None
     block_size: int | None = None
     seed: int = 0
-    checkpoint: str | os.PathLike[str] | None = None
-    every: float = 60.0
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol", optional=True)
-        settle(self, number, "max_passes", "every", above=0)
-        settle(self, number, "max_seconds", above=0, optional=True)
+        settle(self, number, "max_passes", above=0)
+        self._check_budget()
         settle(self, count, "block_size", optional=True)
         settle(self, seed, "seed")
-        settle(self, path, "checkpoint", optional=True)
-
-    @property
-    def name(self) -> str:
-        """The method's name, as reports print it."""
-        return type(self).__name__
 
     def validate(self, n: int) -> None:
         """:raises InputError: if a choice does not fit n points."""
         if self.block_size is not None and self.block_size > n:
             raise InputError(f"{self.name}(block_size={self.block_size}) exceeds the {n} points; choose at most {n}.")
 
-    def method(self, system: BlockSystem, block_size: int) -> Method:
+    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
         """The method at work on one system."""
         raise NotImplementedError
 
@@ -113,7 +96,7 @@ class BlockSolver:
             columns,
             initial=None if initial is None else initial.reshape(columns.shape),
             callback=callback,
-            held_out=None if held_out is None else _held_out(problem, matmul, *held_out),
+            held_out=None if held_out is None else full_held_out(problem, matmul, *held_out),
             progress=progress,
             keep_interrupted=True,
         )
@@ -158,50 +141,23 @@ class BlockSolver:
         progress: bool | None,
         keep_interrupted: bool,
     ) -> tuple[Tensor, SolveReport]:
-        start = time.perf_counter()
+        began = clock()
         rows = BlockSystem(system)
         checkpoint = None
         if self.checkpoint is not None:
-            choices = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _BUDGET}
-            described = f"{self.name} {choices} {rhs.dtype}"
-            marks = fingerprint(system.operator, system.noise, rhs, described)
+            marks = fingerprint(system.operator, system.noise, rhs, f"{self._described()} {rhs.dtype}")
             checkpoint = Checkpoint(self.checkpoint, self.every, marks)
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
         method = self.method(rows, size)
-        setup = time.perf_counter() - start
-        with nullcontext() if checkpoint is None else checkpoint.reserved():
-            run = Run(
-                rows,
-                method,
-                rhs.to(torch.float64),
-                rhs.dtype,
-                Limits(self.tol or 1e-3, self.max_passes, self.max_seconds),
-                self.seed,
-                initial=initial,
-                checkpoint=checkpoint,
-                callback=callback,
-                held_out=held_out,
-                raising=not keep_interrupted,
-            )
-            run.loop(progress)
-        assert run.value is not None
-        return run.value, run.report(method.describe(), setup)
-
-
-def _held_out(problem: FullProblem, matmul: str, x: Tensor, y: Tensor) -> HeldOut:
-    """The error on held-out points as a function of W."""
-    cross = KernelMatrix.of(problem.kernel, x, problem.x, engine=matmul).detach()
-    wanted = y.reshape(len(x), -1).to(torch.float64)
-
-    return _HeldOut(cross, wanted)
-
-
-class _HeldOut:
-    """The root mean square error ``(t,)`` of ``k(held-out, x) W``, and the entries of K that it took."""
-
-    def __init__(self, cross: KernelMatrix, wanted: Tensor) -> None:
-        self.cross, self.wanted, self.mark = cross, wanted, hash_tensors(cross.x1, wanted)
-
-    def __call__(self, weights: Tensor) -> tuple[Tensor, int]:
-        predicted = self.cross._matmul(weights.to(self.cross.dtype)).to(torch.float64)
-        return (predicted - self.wanted).square().mean(dim=0).sqrt().cpu(), self.cross.shape.numel()
+        run = Run(
+            Refinement(rows, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed),
+            Budget(self.max_passes, self.max_seconds),
+            began=began,
+            initial=initial,
+            callback=callback,
+            held_out=held_out,
+            checkpoint=checkpoint,
+            raising=not keep_interrupted,
+        )
+        outcome = run.loop(progress)
+        return outcome.value, run.report()

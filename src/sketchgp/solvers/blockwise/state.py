@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ...report import Reason
 
-_TENSORS = ("base", "r", "window_squares", "generator", "best", "best_true", "true")
-_ON_CPU = ("best_true", "true")
+_TENSORS = ("base", "r", "window_squares", "best", "best_true", "true", "first", "estimate")
+_ON_CPU = ("best_true", "true", "first", "estimate")
 
 
 @dataclass
 class State:
-    """Counters, residuals and notes.  ``base`` is W without the method's d, and ``r = y - (K + noise) base``.
+    """Counters and residuals.  ``base`` is W without the method's d, and ``r = y - (K + noise) base``.
 
     :ivar tol: the tolerance, and ``target`` the estimated residual at which the true one is looked at.
     :ivar rows_seen: rows of all steps; ``rows_checked`` of them at the last look at rounding errors.
@@ -28,55 +28,44 @@ class State:
     :ivar true: the true residuals (t,) when all rows were last looked at and found above the tolerance;
         ``fruitless`` of the ``corrections`` in a row did not help.
     :ivar least: the least estimate; ``lowest`` the least that was clearly below those before, at row ``lowest_at``.
-    :ivar estimates: residual of each column, estimated once a window; the first one is exact.
-    :ivar held_out: passes, seconds and held-out error of each column.
-    :ivar generator: state of the random generator.
+    :ivar first: the residual ``(t,)`` of the start; ``estimate`` the last one, estimated once a window.
     """
 
     base: Tensor
     r: Tensor
     window_squares: Tensor
-    generator: Tensor
     best: Tensor
     best_true: Tensor
     true: Tensor
+    first: Tensor
+    estimate: Tensor
     tol: float
     target: float
-    steps: int = 0
-    seconds: float = 0.0
-    entries: int = 0
     rows_seen: int = 0
     rows_checked: int = 0
     window_rows: int = 0
     verify_after: int = 0
     failures: int = 0
     shrunk: int = 0
-    held_out_entries: int = 0
     corrections: int = 0
     fruitless: int = 0
     lowest_at: int = 0
     lowest: float = float("inf")
     least: float = float("inf")
     reason: Reason | None = None
-    estimates: list[Tensor] = field(default_factory=list)
-    held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Numbers and text, and tensors."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
-        tensors["estimates"] = torch.stack(self.estimates)
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in tensors}
-        plain["held_out"] = [(passes, seconds, error.tolist()) for passes, seconds, error in self.held_out]
         return plain, tensors
 
     @classmethod
     def unpack(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         """What :meth:`pack` made."""
-        held_out = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
         kept = {name: tensors[name].cpu() if name in _ON_CPU else tensors[name] for name in _TENSORS}
-        plain["reason"] = None if plain["reason"] is None else Reason(plain["reason"])
-        return cls(**{**plain, **kept, "held_out": held_out, "estimates": list(tensors["estimates"].cpu())})
+        reason = None if plain["reason"] is None else Reason(plain["reason"])
+        return cls(**{**plain, **kept, "reason": reason})
 
     def keep(self, value: Tensor, residual: Tensor) -> None:
         """Remember the columns of a value whose true residuals are the least so far."""

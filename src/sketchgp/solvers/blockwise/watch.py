@@ -6,7 +6,7 @@ import math
 
 from ...errors import NumericalError
 from ...report import Reason
-from .method import Method
+from .method import BlockMethod
 from .state import State, largest_of
 
 NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
@@ -18,15 +18,16 @@ _PATIENCE = 20  # passes without progress
 _PROGRESS = 0.9  # of the least residual before
 
 
-def watch_growth(state: State, method: Method, tol: float, largest: float, width: int) -> None:
+def watch_growth(state: State, method: BlockMethod, tol: float, largest: float, width: int, notes: list[str]) -> None:
     """Shrink the step of a method that can, where the residual grows; a method that cannot must not diverge.
 
-    :param largest: the residual as estimated now; :param width: right-hand sides.
+    :param largest: the residual as estimated now; :param width: right-hand sides; :param notes: of
+        the report.
     :raises NumericalError: for NaN, and for growth that a smaller step does not cure; where float32 products were
         corrected before, it is them, and the solve ends.
     """
-    largest, start = largest if math.isfinite(largest) else math.inf, max(1.0, largest_of(state.estimates[0]))
-    before = state.least if math.isfinite(state.least) else largest_of(state.estimates[0])
+    largest, start = largest if math.isfinite(largest) else math.inf, max(1.0, largest_of(state.first))
+    before = state.least if math.isfinite(state.least) else largest_of(state.first)
     if method.growth is None:
         growing, helped = largest > _DIVERGED * start, False
     else:
@@ -42,7 +43,7 @@ def watch_growth(state: State, method: Method, tol: float, largest: float, width
             f"{method.name} diverges: the relative residual grew from {before:.1e} to {largest:.1e}. {method.advice}"
         )
     if growing:
-        state.notes.append(f"the residual grew from {before:.1e} to {largest:.1e}; went on with a smaller step")
+        notes.append(f"the residual grew from {before:.1e} to {largest:.1e}; went on with a smaller step")
         state.shrunk, state.least = state.shrunk + 1, largest
         method.shrink_step()
         if largest > start:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ...checks import flag, function, like, pair
 from ...fingerprint import hash_tensors
 from ...report import SolveReport, conclude
 from ..choices import Budgeted
-from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, kernel_mark
+from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, kernel_mark
 from ..problem import Solution
 from .held_out import InducingHeldOut
 from .problem import InducingPointProblem, check_inducing
@@ -73,7 +72,7 @@ class InducingPointSolver(Budgeted):
 
         Ctrl-C ends the solve after the step under way with the best iterate so far, and a warning.
         """
-        began, owner = time.perf_counter(), f"{self.name}.solve"
+        began, owner = clock(), f"{self.name}.solve"
         check_inducing(owner, problem)
         function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)

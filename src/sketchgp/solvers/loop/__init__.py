@@ -4,6 +4,17 @@ from .checkpoint import Checkpoint, fingerprint, kernel_mark
 from .held_out import HeldOut
 from .method import Method, Outcome
 from .progress import Progress
-from .run import Budget, Run
+from .run import Budget, Run, clock
 
-__all__ = ["Budget", "Checkpoint", "HeldOut", "Method", "Outcome", "Progress", "Run", "fingerprint", "kernel_mark"]
+__all__ = [
+    "Budget",
+    "Checkpoint",
+    "HeldOut",
+    "Method",
+    "Outcome",
+    "Progress",
+    "Run",
+    "clock",
+    "fingerprint",
+    "kernel_mark",
+]

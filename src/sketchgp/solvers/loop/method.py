@@ -102,6 +102,14 @@ class Method:
         """
         raise NotImplementedError
 
+    def give_up(self, reason: Reason) -> Outcome:
+        """What is returned where :meth:`finish` was interrupted: at once, if that is possible."""
+        return self.finish(reason, True)
+
+    def resume(self, ended: Reason | None) -> Reason | None:
+        """After :meth:`restore`: why a solve that had ended has ended still, with the present tolerance; or None."""
+        return self.judge(None) if ended is not None and ended.final else None
+
     def weights(self) -> Tensor:
         """The present iterate ``(size, columns)``, float64."""
         raise NotImplementedError

@@ -26,6 +26,11 @@ _OUT_OF = {"iterations": Reason.ITERATIONS, "passes": Reason.PASSES, "epochs": R
 _ROUNDED = 1e-9  # of a unit of work that is a sum of many parts
 
 
+def clock() -> float:
+    """Seconds, from some origin: what ``began`` of a :class:`Run` is taken from."""
+    return time.perf_counter()
+
+
 @dataclass(frozen=True)
 class Budget:
     """When to stop at the latest.
@@ -40,7 +45,7 @@ class Budget:
 class Run:
     """One solve: ``loop`` runs it and returns what it ended with; ``report`` says what happened.
 
-    :param began: ``time.perf_counter()`` when the set-up began.
+    :param began: :func:`clock` when the set-up began.
     :param initial: starting point ``(size, columns)``.
     :param checkpoint: where the state is kept; where it exists, the solve goes on from it.
     :param raising: on Ctrl-C raise KeyboardInterrupt, after saving, instead of returning the iterate.
@@ -64,14 +69,14 @@ class Run:
         self.history: list[Tensor] = []
         self.reason: Reason | None = None
         self.began, self.earlier = began, 0.0
-        self.setup_seconds = time.perf_counter() - began
-        self.saved_at = time.perf_counter()
+        self.setup_seconds = clock() - began
+        self.saved_at = clock()
         self.outcome: Outcome | None = None
 
     @property
     def seconds(self) -> float:
         """Since the start, set-up and earlier runs included."""
-        return self.earlier + time.perf_counter() - self.began
+        return self.earlier + clock() - self.began
 
     @property
     def passes(self) -> float:
@@ -109,8 +114,7 @@ class Run:
         except KeyboardInterrupt:
             if self.raising:
                 raise
-            self.reason = Reason.INTERRUPTED
-            return self.method.finish(self.reason, True)
+            return self.method.give_up(self.reason)
 
     def _begin(self) -> None:
         if self.checkpoint is not None and self.checkpoint.exists():
@@ -140,7 +144,7 @@ class Run:
                 break
             self._stop_at_limits()
             if self.checkpoint is not None and (
-                self.reason is not None or time.perf_counter() - self.saved_at >= self.checkpoint.every
+                self.reason is not None or clock() - self.saved_at >= self.checkpoint.every
             ):
                 self.save()
 
@@ -186,7 +190,7 @@ class Run:
         tensors = {f"method.{name}": tensor for name, tensor in tensors.items()}
         tensors["history"] = torch.stack(self.history)
         self.checkpoint.save(plain, tensors)
-        self.saved_at = time.perf_counter()
+        self.saved_at = clock()
 
     def _held_out_set(self) -> str:
         return "" if self.watcher.held_out is None else self.watcher.held_out.mark
@@ -203,8 +207,7 @@ class Run:
         if plain["held_out_set"] == self._held_out_set():
             self.watcher.errors = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
         ended = plain["reason"]
-        if ended is not None and Reason(ended).final:
-            self.reason = Reason(ended)
+        self.reason = method.resume(None if ended is None else Reason(ended))
 
     # --- the report -----------------------------------------------------------------------------------------
 
