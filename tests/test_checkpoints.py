@@ -118,6 +118,11 @@ def _header(path):
     return json.loads(bytes(torch.load(path, weights_only=True)["header"].numpy()))
 
 
+def _steps_in(path):
+    """How many steps a checkpoint holds."""
+    return _header(path)["state"]["method"]["iterations"]
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "solve.pt"
@@ -152,8 +157,9 @@ class _Clock:
         original = refinement.Refinement.step
 
         def step(this):
-            original(this)
+            closed = original(this)
             self.now += 1.0
+            return closed
 
         monkeypatch.setattr(refinement.Refinement, "step", step)
         monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: self.now))
@@ -212,7 +218,7 @@ def test_a_solve_that_crashes_again_and_again(name, path):
             found = _solve(saving, problem, callback=crashing())
             break
         except Crash:
-            reached.append(_header(path)["state"]["steps"])
+            reached.append(_steps_in(path))
     assert len(reached) >= 1 or len(expected.report.history) <= 3
     assert reached == sorted(set(reached))
     assert all(0 < steps < expected.report.iterations for steps in reached)
@@ -229,8 +235,9 @@ def test_a_solve_that_stops_after_every_step(monkeypatch, name, path):
     original = refinement.Refinement.step
 
     def step(self):
-        original(self)
+        closed = original(self)
         passes.append(self.system.passes)
+        return closed
 
     monkeypatch.setattr(refinement.Refinement, "step", step)
     expected = _solve(solver, problem)
@@ -239,7 +246,7 @@ def test_a_solve_that_stops_after_every_step(monkeypatch, name, path):
         stopped = _solve(dataclasses.replace(solver, checkpoint=path, max_passes=stops[count]), problem)
         reached = bool((stopped.report.residual <= stopped.report.tol).all())
         assert stopped.report.reason == ("reached the tolerance" if reached else "ran out of passes")
-        assert stopped.report.iterations == count + 1 == _header(path)["state"]["steps"]
+        assert stopped.report.iterations == count + 1 == _steps_in(path)
     found = _solve(dataclasses.replace(solver, checkpoint=path), problem)
     _same(found, expected)
     assert found.report.passes == expected.report.passes
@@ -458,7 +465,7 @@ def _kill_and_restart(directory):
                     time.sleep(chance.uniform(0.02, 0.5) * seconds)
                     os.kill(child, signal.SIGKILL)
                 killed = _finish(child)
-                log.append((killed, _header(saved)["state"]["steps"] if saved.exists() else -1))
+                log.append((killed, _steps_in(saved) if saved.exists() else -1))
                 if not killed:
                     break
             assert _finish(start()) == 0
@@ -554,7 +561,7 @@ def test_when_it_is_saved(monkeypatch, path, every, expected):
 
     def watched(self, plain, tensors):
         save(self, plain, tensors)
-        saved.append(_header(path)["state"]["steps"])
+        saved.append(_steps_in(path))
 
     monkeypatch.setattr(checkpoint.Checkpoint, "save", watched)
     solver = ASkotch(block_size=BLOCK, tol=1e-12, max_seconds=28, checkpoint=path, every=every)
@@ -734,12 +741,12 @@ def test_ctrl_c_saves_the_step_under_way(interruptible, monkeypatch, name, path)
         except KeyboardInterrupt:  # which would end all tests
             pytest.fail("the interrupt was not kept until the step had ended")
     assert stopped.report.reason == "was interrupted"
-    assert stopped.report.iterations == 9 == _header(path)["state"]["steps"]
+    assert stopped.report.iterations == 9 == _steps_in(path)
     with monkeypatch.context() as patch:
         _interrupting(patch, 3)
         with pytest.raises(KeyboardInterrupt):
             solver.run(problem.system(), problem.y)
-    assert _header(path)["state"]["steps"] == 12
+    assert _steps_in(path) == 12
     _same(_solve(solver, problem), expected)
 
 
@@ -759,7 +766,7 @@ def test_a_step_that_is_cut_in_the_middle(interruptible, monkeypatch, name, hand
         _interrupting(patch, 9, times=2 if handler == "ours" else 1)
         with contextlib.suppress(KeyboardInterrupt):
             _solve(solver, problem)
-    assert 0 < _header(path)["state"]["steps"] < 9
+    assert 0 < _steps_in(path) < 9
     _same(_solve(solver, problem), expected)
 
 

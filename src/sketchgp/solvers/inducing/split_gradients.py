@@ -44,6 +44,7 @@ class SplitGradients(Method):
         (:mod:`.remaining`); infinite while nothing can be said.
     """
 
+    letter = "m"
     saved = (
         "value", "r", "best", "residual", "energy", "gained", "deviations", "found", "current", "exact",
         "products", "cycling", "verified",

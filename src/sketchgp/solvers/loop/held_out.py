@@ -31,12 +31,18 @@ class Watcher:
     def __init__(self, held_out: HeldOut | None, always: bool) -> None:
         self.held_out, self.always = held_out, always
         self.errors: list[tuple[float, float, Tensor]] = []
+        self.earlier = 0.0  # entries evaluated before the solve was resumed
+
+    @property
+    def entries(self) -> float:
+        """Of the kernel, evaluated for held-out predictions so far."""
+        return self.earlier + (0.0 if self.held_out is None else self.held_out.entries)
 
     def look(self, weights: Tensor, entries: float, passes: float, seconds: float) -> Tensor | None:
         """The error now; the one before, where computing it again would take too much of the time."""
         if self.held_out is None:
             return None
-        if self.errors and not self.always and self.held_out.entries > _SHARE * entries:
+        if self.errors and not self.always and self.entries > _SHARE * entries:
             return self.errors[-1][2]
         return self.last_look(weights, passes, seconds)
 

@@ -21,6 +21,7 @@ class Method:
     :cvar saved: names of attributes.
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
+    :cvar letter: of ``size`` in the progress bar.
     :ivar name: as reports print it; ``size`` of what is solved for, and ``columns`` of it.
     :ivar device: where the tensors live.
     :ivar generator: every random choice of a step comes from it; None where there is none.
@@ -31,6 +32,7 @@ class Method:
     saved: tuple[str, ...] = ()
     unit = "iterations"
     judges_held_out = False
+    letter = "n"
     name = ""
     size = 0
     columns = 0

@@ -87,7 +87,7 @@ class Run:
         """Step until something ends the solve."""
         method, show = self.method, sys.stderr.isatty() if progress is None else progress
         bar = tqdm(
-            desc=f"{method.name}, {method.size}",
+            desc=f"{method.name}, {method.letter} = {method.size}",
             total=round(self.budget.work, 1),
             unit=method.unit,
             disable=not show,
@@ -143,9 +143,8 @@ class Run:
                 self.reason = self.reason or Reason.INTERRUPTED
                 break
             self._stop_at_limits()
-            if self.checkpoint is not None and (
-                self.reason is not None or clock() - self.saved_at >= self.checkpoint.every
-            ):
+            every = float("inf") if self.checkpoint is None else self.checkpoint.every
+            if self.reason is not None or clock() - self.saved_at >= every:
                 self.save()
 
     def _tell(self, bar: Any) -> None:
@@ -161,10 +160,11 @@ class Run:
         worst = float(estimate.max()) if estimate.numel() else 0.0
         bar.set_postfix_str(f"residual about {worst:.1e}{held}", refresh=False)
         bar.update(method.work - bar.n)
+        judged = method.judge(error)
         stopped = self.callback is not None and self.callback(
             Progress(method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights)
         )
-        self.reason = method.judge(error) or (Reason.CALLBACK if stopped else None)
+        self.reason = Reason.CALLBACK if stopped else judged
 
     def _stop_at_limits(self) -> None:
         limit, seconds = self.budget.work, self.budget.seconds
@@ -186,6 +186,7 @@ class Run:
             "reason": None if self.reason is None else self.reason.value,
             "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.watcher.errors],
             "held_out_set": self._held_out_set(),
+            "held_out_entries": self.watcher.entries,
         }
         tensors = {f"method.{name}": tensor for name, tensor in tensors.items()}
         tensors["history"] = torch.stack(self.history)
@@ -205,6 +206,7 @@ class Run:
         if self.initial is not None:
             method.notes.append("initial= was not used: the checkpoint is ahead of it")
         if plain["held_out_set"] == self._held_out_set():
+            self.watcher.earlier = plain["held_out_entries"]
             self.watcher.errors = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
         ended = plain["reason"]
         self.reason = method.resume(None if ended is None else Reason(ended))
