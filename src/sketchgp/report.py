@@ -139,7 +139,7 @@ class SolveReport:
             error += tolerance
         else:
             residual += tolerance
-        work = f"{self.passes:.1f} passes" if self.passes else f"{self.matmuls} products"
+        work = f"{self.matmuls} products" if self.passes <= 1.5 * self.matmuls else f"{self.passes:.1f} passes"
         text = (
             f"{self.solver} ({self._preconditioner()}): {state}, {self.reason}; n = {self.n}, "
             f"{self.columns} column(s), {self.iterations} iterations, {work}, {residual}{error}, "

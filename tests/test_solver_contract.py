@@ -1,0 +1,238 @@
+"""What every iterative solver can do, whatever its mathematics: one table, one test a power.
+
+``docs/solvers.md`` holds the table that :func:`powers` makes; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, ScaleKernel
+
+import sketchgp
+from problems import normal, points, relative
+from sketchgp import ConvergenceWarning, FullProblem, InducingPointProblem, InputError
+from sketchgp.report import Reason, SolveReport
+from sketchgp.solvers import Progress
+
+N, M = 240, 40
+# name -> choices of few rows a step, so that the small problems take several windows; and what a solver's budget is
+FULL = {
+    "ConjugateGradients": (sketchgp.ConjugateGradients(tol=1e-8), "max_iterations"),
+    "ASkotch": (sketchgp.ASkotch(block_size=60, tol=1e-8), "max_passes"),
+    "Skotch": (sketchgp.Skotch(block_size=60, tol=1e-8), "max_passes"),
+    "EigenPro2": (sketchgp.EigenPro2(block_size=60, subsample_size=80, tol=1e-8), "max_passes"),
+}
+INDUCING = {
+    "KRILL": (sketchgp.KRILL(tol=1e-10, sketch_size=M), "max_iterations"),
+    "Falkon": (sketchgp.Falkon(tol=1e-10), "max_iterations"),
+    "NystromPCG": (sketchgp.NystromPCG(rank=5, tol=1e-6), "max_iterations"),
+    "SketchySAGA": (sketchgp.SketchySAGA(tol=1e-10, rank=20, block_size=40), "max_epochs"),
+    "EigenPro3": (sketchgp.EigenPro3(block_size=60), "epochs"),
+    "EigenPro4": (sketchgp.EigenPro4(block_size=60, projection="inexact"), "epochs"),
+}
+SOLVERS = FULL | INDUCING
+UNENDING = ("EigenPro3", "EigenPro4")  # have epochs instead of a tolerance
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+
+
+def make(name, columns=2, dtype=torch.float64, zero=False):
+    x = points(N, 3)
+    y = torch.sin(4 * x @ normal(3, columns or 1, seed=2)) + 0.1 * normal(N, columns or 1, seed=1)
+    y = 0 * y if zero else y
+    y = (y[:, 0] if columns is None else y).to(dtype)
+    kernel = ScaleKernel(MaternKernel(nu=1.5)).to(dtype).requires_grad_(False)
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.3, 0.7
+    if name in FULL:
+        return FullProblem(kernel, x.to(dtype), y, 0.1)
+    return InducingPointProblem(kernel, x.to(dtype), y, 0.1, x[::6].to(dtype).clone())
+
+
+def solve(name, problem, callback=None, initial=None, held_out=None, **choices):
+    """Quietly; the solver's own choices but for some."""
+    solver = dataclasses.replace(SOLVERS[name][0], **choices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        options = {"preconditioner": None} if name == "ConjugateGradients" else {}
+        return solver.solve(problem, initial=initial, callback=callback, held_out=held_out, progress=False, **options)
+
+
+def residual(name, problem, value):
+    """Of the solution, by dense algebra; of the fit, where a solver has no tolerance."""
+    kernel, x = problem.kernel.double(), problem.x.double()
+    y, w = problem.y.double().reshape(N, -1), value.double().reshape(len(value), -1)
+    if name in FULL:
+        return (kernel(x).to_dense() @ w + 0.1 * w - y).norm(dim=0) / y.norm(dim=0).clamp_min(1e-300)
+    z = problem.inducing_points.double()
+    tall, square = kernel(x, z).to_dense(), kernel(z).to_dense()
+    if name in UNENDING:
+        return (tall @ w - y).norm(dim=0) / y.norm(dim=0).clamp_min(1e-300)
+    rhs = tall.mT @ y
+    return (tall.mT @ (tall @ w) + 0.1 * square @ w - rhs).norm(dim=0) / rhs.norm(dim=0).clamp_min(1e-300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("columns", [None, 3])
+@every_solver
+def test_solutions_and_reports(name, columns, dtype):
+    problem = make(name, columns, dtype)
+    choices = {} if name in UNENDING else {"tol": 1e-3}
+    solution = solve(name, problem, **choices)
+    report = solution.report
+    width = columns or 1
+    rows = N if name in FULL else M
+    assert solution.value.shape == ((rows,) if columns is None else (rows, columns))
+    assert type(report) is SolveReport and report.solver.startswith(name) and report.n == rows
+    assert report.columns == width and report.residual.shape == (width,) and report.history.shape[1] == width
+    assert len(report.history) >= 2 and report.iterations > 0 and report.passes > 0
+    assert type(report.reason) is Reason and str(report.reason) in str(report)
+    assert report.seconds > 0 and report.setup_seconds >= 0
+    assert report.converged == (name not in UNENDING)
+    true = residual(name, problem, solution.value)
+    if name in UNENDING:
+        assert float(true.max()) < 0.5
+    else:
+        assert report.reason == Reason.REACHED
+        torch.testing.assert_close(report.residual, true, rtol=0.05, atol=1e-6)
+
+
+@every_solver
+def test_zero_targets(name):
+    solution = solve(name, make(name, zero=True))
+    assert not solution.value.any() and bool(torch.isfinite(solution.report.residual).all())
+
+
+@every_solver
+def test_warm_start(name):
+    """From the solution, nothing is left to do; it is not changed in place."""
+    problem = make(name)
+    first = solve(name, problem, **({} if name in UNENDING else {"tol": 1e-6}))
+    start = first.value.clone()
+    again = solve(name, problem, initial=start, **({"epochs": 1} if name in UNENDING else {"tol": 1e-4}))
+    assert torch.equal(start, first.value)
+    assert again.report.iterations <= 0.5 * first.report.iterations
+    assert float(residual(name, problem, again.value).max()) <= 1.05 * max(
+        float(residual(name, problem, start).max()), 1e-4
+    )
+
+
+@every_solver
+def test_callbacks_see_progress_and_end_a_solve(name):
+    problem, seen = make(name), []
+
+    def callback(progress):
+        seen.append((progress, progress.weights().clone()))
+        return len(seen) == 2
+
+    solution = solve(name, problem, callback)
+    assert [type(progress) for progress, _ in seen] == [Progress] * 2
+    first, second = (progress for progress, _ in seen)
+    assert 0 < first.iteration < second.iteration and 0 < first.passes < second.passes
+    assert 0 < first.epochs < second.epochs and 0 < first.seconds < second.seconds
+    assert first.residual.shape == (2,) and first.held_out is None
+    assert seen[0][1].shape == solution.value.shape and not torch.equal(seen[0][1], seen[1][1])
+    assert solution.report.reason == Reason.CALLBACK and not solution.report.converged
+    assert solution.report.iterations == second.iteration
+
+
+@every_solver
+def test_held_out_errors(name):
+    problem, x = make(name), points(30, 3, seed=8)
+    y = torch.sin(4 * x @ normal(3, 2, seed=2))
+    seen = []
+    solution = solve(name, problem, lambda progress: seen.append(progress.held_out), held_out=(x, y))
+    where = problem.x if name in FULL else problem.inducing_points
+    error = (problem.kernel(x, where).to_dense() @ solution.value - y).square().mean(dim=0).sqrt()
+    passes, seconds, last = solution.report.held_out[-1]
+    torch.testing.assert_close(last, error, rtol=1e-6, atol=1e-9)
+    assert passes > 0 and seconds > 0 and all(one is not None and one.shape == (2,) for one in seen)
+
+
+@every_solver
+def test_budgets(name):
+    problem, budget = make(name), SOLVERS[name][1]
+    little = solve(name, problem, **{budget: 2})
+    more = solve(name, problem, **{budget: 4})
+    assert little.report.iterations < more.report.iterations
+    if name not in UNENDING:
+        assert little.report.reason == {
+            "max_iterations": Reason.ITERATIONS,
+            "max_passes": Reason.PASSES,
+            "max_epochs": Reason.EPOCHS,
+        }[budget]
+    timed = solve(name, problem, max_seconds=1e-9)
+    assert timed.report.reason == Reason.TIME and not timed.report.converged
+    assert timed.report.iterations <= 1 or name in UNENDING
+
+
+@every_solver
+def test_ctrl_c_keeps_an_iterate(name):
+    problem = make(name)
+
+    def callback(progress):
+        if progress.iteration >= 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        solution = solve(name, problem, callback)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert solution.report.reason == Reason.INTERRUPTED
+    assert 0 < float(residual(name, problem, solution.value).max()) < 1.5
+
+
+class Crash(Exception):
+    """What ends a solve without a chance to save."""
+
+
+@every_solver
+def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
+    problem, path = make(name), tmp_path / "state.pt"
+    work = {} if name in UNENDING else {SOLVERS[name][1]: 12}
+    expected = solve(name, problem, **work)
+    left = iter(range(3))
+
+    def callback(progress):
+        if next(left, None) is None:
+            raise Crash
+
+    saving = {**work, "checkpoint": path, "every": 1e-9}
+    with pytest.raises(Crash):
+        solve(name, problem, callback, **saving)
+    found = solve(name, problem, **saving)
+    assert any(note.startswith("resumed after") for note in found.report.notes)
+    assert torch.equal(found.value, expected.value)
+    assert torch.equal(found.report.history, expected.report.history)
+    assert torch.equal(found.report.residual, expected.report.residual)
+    assert found.report.iterations == expected.report.iterations and found.report.reason == expected.report.reason
+    other = make(name)
+    other.y = 2 * other.y
+    with pytest.raises(InputError, match="targets changed"):
+        solve(name, other, **saving)
+
+
+def powers():
+    """The table solver x power for the docs: what the choices and arguments of each are."""
+    names = ("tol", "budget", "max_seconds", "callback", "held_out", "initial", "checkpoint")
+    rows = ["| solver | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for name, (solver, budget) in SOLVERS.items():
+        fields = {f.name for f in dataclasses.fields(solver)}
+        arguments = type(solver).solve.__annotations__
+        cells = []
+        for power in names:
+            has = power in fields or power in arguments
+            cells.append(f"`{budget}`" if power == "budget" else "yes" if has else "no")
+        rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def test_the_table_in_the_docs():
+    text = (Path(__file__).resolve().parents[1] / "docs" / "solvers.md").read_text()
+    assert powers() in text
