@@ -126,10 +126,12 @@ SIGNATURES = {
     "EigenPro4": {**EIGENPRO, "delay": None},
     "NystromPCG": {**NORMAL, "tol": 0.3, "rank": None, "seed": 0},
     "SketchySAGA": {
+        "max_seconds": None,
+        "checkpoint": None,
+        "every": 60.0,
         "tol": 1e-4,
         "deviations": 0.3,
         "max_epochs": 200.0,
-        "max_seconds": None,
         "block_size": None,
         "rank": None,
         "rho": None,

@@ -1,9 +1,11 @@
-"""SketchySAGA against the direct solution, and its damping, its divergence, its bad input."""
+"""SketchySAGA against the direct solution, and its damping, its divergence, its checkpoints, its bad input."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
+import warnings
 
 import gpytorch
 import pytest
@@ -72,6 +74,13 @@ def solve(one, **choices):
     return SketchySAGA(**{"tol": 1e-9, "max_epochs": 300, **choices}).solve(one)
 
 
+def too_long(monkeypatch):
+    """Steps that diverge, so that some are taken back."""
+    honest = DampedNystrom.batch_smoothness
+    monkeypatch.setattr(DampedNystrom, "batch_smoothness", lambda *a: honest(*a) / 100)
+    monkeypatch.setattr("sketchgp.solvers.inducing.saga.smoothness", lambda *a, **b: 1e-3)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("columns", [None, 1, 3])
 def test_the_direct_answer(name, columns):
@@ -106,7 +115,8 @@ def test_convergence_is_linear():
 
 def test_steps_are_those_of_the_formula(monkeypatch):
     one = problem(n=60, m=8, noise=0.7)
-    run = Saga(one, *one.tensors("test"), SketchySAGA(block_size=10, rho=1.0), None, None, None)
+    run = Saga(one, SketchySAGA(block_size=10, rho=1.0))
+    run.begin(None)
     run.every = 1
     batches = iter([torch.arange(10), torch.arange(5, 15), torch.arange(10)])
     monkeypatch.setattr("sketchgp.solvers.inducing.saga.next_block", lambda *_: (next(batches), torch.empty(0)))
@@ -116,8 +126,8 @@ def test_steps_are_those_of_the_formula(monkeypatch):
         new, old = tall[rows] @ w - y[rows], psi[rows]
         gradient = tall.mT @ psi + 6 * tall[rows].mT @ (new - old) + 0.7 * inner @ w
         psi[rows] = new
-        w = w - run.step * run.p.apply_inverse(gradient)
-        run._step()
+        w = w - run.length * run.p.apply_inverse(gradient)
+        run.step()
         assert relative(run.w, w) < 1e-9 and relative(run.psi, psi) < 1e-9
     assert relative(run.total, tall.mT @ psi) < 1e-9 and run.epochs == pytest.approx(0.5)
 
@@ -229,7 +239,7 @@ def test_out_of_epochs_is_a_warning_with_the_true_residual():
 def test_max_seconds():
     with pytest.warns(ConvergenceWarning, match="ran out of time"):
         report = SketchySAGA(tol=1e-12, max_seconds=1e-9).solve(problem()).report
-    assert report.iterations == 1
+    assert report.iterations == 0  # the set-up counts
 
 
 def test_passes_count_every_evaluation(monkeypatch):
@@ -285,7 +295,7 @@ def test_ctrl_c_returns_the_best_iterate(interruptible):
 
     with pytest.warns(ConvergenceWarning, match="was interrupted"):
         solution = SketchySAGA(tol=1e-12).solve(one, callback=callback)
-    assert solution.report.iterations == 101  # after the step under way
+    assert solution.report.iterations == 100  # after the epoch under way
     true = float((matrix @ solution.value - rhs.squeeze(1)).norm() / rhs.norm())
     assert solution.report.max_residual == pytest.approx(true, rel=1e-6) and true < 0.5
 
@@ -296,7 +306,6 @@ def test_the_best_iterate_is_returned(monkeypatch):
     start = sketchgp.QR().solve(one).value * (1 + 1e-6 * normal(40))
     monkeypatch.setattr(DampedNystrom, "apply_inverse", lambda self, v: -v)  # uphill
     monkeypatch.setattr("sketchgp.solvers.inducing.saga.smoothness", lambda *a, **b: 1.0)
-    monkeypatch.setattr(Saga, "_close_epoch", lambda self, bar: None)  # and nobody looks
     with pytest.warns(ConvergenceWarning, match="ran out of epochs"):
         solution = SketchySAGA(tol=1e-12, max_epochs=0.1).solve(one, initial=start)
     assert solution.report.iterations == 2 and torch.equal(solution.value, start)
@@ -304,9 +313,7 @@ def test_the_best_iterate_is_returned(monkeypatch):
 
 
 def test_divergence_is_cured_with_a_note(monkeypatch):
-    honest = DampedNystrom.batch_smoothness
-    monkeypatch.setattr(DampedNystrom, "batch_smoothness", lambda *a: honest(*a) / 100)
-    monkeypatch.setattr("sketchgp.solvers.inducing.saga.smoothness", lambda *a, **b: 1e-3)
+    too_long(monkeypatch)
     one = problem()
     matrix, rhs = dense(one)
     solution = solve(one)
@@ -344,6 +351,108 @@ def test_nothing_m_by_m_or_n_by_m(monkeypatch, many_tiles):
     with Largest() as largest, pytest.warns(ConvergenceWarning):
         SketchySAGA(tol=1e-6, max_epochs=1, rank=10, block_size=10).solve(one)
     assert 3000 <= largest.entries <= 12_000  # m^2 = 90,000; n m = 270,000
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+ALWAYS = 1e-9  # seconds between two writes: one every step
+
+
+class Crash(Exception):
+    pass
+
+
+def crashing(one, path, **choices):
+    """Every epoch ends in a crash, and the solve is called again."""
+    seen = set()
+
+    def callback(step):
+        if step.iteration not in seen:
+            seen.add(step.iteration)
+            raise Crash
+
+    while True:
+        try:
+            solution = SketchySAGA(checkpoint=path, every=ALWAYS, **choices).solve(one, callback=callback)
+            return solution, len(seen)
+        except Crash:
+            continue
+
+
+def piecewise(one, path, max_epochs, **choices):
+    """Every call has half an epoch more to go, or two."""
+    for number in range(100):
+        epochs = min(max_epochs, (number + 1) * (0.5 if number < 12 else 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            solution = SketchySAGA(checkpoint=path, max_epochs=epochs, **choices).solve(one)
+        if epochs == max_epochs or solution.report.reason == "reached the tolerance":
+            return solution, number
+    raise AssertionError
+
+
+@pytest.mark.parametrize("way", [crashing, piecewise])
+@pytest.mark.parametrize("variant", ["columns", "float32", "diverging", "out of epochs"])
+def test_the_same_bits_after_interruptions(way, variant, tmp_path, monkeypatch):
+    columns, dtype = (3 if variant == "columns" else None), torch.float32 if variant == "float32" else torch.float64
+    one = problem(matern(dtype), columns=columns, dtype=dtype, n=410)
+    choices = {"tol": 1e-5, "max_epochs": 200}
+    if variant == "diverging":
+        too_long(monkeypatch)
+        choices["max_epochs"] = 25
+    if variant == "out of epochs":
+        choices = {"tol": 1e-12, "max_epochs": 7}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        whole = SketchySAGA(**choices).solve(one)
+        solution, times = way(one, tmp_path / "solve", **choices)
+    found, expected = solution.report, whole.report
+    assert times >= 6 and any("resumed" in note for note in found.notes)
+    assert torch.equal(solution.value, whole.value)
+    assert torch.equal(found.history, expected.history)
+    assert torch.equal(found.residual, expected.residual)
+    assert torch.equal(found.deviations, expected.deviations)
+    assert (found.iterations, found.matmuls, found.passes) == (expected.iterations, expected.matmuls, expected.passes)
+    assert (found.reason, found.converged) == (expected.reason, expected.converged)
+    own = [note for note in found.notes if "resumed" not in note]
+    assert own == expected.notes and (variant == "diverging") == any("halved" in note for note in own)
+
+
+def test_a_solve_that_was_over_goes_on_where_more_is_asked_for(tmp_path):
+    one, path = problem(), tmp_path / "solve"
+    first = SketchySAGA(tol=1e-2, deviations=10, checkpoint=path).solve(one)
+    again = SketchySAGA(tol=1e-2, deviations=10, checkpoint=path).solve(one)
+    assert torch.equal(again.value, first.value) and again.report.iterations == first.report.iterations
+    assert again.report.converged and again.report.reason == "reached the tolerance"
+    for choices in ({"tol": 1e-6, "deviations": 10}, {"tol": 1e-6, "deviations": 1e-3}):
+        more = SketchySAGA(checkpoint=path, **choices).solve(one).report
+        assert more.converged and more.max_residual <= choices["tol"] and more.max_deviations <= choices["deviations"]
+        assert more.iterations > first.report.iterations
+    assert more.history.shape[0] == more.iterations / 20 + 1  # and none is told of twice
+
+
+@pytest.mark.parametrize(
+    ("changed", "choices", "message"),
+    [
+        ({"kernel": laplace()}, {}, "the kernel changed"),
+        ({"noise": 2.0}, {}, "the noise changed"),
+        ({"x": points(400, seed=5)}, {}, "the training inputs and the targets and the inducing points"),
+        ({"z": points(40, seed=5)}, {}, "another problem: the inducing points"),
+        ({}, {"seed": 1}, "the solver's choices changed"),
+        ({}, {"block_size": 30}, "the solver's choices changed"),
+        ({}, {"rank": 7}, "the solver's choices changed"),
+        ({}, {"rho": 3.0}, "the solver's choices changed"),
+    ],
+)
+def test_a_checkpoint_of_another_problem_is_refused(changed, choices, message, tmp_path):
+    path = tmp_path / "solve"
+    solver = SketchySAGA(tol=1e-12, max_epochs=2, checkpoint=path)
+    with pytest.warns(ConvergenceWarning, match="ran out of epochs"):
+        solver.solve(problem())
+    before = path.read_bytes()
+    with pytest.raises(InputError) as found:
+        dataclasses.replace(solver, **choices).solve(problem(**changed))
+    assert message in str(found.value) and path.read_bytes() == before
 
 
 # ----------------------------------------------------------------------------------------------- the preconditioner

@@ -6,24 +6,18 @@ regression" (arXiv:2407.10070), section 3.3 and Algorithm 5; Defazio, Bach, Laco
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from ..checks import count, flag, function, like, number, pair, seed, settle, tolerance
+from ..checks import count, number, seed, settle, tolerance
 from ..errors import InputError
-from ..report import conclude
-from .inducing.problem import InducingPointProblem, check_inducing
+from ..report import Reason
+from .inducing import InducingPointProblem, InducingPointSolver
 from .inducing.saga import Saga
-from .loop import Progress
-from .problem import Solution
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchySAGA:
+class SketchySAGA(InducingPointSolver):
     """Solves ``(Kzx Kxz + noise Kzz) W = Kzx y`` by stochastic gradients: for a batch B of b rows
 
         ``new = k(x_B, z) w - y_B``;  ``aux = k(z, x_B) (new - psi_B)``;  ``psi_B = new``;
@@ -50,82 +44,66 @@ class SketchySAGA:
     sweeps at epochs that grow by half also see how much the function changed since the one before, in the norm that
     bounds predictions, and what is left is extrapolated from that (:mod:`sketchgp.solvers.inducing.remaining`).
 
+    A solve returns the best of the iterates whose true residual is known.  In its report ``passes`` are the kernel
+    evaluations, those of Kzz, of the start and of the true residuals included, over n m; and ``history`` the estimates
+    after each epoch, true residuals where there was a sweep.  The callback is called once an epoch.  Ctrl-C takes one
+    more sweep.  A solve that goes on from a checkpoint makes its preconditioner again.
+
     Choose it to compare with the paper.  :class:`NystromPCG`, with the same memory, gets closer in fewer passes.
 
     :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
     :param deviations: posterior deviations that no prediction may be off by, as estimated, in every column.
     :param max_epochs: the most epochs of steps.
-    :param max_seconds: the most time, or None.
     :param block_size: b; None is n / 20, at least 16 and at most 512.  Epochs hardly depend on it, the work of the
         preconditioner does: raise it on a GPU.
     :param rank: of P, at most m; None is 300.  More takes fewer epochs.
     :param rho: the damping, in units of the matrix; None finds it.
     :param seed: of every random choice.
+
+    The other parameters are those of :class:`sketchgp.solvers.InducingPointSolver`: ``max_seconds``, ``checkpoint``,
+    ``every``.
     """
+
+    _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "deviations", "max_epochs")
 
     tol: float = 1e-4
     deviations: float = 0.3
     max_epochs: float = 200.0
-    max_seconds: float | None = None
     block_size: int | None = None
     rank: int | None = None
     rho: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_budget()
         settle(self, tolerance, "tol")
         settle(self, number, "max_epochs", "deviations", above=0)
-        settle(self, number, "max_seconds", above=0, optional=True)
         settle(self, number, "rho", above=0, finite=True, optional=True)
         settle(self, count, "block_size", "rank", optional=True)
         settle(self, seed, "seed")
 
     def validate(self, problem: InducingPointProblem) -> None:
-        """:raises InputError: where the choices do not fit the problem of n points and m inducing points."""
-        assert torch.is_tensor(problem.x)
-        for name, most, what in (("block_size", len(problem.x), "points"), ("rank", problem.m, "inducing points")):
+        """:raises InputError: for a stream or noise 0; where the choices do not fit the problem of n points and m
+        inducing points."""
+        x, _ = problem.tensors(f"{self.name}()")
+        for name, most, what in (("block_size", len(x), "points"), ("rank", problem.m, "inducing points")):
             if (getattr(self, name) or 0) > most:
                 raise InputError(
                     f"SketchySAGA({name}={getattr(self, name)}) exceeds the {most} {what}; choose at most {most}."
                 )
 
-    @torch.no_grad()
-    def solve(
-        self,
-        problem: InducingPointProblem,
-        initial: Tensor | None = None,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: tuple[Tensor, Tensor] | None = None,
-        progress: bool | None = None,
-    ) -> Solution:
-        """Solve an :class:`InducingPointProblem` of tensors.
+    def _work(self) -> float:
+        return self.max_epochs
 
-        :param initial: starting point, of the solution's shape.
-        :param callback: called with a :class:`~sketchgp.solvers.blockwise.Progress` once an epoch; True ends the solve.
-        :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)`` whose root mean square error is computed
-            as the solve goes on (in at most a tenth of the work) and kept in the report.
-        :param progress: show a progress bar (default: only in a terminal).
-        :returns: W, ``(m,)`` or ``(m, t)``, float64; of the iterates whose true residual is known, the best.  In the
-            report ``passes`` are the kernel evaluations, those of Kzz, of the start and of the true residuals
-            included, over n m; and ``history`` the estimates after each epoch.
-        :raises InputError: for arguments that do not fit, a stream, or noise 0.
-        :raises NumericalError: where NaN appears, or no step is small enough.
+    def _method(self, problem: InducingPointProblem) -> Saga:
+        return Saga(problem, self)
 
-        Ctrl-C ends the solve after the step under way with the best iterate, its true residual and a warning.
-        """
-        owner = "SketchySAGA.solve"
-        check_inducing(owner, problem)
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        x, y = problem.tensors("SketchySAGA()")
-        assert problem.y is not None
-        self.validate(problem)
-        columns = problem.y.shape[1:]
-        if initial is not None:
-            like(owner, "initial", initial, (problem.m, *columns), problem.device, whose="the solution's")
-        held_out = pair(owner, held_out, problem.inducing_points, columns)
-        run = Saga(problem, x, y, self, initial, callback, held_out)
-        run.loop(progress)
-        report = run.report()
-        conclude(report)
-        return Solution(run.best.reshape(run.shape), report)
+    def _facts(self, problem: InducingPointProblem, method: Saga) -> dict[str, Any]:
+        p = method.p
+        more = f"or the rank (now {p.rank}), and go on with initial= or a checkpoint"
+        return {
+            "preconditioner": f"Nystrom rank {p.rank}, damping {p.damping:.2e}, batches of {method.block_size}",
+            "rank": p.rank,
+            "dtype": str(method.tall.dtype).removeprefix("torch."),
+            "remedies": {Reason.EPOCHS: f"Raise max_epochs, {more}."},
+        }
