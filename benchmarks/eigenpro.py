@@ -105,12 +105,12 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
             kind = sketchgp.EigenPro4 if method == "EigenPro4" else sketchgp.EigenPro3
             solver = kind(epochs=task["epochs"], patience=None, max_seconds=task["seconds"],
                           projection="exact" if method.endswith("exact") else "inexact")  # fmt: skip
-            solution = solver.solve(problem, callback=lambda epoch: ends.append(epoch.seconds), progress=False)
+            solution = solver.solve(problem, callback=lambda progress: ends.append(progress.seconds), progress=False)
             batch = int(solution.report.notes[1].split()[2].rstrip(","))
             epochs = min(float(task["epochs"]), solution.report.iterations * batch / len(train_x))
-            whole = int(epochs)
+            whole, begun = int(epochs), [solution.report.setup_seconds, *ends]
             epoch_seconds = solution.report.seconds / epochs if not whole else median(
-                [b - a for a, b in zip([0.0, *ends], ends[:whole], strict=False)])  # fmt: skip
+                [b - a for a, b in zip(begun, ends[:whole], strict=False)])  # fmt: skip
     found = {
         "seconds": time.perf_counter() - started,
         "setup_seconds": solution.report.setup_seconds,

@@ -15,14 +15,14 @@ from problems import Largest, normal, points, relative
 from sketchgp.errors import ConvergenceWarning, InputError, NumericalError
 from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import tall
-from sketchgp.report import record_solves
+from sketchgp.report import Reason, record_solves
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import QR, InducingPointProblem, choose_inducing_points
 from sketchgp.solvers.eigenpro3 import EigenPro3
 from sketchgp.solvers.eigenpro4 import EigenPro4
 from sketchgp.solvers.eigenpro_step import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
-from sketchgp.solvers.inducing.held_out import HeldOut
+from sketchgp.solvers.inducing.held_out import InducingHeldOut
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions
 from sketchgp.solvers.inducing.projection import ExactProjection, InexactProjection
 
@@ -232,7 +232,7 @@ def test_the_delay_follows_the_cost_of_projections():
 def test_held_out_errors_have_float64_entries():
     problem = _problem(100, 40, "rbf", dtype=torch.float32)
     weights = 1e6 * normal(40, 1)
-    found = HeldOut(problem, problem.x, problem.y)(weights)
+    found = InducingHeldOut(problem, problem.x, problem.y)(weights)
     wanted = (_fit(problem, weights, problem.x).squeeze(1) - problem.y.double()).square().mean().sqrt()
     assert float(found) == pytest.approx(float(wanted), rel=1e-9)
 
@@ -311,7 +311,7 @@ def test_a_stream_counts_its_points_for_the_noise():
     with pytest.raises(InputError, match="at least 2 for a stream with noise"):
         EigenPro3(epochs=1).solve(streamed)
     with pytest.warns(ConvergenceWarning):
-        report = EigenPro3(epochs=3).solve(streamed, callback=lambda epoch: True).report
+        report = EigenPro3(epochs=3).solve(streamed, callback=lambda progress: True).report
     assert any("without the noise" in note for note in report.notes)
 
 
@@ -416,23 +416,26 @@ def test_the_best_weights_are_kept():
     x, y = _data(600, wobble=0.1)
     problem = InducingPointProblem(_kernel(), x, y, 0.0, x[:60].clone())
     seen = []
-    solution = EigenPro3(epochs=20, patience=4).solve(
-        problem, held_out=(x, 0.1 * y), callback=lambda epoch: seen.append(epoch)
-    )
-    errors = [float(epoch.held_out) for epoch in seen]
+
+    def callback(progress):
+        seen.append((float(progress.held_out), progress.weights()))
+
+    solution = EigenPro3(epochs=20, patience=4).solve(problem, held_out=(x, 0.1 * y), callback=callback)
+    errors = [error for error, _ in seen]
     best = errors.index(min(errors))
-    assert solution.report.reason.startswith("stopped early")
+    assert solution.report.reason is Reason.EARLY
     assert not solution.report.converged
     assert len(seen) == best + 9 < 20  # four in vain, four in which the step falls
     constant = EigenPro3(epochs=20, patience=4, cooldown=0.0).solve(problem, held_out=(x, 0.1 * y)).report
-    assert len(constant.held_out) == best + 5
-    assert torch.equal(solution.value, seen[best].weights.squeeze(1))
-    assert not torch.equal(solution.value, seen[-1].weights.squeeze(1))
+    assert len(constant.held_out) == best + 6  # and what is returned
+    assert float(constant.held_out[-1][2]) == min(errors)
+    assert torch.equal(solution.value, seen[best][1].squeeze(1))
+    assert not torch.equal(solution.value, seen[-1][1].squeeze(1))
     seen.clear()
-    EigenPro3(epochs=10, patience=3).solve(problem, held_out=(x, 0.1 * y), callback=lambda epoch: seen.append(epoch))
+    EigenPro3(epochs=10, patience=3).solve(problem, held_out=(x, 0.1 * y), callback=callback)
     assert len(seen) >= 7  # the falling step has its epochs
     everything = EigenPro3(epochs=8, patience=None).solve(problem, held_out=(x, 0.1 * y))
-    assert len(everything.report.held_out) == 8
+    assert len(everything.report.held_out) == 9
 
 
 def test_what_the_report_says():
@@ -441,13 +444,13 @@ def test_what_the_report_says():
         solution = EigenPro4(epochs=4, rank=7, block_size=40).solve(problem, held_out=(problem.x, problem.y))
     report = solution.report
     assert solves == [report]
-    assert report.solver == "EigenPro4" and not report.converged and report.reason == "finished its epochs"
-    assert report.history.shape == (4, 2) and report.rank == 7 and report.iterations == 40
+    assert report.solver == "EigenPro4" and not report.converged and report.reason is Reason.FINISHED
+    assert report.history.shape == (5, 2) and report.rank == 7 and report.iterations == 40
     found = _fit(problem, solution.value, problem.x)
     true = (found - problem.y).norm(dim=0) / problem.y.norm(dim=0)
     assert torch.allclose(report.residual, true, rtol=1e-6)
-    count, seconds, error = report.held_out[-1]
-    assert count == 4 and 0 < seconds <= report.seconds
+    passes, seconds, error = report.held_out[-1]
+    assert passes == report.passes and 0 < seconds <= report.seconds + report.setup_seconds
     assert torch.allclose(error, (found - problem.y).square().mean(dim=0).sqrt(), rtol=1e-6)
     assert "not of the normal equations" in str(report)
     assert "no tolerance, finished its epochs" in str(report) and "inf" not in str(report)
@@ -464,7 +467,7 @@ def test_a_warm_start_goes_on():
     problem = _problem(400, 40, columns=2)
     first = EigenPro3(epochs=5).solve(problem)
     seen = []
-    EigenPro3(epochs=1).solve(problem, initial=first.value, callback=lambda epoch: seen.append(epoch.residual))
+    EigenPro3(epochs=1).solve(problem, initial=first.value, callback=lambda progress: seen.append(progress.residual))
     assert float(seen[0].max()) < 1.5 * float(first.report.residual.max())
     assert float(seen[0].max()) < 0.5 * float(first.report.history[0].max())
 
@@ -488,11 +491,11 @@ def test_a_fit_that_ends_worse_than_none_is_an_error(monkeypatch):
 def test_the_callback_and_the_clock():
     problem = _problem(400, 40)
     with pytest.warns(ConvergenceWarning, match="was stopped by the callback"):
-        solution = EigenPro3(epochs=9).solve(problem, callback=lambda epoch: epoch.epoch == 2)
-    assert len(solution.report.history) == 2 and not solution.report.converged
+        solution = EigenPro3(epochs=9).solve(problem, callback=lambda progress: progress.epochs == 2)
+    assert len(solution.report.history) == 3 and not solution.report.converged
     with pytest.warns(ConvergenceWarning, match="ran out of time"):
         solution = EigenPro3(epochs=100_000, max_seconds=0.3).solve(problem)
-    assert 0.3 <= solution.report.seconds < 5
+    assert 0.3 <= solution.report.seconds + solution.report.setup_seconds < 5
     assert float(solution.report.residual) < 0.5
 
 
@@ -500,15 +503,15 @@ def test_ctrl_c_returns_the_best_weights(interruptible):
     problem = _problem(400, 40)
     seen = []
 
-    def interrupt(epoch):
-        seen.append(epoch)
-        if epoch.epoch == 3:
+    def interrupt(progress):
+        seen.append((float(progress.held_out), progress.weights()))
+        if progress.epochs == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.warns(ConvergenceWarning, match="was interrupted after 3 epochs"):
+    with pytest.warns(ConvergenceWarning, match=r"was interrupted after \d+ iter.*best so far\. Go on.*initial=\."):
         solution = EigenPro4(epochs=50).solve(problem, held_out=(problem.x, problem.y), callback=interrupt)
-    best = min(seen, key=lambda epoch: float(epoch.held_out))
-    assert torch.equal(solution.value, best.weights.squeeze(1))
+    best = min(seen, key=lambda one: one[0])
+    assert torch.equal(solution.value, best[1].squeeze(1))
     assert len(seen) == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -530,7 +533,7 @@ def test_no_matrix_of_all_points_is_made(streamed, many_tiles, monkeypatch):
                        projection_tol=0.3, **choices)  # fmt: skip
     monkeypatch.setattr(eigenpro, "_FRESH", 40)
     with Largest() as largest:
-        solver.solve(problem, held_out=(x[:500], y[:500]))
+        solver.solve(problem, held_out=(x[:400], y[:400]))  # the bytes of 400 points are hashed
     assert largest.entries < 150**2 / 2  # below m x m, and far below n x m
 
 
@@ -588,7 +591,7 @@ def test_a_stream_that_does_not_start_anew():
     x, y = _data(40)
 
     class Once:
-        left = 3  # the problem, the set-up, epoch 1
+        left = 4  # the problem, its columns, the set-up, epoch 1
 
         def __iter__(self):
             self.left -= 1

@@ -62,8 +62,10 @@ BLOCKWISE = {
     "every": 60.0,
 }
 EIGENPRO = {
-    "epochs": 10,
     "max_seconds": None,
+    "checkpoint": None,
+    "every": 60.0,
+    "epochs": 10,
     "block_size": None,
     "rank": None,
     "subsample_size": None,

@@ -46,8 +46,10 @@ class Reason(str, Enum):
     @property
     def final(self) -> bool:
         """Whether a larger budget changes nothing."""
-        return self in (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, Reason.EARLY)
+        return self in (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, *_WITHOUT_TOLERANCE)
 
+
+_WITHOUT_TOLERANCE = (Reason.FINISHED, Reason.EARLY)  # as planned: how a solver ends that knows no tolerance
 
 _ADVICE = {
     Reason.ROUNDED: "The float64 iterate meets it, its rounding to float32 does not; use float64 if it matters.",
@@ -112,7 +114,9 @@ class SolveReport:
 
     def advice(self) -> str:
         """Why the solve ended short of its tolerance, and one thing to try."""
-        found = f"largest true relative residual {self.max_residual:.1e}, tolerance {self.tol:.0e}"
+        found = f"largest true relative residual {self.max_residual:.1e}"
+        if self.tol < float("inf"):
+            found += f", tolerance {self.tol:.0e}"
         if self.judged == "predictions":
             far = f"{self.max_deviations:.1e} posterior deviations" if self.max_deviations < float("inf") else "unknown"
             found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"
@@ -197,9 +201,10 @@ def record(report: SolveReport) -> None:
 
 
 def conclude(report: SolveReport) -> None:
-    """What every solve with a tolerance ends with: its report to the recorders, and a warning if it did not meet it."""
+    """What every solve ends with: its report to the recorders, and a warning if it did not meet its tolerance, or
+    where it knows none did not do all that it was to do."""
     record(report)
-    if not report.converged:
+    if not report.converged and report.reason not in _WITHOUT_TOLERANCE:
         warn(report.advice(), ConvergenceWarning)
 
 

@@ -10,7 +10,6 @@ from .eigenpro3 import EigenPro3
 from .eigenpro4 import EigenPro4
 from .falkon import Falkon
 from .inducing import InducingPointProblem, NormalEquationsSolver
-from .inducing.epochs import Epoch
 from .inducing.points import InducingPoints, choose_inducing_points
 from .krill import KRILL
 from .loop import Progress
@@ -34,7 +33,6 @@ __all__ = [
     "EigenPro2",
     "EigenPro3",
     "EigenPro4",
-    "Epoch",
     "Falkon",
     "FullProblem",
     "InducingPointProblem",

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...checks import count, flag, function, like, number, pair, seed, settle, tolerance, word
-from ...errors import ConvergenceWarning, InputError, warn
+from ...checks import count, flag, number, seed, settle, tolerance, word
+from ...errors import InputError
+from ...fingerprint import hash_tensors
 from ...random_streams import generator
-from ...report import SolveReport, peak_memory, record
-from ..problem import Solution
-from .epochs import Epoch, Epochs, Plan, check_columns
+from ...report import Reason
+from ..loop import Checkpoint
+from .epochs import Epochs, Plan, check_columns
 from .fresh import unlike
-from .held_out import InducingHeldOut
 from .preconditioned_gradient import Directions, Model, find_directions
-from .problem import InducingPointProblem, check_inducing
+from .problem import InducingPointProblem
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
+from .solver import InducingPointSolver
 
 _SUBSAMPLE = 2000  # points of an automatic subsample, or four times the rank
 _FRESH = 1000  # the most points beside it on which the step is computed
@@ -29,14 +28,25 @@ _FURTHER = 4  # times the points of a stream wanted, at most, until half as many
 _CHECKED = 8192  # the most training points on which the weights returned are judged
 _PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
 _ITERATIONS = 200  # the most of a projection by conjugate gradients
+_BEST = "The weights returned are the best so far."
 
 
 @dataclass(frozen=True, kw_only=True)
-class EigenProSolver:
+class EigenProSolver(InducingPointSolver):
     """Preconditioned stochastic gradients for the inducing-point problem, from tensors or from a stream.
 
+    There is no tolerance: a report's ``residual`` is that of training points, ``||f(x) - y|| / ||y||``, its ``history``
+    that at the start and then over each epoch (each batch before its own step), and a solve that has done its epochs,
+    or stopped early, is as it should be, though not ``converged``.  Callbacks are called once an epoch.  With held-out
+    points the error on them is computed after each epoch, and the weights of the least error are returned.  A solve
+    that runs out of time, or is stopped, returns the best weights so far, with a warning.
+
+    Of a stream n is unknown: the first epoch counts the points, and does without the noise.  To have a ``checkpoint``
+    it must repeat itself, the same batches in the same order at every start: the first batch is compared, and going on
+    skips as many batches as the epoch had seen.  With ``max_seconds`` the step falls as time goes by, so that two
+    solves do not have the same bits (``cooldown=0`` does without).
+
     :param epochs: the most epochs.
-    :param max_seconds: no batch is begun after so many seconds; None is no limit.
     :param block_size: points of a batch of tensors; None is m / 16, at least 256, at most 2048 and n / 8.  A stream
         comes in its own batches.
     :param rank: q, the directions that are slowed down; None takes as many as a few epochs suffice
@@ -58,8 +68,10 @@ class EigenProSolver:
     :param seed: of all random choices.
     """
 
+    # what "auto" chose, by the memory that was free, is in the checkpoint
+    _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "projection")
+
     epochs: int = 10
-    max_seconds: float | None = None
     block_size: int | None = None
     rank: int | None = None
     subsample_size: int | None = None
@@ -76,7 +88,7 @@ class EigenProSolver:
     def __post_init__(self) -> None:
         settle(self, count, "epochs")
         settle(self, count, "block_size", "rank", "subsample_size", "projection_rank", "patience", optional=True)
-        settle(self, number, "max_seconds", above=0, finite=True, optional=True)
+        self._check_budget()
         settle(self, number, "step_scale", above=0, finite=True)
         settle(self, word, "projection", allowed=("auto", "exact", "inexact"))
         settle(self, word, "preconditioner", allowed=("projected", "paper"))
@@ -86,10 +98,6 @@ class EigenProSolver:
         settle(self, seed, "seed")
         if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
             raise InputError(f"rank={self.rank} expects a subsample_size of as many, got {self.subsample_size}.")
-
-    @property
-    def name(self) -> str:
-        return type(self).__name__
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem."""
@@ -117,76 +125,47 @@ class EigenProSolver:
             "Choose projection='exact' or a smaller projection_tol, a larger subsample_size, or a smaller step_scale."
         )
 
-    def solve(
-        self,
-        problem: InducingPointProblem,
-        initial: Tensor | None = None,
-        callback: Callable[[Epoch], Any] | None = None,
-        held_out: tuple[Tensor, Tensor] | None = None,
-        progress: bool | None = None,
-    ) -> Solution:
-        """Solve an :class:`InducingPointProblem` of tensors or of a stream.
+    def _columns(self, problem: InducingPointProblem) -> torch.Size:
+        """Of a stream, from its first batch."""
+        y = problem.y if torch.is_tensor(problem.x) else _first_batch(problem)[1]
+        assert y is not None
+        return y.shape[1:]
 
-        :param initial: starting point, of the solution's shape.
-        :param callback: called with an :class:`Epoch` once an epoch; True ends the solve.
-        :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)``: after each epoch their root mean square
-            error is computed; the best weights are kept and returned.
-        :param progress: show a progress bar (default: only in a terminal).
-        :returns: W, ``(m,)`` or ``(m, t)``, float64.  There is no tolerance: the report's ``residual`` is that of
-            training points, ``||f(x) - y|| / ||y||``, ``history`` the same over each epoch (each batch before its own
-            step), and ``held_out`` lists (epochs, seconds, error of each column).
-        :raises InputError: for arguments that do not fit, or batches that do not.
-        :raises NumericalError: where it diverges, or a projection does not converge.
+    def _work(self) -> float:
+        return self.epochs
 
-        With a stream n is unknown: the first epoch counts the points, and does without the noise.
-        Ctrl-C ends the solve with the best weights so far, and a warning.
-        """
-        start, owner = time.perf_counter(), f"{self.name}.solve"
-        check_inducing(owner, problem)
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        self.validate(problem)
+    def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
+        if self.checkpoint is not None and problem.streamed:
+            one, other = (hash_tensors(*_first_batch(problem)) for _ in range(2))
+            if one != other:
+                raise InputError(
+                    "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
+                    "this one has begun with two different batches. Shuffle its data once, before, or do without."
+                )
+        return super()._checkpoint(problem)
+
+    def _method(self, problem: InducingPointProblem) -> Epochs:
         stream = generator(self.seed, "EigenPro 3 and 4: rows")
-        x, y, vector, batch = self._first_points(problem, stream)
-        columns = y.shape[1]
-        shape = (problem.m,) if vector else (problem.m, columns)
-        if initial is not None:
-            like(owner, "initial", initial, shape, problem.device, whose="the solution's")
-        held_out = pair(owner, held_out, problem.inducing_points, shape[1:])
-        error = None if held_out is None else InducingHeldOut(problem, *held_out)
-        base = torch.zeros(problem.m, columns, dtype=torch.float64, device=problem.device)
-        if initial is not None:
-            base += initial.reshape(base.shape).to(base)
-        projection = self._projection(problem, columns)
-        directions, size = self._directions(problem, projection, x, batch)
+        x, y, batch = self._first_points(problem, stream)
+        projection = self._projection(problem, y.shape[1])
+        directions = self._directions(problem, projection, x, batch)
         plan = Plan(
             self.epochs,
-            self.max_seconds,
             batch,
             lambda: self._delay(problem, batch, projection),
             self.step_scale,
             self.averaging,
             self.cooldown,
-            self.patience if held_out is not None else None,
+            self.patience,
             self._advice(),
         )
-        checked = x[:_CHECKED], y[:_CHECKED].to(torch.float64)
+        base = torch.zeros(problem.m, y.shape[1], dtype=torch.float64, device=problem.device)
         model = Model(problem, directions, projection, base)
-        setup = time.perf_counter() - start
-        run = Epochs(problem, model, plan, stream, error, checked, callback)
-        run.loop(progress)
-        report = self._report(problem, run, directions, projection, size, setup)
-        record(report)
-        if not run.reason.startswith(("finished", "stopped early")):
-            warn(
-                f"{self.name} {report.reason} after {run.epoch} epochs; the weights returned are the best so far. "
-                "Go on from them with initial=.",
-                ConvergenceWarning,
-            )
-        return Solution(run.value.reshape(shape), report)
+        checked = x[:_CHECKED], y[:_CHECKED].to(torch.float64)
+        return Epochs(self.name, problem, model, plan, stream, checked)
 
-    def _first_points(self, problem: InducingPointProblem, stream: torch.Generator) -> tuple[Tensor, Tensor, bool, int]:
-        """Training points and targets in random order, as many as the set-up may use; whether y is a vector; the batch.
+    def _first_points(self, problem: InducingPointProblem, stream: torch.Generator) -> tuple[Tensor, Tensor, int]:
+        """Training points and targets ``(c, t)`` in random order, as many as the set-up may use; the batch.
 
         Of a stream, the first ones, more where they are inducing points; the batch is its first one.
         """
@@ -196,13 +175,12 @@ class EigenProSolver:
             most = max(_CHECKED, 2 * self._wanted, self._wanted + _FRESH)
             rows = torch.randperm(n, generator=stream)[:most].to(problem.device)
             batch = self.block_size or min(max(256, problem.m // 16), 2048, max(1, n // 8))
-            return problem.x[rows], problem.y.reshape(n, -1)[rows], problem.y.dim() == 1, min(batch, n)
+            return problem.x[rows], problem.y.reshape(n, -1)[rows], min(batch, n)
         wanted = max(2 * self._wanted, self._wanted + _FRESH)
         xs: list[Tensor] = []
         ys: list[Tensor] = []
-        count, fresh, vector = 0, 0, False
+        count = fresh = 0
         for x, y in problem.batches():
-            vector = y.dim() == 1 if not ys else vector
             xs.append(x)
             ys.append(y.reshape(len(y), -1))
             check_columns(len(ys) - 1, ys[-1], ys[0].shape[1])
@@ -210,10 +188,8 @@ class EigenProSolver:
             fresh += int(unlike(x, problem.inducing_points).sum())
             if count >= wanted and (fresh >= wanted // 2 or count >= _FURTHER * wanted):
                 break
-        if not xs:
-            raise InputError("x expects a stream of at least one batch, got none.")
         most = _FURTHER * wanted
-        return torch.cat(xs)[:most], torch.cat(ys)[:most], vector, len(xs[0])
+        return torch.cat(xs)[:most], torch.cat(ys)[:most], len(xs[0])
 
     def _subsample_size(self, count: int) -> int:
         """s, of ``count`` points that are at hand."""
@@ -228,10 +204,8 @@ class EigenProSolver:
         """s, where there are as many points."""
         return self.subsample_size or max(_SUBSAMPLE, 4 * (self.rank or 0))
 
-    def _directions(
-        self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int
-    ) -> tuple[Directions, int]:
-        """From training points x in random order; and s, the size of the subsample.
+    def _directions(self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int) -> Directions:
+        """From training points x in random order.
 
         The step is computed on points that are neither in the subsample nor inducing points, also by value: what is
         left of the kernel beside the top directions is smaller there.
@@ -249,7 +223,7 @@ class EigenProSolver:
         if not len(fresh):  # all points are inducing points
             others = problem.inducing_points
             fresh = others[unlike(others, subsample)][:_FRESH]
-        return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting, rows), size
+        return find_directions(problem, projection, subsample, fresh, self.rank, batch, commuting, rows)
 
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
@@ -259,49 +233,30 @@ class EigenProSolver:
         rank = self.projection_rank or min(_PROJECTION_RANK, math.ceil(10 * math.sqrt(problem.m)))
         return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
 
-    def _report(
-        self,
-        problem: InducingPointProblem,
-        run: Epochs,
-        directions: Directions,
-        projection: Projection,
-        size: int,
-        setup: float,
-    ) -> SolveReport:
+    def _facts(self, problem: InducingPointProblem, method: Epochs) -> dict[str, Any]:
+        directions, projection, batch = method.model.directions, method.model.projection, method.plan.block_size
         rank = directions.factor.shape[1]
-        kind = "exact" if isinstance(projection, ExactProjection) else "inexact"
         notes = [
             "the residual is that of training points, not of the normal equations",
-            f"batches of {run.plan.block_size}, step {run.plan.step_scale * directions.step(run.plan.block_size):.3g}, "
-            f"{run.projections} {kind} projections, one every {run.delay} batches at most",
+            f"batches of {batch}, step {self.step_scale * directions.step(batch):.3g}, "
+            f"{method.projections} {projection.kind} projections, one every {method.delay} batches at most",
         ]
-        if problem.streamed and problem.level > 0 and run.epoch < 2:
+        if method.without_noise:
             notes.append("ended in its first epoch of the stream, which is without the noise")
-        return SolveReport(
-            solver=self.name,
-            preconditioner=f"{rank} of {size} directions",
-            n=problem.m,
-            columns=run.value.shape[1],
-            iterations=run.batches,
-            matmuls=run.projections,
-            residual=run.residual,
-            history=torch.stack(run.history) if run.history else run.first.unsqueeze(0),
-            tol=float("inf"),
-            converged=False,  # there is no tolerance that was met
-            reason=run.reason,
-            seconds=run.seconds,
-            setup_seconds=setup,
-            rank=rank,
-            dtype=str(problem.inducing_points.dtype).removeprefix("torch."),
-            device=str(problem.device),
-            peak_memory=peak_memory(problem.device),
-            notes=notes + projection.notes + run.notes,
-            passes=self._passes(problem, run, projection),
-            held_out=run.errors,
-        )
+        return {
+            "preconditioner": f"{rank} of {directions.sampled} directions",
+            "rank": rank,
+            "dtype": str(problem.inducing_points.dtype).removeprefix("torch."),
+            "notes": notes + projection.notes + method.notes,
+            "remedies": {
+                Reason.TIME: f"{_BEST} Raise max_seconds, and go on from them with initial= or from a checkpoint.",
+                Reason.CALLBACK: f"{_BEST} Go on from them with initial=.",
+                Reason.INTERRUPTED: f"{_BEST} Go on from them with initial=.",
+            },
+        }
 
-    @staticmethod
-    def _passes(problem: InducingPointProblem, run: Epochs, projection: Projection) -> float:
-        """Kernel evaluations over n m; of Kzz each pair counts once."""
-        m, n = problem.m, run.total or problem.expected_rows or run.rows
-        return (run.model.entries + projection.products * m * (m + 1) / 2) / max(1, n * m)
+
+def _first_batch(problem: InducingPointProblem) -> tuple[Tensor, Tensor]:
+    for x, y in problem.batches():
+        return x, y
+    raise InputError("x expects a stream of at least one batch, got none.")

@@ -1,45 +1,25 @@
-"""The loop over epochs that EigenPro 3 and 4 share: averaging, held-out error, early stopping, divergence, Ctrl-C."""
+"""Epochs of batches, as EigenPro 3 and 4 go through them: averaging, a falling step, early stopping, divergence."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ...errors import InputError, NumericalError
 from ...operators.tall import TallMatrix
-from ..loop.interrupt import DeferredInterrupt
+from ...report import Reason
+from ..loop import Method, Outcome
 from .preconditioned_gradient import Model
 from .problem import InducingPointProblem
 
 _DIVERGED = 100.0  # mean squared residual of a batch, over that of the start and of its targets
 _WORSE = 1.1  # final residual, over that of the start and over that of f = 0
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
-_PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What a callback sees once an epoch.
-
-    :ivar epoch: epochs so far.
-    :ivar seconds: since the start.
-    :ivar residual: ``||f(x) - y|| / ||y||`` of each column ``(t,)`` over the epoch's batches, each before its own step.
-    :ivar held_out: root mean square error of each column on the held-out points; None where there are none.
-    :ivar weights: ``(m, t)`` that would be returned now, but for those of a better epoch.
-    """
-
-    epoch: int
-    seconds: float
-    residual: Tensor
-    held_out: Tensor | None
-    weights: Tensor = field(repr=False)
+_MOST = 1 - 1e-6  # of an epoch that has not ended
 
 
 @dataclass(frozen=True)
@@ -50,7 +30,6 @@ class Plan:
     """
 
     epochs: int
-    seconds: float | None
     block_size: int
     delay: Callable[[], int]
     step_scale: float
@@ -60,127 +39,169 @@ class Plan:
     advice: str
 
 
-class Epochs:
-    """One solve: ``loop`` runs it, then ``value`` is what to return.
+class Epochs(Method):
+    """A step is a batch, a window an epoch.
 
-    :param held_out: weights to the error of each column.
-    :param checked: training points and targets on which the weights returned are judged.
+    Rows of tensors come in a random order, anew in every epoch; a checkpoint holds that of the epoch under way.  A
+    stream is gone through from its beginning: going on from a checkpoint skips the batches that were seen.
+
+    :param model: at f = 0.
+    :param generator: of the orders of rows.
+    :param checked: training points ``(c, d)`` and targets ``(c, t)`` float64 on which the weights returned are judged.
     """
+
+    saved = (
+        "set_up", "pending", "counts", "average", "best", "first", "order", "squares", "targets",
+        "epoch", "seen", "rows", "total", "largest", "waiting", "projections", "delay", "scale", "without_noise",
+        "least", "waited", "end", "cooling",
+    )  # fmt: skip
+    unit = "epochs"
+    judges_held_out = True
 
     def __init__(
         self,
+        name: str,
         problem: InducingPointProblem,
         model: Model,
         plan: Plan,
         generator: torch.Generator,
-        held_out: Callable[[Tensor], Tensor] | None,
         checked: tuple[Tensor, Tensor],
-        callback: Callable[[Epoch], Any] | None,
     ) -> None:
-        self.problem, self.model, self.plan, self.generator = problem, model, plan, generator
-        self.held_out, self.checked, self.callback = held_out, checked, callback
+        super().__init__()
+        self.name, self.device, self.generator = name, problem.device, generator
+        self.size, self.columns = model.base.shape
+        self.problem, self.model, self.plan, self.checked = problem, model, plan, checked
         self.delay = plan.delay()
-        self.start = time.perf_counter()
-        self.history: list[Tensor] = []
-        self.errors: list[tuple[float, float, Tensor]] = []
-        self.notes: list[str] = []
-        self.reason = ""
-        self.batches = self.projections = self.epoch = self.rows = self.largest = 0
+        self.projections = self.epoch = self.seen = self.rows = self.largest = self.waiting = 0
         self.total: int | None = None if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-        self.average = model.base.clone()
+        self.average = self.first = model.base
         self.best: Tensor | None = None
         self.least, self.waited, self.scale = float("inf"), 0, float("nan")
         self.end: float = plan.epochs
         self.cooling = (1 - plan.cooldown) * plan.epochs  # the epoch from which the step falls
+        self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
+        self.order = torch.empty(0, dtype=torch.int64, device=self.device)  # of rows, while an epoch is under way
+        self.whole = self.without_noise = False
+        self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._ahead: tuple[Tensor, Tensor] | None = None
+
+    # --- what a checkpoint holds of the model ---------------------------------------------------------------
+
+    @property
+    def pending(self) -> dict[str, Tensor]:
+        """Of the model: weights, and what was added since the last projection."""
+        return self.model.state()
+
+    @pending.setter
+    def pending(self, state: dict[str, Tensor]) -> None:
+        self.model.restore(state)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What model and projection have counted; the delay depends on it."""
+        projection = self.model.projection
+        return {"entries": self.model.entries, **{name: getattr(projection, name) for name in projection.counted}}
+
+    @counts.setter
+    def counts(self, counts: dict[str, Any]) -> None:
+        self.model.entries = counts["entries"]
+        for name in self.model.projection.counted:
+            setattr(self.model.projection, name, counts[name])
+
+    @property
+    def set_up(self) -> dict[str, Any]:
+        """What the set-up chose, with an eye to the memory that was free."""
+        rank = self.model.directions.factor.shape[1]
+        return {"projection": self.model.projection.kind, "rank": rank, "block_size": self.plan.block_size}
+
+    @set_up.setter
+    def set_up(self, chosen: dict[str, Any]) -> None:
+        if chosen == self.set_up:
+            return
+        kind = chosen["projection"]
+        raise InputError(
+            f"The checkpoint is of a solve with an {kind} projection, {chosen['rank']} directions and batches of "
+            f"{chosen['block_size']}; now they would be {', '.join(map(str, self.set_up.values()))}. "
+            f"Choose projection={kind!r}, delete the checkpoint or use another path."
+        )
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        if initial is not None:
+            self.model.base.copy_(initial)
+        self.average = self.model.base.clone()
         self.first = self._relative(self.average)
+        return self.first
 
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.perf_counter() - self.start
+    def step(self) -> bool:
+        x, y = self._next()
+        model, b, level = self.model, len(x), self.problem.level
+        if not self.seen:
+            self.squares, self.targets = torch.zeros_like(self.squares), torch.zeros_like(self.targets)
+        ridge = level / self.total if self.total else 0.0
+        self.without_noise = level > 0 and not self.total
+        self.largest = max(self.largest, b)  # a step for each size would weigh the points of small batches more
+        step = self.plan.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
+        self.waiting += 1
+        g = model.step(x, y, step, step * b * ridge, last=self.waiting == self.delay)
+        self._watch(g, y)
+        self.squares = self.squares + g.square().sum(dim=0)
+        self.targets = self.targets + y.square().sum(dim=0)
+        self.iterations += 1
+        self.seen += 1
+        self.rows += b
+        if self.waiting == self.delay:
+            self._project()
+        assert self._feed is not None
+        self._ahead = next(self._feed, None)
+        self.whole = self._ahead is None
+        if self.whole:
+            if self.waiting:
+                self._project()
+            self.epoch, self.total = self.epoch + 1, self.rows
+            self.rows = self.seen = 0
+            self.order, self._feed = self.order[:0].clone(), None
+        return self.whole
 
-    @property
-    def value(self) -> Tensor:
-        """Weights ``(m, t)``: the best on the held-out points, or the last."""
-        return self.average if self.best is None else self.best
-
-    def loop(self, progress: bool | None) -> None:
-        """Go through the epochs until something ends the solve."""
-        show = sys.stderr.isatty() if progress is None else progress
-        bar = tqdm(desc=f"{self.plan.epochs} epochs", unit=" rows", unit_scale=True, disable=not show, leave=False,
-                   delay=_PROGRESS_DELAY)  # fmt: skip
-        with bar, DeferredInterrupt() as interrupt:
-            try:
-                while not self.reason:
-                    self._epoch(bar, interrupt)
-            except KeyboardInterrupt:  # a handler of the user's, or a thread that has none
-                if interrupt.again:
-                    raise
-                self.reason = "was interrupted"
-        self.residual = self._relative(self.value)
-        if not bool((self.residual <= _WORSE * self.first.clamp(min=1)).all()):  # true for NaN too
-            raise NumericalError(
-                f"The fit diverges: relative training residual {float(self.first.max()):.1e} at the start and "
-                f"{float(self.residual.max()):.1e} at the end. {self.plan.advice}"
-            )
-
-    # --- one epoch ------------------------------------------------------------------------------------------
+    def _next(self) -> tuple[Tensor, Tensor]:
+        """A batch of the epoch under way, or the first one of the next."""
+        if self._feed is None:
+            self._feed = self._batches()
+            self._ahead = next(self._feed, None)
+        if self._ahead is None:
+            if self.seen:
+                raise InputError(
+                    f"The stream has at most {self.seen} batches, as many as the checkpoint saw before its epoch "
+                    "ended; to go on from a checkpoint, it must repeat itself."
+                )
+            raise InputError(f"The stream gave no batch in epoch {self.epoch + 1}; it must start anew at every epoch.")
+        return self._ahead
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        problem = self.problem
+        """What of the epoch under way was not seen when this was called."""
+        problem, seen = self.problem, self.seen
         if not torch.is_tensor(problem.x):
             for number, (x, y) in enumerate(problem.batches()):
                 y = y.reshape(len(y), -1)
-                check_columns(number, y, self.average.shape[1])
-                yield x, y.to(torch.float64)
+                check_columns(number, y, self.columns)
+                if number >= seen:
+                    yield x, y.to(torch.float64)
             return
         assert problem.y is not None
         targets = problem.y.reshape(len(problem.x), -1)
-        order = torch.randperm(len(problem.x), generator=self.generator).to(problem.device)
-        for rows in order.split(self.plan.block_size):
+        if not seen:
+            self.order = torch.randperm(len(problem.x), generator=self.generator).to(self.device)
+        for rows in self.order.split(self.plan.block_size)[seen:]:
             yield problem.x[rows], targets[rows].to(torch.float64)
-
-    def _epoch(self, bar: Any, interrupt: DeferredInterrupt) -> None:
-        model, plan = self.model, self.plan
-        columns = self.average.shape[1]
-        squares, targets = (torch.zeros(columns, dtype=torch.float64, device=self.problem.device) for _ in range(2))
-        self.rows, waiting = 0, 0
-        for x, y in self._batches():
-            b = len(x)
-            ridge = self.problem.level / self.total if self.total else 0.0
-            self.largest = max(self.largest, b)  # a step for each size would weigh the points of small batches more
-            step = plan.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
-            waiting += 1
-            g = model.step(x, y, step, step * b * ridge, last=waiting == self.delay)
-            self._watch(g, y)
-            squares += g.square().sum(dim=0)
-            targets += y.square().sum(dim=0)
-            self.batches += 1
-            self.rows += b
-            bar.update(b)
-            if waiting == self.delay:
-                waiting = self._project()
-            if interrupt.seen:
-                raise KeyboardInterrupt
-            if plan.seconds is not None and self.seconds >= plan.seconds:
-                self.reason = "ran out of time"
-                break
-        if waiting:
-            self._project()
-        if not self.rows:
-            raise InputError(f"The stream gave no batch in epoch {self.epoch + 1}; it must start anew at every epoch.")
-        self.epoch += 1
-        self._close(squares, targets, bar)
 
     def _cooled(self) -> float:
         """The factor of the step: 1, and in the last share of the run falling to 0."""
-        share, seconds = self.plan.cooldown, self.plan.seconds
+        share = self.plan.cooldown
         if not share:
             return 1.0
         done = self.epoch + (min(1.0, self.rows / self.total) if self.total else 0)
-        factor = (self.end - done) / (self.end - self.cooling)
-        if seconds is not None:
-            factor = min(factor, (1 - self.seconds / seconds) / share)
+        factor = min((self.end - done) / (self.end - self.cooling), (1 - self.time_used()) / share)
         return min(1.0, max(0.0, factor))
 
     def _watch(self, g: Tensor, y: Tensor) -> None:
@@ -190,49 +211,67 @@ class Epochs:
             self.scale = mean
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
             raise NumericalError(
-                f"The fit diverges: after {self.batches} batches the mean squared residual is {mean:.1e}, at the start "
-                f"it was {self.scale:.1e}. {self.plan.advice}"
+                f"The fit diverges: after {self.iterations} batches the mean squared residual is {mean:.1e}, at the "
+                f"start it was {self.scale:.1e}. {self.plan.advice}"
             )
 
-    def _project(self) -> int:
+    def _project(self) -> None:
         self.model.project()
         self.projections += 1
-        self.delay = self.plan.delay()
+        self.waiting, self.delay = 0, self.plan.delay()
         weight = (_RECENT + 1) / (self.projections + _RECENT) if self.plan.averaging else 1.0
-        self.average.lerp_(self.model.base, weight)
-        return 0
+        self.average = self.average.lerp(self.model.base, weight)
 
-    def _close(self, squares: Tensor, targets: Tensor, bar: Any) -> None:
-        """After an epoch: keep the best weights, tell everyone, see whether to go on."""
-        plan, finished = self.plan, not self.reason
-        residual = (squares / targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().cpu()
-        self.history.append(residual)
-        if finished:
-            self.total = self.rows
-        error = None if self.held_out is None else self.held_out(self.average)
-        if error is not None:
-            mean = float(error.square().mean().sqrt())
-            self.errors.append((float(self.epoch), self.seconds, error))
-            without_noise = self.problem.streamed and self.problem.level > 0 and self.epoch == 1
-            better = mean < self.least and not without_noise
+    # --- windows --------------------------------------------------------------------------------------------
+
+    def estimate(self) -> Tensor:
+        """``||f(x) - y|| / ||y||`` of each column over the epoch's batches, each before its own step."""
+        return (self.squares / self.targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().cpu()
+
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """Keep the best weights; after an epoch, see whether the next one is worth it."""
+        plan = self.plan
+        if held_out is not None:
+            mean = float(held_out.square().mean().sqrt())
+            better = mean < self.least and not self.without_noise
             self.waited = 0 if better else self.waited + 1
             if better:
-                self.least, self.best = mean, self.average.clone()
-            bar.set_postfix_str(f"held-out RMSE {mean:.4g}", refresh=False)
-        else:
-            bar.set_postfix_str(f"residual {float(residual.max()):.2g}", refresh=False)
-        seen = Epoch(self.epoch, self.seconds, residual, error, self.average.clone())
-        if self.callback is not None and self.callback(seen) and finished:
-            self.reason = "was stopped by the callback"
-        elif finished and self.epoch >= plan.epochs:
-            self.reason = "finished its epochs"
-        elif finished and plan.patience is not None and self.waited >= plan.patience:
+                self.least, self.best = mean, self.average
+        if not self.whole:
+            return None
+        if self.epoch >= plan.epochs:
+            return Reason.FINISHED
+        if plan.patience is not None and self.waited >= plan.patience:
             if plan.cooldown and self.epoch < self.cooling:  # it may be the noise of a constant step
                 self.cooling, self.end, self.waited = self.epoch, min(plan.epochs, self.epoch + plan.patience), 0
             elif not plan.cooldown or self.epoch >= self.cooling + plan.patience:
-                self.reason = "stopped early: the held-out error no longer fell"
-        elif finished and self.epoch >= self.end:
-            self.reason = "stopped early: the held-out error fell no longer before the step did"
+                return Reason.EARLY
+        elif self.epoch >= self.end:
+            self.notes.append("the step had fallen to 0 by then")
+            return Reason.EARLY
+        return None
+
+    def close(self) -> bool:
+        if not self.seen:
+            return False
+        if self.waiting:
+            self._project()
+        self.whole = False
+        return True
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        """The best weights on the held-out points, or the last.
+
+        :raises NumericalError: if they are worse than those of the start, and than none.
+        """
+        value = self.average if self.best is None else self.best
+        residual = self._relative(value)
+        if not bool((residual <= _WORSE * self.first.clamp(min=1)).all()):  # true for NaN too
+            raise NumericalError(
+                f"The fit diverges: relative training residual {float(self.first.max()):.1e} at the start and "
+                f"{float(residual.max()):.1e} at the end. {self.plan.advice}"
+            )
+        return Outcome(value, residual, False, reason, {"matmuls": self.projections, "tol": float("inf")})
 
     def _relative(self, weights: Tensor) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column on the points that are checked."""
@@ -240,6 +279,35 @@ class Epochs:
         found = TallMatrix(self.problem.kernel, x, self.problem.inducing_points, accurate=True).matmul(weights)
         norm = y.norm(dim=0)
         return ((found - y).norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
+
+    def weights(self) -> Tensor:
+        return self.average
+
+    # --- work -----------------------------------------------------------------------------------------------
+
+    @property
+    def epochs(self) -> float:
+        return self.epoch + self._under_way
+
+    @property
+    def work(self) -> float:
+        return self.epoch + min(self._under_way, _MOST)
+
+    @property
+    def _under_way(self) -> float:
+        """Of the present epoch; 0 in the first one of a stream that does not say how long it is."""
+        n = self.total or self.problem.expected_rows
+        return self.rows / n if n else 0.0
+
+    @property
+    def entries(self) -> float:
+        """Of Kzz each pair counts once."""
+        return self.model.entries + self.model.projection.products * self.size * (self.size + 1) / 2
+
+    @property
+    def matrix_entries(self) -> float:
+        n = self.total or self.problem.expected_rows or max(self.rows, len(self.checked[0]))
+        return float(n * self.size)
 
 
 def check_columns(number: int, y: Tensor, columns: int) -> None:

@@ -45,7 +45,7 @@ class Directions:
     :ivar at_inducing: ``K(Z, C) G`` ``(m, q)``.
     :ivar beta: the largest diagonal entry of the preconditioned kernel.
     :ivar lam: the top eigenvalue of its covariance operator.
-    :ivar entries: of the kernel, evaluated to find all this.
+    :ivar entries: of the kernel, evaluated to find all this, from ``sampled`` points.
     """
 
     points: Tensor | None
@@ -56,6 +56,7 @@ class Directions:
     lam: float
     rows: Tensor | None = None
     entries: int = 0
+    sampled: int = 0
 
     def of(self, values: Tensor) -> Tensor:
         """Values ``(m, t)`` at the inducing points, at C; where C are inducing points."""
@@ -128,8 +129,8 @@ def find_directions(
     entries += len(points) * (size if rows is not None or not commuting else len(problem.inducing_points))
     if commuting:
         chosen = None if rows is None else rows[top.indices]
-        return Directions(None, factor, None, at_inducing, beta, lam, chosen, entries)
-    return Directions(subsample, factor, images[:size], at_inducing, beta, lam, None, entries)
+        return Directions(None, factor, None, at_inducing, beta, lam, chosen, entries, size)
+    return Directions(subsample, factor, images[:size], at_inducing, beta, lam, None, entries, size)
 
 
 class Model:
@@ -154,6 +155,22 @@ class Model:
         self.correction = self.base.new_zeros(len(directions.factor), columns)  # weights of C
         self.h = torch.zeros_like(self.base)  # recent part and correction, at Z
         self.h_points = None if directions.points is None else torch.zeros_like(self.correction)  # the same at C
+
+    def state(self) -> dict[str, Tensor]:
+        """All that steps change, but for :attr:`entries` and what the projection counts."""
+        found = {"base": self.base, "correction": self.correction, "h": self.h}
+        if self.h_points is not None:
+            found["h_points"] = self.h_points
+        for number, (points, weights) in enumerate(self.recent):
+            found |= {f"points {number}": points, f"weights {number}": weights}
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """What :meth:`state` gave; the tensors are then the model's own."""
+        self.base, self.correction, self.h = state["base"], state["correction"], state["h"]
+        self.h_points = state.get("h_points")
+        parts = sum(name.startswith("points ") for name in state)
+        self.recent = [(state[f"points {number}"], state[f"weights {number}"]) for number in range(parts)]
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, step: float, decay: float, last: bool) -> Tensor:
@@ -190,7 +207,7 @@ class Model:
         others = sum(len(points) for points, _ in self.recent) + (0 if directions.points is None else len(at_points))
         self.entries += len(x) * (len(self.base) + others)
         if not last:
-            self._remember(x, g * -step)
+            self._remember(x.clone(), g * -step)  # a batch of a stream is the user's
         return g
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:

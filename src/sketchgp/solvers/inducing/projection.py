@@ -24,8 +24,11 @@ class Projection:
     :ivar shift: see above, and ``trace`` that of Kzz.
     :ivar cost: of one solve, in evaluations of Kzz.
     :ivar notes: what a report should say.
+    :cvar kind: as reports print it; :cvar counted: attributes that change as it is used.
     """
 
+    kind = ""
+    counted: tuple[str, ...] = ("products", "notes")
     cost: float
     products = 0  # with Kzz so far
     notes: list[str]
@@ -48,6 +51,8 @@ class Projection:
 class ExactProjection(Projection):
     """By a Cholesky factor of Kzz, ``(m, m)`` float64."""
 
+    kind = "exact"
+
     def __init__(self, problem: InducingPointProblem, columns: int) -> None:
         super().__init__(problem, columns)
         self.root = shifted_cholesky(problem.kzz(), torch.finfo(self.matrix.dtype).eps)
@@ -65,6 +70,9 @@ class InexactProjection(Projection):
     :param rank: of the preconditioner.
     :param max_iterations: the most; what is short of the tolerance then is noted, and far from it an error.
     """
+
+    kind = "inexact"
+    counted = (*Projection.counted, "solves", "iterations")
 
     def __init__(
         self, problem: InducingPointProblem, columns: int, tol: float, rank: int, max_iterations: int, seed: int

@@ -63,7 +63,8 @@ class InducingPointSolver(Budgeted):
         :param callback: called with a :class:`~sketchgp.solvers.Progress` once an iteration, or an epoch; True ends the
             solve.
         :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)`` whose root mean square error is computed
-            as the solve goes on (in at most a tenth of the work) and kept in the report.
+            as the solve goes on (in at most a tenth of the work; where it decides when to stop, after each epoch) and
+            kept in the report.
         :param progress: show a progress bar (default: only in a terminal).
         :returns: W, ``(m,)`` or ``(m, t)`` as y has columns or not, float64 whatever the dtype of x: the weights of
             neighbouring points cancel, and would not do so in float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Method:
     :ivar generator: every random choice of a step comes from it; None where there is none.
     :ivar notes: what a report should say.
     :ivar iterations: steps so far.
+    :ivar time_used: the share of the time budget that is used, from 0; 0 where there is no limit.  The loop sets it.
     """
 
     saved: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class Method:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.iterations = 0
+        self.time_used: Callable[[], float] = _no_limit
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Plain values and tensors of ``saved``, and how :meth:`restore` puts them together."""
@@ -97,6 +100,13 @@ class Method:
         """
         raise NotImplementedError
 
+    def close(self) -> bool:
+        """No step is to come, and nobody waits: end a window that is open; returns whether one was.
+
+        What this changes is in no checkpoint, so that a solve that goes on later has no window cut short.
+        """
+        return False
+
     def finish(self, reason: Reason, quick: bool) -> Outcome:
         """What is returned, once nothing more is to be done.
 
@@ -134,6 +144,10 @@ class Method:
     @property
     def matrix_entries(self) -> float:
         return 1.0
+
+
+def _no_limit() -> float:
+    return 0.0
 
 
 @dataclass

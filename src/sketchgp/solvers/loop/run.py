@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ...errors import InputError
 from ...report import Reason, SolveReport, peak_memory
 from .checkpoint import Checkpoint
 from .held_out import HeldOut, Watcher
@@ -68,10 +69,15 @@ class Run:
         self.watcher = Watcher(held_out, method.judges_held_out)
         self.history: list[Tensor] = []
         self.reason: Reason | None = None
+        self.judged: Reason | None = None  # what the method said of the last window
+        self.error: Tensor | None = None  # on the held-out points, then
         self.began, self.earlier = began, 0.0
         self.setup_seconds = clock() - began
         self.saved_at = clock()
         self.outcome: Outcome | None = None
+        limit = budget.seconds
+        if limit is not None:
+            method.time_used = lambda: self.seconds / limit
 
     @property
     def seconds(self) -> float:
@@ -102,6 +108,10 @@ class Run:
                 self._loop(bar, interrupt)
                 if interrupt.seen and self.raising:  # it came too late to be noticed by a step
                     raise KeyboardInterrupt
+                assert self.reason is not None
+                if self.reason is not Reason.INTERRUPTED and not interrupt.seen and method.close():
+                    self._judge(bar)
+                    self._tell()
                 self.outcome = outcome = self._finish(interrupt.seen)
                 if not interrupt.seen:
                     self.watcher.last_look(outcome.value, self.passes, self.seconds)
@@ -127,12 +137,15 @@ class Run:
 
     def _loop(self, bar: Any, interrupt: DeferredInterrupt) -> None:
         while self.reason is None:
-            within = True  # a step, whose vectors are then partly old and partly new
+            within = True  # a step, whose vectors are then partly old and partly new, or a window not yet judged
             try:
                 closed = self.method.step()
+                if closed:
+                    self._judge(bar)
                 within = False
                 if closed:
-                    self._tell(bar)
+                    self._tell()
+                bar.update(self.method.work - bar.n)
                 if interrupt.seen:
                     raise KeyboardInterrupt
             except KeyboardInterrupt:
@@ -147,24 +160,34 @@ class Run:
             if self.reason is not None or clock() - self.saved_at >= every:
                 self.save()
 
-    def _tell(self, bar: Any) -> None:
-        """A window is closed: tell everyone, and see whether to go on."""
+    def _judge(self, bar: Any) -> None:
+        """A window is closed: the method sees whether to go on."""
         method, estimate = self.method, self.method.estimate().cpu()
         self.history.append(estimate)
-        error = (
-            self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
-            if (self.watcher.held_out is not None)
-            else None
-        )
+        error = None
+        if self.watcher.held_out is not None:
+            error = self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
         held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
         worst = float(estimate.max()) if estimate.numel() else 0.0
         bar.set_postfix_str(f"residual about {worst:.1e}{held}", refresh=False)
-        bar.update(method.work - bar.n)
-        judged = method.judge(error)
+        self.judged = self.reason if self.reason is not None else method.judge(error)
+        self.error = error
+
+    def _tell(self) -> None:
+        """The callback sees it; its word counts before the method's."""
+        method = self.method
         stopped = self.callback is not None and self.callback(
-            Progress(method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights)
+            Progress(
+                method.iterations,
+                self.passes,
+                method.epochs,
+                self.seconds,
+                self.history[-1],
+                self.error,
+                method.weights,
+            )
         )
-        self.reason = Reason.CALLBACK if stopped else judged
+        self.reason = Reason.CALLBACK if stopped and self.reason is None else self.judged
 
     def _stop_at_limits(self) -> None:
         limit, seconds = self.budget.work, self.budget.seconds
@@ -183,7 +206,7 @@ class Run:
         plain = {
             "method": plain,
             "seconds": self.seconds,
-            "reason": None if self.reason is None else self.reason.value,
+            "reason": str(self.judged or self.reason or ""),
             "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.watcher.errors],
             "held_out_set": self._held_out_set(),
             "held_out_entries": self.watcher.entries,
@@ -199,6 +222,11 @@ class Run:
     def _resume(self, checkpoint: Checkpoint) -> None:
         plain, tensors = checkpoint.load(self.method.device)
         method = self.method
+        if method.judges_held_out and plain["held_out_set"] != self._held_out_set():
+            raise InputError(
+                f"The checkpoint {checkpoint.path} is of a solve with other held-out points, which decide what it "
+                "returns. Give it those, delete it or use another path."
+            )
         prefix = "method."
         method.restore(plain["method"], {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
         self.history, self.earlier = list(tensors["history"].cpu()), plain["seconds"]
@@ -209,7 +237,7 @@ class Run:
             self.watcher.earlier = plain["held_out_entries"]
             self.watcher.errors = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
         ended = plain["reason"]
-        self.reason = method.resume(None if ended is None else Reason(ended))
+        self.reason = method.resume(Reason(ended) if ended else None)
 
     # --- the report -----------------------------------------------------------------------------------------
 
