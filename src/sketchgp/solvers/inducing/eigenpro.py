@@ -15,7 +15,8 @@ from ...fingerprint import hash_tensors
 from ...random_streams import generator
 from ...report import Reason
 from ..loop import Checkpoint
-from .epochs import Epochs, Plan, check_columns
+from .batches import check_columns, first_batch
+from .epochs import Epochs, Plan
 from .fresh import unlike
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
@@ -42,9 +43,9 @@ class EigenProSolver(InducingPointSolver):
     that runs out of time, or is stopped, returns the best weights so far, with a warning.
 
     Of a stream n is unknown: the first epoch counts the points, and does without the noise.  To have a ``checkpoint``
-    it must repeat itself, the same batches in the same order at every start: the first batch is compared, and going on
-    skips as many batches as the epoch had seen.  With ``max_seconds`` the step falls as time goes by, so that two
-    solves do not have the same bits (``cooldown=0`` does without).
+    it must repeat itself, the same batches in the same order at every start: the first points, those that the set-up
+    reads, are compared, and going on skips as many batches as the epoch had seen.  With ``max_seconds`` the step falls
+    as time goes by, so that no two solves have the same bits (with ``cooldown=0`` they do).
 
     :param epochs: the most epochs.
     :param block_size: points of a batch of tensors; None is m / 16, at least 256, at most 2048 and n / 8.  A stream
@@ -127,7 +128,7 @@ class EigenProSolver(InducingPointSolver):
 
     def _columns(self, problem: InducingPointProblem) -> torch.Size:
         """Of a stream, from its first batch."""
-        y = problem.y if torch.is_tensor(problem.x) else _first_batch(problem)[1]
+        y = problem.y if torch.is_tensor(problem.x) else first_batch(problem)[1]
         assert y is not None
         return y.shape[1:]
 
@@ -136,7 +137,7 @@ class EigenProSolver(InducingPointSolver):
 
     def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
         if self.checkpoint is not None and problem.streamed:
-            one, other = (hash_tensors(*_first_batch(problem)) for _ in range(2))
+            one, other = (hash_tensors(*first_batch(problem)) for _ in range(2))
             if one != other:
                 raise InputError(
                     "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
@@ -254,9 +255,3 @@ class EigenProSolver(InducingPointSolver):
                 Reason.INTERRUPTED: f"{_BEST} Go on from them with initial=.",
             },
         }
-
-
-def _first_batch(problem: InducingPointProblem) -> tuple[Tensor, Tensor]:
-    for x, y in problem.batches():
-        return x, y
-    raise InputError("x expects a stream of at least one batch, got none.")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
+from ...fingerprint import hash_tensors
 from ...operators.tall import TallMatrix
 from ...report import Reason
 from ..loop import Method, Outcome
+from .batches import batches
 from .preconditioned_gradient import Model
 from .problem import InducingPointProblem
 
@@ -109,21 +112,27 @@ class Epochs(Method):
             setattr(self.model.projection, name, counts[name])
 
     @property
-    def set_up(self) -> dict[str, Any]:
-        """What the set-up chose, with an eye to the memory that was free."""
-        rank = self.model.directions.factor.shape[1]
-        return {"projection": self.model.projection.kind, "rank": rank, "block_size": self.plan.block_size}
+    def set_up(self) -> dict[str, str]:
+        """What the set-up is from beside problem and choices: the memory that was free, the beginning of a stream."""
+        return {"projection": self.model.projection.kind, "points": self._points}
 
     @set_up.setter
-    def set_up(self, chosen: dict[str, Any]) -> None:
-        if chosen == self.set_up:
-            return
-        kind = chosen["projection"]
-        raise InputError(
-            f"The checkpoint is of a solve with an {kind} projection, {chosen['rank']} directions and batches of "
-            f"{chosen['block_size']}; now they would be {', '.join(map(str, self.set_up.values()))}. "
-            f"Choose projection={kind!r}, delete the checkpoint or use another path."
-        )
+    def set_up(self, saved: dict[str, str]) -> None:
+        kind = saved["projection"]
+        if kind != self.model.projection.kind:
+            raise InputError(
+                f"The checkpoint is of a solve with an {kind} projection, and this one's is "
+                f"{self.model.projection.kind}; 'auto' goes by the memory that is free. Choose projection={kind!r}."
+            )
+        if saved["points"] != self._points:
+            raise InputError(
+                f"The checkpoint is of another stream, which differs within the first {len(self.checked[0])} points. "
+                "To go on from a checkpoint, a stream must repeat itself."
+            )
+
+    @cached_property
+    def _points(self) -> str:
+        return hash_tensors(*self.checked)
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -167,33 +176,18 @@ class Epochs(Method):
     def _next(self) -> tuple[Tensor, Tensor]:
         """A batch of the epoch under way, or the first one of the next."""
         if self._feed is None:
-            self._feed = self._batches()
+            if not self.problem.streamed and not self.seen:
+                self.order = torch.randperm(len(self.problem.x), generator=self.generator).to(self.device)  # type: ignore[arg-type]
+            self._feed = batches(self.problem, self.columns, self.order, self.plan.block_size, self.seen)
             self._ahead = next(self._feed, None)
         if self._ahead is None:
             if self.seen:
                 raise InputError(
-                    f"The stream has at most {self.seen} batches, as many as the checkpoint saw before its epoch "
-                    "ended; to go on from a checkpoint, it must repeat itself."
+                    f"The stream ends within the {self.seen} batches that the checkpoint has seen of its epoch. "
+                    "To go on from a checkpoint, a stream must repeat itself."
                 )
             raise InputError(f"The stream gave no batch in epoch {self.epoch + 1}; it must start anew at every epoch.")
         return self._ahead
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What of the epoch under way was not seen when this was called."""
-        problem, seen = self.problem, self.seen
-        if not torch.is_tensor(problem.x):
-            for number, (x, y) in enumerate(problem.batches()):
-                y = y.reshape(len(y), -1)
-                check_columns(number, y, self.columns)
-                if number >= seen:
-                    yield x, y.to(torch.float64)
-            return
-        assert problem.y is not None
-        targets = problem.y.reshape(len(problem.x), -1)
-        if not seen:
-            self.order = torch.randperm(len(problem.x), generator=self.generator).to(self.device)
-        for rows in self.order.split(self.plan.block_size)[seen:]:
-            yield problem.x[rows], targets[rows].to(torch.float64)
 
     def _cooled(self) -> float:
         """The factor of the step: 1, and in the last share of the run falling to 0."""
@@ -308,9 +302,3 @@ class Epochs(Method):
     def matrix_entries(self) -> float:
         n = self.total or self.problem.expected_rows or max(self.rows, len(self.checked[0]))
         return float(n * self.size)
-
-
-def check_columns(number: int, y: Tensor, columns: int) -> None:
-    """:raises InputError: unless the targets of a batch have as many columns as those before."""
-    if y.shape[1] != columns:
-        raise InputError(f"y of batch {number} of the stream expects {columns} column(s) as before, got {y.shape[1]}.")

@@ -170,8 +170,7 @@ class Run:
         held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
         worst = float(estimate.max()) if estimate.numel() else 0.0
         bar.set_postfix_str(f"residual about {worst:.1e}{held}", refresh=False)
-        self.judged = self.reason if self.reason is not None else method.judge(error)
-        self.error = error
+        self.judged, self.error = method.judge(error), error
 
     def _tell(self) -> None:
         """The callback sees it; its word counts before the method's."""
@@ -187,7 +186,7 @@ class Run:
                 method.weights,
             )
         )
-        self.reason = Reason.CALLBACK if stopped and self.reason is None else self.judged
+        self.reason = self.reason or (Reason.CALLBACK if stopped else self.judged)
 
     def _stop_at_limits(self) -> None:
         limit, seconds = self.budget.work, self.budget.seconds
