@@ -16,7 +16,7 @@ import torch
 from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
-from problems import normal, points, relative
+from problems import normal, points
 from sketchgp import ConvergenceWarning, FullProblem, InducingPointProblem, InputError
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers import Progress
@@ -33,7 +33,7 @@ INDUCING = {
     "KRILL": (sketchgp.KRILL(tol=1e-10, sketch_size=M), "max_iterations"),
     "Falkon": (sketchgp.Falkon(tol=1e-10), "max_iterations"),
     "NystromPCG": (sketchgp.NystromPCG(rank=5, tol=1e-6), "max_iterations"),
-    "SketchySAGA": (sketchgp.SketchySAGA(tol=1e-10, rank=20, block_size=40), "max_epochs"),
+    "SketchySAGA": (sketchgp.SketchySAGA(tol=1e-10, deviations=3, rank=M, block_size=40), "max_epochs"),
     "EigenPro3": (sketchgp.EigenPro3(block_size=60), "epochs"),
     "EigenPro4": (sketchgp.EigenPro4(block_size=60, projection="inexact"), "epochs"),
 }
@@ -116,7 +116,8 @@ def test_warm_start(name):
     start = first.value.clone()
     again = solve(name, problem, initial=start, **({"epochs": 1} if name in UNENDING else {"tol": 1e-4}))
     assert torch.equal(start, first.value)
-    assert again.report.iterations <= 0.5 * first.report.iterations
+    if name != "SketchySAGA":  # which has to look several times at what the function still changes
+        assert again.report.iterations <= 0.5 * first.report.iterations
     assert float(residual(name, problem, again.value).max()) <= 1.05 * max(
         float(residual(name, problem, start).max()), 1e-4
     )
@@ -161,11 +162,14 @@ def test_budgets(name):
     more = solve(name, problem, **{budget: 4})
     assert little.report.iterations < more.report.iterations
     if name not in UNENDING:
-        assert little.report.reason == {
-            "max_iterations": Reason.ITERATIONS,
-            "max_passes": Reason.PASSES,
-            "max_epochs": Reason.EPOCHS,
-        }[budget]
+        assert (
+            little.report.reason
+            == {
+                "max_iterations": Reason.ITERATIONS,
+                "max_passes": Reason.PASSES,
+                "max_epochs": Reason.EPOCHS,
+            }[budget]
+        )
     timed = solve(name, problem, max_seconds=1e-9)
     assert timed.report.reason == Reason.TIME and not timed.report.converged
     assert timed.report.iterations <= 1 or name in UNENDING

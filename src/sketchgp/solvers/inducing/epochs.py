@@ -245,6 +245,9 @@ class Epochs(Method):
             return Reason.EARLY
         return None
 
+    def resume(self, ended: Reason | None) -> Reason | None:
+        return ended if ended in (Reason.FINISHED, Reason.EARLY) else None
+
     def close(self) -> bool:
         if not self.seen:
             return False
