@@ -194,14 +194,14 @@ def test_interrupt_inside_a_model_raises(monkeypatch):
     model, test = model_of()
     sketchgp.accelerate(model, solver=SOLVERS["askotch"])
     model.eval()
-    from sketchgp.solvers.blockwise.run import Run
+    from sketchgp.solvers.blockwise.refinement import Refinement
 
     def interrupted(self: Any) -> None:
         raise KeyboardInterrupt
 
     with iterative():
         with monkeypatch.context() as patched:
-            patched.setattr(Run, "_step", interrupted)
+            patched.setattr(Refinement, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(test)
         mean = model(test).mean

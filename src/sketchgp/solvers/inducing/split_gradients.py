@@ -49,7 +49,7 @@ class SplitGradients(Method):
         "value", "r", "best", "residual", "energy", "gained", "deviations", "found", "current", "exact",
         "products", "cycling", "verified",
         "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
-        "taken", "estimates", "coefficients",
+        "taken", "estimates", "coefficients", "evaluated",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +86,22 @@ class SplitGradients(Method):
     def matrix_entries(self) -> float:
         n, m = self._matrix.tall.shape
         return float(n * m)
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Entries of T evaluated in its dtype and in float64, and products with Kzz where that is by tiles."""
+        both = (self._matrix, self._exact_matrix)
+        return [
+            *(one.tall.entries for one in both),
+            *(one.products if isinstance(one, TiledNormalMatrix) else 0 for one in both),
+        ]
+
+    @evaluated.setter
+    def evaluated(self, counts: list[int]) -> None:
+        for one, entries, products in zip((self._matrix, self._exact_matrix), counts[:2], counts[2:], strict=True):
+            one.tall.entries = entries
+            if isinstance(one, TiledNormalMatrix):
+                one.products = products
 
     @property
     def entries(self) -> float:

@@ -70,7 +70,6 @@ class Run:
         self.history: list[Tensor] = []
         self.reason: Reason | None = None
         self.judged: Reason | None = None  # what the method said of the last window
-        self.error: Tensor | None = None  # on the held-out points, then
         self.began, self.earlier = began, 0.0
         self.setup_seconds = clock() - began
         self.saved_at = clock()
@@ -170,22 +169,14 @@ class Run:
         held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
         worst = float(estimate.max()) if estimate.numel() else 0.0
         bar.set_postfix_str(f"residual about {worst:.1e}{held}", refresh=False)
-        self.judged, self.error = method.judge(error), error
+        self.progress = Progress(
+            method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights
+        )
+        self.judged = method.judge(error)
 
     def _tell(self) -> None:
         """The callback sees it; its word counts before the method's."""
-        method = self.method
-        stopped = self.callback is not None and self.callback(
-            Progress(
-                method.iterations,
-                self.passes,
-                method.epochs,
-                self.seconds,
-                self.history[-1],
-                self.error,
-                method.weights,
-            )
-        )
+        stopped = self.callback is not None and self.callback(self.progress)
         self.reason = self.reason or (Reason.CALLBACK if stopped else self.judged)
 
     def _stop_at_limits(self) -> None:
