@@ -177,7 +177,7 @@ class _Gradients(Method):
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "matmuls",
-        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps", "coefficients",
+        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps", "coefficients", "warm",
     )  # fmt: skip
 
     def __init__(
@@ -202,6 +202,7 @@ class _Gradients(Method):
         self.coefficients: list[Tensor] = []
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
+        self.warm = False
         self.s = self.d = self.p = self.b[..., :0]
         self.sz = self.target = self.least = norm[..., :0]
         self.active, self.index = norm[..., :0] > 0, torch.arange(0)
