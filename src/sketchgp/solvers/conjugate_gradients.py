@@ -177,7 +177,8 @@ class _Gradients(Method):
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "matmuls",
-        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps", "coefficients", "warm",
+        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
+        "coefficients", "warm",
     )  # fmt: skip
 
     def __init__(
