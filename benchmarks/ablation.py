@@ -44,7 +44,7 @@ from common import (
     write_json,
 )
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers.blockwise.system import automatic_block_size
+from sketchgp.solvers.full.blockwise.system import automatic_block_size
 
 BUDGET = 4 * 2**30  # bytes of one stored matrix, so that what "auto" chooses does not depend on free memory
 RANKS = (10, 100, 500)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import sketchgp
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers.blockwise import run as loop
-from sketchgp.solvers.blockwise.system import BlockSystem
+from sketchgp.solvers.full.blockwise import run as loop
+from sketchgp.solvers.full.blockwise.system import BlockSystem
 from sketchgp.solvers.problem import System
 
 

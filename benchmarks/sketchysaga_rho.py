@@ -43,7 +43,7 @@ from common import (
     write_json,
 )
 from sketchgp.solvers.inducing.points import choose_inducing_points
-from sketchgp.solvers.sketchysaga import SketchySAGA
+from sketchgp.solvers.inducing.sketchysaga import SketchySAGA
 
 ROWS, POINTS = 10_000, 1000
 TOL = 1e-3

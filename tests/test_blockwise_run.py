@@ -30,9 +30,10 @@ from sketchgp import (
     record_solves,
 )
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers import System, askotch, eigenpro2, skotch
-from sketchgp.solvers.blockwise import BlockSystem, refinement
-from sketchgp.solvers.blockwise.state import State
+from sketchgp.solvers import System
+from sketchgp.solvers.full import askotch, eigenpro2, skotch
+from sketchgp.solvers.full.blockwise import BlockSystem, refinement
+from sketchgp.solvers.full.blockwise.state import State
 from sketchgp.solvers.loop import run
 
 N, BLOCK = 300, 50

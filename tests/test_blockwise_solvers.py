@@ -26,8 +26,9 @@ from sketchgp import (
 )
 from sketchgp.datasets import load_diamonds
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers import System, askotch, eigenpro2, skotch
-from sketchgp.solvers.blockwise import BlockSystem, blocks
+from sketchgp.solvers import System
+from sketchgp.solvers.full import askotch, eigenpro2, skotch
+from sketchgp.solvers.full.blockwise import BlockSystem, blocks
 
 KERNELS = {**RADIAL, **GENERIC, "laplace": lambda: ScaleKernel(LaplaceKernel(ard_num_dims=3))}
 VARIANTS = {

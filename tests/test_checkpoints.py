@@ -39,8 +39,8 @@ from sketchgp import (
     settings,
     tensor_file,
 )
-from sketchgp.solvers import askotch, eigenpro2
-from sketchgp.solvers.blockwise import BlockSystem, refinement
+from sketchgp.solvers.full import askotch, eigenpro2
+from sketchgp.solvers.full.blockwise import BlockSystem, refinement
 from sketchgp.solvers.loop import checkpoint, run
 
 N, BLOCK = 300, 50

@@ -18,10 +18,10 @@ from sketchgp.operators import tall
 from sketchgp.report import Reason, record_solves
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import QR, InducingPointProblem, choose_inducing_points
-from sketchgp.solvers.eigenpro3 import EigenPro3
-from sketchgp.solvers.eigenpro4 import EigenPro4
 from sketchgp.solvers.eigenpro_step import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
+from sketchgp.solvers.inducing.eigenpro3 import EigenPro3
+from sketchgp.solvers.inducing.eigenpro4 import EigenPro4
 from sketchgp.solvers.inducing.held_out import InducingHeldOut
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions
 from sketchgp.solvers.inducing.projection import ExactProjection, InexactProjection

@@ -28,8 +28,8 @@ from sketchgp import (
 from sketchgp.operators import fast_tiles
 from sketchgp.operators.sparse_sign import SparseSignEmbedding, distinct
 from sketchgp.operators.tall import TallMatrix
-from sketchgp.preconditioners.falkon import falkon_preconditioner
 from sketchgp.preconditioners.krill import krill_preconditioner, sketch_rows
+from sketchgp.solvers.inducing.falkon import falkon_preconditioner
 from sketchgp.solvers.inducing.split_gradients import SplitGradients
 
 N, M = 300, 40

@@ -9,7 +9,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 import sketchgp
 from problems import identity, normal, points
 from sketchgp.solvers import askotch
-from sketchgp.solvers.blockwise import BlockSystem
+from sketchgp.solvers.full.blockwise import BlockSystem
 
 N, B = 12, 3
 

@@ -26,7 +26,7 @@ from sketchgp.operators.rows import RowProduct
 from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import System
-from sketchgp.solvers.blockwise import (
+from sketchgp.solvers.full.blockwise import (
     BlockSystem,
     Partition,
     automatic_block_size,

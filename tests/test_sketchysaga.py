@@ -18,7 +18,7 @@ from sketchgp.operators import KernelMatrix
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.sketchysaga import DampedNystrom, damped_nystrom
 from sketchgp.solvers.inducing.saga import Saga
-from sketchgp.solvers.sketchysaga import SketchySAGA
+from sketchgp.solvers.inducing.sketchysaga import SketchySAGA
 
 
 def ard(dtype=torch.float64):

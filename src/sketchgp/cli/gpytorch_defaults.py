@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import gpytorch
 import linear_operator
@@ -67,8 +66,11 @@ def watch_linear_cg(name: str = "GPyTorch") -> Iterator[list[WatchedSolve]]:
 
             return original(matmul_closure, rhs, *rest, preconditioner=preconditioner, **options)
 
-    with mock.patch.object(linear_operator.utils, "linear_cg", watched):
+    linear_operator.utils.linear_cg = watched
+    try:
         yield solves
+    finally:
+        linear_operator.utils.linear_cg = original
 
 
 @torch.no_grad()

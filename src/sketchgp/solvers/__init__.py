@@ -1,23 +1,23 @@
 """Floor 4: solvers, one file a method."""
 
-from .askotch import ASkotch
-from .blockwise import BlockSolver
 from .choices import Budgeted
-from .cholesky import Cholesky
-from .conjugate_gradients import ConjugateGradients
-from .eigenpro2 import EigenPro2
-from .eigenpro3 import EigenPro3
-from .eigenpro4 import EigenPro4
-from .falkon import Falkon
+from .full.askotch import ASkotch
+from .full.blockwise import BlockSolver
+from .full.cholesky import Cholesky
+from .full.conjugate_gradients import ConjugateGradients
+from .full.eigenpro2 import EigenPro2
+from .full.skotch import Skotch
 from .inducing import InducingPointProblem, NormalEquationsSolver
+from .inducing.eigenpro3 import EigenPro3
+from .inducing.eigenpro4 import EigenPro4
+from .inducing.falkon import Falkon
+from .inducing.krill import KRILL
+from .inducing.nystrom_pcg import NystromPCG
 from .inducing.points import InducingPoints, choose_inducing_points
-from .krill import KRILL
+from .inducing.qr import QR
+from .inducing.sketchysaga import SketchySAGA
 from .loop import Progress
-from .nystrom_pcg import NystromPCG
 from .problem import FullProblem, Solution, System
-from .qr import QR
-from .sketchysaga import SketchySAGA
-from .skotch import Skotch
 
 INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, NystromPCG, SketchySAGA, EigenPro3, EigenPro4)
 

@@ -8,8 +8,8 @@ import torch
 
 from ..preconditioners import Preconditioner
 from ..settings import memory_budget
-from .askotch import ASkotch
-from .conjugate_gradients import ConjugateGradients
+from .full.askotch import ASkotch
+from .full.conjugate_gradients import ConjugateGradients
 
 _SHARE = 0.5  # of the rank 10 sqrt(n) that a preconditioner must be allowed for conjugate gradients to be worth it
 _BYTES = 16  # a factor and one more array of its shape, float64

@@ -1,6 +1,6 @@
 """The steps of SketchySAGA, sweeps that find the true residual, steps taken back, ends.
 
-The method is described in :class:`sketchgp.solvers.sketchysaga.SketchySAGA`.
+The method is described in :class:`sketchgp.solvers.inducing.sketchysaga.SketchySAGA`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...operators import KernelMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
 from ...random_streams import generator
 from ...report import Reason
-from ..blockwise import next_block
+from ..full.blockwise import next_block
 from ..loop import Method, Outcome
 from .problem import InducingPointProblem
 from .remaining import remaining_change
@@ -46,7 +46,7 @@ _NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and 
 
 
 class Choices(Protocol):
-    """What :class:`sketchgp.solvers.sketchysaga.SketchySAGA` lets users choose of the method."""
+    """What :class:`sketchgp.solvers.inducing.sketchysaga.SketchySAGA` lets users choose of the method."""
 
     @property
     def tol(self) -> float: ...

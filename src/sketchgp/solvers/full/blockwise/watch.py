@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ...errors import NumericalError
-from ...report import Reason
+from ....errors import NumericalError
+from ....report import Reason
 from .method import BlockMethod
 from .state import State, largest_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import count, settle, word
-from ...errors import InputError
-from ...random_streams import generator
+from ....checks import count, settle, word
+from ....errors import InputError
+from ....random_streams import generator
 from .inverse import BlockInverse, block_inverse
 from .system import BlockSystem
 

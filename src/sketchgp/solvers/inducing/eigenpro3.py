@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .inducing.eigenpro import EigenProSolver
-from .inducing.problem import InducingPointProblem
-from .inducing.projection import Projection
+from .eigenpro import EigenProSolver
+from .problem import InducingPointProblem
+from .projection import Projection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import NumericalError
-from ...lowrank import gaussian_nystrom, smoothness
-from ...operators import LowRankPlusDiagonal
-from ...operators.access import Access
+from ....errors import NumericalError
+from ....lowrank import gaussian_nystrom, smoothness
+from ....operators import LowRankPlusDiagonal
+from ....operators.access import Access
 
 
 @dataclass

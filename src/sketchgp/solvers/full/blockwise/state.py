@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...report import Reason
+from ....report import Reason
 
 _TENSORS = ("base", "r", "window_squares", "best", "best_true", "true", "first", "estimate")
 _ON_CPU = ("best_true", "true", "first", "estimate")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..checks import count, settle
-from .inducing.eigenpro import EigenProSolver
-from .inducing.problem import InducingPointProblem
-from .inducing.projection import Projection
+from ...checks import count, settle
+from .eigenpro import EigenProSolver
+from .problem import InducingPointProblem
+from .projection import Projection
 
 
 @dataclass(frozen=True, kw_only=True)

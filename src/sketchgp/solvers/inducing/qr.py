@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import flag, function, like
-from ..errors import NumericalError
-from ..lowrank import shifted_cholesky
-from ..memory import enough_memory
-from ..operators.tall import tile_bytes
-from ..report import Reason, SolveReport, conclude, peak_memory
-from .inducing.problem import InducingPointProblem, check_inducing
-from .problem import Solution
+from ...checks import flag, function, like
+from ...errors import NumericalError
+from ...lowrank import shifted_cholesky
+from ...memory import enough_memory
+from ...operators.tall import tile_bytes
+from ...report import Reason, SolveReport, conclude, peak_memory
+from ..problem import Solution
+from .problem import InducingPointProblem, check_inducing
 
 _TILE = 3  # rows of a tile, in m
 _COPIES = 14  # measured: matrices (m, m) at once, of which the factorization and what it works on are 8

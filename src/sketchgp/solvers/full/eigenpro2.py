@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import count, settle
-from ..errors import InputError, NumericalError
-from ..lowrank import TopEigensystem, top_eigensystem
-from ..random_streams import generator
+from ...checks import count, settle
+from ...errors import InputError, NumericalError
+from ...lowrank import TopEigensystem, top_eigensystem
+from ...random_streams import generator
+from ..eigenpro_step import directions, scaled_vectors, step_size
 from .blockwise import BlockMethod, BlockSolver, BlockSystem, next_block
-from .eigenpro_step import directions, scaled_vectors, step_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import NumericalError
-from ..memory import enough_memory
-from ..operators.access import columns
-from ..report import Reason, SolveReport, conclude, peak_memory
-from .problem import FullProblem, Solution, System, check_problem
+from ...errors import NumericalError
+from ...memory import enough_memory
+from ...operators.access import columns
+from ...report import Reason, SolveReport, conclude, peak_memory
+from ..problem import FullProblem, Solution, System, check_problem
 
 
 @dataclass(frozen=True)

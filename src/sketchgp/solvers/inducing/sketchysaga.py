@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..checks import count, number, seed, settle, tolerance
-from ..errors import InputError
-from ..report import Reason
-from .inducing import InducingPointProblem, InducingPointSolver
-from .inducing.saga import Saga
+from ...checks import count, number, seed, settle, tolerance
+from ...errors import InputError
+from ...report import Reason
+from . import InducingPointProblem, InducingPointSolver
+from .saga import Saga
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...checks import count, flag, function, like, number, pair, seed, settle, tolerance
-from ...errors import InputError
-from ...report import SolveReport, conclude
-from ..choices import Budgeted
+from ....checks import count, flag, function, like, number, pair, seed, settle, tolerance
+from ....errors import InputError
+from ....report import SolveReport, conclude
+from ...choices import Budgeted
+from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, fingerprint
+from ...problem import FullProblem, Solution, System, check_problem
 from ..held_out import full_held_out
-from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, fingerprint
-from ..problem import FullProblem, Solution, System, check_problem
 from .method import BlockMethod
 from .refinement import Refinement
 from .system import BlockSystem, automatic_block_size

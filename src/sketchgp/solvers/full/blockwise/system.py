@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...operators.access import Access
-from ...operators.rows import RowProduct
-from ...settings import memory_budget
-from ..problem import System
+from ....operators.access import Access
+from ....operators.rows import RowProduct
+from ....settings import memory_budget
+from ...problem import System
 
 _LEAST_BLOCK = 256
 _FLOPS_PER_ENTRY = 20  # of a block's Cholesky factorization, in the time that one kernel entry takes

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..checks import count, number, seed, settle
-from ..errors import InputError
-from ..memory import available_memory
-from ..operators.normal_matrix import TiledNormalMatrix
-from ..preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
-from ..random_streams import generator
-from .inducing import InducingPointProblem, NormalEquationsSolver
+from ...checks import count, number, seed, settle
+from ...errors import InputError
+from ...memory import available_memory
+from ...operators.normal_matrix import TiledNormalMatrix
+from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
+from ...random_streams import generator
+from .normal_equations import NormalEquationsSolver
+from .problem import InducingPointProblem
 
 _RANK = 1000  # of an automatic preconditioner
 _ROWS = 5  # rows of Kxz that it is made of, over the rank; at least _LEAST_ROWS

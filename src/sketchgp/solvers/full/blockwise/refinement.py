@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import NumericalError
-from ...random_streams import generator
-from ...report import Reason
-from ..loop import Method, Outcome
+from ....errors import NumericalError
+from ....random_streams import generator
+from ....report import Reason
+from ...loop import Method, Outcome
 from .method import BlockMethod
 from .state import State, largest_of
 from .system import BlockSystem

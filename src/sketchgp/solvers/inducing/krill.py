@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import count, seed, settle
-from ..errors import InputError
-from ..memory import available_memory
-from ..operators.normal_matrix import NormalMatrix
-from ..operators.tall import tile_bytes
-from ..preconditioners.factored import TriangularFactors
-from ..preconditioners.krill import krill_preconditioner, sketch_rows
-from .inducing import InducingPointProblem, NormalEquationsSolver
+from ...checks import count, seed, settle
+from ...errors import InputError
+from ...memory import available_memory
+from ...operators.normal_matrix import NormalMatrix
+from ...operators.tall import tile_bytes
+from ...preconditioners.factored import TriangularFactors
+from ...preconditioners.krill import krill_preconditioner, sketch_rows
+from .normal_equations import NormalEquationsSolver
+from .problem import InducingPointProblem
 
 
 @dataclass(frozen=True, kw_only=True)

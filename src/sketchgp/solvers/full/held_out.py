@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fingerprint import hash_tensors
-from ..operators import KernelMatrix
-from .problem import FullProblem
+from ...fingerprint import hash_tensors
+from ...operators import KernelMatrix
+from ..problem import FullProblem
 
 
 class FullHeldOut:

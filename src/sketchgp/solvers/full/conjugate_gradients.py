@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import count, flag, found, function, like, pair, settle, tolerance, word
-from ..errors import InputError, NumericalError
-from ..operators import LowRankPlusDiagonal
-from ..preconditioners import Preconditioner, RPCholesky
-from ..report import Reason, SolveReport, conclude
-from .choices import Budgeted
+from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
+from ...errors import InputError, NumericalError
+from ...operators import LowRankPlusDiagonal
+from ...preconditioners import Preconditioner, RPCholesky
+from ...report import Reason, SolveReport, conclude
+from ..choices import Budgeted
+from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
+from ..problem import FullProblem, Solution, System, check_problem
 from .held_out import full_held_out
-from .loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
-from .problem import FullProblem, Solution, System, check_problem
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import number, settle
+from ...checks import number, settle
 from .blockwise import (
     BlockMethod,
     BlockSolver,
