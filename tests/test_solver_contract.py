@@ -222,6 +222,15 @@ def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
         solve(name, other, **saving)
 
 
+def test_a_checkpoint_of_another_preconditioner_is_refused(tmp_path):
+    problem, solver = make("ConjugateGradients"), sketchgp.ConjugateGradients(checkpoint=tmp_path / "state.pt")
+    solver.solve(problem, preconditioner=sketchgp.RPCholesky(rank=10), progress=False)
+    with pytest.raises(InputError, match="the preconditioner changed"):
+        solver.solve(problem, preconditioner=sketchgp.RPCholesky(rank=10, seed=1), progress=False)
+    with pytest.raises(InputError, match="the preconditioner changed"):
+        solver.solve(problem, preconditioner=None, progress=False)
+
+
 def powers():
     """The table solver x power for the docs: what the choices and arguments of each are."""
     names = ("tol", "budget", "max_seconds", "callback", "held_out", "initial", "checkpoint")

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
 from ...errors import InputError, NumericalError
+from ...fingerprint import hash_tensors
 from ...operators import LowRankPlusDiagonal
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
+from ..lanczos import tridiagonal
 from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
 from ..problem import FullProblem, Solution, System, check_problem
 from .held_out import full_held_out
@@ -149,7 +151,7 @@ class ConjugateGradients(Budgeted):
                 initial=initial,
                 callback=callback,
                 held_out=held_out,
-                checkpoint=self._checkpoint(system, rhs, name),
+                checkpoint=self._checkpoint(system, rhs, preconditioner),
                 raising=not keep_interrupted,  # inside a model: a half-done solution must not reach its caches
             )
             outcome = run.loop(progress)
@@ -164,11 +166,15 @@ class ConjugateGradients(Budgeted):
         conclude(report)
         return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
 
-    def _checkpoint(self, system: System, rhs: Tensor, name: str) -> Checkpoint | None:
+    def _checkpoint(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None) -> Checkpoint | None:
         if self.checkpoint is None:
             return None
-        described = f"{self._described()} {rhs.dtype} {name}"
-        return Checkpoint(self.checkpoint, self.every, fingerprint(system.operator, system.noise, rhs, described))
+        if system.operator.batch_shape or rhs.dim() > 2:
+            raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
+        marks = fingerprint(system.operator, system.noise, rhs, f"{self._described()} {rhs.dtype}")
+        if built is not None:
+            marks["the preconditioner"] = hash_tensors(built.apply_inverse(rhs[:, :1].to(torch.float64)))
+        return Checkpoint(self.checkpoint, self.every, marks)
 
 
 class _Gradients(Method):
@@ -378,19 +384,6 @@ class _Gradients(Method):
         self.coefficients.append(full[..., : self.lanczos_columns])
 
     def lanczos_matrices(self) -> Tensor:
-        """Tridiagonal matrices of the first columns, from CG's alpha and beta; unit rows past a column's end."""
-        count = max(len(self.coefficients), 1)
+        """Of the first columns, ``(columns, ..., k, k)``; unit rows past a column's end."""
         shape = (*self.residual.shape[:-1], self.lanczos_columns)
-        matrix = self.b.new_zeros(*shape, count, count)
-        matrix.diagonal(dim1=-2, dim2=-1).fill_(1)
-        for k, (alpha, _) in enumerate(self.coefficients):
-            active = alpha > 0
-            entry = 1 / torch.where(active, alpha, 1)
-            if k:
-                before, ratio = self.coefficients[k - 1]
-                safe = torch.where(before > 0, before, 1)
-                entry = entry + torch.where(before > 0, ratio / safe, 0)
-                side = torch.where(active & (before > 0), ratio.sqrt() / safe, 0)
-                matrix[..., k, k - 1] = matrix[..., k - 1, k] = side
-            matrix[..., k, k] = torch.where(active, entry, 1)
-        return matrix.movedim(-3, 0).to(self.out_dtype)
+        return tridiagonal(self.coefficients, self.b.new_zeros(shape)).movedim(-3, 0).to(self.out_dtype)

@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..lanczos import tridiagonal
+
 _GROWTH = 1.5  # of one span of iterations over the one before
 _LEAST = 6  # iterations before an estimate is made
 _MOST = 100  # terms like the last one that may be to come
@@ -78,19 +80,9 @@ class RitzValues:
 
     def least(self) -> Tensor:
         """``(t,)`` the least of each column: about the least eigenvalue of the preconditioned matrix that matters for
-        this right-hand side; 1 for a column without iterations."""
-        alpha, beta = torch.stack(self._coefficients, dim=1)
-        found = torch.ones_like(alpha[0])
-        for column in range(alpha.shape[1]):
-            k = int((alpha[:, column] > 0).sum())
-            if k:
-                a, ratio = alpha[:k, column], beta[: k - 1, column]
-                diagonal = 1 / a
-                diagonal[1:] += ratio / a[:-1]
-                side = ratio.sqrt() / a[:-1]
-                values = torch.linalg.eigvalsh(diagonal.diag() + side.diag(1) + side.diag(-1))
-                found[column] = values[0].clamp(min=torch.finfo(values.dtype).tiny)
-        return found
+        this right-hand side; 1 at the most."""
+        matrices = tridiagonal(self._coefficients, self._coefficients[0][0])
+        return torch.linalg.eigvalsh(matrices)[..., 0].clamp(min=torch.finfo(matrices.dtype).tiny)
 
 
 def remaining_change(changes: list[Tensor]) -> Tensor | None:

@@ -73,7 +73,8 @@ class Checkpoint:
             raise InputError(
                 f"{self.path} is no checkpoint that this version of sketchgp can read; delete it or use another path."
             ) from error
-        changed = [name for name, mark in self.problem.items() if header["problem"].get(name) != mark]
+        names = {**self.problem, **header["problem"]}
+        changed = [name for name in names if header["problem"].get(name) != self.problem.get(name)]
         if changed:
             raise InputError(
                 f"The checkpoint {self.path} is of another problem: {' and '.join(changed)} changed since it was "
