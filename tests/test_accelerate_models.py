@@ -163,7 +163,8 @@ def test_float32_models(name: str) -> None:
     mean, variance, value, gradient = reference(name)
     model, test = case(name).build(torch.float32)
     sketchgp.accelerate(model)
-    with iterative(probes=60, tol=1e-4), sketchgp.record_solves() as solves:
+    # a tolerance that solutions rounded to float32 meet on any processor
+    with iterative(probes=60, tol=3e-4), sketchgp.record_solves() as solves:
         found_mean, found_variance = posterior(model, test)
         found, found_gradient = marginal(model)
     assert all(report.converged for report in solves)

@@ -142,9 +142,10 @@ def test_every_variant_in_float32(variant):
 @pytest.mark.parametrize("matmul", ["dense", "tiled"])
 @pytest.mark.parametrize("variant", ["askotch", "skotch-nystrom", "eigenpro2"])
 def test_engines_differ_by_rounding(variant, matmul):
+    fixed = {"mu": 0.1} if variant == "askotch" else {}  # when growing momentum restarts, rounding may decide
     for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 1e-4)):
         problem = _problem(name="matern12", noise=2.0, dtype=dtype, columns=3)
-        solver = _solver(variant, tol=1e-12, max_passes=6)
+        solver = _solver(variant, tol=1e-12, max_passes=6, **fixed)
         with quiet():
             value, base = (solver.solve(problem, matmul=engine).value for engine in (matmul, "auto"))
         assert relative(value, base) < bound
