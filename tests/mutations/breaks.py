@@ -870,7 +870,7 @@ BREAKS = (
     ),
     Break(
         "solvers/loop/checkpoint.py",
-        'if header["problem"].get(name) != mark]',
+        'if header["problem"].get(name) != self.problem.get(name)]',
         'if name not in header["problem"]]',
         CONTRACT,
         "a checkpoint of another problem is taken",
@@ -919,7 +919,7 @@ BREAKS = (
         "earlier cycles are lost when columns end",
     ),
     Break(
-        "solvers/full/conjugate_gradients.py",
+        "solvers/lanczos.py",
         "entry = entry + torch.where(before > 0, ratio / safe, 0)",
         "entry = entry - torch.where(before > 0, ratio / safe, 0)",
         GRADIENTS,
