@@ -521,7 +521,7 @@ def test_auto_takes_a_solver_that_fits(shares, monkeypatch):
     model = _model(noise=0.5, columns=3)[0].eval()
     problem = InducingPointProblem(model.covar_module, *_data(columns=3), 0.5, model.inducing_points)
     free = shares * KRILL(sketch_size=2 * M).bytes_needed(problem)
-    for where in ("inducing_point_gp", "solvers.krill", "memory"):
+    for where in ("inducing_point_gp", "solvers.inducing.krill", "memory"):
         monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: free)
     assert model.solution.report.solver == ("KRILL" if shares > 2 else "NystromPCG")
 

@@ -526,7 +526,7 @@ def test_choices_with_counts_compare():
 
 def test_too_little_memory(monkeypatch):
     def free(count):
-        for module in ("memory", "solvers.krill", "solvers.inducing.problem"):
+        for module in ("memory", "solvers.inducing.krill", "solvers.inducing.problem"):
             monkeypatch.setattr(f"sketchgp.{module}.available_memory", lambda device: count)
 
     many, few = (KRILL(sketch_size=rows).bytes_needed(_problem()) for rows in (sketch_rows(N, M), 2 * M))

@@ -8,7 +8,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from problems import identity, normal, points
-from sketchgp.solvers import askotch
+from sketchgp.solvers.full import askotch
 from sketchgp.solvers.full.blockwise import BlockSystem
 
 N, B = 12, 3
