@@ -512,11 +512,12 @@ def gradient_of(model: Any, count: int) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def inducing_reference(
-    kzz: Tensor, kxz: Tensor, ktz: Tensor, prior: Tensor, y: Tensor, noise: Tensor
+    kzz: Tensor, kxz: Tensor, ktz: Tensor, prior: Tensor, y: Tensor, noise: Tensor, cut: float = 1e-14
 ) -> tuple[Tensor, Tensor]:
-    """Mean ``(m, columns)`` and variance ``(m,)`` of DTC in float64, in the eigenbasis of kzz."""
+    """Mean ``(m, columns)`` and variance ``(m,)`` of DTC in float64, in the eigenbasis of kzz down to ``cut`` times its
+    largest eigenvalue."""
     values, vectors = torch.linalg.eigh(kzz)
-    kept = values > 1e-14 * values[-1]
+    kept = values > cut * values[-1]
     half = vectors[:, kept] / values[kept].sqrt()
     phi, test_phi = (kxz @ half) / noise.sqrt().unsqueeze(1), ktz @ half
     root = torch.linalg.cholesky(phi.mT @ phi + torch.eye(phi.shape[1], dtype=torch.float64))

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 from problems import Largest, normal, points, relative
 from sketchgp import KRILL, QR, Falkon, NystromPCG, SketchySAGA
 from sketchgp.errors import ConvergenceWarning, InputError
-from sketchgp.report import record_solves
+from sketchgp.report import Reason, record_solves
 from sketchgp.solvers import InducingPointProblem
 from sketchgp.solvers.inducing.remaining import RemainingEnergy, remaining_change
 
@@ -75,6 +75,23 @@ def test_what_is_called_converged_predicts(problem, solver):
     )
     residual = (residual - rhs).norm(dim=0) / rhs.norm(dim=0)
     assert torch.allclose(report.residual, residual, rtol=0.1, atol=1e-7 if one.x.dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("solver", [QR(), KRILL(), Falkon()], ids=["QR", "KRILL", "Falkon"])
+def test_where_rounding_of_the_kernel_matrix_moves_predictions(solver):
+    """One far row, of a kernel with a heavy tail, looks at eigenvalues of Kzz below roundoff."""
+    kernel = ScaleKernel(RQKernel()).double().requires_grad_(False)
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, 10.0
+    x = points(60, 1)
+    y = torch.sin(4 * x[:, 0]) + 0.1 * normal(60, seed=3)
+    near = solver.solve(InducingPointProblem(kernel, x, y, 0.01, x[:12].clone())).report
+    assert near.converged
+    x[-1], y[-1] = -30, 10
+    with pytest.warns(ConvergenceWarning, match="rounding of the kernel matrix moves predictions by up to"):
+        far = solver.solve(InducingPointProblem(kernel, x, y, 0.01, x[:12].clone())).report
+    assert far.reason is Reason.SINGULAR and not far.converged and 0.1 < far.max_deviations < math.inf
+    rougher = ScaleKernel(MaternKernel(nu=0.5)).double().requires_grad_(False)
+    assert solver.solve(InducingPointProblem(rougher, x, y, 0.01, x[:12].clone())).report.converged
 
 
 @pytest.mark.parametrize("rank", [None, 20, 5])

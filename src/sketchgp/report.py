@@ -28,6 +28,7 @@ class Reason(str, Enum):
     ROUNDED = "was rounded"
     STAGNATED = "stagnated"
     DIRECT = "was solved directly"
+    SINGULAR = "met the limits of float64"
     ITERATIONS = "ran out of iterations"
     PASSES = "ran out of passes"
     EPOCHS = "ran out of epochs"
@@ -46,13 +47,15 @@ class Reason(str, Enum):
     @property
     def final(self) -> bool:
         """Whether a larger budget changes nothing."""
-        return self in (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, *_WITHOUT_TOLERANCE)
+        return self in (*_FINAL, *_WITHOUT_TOLERANCE)
 
 
+_FINAL = (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, Reason.SINGULAR)
 _WITHOUT_TOLERANCE = (Reason.FINISHED, Reason.EARLY)  # as planned: how a solver ends that knows no tolerance
 
 _ADVICE = {
     Reason.ROUNDED: "The float64 iterate meets it, its rounding to float32 does not; use float64 if it matters.",
+    Reason.SINGULAR: "Drop inducing points that nearly repeat others, and far outliers; or raise the noise.",
     Reason.ITERATIONS: "Raise max_iterations, and go on with initial= or a checkpoint.",
     Reason.PASSES: "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows.",
     Reason.EPOCHS: "Raise max_epochs and go on with initial= or a checkpoint.",
@@ -120,6 +123,9 @@ class SolveReport:
         if self.judged == "predictions":
             far = f"{self.max_deviations:.1e} posterior deviations" if self.max_deviations < float("inf") else "unknown"
             found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"
+        if self.reason == Reason.SINGULAR:
+            far = f"{self.max_deviations:.1e} posterior deviations"
+            found = f"rounding of the kernel matrix moves predictions by up to {far}"
         head = f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: {found}. "
         if self.reason in self.remedies:
             return head + self.remedies[self.reason]

@@ -13,9 +13,11 @@ from ...errors import NumericalError
 from ...lowrank import shifted_cholesky
 from ...memory import enough_memory
 from ...operators.tall import tile_bytes
+from ...preconditioners.factored import TriangularFactors
 from ...report import Reason, SolveReport, conclude, peak_memory
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
+from .remaining import moved_by_rounding
 
 _TILE = 3  # rows of a tile, in m
 _COPIES = 14  # measured: matrices (m, m) at once, of which the factorization and what it works on are 8
@@ -61,9 +63,10 @@ class QR:
             like("QR.solve", "initial", initial, (m, *problem.y.shape[1:]), problem.device, whose="the solution's")
         needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)
         with enough_memory(needed, problem.device, f"QR() for m = {m}", "use KRILL()."), torch.no_grad():
-            value, rhs, residual = _solved(problem, y)
+            value, rhs, residual, (moved, too_far) = _solved(problem, y)
         norm = rhs.norm(dim=0)
         relative = (residual.norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
+        singular = bool(too_far.any())
         report = SolveReport(
             solver="QR",
             preconditioner="none",
@@ -74,20 +77,22 @@ class QR:
             residual=relative,
             history=relative.unsqueeze(0),
             tol=1e-6,
-            converged=bool((relative <= 1e-6).all()),
-            reason=Reason.DIRECT,
+            converged=bool((relative <= 1e-6).all()) and not singular,
+            reason=Reason.SINGULAR if singular else Reason.DIRECT,
             seconds=time.perf_counter() - start,
             dtype="float64",
             device=str(problem.device),
             peak_memory=peak_memory(problem.device),
+            deviations=moved.cpu(),
             remedies={Reason.DIRECT: "The points are nearly dependent; drop some, or raise the noise."},
         )
         conclude(report)
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)
 
 
-def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each."""
+def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each; and what
+    :func:`moved_by_rounding` says."""
     m, columns = problem.m, y.shape[1]
     tall = problem.tall(accurate=True)
     kzz = problem.kzz()
@@ -102,5 +107,7 @@ def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, T
         del stacked
     if not bool(torch.isfinite(factor).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
-    value = torch.linalg.solve_triangular(factor[:, :m], factor[:, m:], upper=True)
-    return value, rhs, rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
+    triangle = TriangularFactors([factor[:, :m]])
+    value = triangle.inverse(factor[:, m:])
+    residual = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
+    return value, rhs, residual, moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)

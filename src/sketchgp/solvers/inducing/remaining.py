@@ -18,11 +18,15 @@ happened yet are not seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..lanczos import tridiagonal
 
+_MOVED = 0.1  # posterior deviations by rounding that no solve may call converged
+_SHARE = 1e-3  # of the predictions, in deviations of the prior, if that is more
 _GROWTH = 1.5  # of one span of iterations over the one before
 _LEAST = 6  # iterations before an estimate is made
 _MOST = 100  # terms like the last one that may be to come
@@ -83,6 +87,25 @@ class RitzValues:
         this right-hand side; 1 at the most."""
         matrices = tridiagonal(self._coefficients, self._coefficients[0][0])
         return torch.linalg.eigvalsh(matrices)[..., 0].clamp(min=torch.finfo(matrices.dtype).tiny)
+
+
+def moved_by_rounding(
+    inverse_t: Callable[[Tensor], Tensor], value: Tensor, kzz: Tensor, level: float
+) -> tuple[Tensor, Tensor]:
+    """``(t,)`` how far rounding of Kzz moves any prediction, in posterior deviations; and whether that is too far.
+
+    Kzz cannot be told from ``Kzz + shift I`` with the unit roundoff times its trace for the shift.  To first order that
+    changes w by ``d = level shift M^-1 w``, whose norm ``||d||_M / level^1/2`` bounds the change of predictions.  Only
+    where Kzz has eigenvalues near the shift that matter for the targets, such as for a row far from all others, is it
+    more than nothing.  Where predictions are many deviations of the prior, a small share of them is not too far.
+
+    :param inverse_t: ``v -> R^-T v`` for a root ``R^T R`` of M, or of a matrix near it.
+    :param value: w, ``(m, t)`` float64; :param kzz: ``(m, m)``.
+    """
+    shift = torch.finfo(value.dtype).eps * kzz.trace()
+    moved = inverse_t(value * (level * shift)).norm(dim=0) / level**0.5
+    sizes = (kzz @ value).abs().amax(dim=0) / kzz.diagonal().amax().sqrt()
+    return moved, moved > (_SHARE * sizes).clamp(min=_MOVED)
 
 
 def remaining_change(changes: list[Tensor]) -> Tensor | None:

@@ -20,7 +20,7 @@ from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from ..loop import Method, Outcome
-from .remaining import RemainingEnergy, RitzValues
+from .remaining import RemainingEnergy, RitzValues, moved_by_rounding
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
@@ -156,6 +156,12 @@ class SplitGradients(Method):
         converged = bool((self._judged(self.residual) <= self.tol).all())
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
+        if converged and isinstance(self._matrix, NormalMatrix):
+            moved, too_far = moved_by_rounding(self._back, self.best, self._matrix.kzz, self._matrix.level)
+            if bool(too_far.any()):
+                converged, reason = False, Reason.SINGULAR
+                self.deviations = torch.where(self.deviations.isinf(), moved, self.deviations)
+            self.deviations = torch.maximum(self.deviations, moved)
         facts = {"matmuls": self.products, "deviations": self.deviations.cpu(), "tol": self.tol,
                  "judged": "predictions" if self.predictions else "residual"}  # fmt: skip
         return Outcome(self.best, self.residual, converged, reason, facts)
