@@ -16,10 +16,12 @@ class TriangularFactors:
     """``P = (A T)^T (A T)`` for upper triangular factors, applied as ``P^-1 = T^-1 A^-1 A^-T T^-T``.
 
     :ivar factors: ``(m, m)`` upper triangular, the outermost last: [T] or [A, T].
+    :ivar sketched: ``(m, t)``, the least-squares solution of the sketch that P was made from; None where there is none.
     :ivar rank: m.
     """
 
     factors: list[Tensor]
+    sketched: Tensor | None = None
 
     @property
     def rank(self) -> int:

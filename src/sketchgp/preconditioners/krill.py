@@ -7,6 +7,7 @@ Reference: Diaz, Epperly, Frangella, Tropp, Webber, "Robust, randomized precondi
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..errors import NumericalError
 from ..operators.normal_matrix import NormalMatrix
@@ -29,7 +30,11 @@ def sketch_rows(n: int, m: int) -> int:
 
 @torch.no_grad()
 def krill_preconditioner(
-    matrix: NormalMatrix, sketch_size: int | None = None, nonzeros: int = 8, seed: int = 0
+    matrix: NormalMatrix,
+    sketch_size: int | None = None,
+    nonzeros: int = 8,
+    seed: int = 0,
+    targets: Tensor | None = None,
 ) -> TriangularFactors:
     """``P = (Phi T)^T (Phi T) + level Kzz`` as ``R^T R``, for a sparse sign embedding Phi, in float64.
 
@@ -42,6 +47,7 @@ def krill_preconditioner(
     that it has a root; only the preconditioner is changed by that.
 
     :param sketch_size: rows of Phi, :func:`sketch_rows` where None.
+    :param targets: ``(n, t)`` with the weights of T: the sketched problem is then solved for them, too.
     :raises NumericalError: where the kernel gives NaN.
     """
     tall, m = matrix.tall, matrix.shape[-1]
@@ -53,7 +59,13 @@ def krill_preconditioner(
     for span, tile in tall.tiles():
         embedding.add_product(stacked[:rows], span, tile)
     stacked[rows:] = root_of(matrix) * matrix.level**0.5
-    root = torch.linalg.qr(stacked, mode="r").R
+    if targets is not None:
+        sketched = embedding @ targets.to(stacked)
+        stacked = torch.cat([stacked, torch.cat([sketched, sketched.new_zeros(m, targets.shape[1])])], dim=1)
+    root = torch.linalg.qr(stacked, mode="r").R[:m]
     if not bool(torch.isfinite(root).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
-    return TriangularFactors([root])
+    factors = TriangularFactors([root[:, :m]])
+    if targets is not None:
+        factors.sketched = factors.inverse(root[:, m:])
+    return factors

@@ -65,7 +65,7 @@ class Falkon(NormalEquationsSolver):
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 48 * problem.m**2
 
-    def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
+    def preconditioner(self, matrix: NormalMatrix, targets: Tensor) -> TriangularFactors:
         """Falkon's, of one normal matrix."""
         return falkon_preconditioner(matrix, None if self.counts is None else self.counts.to(matrix.kzz))
 

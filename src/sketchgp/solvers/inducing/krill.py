@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ...checks import count, seed, settle
 from ...errors import InputError
@@ -71,10 +72,10 @@ class KRILL(NormalEquationsSolver):
     def _bytes(self, problem: InducingPointProblem) -> int:
         return _bytes(problem.m, self._rows_of(problem))
 
-    def preconditioner(self, matrix: NormalMatrix) -> TriangularFactors:
+    def preconditioner(self, matrix: NormalMatrix, targets: Tensor) -> TriangularFactors:
         """KRILL's, of one normal matrix."""
         rows = self._rows(*matrix.tall.shape, matrix.tall.device)
-        return krill_preconditioner(matrix, rows, self.nonzeros, self.seed)
+        return krill_preconditioner(matrix, rows, self.nonzeros, self.seed, targets)
 
     def _describe(self, problem: InducingPointProblem) -> str:
         return f"sparse sign embedding of {self._rows_of(problem)} rows"

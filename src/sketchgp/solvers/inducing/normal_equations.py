@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ...checks import count, settle, tolerance, word
 from ...memory import enough_memory, require_memory
@@ -74,8 +75,11 @@ class NormalEquationsSolver(InducingPointSolver):
         """Of the m x m matrices that are held at once."""
         raise NotImplementedError
 
-    def preconditioner(self, matrix: Any) -> TriangularFactors | NystromRoot | None:
-        """The preconditioner of one normal matrix; None for none."""
+    def preconditioner(self, matrix: Any, targets: Tensor) -> TriangularFactors | NystromRoot | None:
+        """The preconditioner of one normal matrix; None for none.
+
+        :param targets: ``(n, t)`` with the weights of T, for those that look at them.
+        """
         raise NotImplementedError
 
     def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix | TiledNormalMatrix:
@@ -98,7 +102,7 @@ class NormalEquationsSolver(InducingPointSolver):
         _, y = problem.tensors(f"{self.name}()")
         matrix = self._matrix(problem, accurate=self.precision == "float64")
         rhs = matrix.tall.accurate().t_matmul(y)
-        return SplitGradients(self.name, matrix, self.preconditioner(matrix), rhs, self.tol, self._predictions)
+        return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
 
     def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
         assert torch.is_tensor(problem.x)

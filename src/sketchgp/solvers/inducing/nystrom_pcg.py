@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ...checks import count, number, seed, settle
 from ...errors import InputError
@@ -83,7 +84,7 @@ class NystromPCG(NormalEquationsSolver):
     def _matrix(self, problem: InducingPointProblem, accurate: bool) -> TiledNormalMatrix:
         return problem.tiled_normal_matrix(accurate)
 
-    def preconditioner(self, matrix: Any) -> NystromRoot:
+    def preconditioner(self, matrix: Any, targets: Tensor) -> NystromRoot:
         """That of one normal matrix."""
         (n, m), stream = matrix.tall.shape, generator(self.seed, "Nystrom PCG")
         rank = self._rank(m, matrix.tall.device)

@@ -100,7 +100,9 @@ def moved_by_rounding(
     more than nothing.  Where predictions are many deviations of the prior, a small share of them is not too far.
 
     :param inverse_t: ``v -> R^-T v`` for a root ``R^T R`` of M, or of a matrix near it.
-    :param value: w, ``(m, t)`` float64; :param kzz: ``(m, m)``.
+    :param value: w ``(m, t)`` float64, of an orthogonal factorization: solved from the normal equations it holds
+        rounding errors along the null space of Kzz, which predict nothing and would count here.
+    :param kzz: ``(m, m)``.
     """
     shift = torch.finfo(value.dtype).eps * kzz.trace()
     moved = inverse_t(value * (level * shift)).norm(dim=0) / level**0.5

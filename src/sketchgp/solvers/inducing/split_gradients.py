@@ -156,8 +156,9 @@ class SplitGradients(Method):
         converged = bool((self._judged(self.residual) <= self.tol).all())
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
-        if converged and isinstance(self._matrix, NormalMatrix):
-            moved, too_far = moved_by_rounding(self._back, self.best, self._matrix.kzz, self._matrix.level)
+        sketched = self.factors.sketched if isinstance(self.factors, TriangularFactors) else None
+        if converged and sketched is not None and isinstance(self._matrix, NormalMatrix):
+            moved, too_far = moved_by_rounding(self._back, sketched, self._matrix.kzz, self._matrix.level)
             if bool(too_far.any()):
                 converged, reason = False, Reason.SINGULAR
                 self.deviations = torch.where(self.deviations.isinf(), moved, self.deviations)
