@@ -76,7 +76,7 @@ def measure(directory: Path, path: Path, quick: bool, runs: list[dict[str, Any]]
                 continue
             load_before = load_average()
             problem = sketchgp.InducingPointProblem(kernel, train_x, classes.encode(train_y), noise, z)
-            solution = solver.solve(problem, progress=False)
+            solution = solver.solve(problem)
             accuracy = float((classes.decode(tall.matmul(solution.value)) == y[test]).double().mean())
             runs.append({"m": m, "method": method, "seed": seed, "fit": fit, "accuracy": 100 * accuracy,
                          "choosing_seconds": chosen, "solving_seconds": solution.report.seconds,

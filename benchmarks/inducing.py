@@ -91,7 +91,7 @@ def measure(problem: sketchgp.InducingPointProblem, solver: Any) -> dict[str, An
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
-        report_ = solver.solve(problem, progress=False).report
+        report_ = solver.solve(problem).report
     return {
         "iterations": report_.iterations,
         "true_residual": report_.max_residual,

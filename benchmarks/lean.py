@@ -78,7 +78,7 @@ class Exact:
         z, level = problem.inducing_points, problem.level
         self.tall = TallMatrix(problem.kernel, test_x, z, accurate=True)
         self.test_y = test_y.double()
-        self.value = sketchgp.QR().solve(problem, progress=False).value
+        self.value = sketchgp.QR().solve(problem).value
         self.mean = self._mean(self.value)
         rows = torch.cat([tile for _, tile in self.tall.tiles()])
         kzz = problem.kzz()

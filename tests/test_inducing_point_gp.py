@@ -411,7 +411,7 @@ def test_one_dimension():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"solver": "krill"}, r"'auto' or one of QR\(\), KRILL\(\)"),
+        ({"solver": "krill"}, r"'auto', one of QR\(\), KRILL\(\)"),
         ({"solver": KRILL}, "solver expects"),
         ({"x": points(9)}, "one row per row"),
         ({"z": points(4).float()}, "expect one dtype and device"),

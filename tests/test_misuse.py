@@ -158,7 +158,6 @@ OF_ONE_CALL: dict[tuple[str, str], list[Any]] = {  # where a name means somethin
         *OF_OTHERS["points"],
     ],
     ("choose_inducing_points", "noise"): NOT_NUMBERS,
-    ("QR.solve", "callback"): NOT_FUNCTIONS,
     **{(f"{name}", "preconditioner"): NOT_WORDS for name in ("EigenPro3", "EigenPro4")},
 }
 

@@ -299,7 +299,7 @@ def _inducing(case: Case, reports: list[Any]) -> Any:
         interpolates = type(solver).__name__.startswith("EigenPro")
         noise: Any = 0.0 if interpolates else variances if case.differing else float(variances[0])
         problem = sketchgp.InducingPointProblem(kernel, data.x, data.y, noise, z)
-        weights = solver.solve(problem, progress=False).value.reshape(m, -1).double()
+        weights = solver.solve(problem).value.reshape(m, -1).double()
         mean, y = dense_kernel(kernel, data.test, z) @ weights, data.y.double()
     kzz, kxz, ktz = (dense_kernel(kernel, part, z) for part in (z, data.x, data.test))
     prior = dense_kernel(kernel, data.test, data.test).diagonal()

@@ -10,7 +10,7 @@ from gpytorch.models import ExactGP
 
 from .checks import found, word
 from .errors import InputError
-from .models.acceleration import ATTRIBUTE, Acceleration, Solver
+from .models.acceleration import ATTRIBUTE, Acceleration
 from .models.mixins import (
     AcceleratedLikelihood,
     AcceleratedModel,
@@ -21,7 +21,8 @@ from .models.mixins import (
 from .models.targets import check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
-from .solvers import BlockSolver, Cholesky, ConjugateGradients
+from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
+from .solvers.solver import check_solver
 
 Model = TypeVar("Model", bound=ExactGP)
 _MATMULS = (*ENGINES, "gpytorch")
@@ -30,7 +31,7 @@ _MATMULS = (*ENGINES, "gpytorch")
 def accelerate(
     model: Model,
     preconditioner: Preconditioner | str | None = "auto",
-    solver: Solver | str = "auto",
+    solver: Solver[FullProblem] | str = "auto",
     matmul: str = "auto",
     matmul_precision: str = "float32",
 ) -> Model:
@@ -47,10 +48,11 @@ def accelerate(
     :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,
         :class:`NystromEigenPro`, None for none, or ``"auto"``: ``RPCholesky()``.
     :param solver: of the posterior mean: :class:`ConjugateGradients`, :class:`Cholesky`, :class:`ASkotch`,
-        :class:`Skotch`, :class:`EigenPro2`, or ``"auto"``: conjugate gradients while a good preconditioner fits in
-        memory, ASkotch beyond (the report of the solve says which, and why).  The marginal likelihood, variances,
-        fantasies and gradients, which have other right-hand sides for each call, are always left to conjugate
-        gradients (``Cholesky`` solves everything but the marginal likelihood).
+        :class:`Skotch`, :class:`EigenPro2`, one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``:
+        conjugate gradients while a good preconditioner fits in memory, ASkotch beyond (the report of the solve says
+        which, and why).  The marginal likelihood, variances, fantasies and gradients, which have other right-hand sides
+        for each call, are always left to conjugate gradients (``Cholesky`` solves everything but the marginal
+        likelihood).
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
         solve; ``"tiled"`` never does; ``"keops"`` (with the extra ``sketchgp[keops]``) and ``"triton"`` (on CUDA)
         never do either, by fused kernels; ``"auto"`` stores it where it fits the memory budget, and else takes the
@@ -68,7 +70,7 @@ def accelerate(
 def install(
     model: Model,
     preconditioner: Preconditioner | str | None,
-    solver: Solver | str,
+    solver: Solver[FullProblem] | str,
     matmul: str,
     matmul_precision: str,
     built: bool = True,
@@ -92,13 +94,7 @@ def install(
             f"{owner}: preconditioner expects a choice such as RPCholesky(), None or 'auto', got "
             f"{found(preconditioner)}."
         )
-    if not isinstance(solver, ConjugateGradients | Cholesky | BlockSolver) and not (
-        isinstance(solver, str) and solver == "auto"
-    ):
-        raise InputError(
-            f"{owner}: solver expects ConjugateGradients(...), Cholesky(), ASkotch(...), Skotch(...), EigenPro2(...) "
-            f"or 'auto', got {found(solver)}."
-        )
+    check_solver(owner, solver, FULL_SOLVERS)
     word(owner, "matmul", matmul, _MATMULS)
     check_choice(owner, "auto" if matmul == "gpytorch" else matmul, matmul_precision)
     _check_data(model, preconditioner, solver, built)
@@ -181,6 +177,7 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: A
         raise InputError(
             f"The likelihood's noise must be positive and finite; the least is {float(noise.detach().min())}."
         )
-    for choice in (preconditioner, solver):
-        if isinstance(choice, Preconditioner | BlockSolver):
-            choice.validate(inputs[0].shape[-2])
+    if preconditioner is not None:
+        preconditioner.validate(inputs[0].shape[-2])
+    if isinstance(solver, BlockSolver):
+        solver.check_size(inputs[0].shape[-2])

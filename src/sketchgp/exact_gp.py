@@ -12,7 +12,7 @@ from torch import Tensor
 from .accelerate import install
 from .checks import instance
 from .preconditioners import Preconditioner
-from .solvers import BlockSolver, Cholesky, ConjugateGradients
+from .solvers import FullProblem, Solver
 
 
 class ExactGP(gpytorch.models.ExactGP):
@@ -33,7 +33,7 @@ class ExactGP(gpytorch.models.ExactGP):
         train_x: Tensor | tuple[Tensor, ...],
         train_y: Tensor,
         likelihood: Any,
-        solver: ConjugateGradients | Cholesky | BlockSolver | str = "auto",
+        solver: Solver[FullProblem] | str = "auto",
         preconditioner: Preconditioner | str | None = "auto",
         matmul: str = "auto",
         matmul_precision: str = "float32",

@@ -28,9 +28,10 @@ from .models.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
-from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution
+from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution, Solver
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
+from .solvers.solver import check_solver, solve_checked
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _STATISTICS_BYTES = 56  # times m^2
@@ -68,8 +69,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch.
     :param inducing_points: ``(m, d)``; a parameter that is not trained unless asked for.
     :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``NystromPCG(...)``, ``EigenPro3(...)``,
-        ``EigenPro4(...)``, or ``"auto"``: QR up to 1,000 points, KRILL while its matrices fit into half of the free
-        memory, Nystrom PCG beyond.  EigenPro has no tolerance: its mean is as near as its epochs take it.
+        ``EigenPro4(...)``, or one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``: QR up to 1,000 points,
+        KRILL while its matrices fit into half of the free memory, Nystrom PCG beyond.  EigenPro has no tolerance: its
+        mean is as near as its epochs take it.
     :param variance: ``"auto"``, ``"dtc"`` or ``"pathwise"``.
     :param variance_samples: functions that pathwise variances are an average over.
     :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver or variance.
@@ -83,14 +85,12 @@ class InducingPointGP(gpytorch.models.ExactGP):
         mean: Any,
         kernel: Any,
         inducing_points: Tensor,
-        solver: Any = "auto",
+        solver: Solver[InducingPointProblem] | str = "auto",
         variance: str = "auto",
         variance_samples: int = 64,
     ) -> None:
         owner = type(self).__name__
-        if not isinstance(solver, INDUCING_POINT_SOLVERS) and not (isinstance(solver, str) and solver == "auto"):
-            names = ", ".join(f"{known.__name__}()" for known in INDUCING_POINT_SOLVERS)
-            raise refusal(owner, "solver", f"'auto' or one of {names}", solver)
+        check_solver(owner, solver, INDUCING_POINT_SOLVERS)
         variance_samples = _check_variance(variance, variance_samples)
         instance(owner, "mean", mean, torch.nn.Module, "a gpytorch mean")
         if type(self).forward is not InducingPointGP.forward:
@@ -169,11 +169,16 @@ class InducingPointGP(gpytorch.models.ExactGP):
                     self.noise().to(torch.float64),
                     self.inducing_points.detach(),
                 )
-                self._kept["solution"] = self._solver(problem).solve(problem)
+                self._kept["solution"] = self._solve(problem)
             return self._kept["solution"]
 
-    def _solver(self, problem: InducingPointProblem) -> Any:
-        if self.solver != "auto":
+    def _solve(self, problem: InducingPointProblem) -> Solution:
+        assert problem.y is not None
+        shape = torch.Size((problem.m, *problem.y.shape[1:]))
+        return solve_checked(self._solver(problem), problem, shape, torch.float64, problem.device)
+
+    def _solver(self, problem: InducingPointProblem) -> Solver[InducingPointProblem]:
+        if not isinstance(self.solver, str):
             return self.solver
         if problem.m <= _DIRECT:
             return QR()
@@ -222,7 +227,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
                     self.inducing_points.detach(),
                     self.noise().to(torch.float64),
                     self.variance_samples,
-                    lambda problem: self._solver(problem).solve(problem),
+                    self._solve,
                 )
             return self._kept["errors"]
 

@@ -997,8 +997,8 @@ BREAKS = (
     ),
     Break(
         "solvers/full/cholesky.py",
-        "needed = 24 * n * n * batch.numel()",
-        "needed = 24 * n * batch.numel()",
+        "needed = 24 * n * n * matrices",
+        "needed = 24 * n * matrices",
         ("test_cholesky_solver.py",),
         "a matrix that does not fit is not refused",
     ),

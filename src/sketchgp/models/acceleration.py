@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ..operators import LowRankPlusDiagonal
 from ..preconditioners import Preconditioner, PreconditionerCache
-from ..solvers import BlockSolver, Cholesky, ConjugateGradients
+from ..solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
 from ..solvers.automatic import automatic_solver
 from .mean_solve import gpytorch_tolerance
 
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
-Solver = ConjugateGradients | Cholesky | BlockSolver
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Acceleration:
     """
 
     preconditioner: Preconditioner | None
-    solver: Solver | str
+    solver: Solver[FullProblem] | str
     matmul: str
     matmul_precision: str = "float32"
     probe_seed: int | None = None
@@ -83,17 +82,24 @@ class Acceleration:
             return self.solver
         return dataclasses.replace(self.conjugate_gradients(), max_seconds=None, checkpoint=None)
 
-    def mean_solver(self, n: int, device: torch.device) -> tuple[Solver, str]:
+    def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
         """The solver of the posterior mean of n points; and, where it was chosen here, why."""
-        if isinstance(self.solver, BlockSolver):
-            return dataclasses.replace(self.solver, tol=self.solver.tol or self._tolerance()), ""
+        if isinstance(self.solver, ConjugateGradients):
+            return self.conjugate_gradients(), ""
         if not isinstance(self.solver, str):
-            return (self.solver if isinstance(self.solver, Cholesky) else self.conjugate_gradients()), ""
+            return self._with_tolerance(self.solver), ""
         none = self.cache is None or settings.max_preconditioner_size.value() == 0
         chosen, why = automatic_solver(n, device, None if none else self.preconditioner)
         if isinstance(chosen, ConjugateGradients):
             return self.conjugate_gradients(), why
-        return dataclasses.replace(chosen, tol=self._tolerance()), why
+        return self._with_tolerance(chosen), why
+
+    def _with_tolerance(self, solver: Solver[FullProblem]) -> Solver[FullProblem]:
+        """The solver with GPyTorch's tolerance, where it is of iterations and its own was left open."""
+        if not isinstance(solver, Budgeted) or getattr(solver, "tol", 0) is not None:
+            return solver
+        left_open: dict[str, Any] = {"tol": self._tolerance()}
+        return dataclasses.replace(solver, **left_open)
 
     @staticmethod
     def _tolerance() -> float:

@@ -32,8 +32,9 @@ from ..operators import KernelMatrix
 from ..operators.tiles import logger
 from ..random_streams import generator
 from ..settings import memory_budget
-from ..solvers import ConjugateGradients, System
-from .acceleration import Acceleration, Inverse, Solver
+from ..solvers import ConjugateGradients, FullProblem, Solver, System
+from ..solvers.solver import solve_system
+from .acceleration import Acceleration, Inverse
 from .mean_solve import other_solves, solving_mean
 from .threshold import cholesky_points, why_iterative
 
@@ -96,7 +97,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         self.acceleration = acceleration
         self._nondifferentiable_kwargs["acceleration"] = acceleration
         self._probe_source: Any = None
-        self._chosen: tuple[Solver, str] | None = None
+        self._chosen: tuple[Solver[FullProblem], str] | None = None
 
     def _rebuilt(self, linear_op: Any, diagonal: Any) -> LinearOperator:
         return self.__class__(linear_op, diagonal, acceleration=self.acceleration)
@@ -175,7 +176,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
                 lanczos_columns=num_tridiag or 0,
             )
         else:
-            value, report, lanczos = solver.run(system, rhs)
+            (value, report), lanczos = solve_system(solver, system, rhs), None
         for note in filter(None, (why, why_iterative(self.shape[-1]))):
             report.notes.append(note)
             logger.info(note)
@@ -193,7 +194,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         self._probe_source = built
         return Inverse(built), built, built.log_determinant()
 
-    def _solver(self, acceleration: Acceleration) -> tuple[Solver, str]:
+    def _solver(self, acceleration: Acceleration) -> tuple[Solver[FullProblem], str]:
         """The solver of the solve under way, and why where it was chosen; decided once an operator."""
         if self._chosen is None:
             if solving_mean():

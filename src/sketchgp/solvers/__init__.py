@@ -18,10 +18,13 @@ from .inducing.qr import QR
 from .inducing.sketchysaga import SketchySAGA
 from .loop import Progress
 from .problem import FullProblem, Solution, System
+from .solver import Solver, SystemSolver
 
+FULL_SOLVERS = (ConjugateGradients, Cholesky, ASkotch, Skotch, EigenPro2)
 INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, NystromPCG, SketchySAGA, EigenPro3, EigenPro4)
 
 __all__ = [
+    "FULL_SOLVERS",
     "INDUCING_POINT_SOLVERS",
     "KRILL",
     "QR",
@@ -43,6 +46,8 @@ __all__ = [
     "SketchySAGA",
     "Skotch",
     "Solution",
+    "Solver",
     "System",
+    "SystemSolver",
     "choose_inducing_points",
 ]

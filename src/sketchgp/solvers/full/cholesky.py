@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...errors import NumericalError
-from ...memory import enough_memory
+from ...memory import enough_memory, require_memory
 from ...operators.access import columns
 from ...report import Reason, SolveReport, conclude, peak_memory
 from ..problem import FullProblem, Solution, System, check_problem
@@ -22,13 +23,25 @@ class Cholesky:
     Choose it up to some 10,000 points, or to check another solver.
     """
 
+    problem_type: ClassVar[type[FullProblem]] = FullProblem
+
+    @property
+    def name(self) -> str:
+        """The method's name, as reports print it."""
+        return "Cholesky"
+
+    def validate(self, problem: FullProblem) -> None:
+        """:raises InputError: for anything but a :class:`FullProblem`, or where its matrix does not fit in memory."""
+        check_problem("Cholesky.solve", problem)
+        require_memory(*_memory(len(problem.x), 1, problem.x.device))
+
     def solve(self, problem: FullProblem) -> Solution:
         """Solve a :class:`FullProblem`.
 
         :raises InputError: if the matrix does not fit in memory; :raises NumericalError: if it is not positive
             definite in float64.
         """
-        check_problem("Cholesky.solve", problem)
+        self.validate(problem)
         value, report, _ = self.run(problem.system("tiled"), problem.y.reshape(problem.y.shape[0], -1))
         return Solution(value.reshape(problem.y.shape), report)
 
@@ -38,12 +51,11 @@ class Cholesky:
         start = time.perf_counter()
         n, device = system.n, rhs.device
         batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
-        needed = 24 * n * n * batch.numel()  # the matrix, its factor, and a copy while that is made
-        with enough_memory(needed, device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."):
+        with enough_memory(*_memory(n, batch.numel(), device)):
             value, residual = _solved(system, rhs)
         tol = 1e-3
         report = SolveReport(
-            solver="Cholesky",
+            solver=self.name,
             preconditioner="none",
             n=n,
             columns=residual.numel(),
@@ -62,6 +74,12 @@ class Cholesky:
         )
         conclude(report)
         return value, report, None
+
+
+def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.device, str, str]:
+    """What a solve needs, where, and how an error calls it and what it advises."""
+    needed = 24 * n * n * matrices  # each matrix, its factor, and a copy while that is made
+    return needed, device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
 def _solved(system: System, rhs: Tensor) -> tuple[Tensor, Tensor]:

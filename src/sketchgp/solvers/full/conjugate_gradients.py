@@ -51,6 +51,7 @@ class ConjugateGradients(Budgeted):
     (:class:`sketchgp.solvers.Budgeted`); in a model they are those of the posterior mean's solve.
     """
 
+    problem_type: ClassVar[type[FullProblem]] = FullProblem
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_iterations")
 
     tol: float | None = None
@@ -62,6 +63,10 @@ class ConjugateGradients(Budgeted):
         settle(self, count, "max_iterations", optional=True)
         settle(self, word, "precision", allowed=("auto", "float64"))
         self._check_budget()
+
+    def validate(self, problem: FullProblem) -> None:
+        """:raises InputError: for anything but a :class:`FullProblem`; every choice fits every one."""
+        check_problem("ConjugateGradients.solve", problem)
 
     def solve(
         self,
@@ -88,7 +93,7 @@ class ConjugateGradients(Budgeted):
         Ctrl-C ends the solve with the best iterate (true residual) so far, and a warning.
         """
         owner = "ConjugateGradients.solve"
-        check_problem(owner, problem)
+        self.validate(problem)
         choice = RPCholesky() if isinstance(preconditioner, str) and preconditioner == "auto" else preconditioner
         if choice is not None and not isinstance(choice, Preconditioner):
             raise InputError(

@@ -58,8 +58,8 @@ class EigenPro2(BlockSolver):
                 f"EigenPro2(rank={self.rank}) expects a subsample_size of as many, got {self.subsample_size}."
             )
 
-    def validate(self, n: int) -> None:
-        super().validate(n)
+    def check_size(self, n: int) -> None:
+        super().check_size(n)
         for name in ("rank", "subsample_size"):
             if (getattr(self, name) or 0) > n:
                 raise InputError(f"EigenPro2({name}={getattr(self, name)}) exceeds the {n} points; choose at most {n}.")

@@ -102,6 +102,7 @@ class EigenProSolver(InducingPointSolver):
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem."""
+        super().validate(problem)
         if problem.weights is not None:
             raise InputError(f"{self.name}() expects one noise for all points; use KRILL() for a noise of each point.")
         if problem.streamed and self.block_size is not None:

@@ -53,6 +53,7 @@ class NormalEquationsSolver(InducingPointSolver):
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: for a stream or noise 0; where the choices do not fit the problem, or its matrices the
         memory that is free."""
+        super().validate(problem)
         problem.tensors(f"{self.name}()")
         require_memory(*self._memory(problem))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...checks import flag, function, like
 from ...errors import NumericalError
 from ...lowrank import shifted_cholesky
-from ...memory import enough_memory
+from ...memory import enough_memory, require_memory
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
 from ...report import Reason, SolveReport, conclude, peak_memory
@@ -36,39 +36,39 @@ class QR:
     that is not enough): duplicated points share their weights.
     """
 
-    def solve(
-        self,
-        problem: InducingPointProblem,
-        initial: Tensor | None = None,
-        callback: None = None,
-        progress: bool | None = None,
-    ) -> Solution:
-        """Solve an :class:`InducingPointProblem` of tensors.
+    problem_type: ClassVar[type[InducingPointProblem]] = InducingPointProblem
 
-        ``initial``, ``callback`` and ``progress`` are there for the interface of all solvers and have no effect on a
-        direct solve.
+    @property
+    def name(self) -> str:
+        """The method's name, as reports print it."""
+        return "QR"
+
+    def validate(self, problem: InducingPointProblem) -> None:
+        """:raises InputError: for anything but an :class:`InducingPointProblem`, a stream, noise 0, or too little
+        memory."""
+        check_inducing("QR.solve", problem)
+        problem.tensors("QR()")
+        require_memory(*_memory(problem))
+
+    def solve(self, problem: InducingPointProblem) -> Solution:
+        """Solve an :class:`InducingPointProblem` of tensors.
 
         :returns: W, ``(m,)`` or ``(m, t)``, float64.
         :raises InputError: for a stream, noise 0, or too little memory.
         :raises NumericalError: where NaN appears.
         """
         start = time.perf_counter()
-        check_inducing("QR.solve", problem)
-        function("QR.solve", "callback", callback)
-        flag("QR.solve", "progress", progress, optional=True)
+        self.validate(problem)
         _, y = problem.tensors("QR()")
         assert problem.y is not None
         m, columns = problem.m, y.shape[1]
-        if initial is not None:
-            like("QR.solve", "initial", initial, (m, *problem.y.shape[1:]), problem.device, whose="the solution's")
-        needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)
-        with enough_memory(needed, problem.device, f"QR() for m = {m}", "use KRILL()."), torch.no_grad():
+        with enough_memory(*_memory(problem)), torch.no_grad():
             value, rhs, residual, (moved, too_far) = _solved(problem, y)
         norm = rhs.norm(dim=0)
         relative = (residual.norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
         singular = bool(too_far.any())
         report = SolveReport(
-            solver="QR",
+            solver=self.name,
             preconditioner="none",
             n=m,
             columns=columns,
@@ -88,6 +88,14 @@ class QR:
         )
         conclude(report)
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)
+
+
+def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
+    """What a solve needs, where, and how an error calls it and what it advises."""
+    assert torch.is_tensor(problem.x) and problem.y is not None
+    m, columns = problem.m, problem.y[:1].numel()
+    needed = 8 * _COPIES * m * (m + columns) + tile_bytes(len(problem.x), m, problem.device)
+    return needed, problem.device, f"QR() for m = {m}", "use KRILL()."
 
 
 def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:

@@ -85,6 +85,7 @@ class SketchySAGA(InducingPointSolver):
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: for a stream or noise 0; where the choices do not fit the problem of n points and m
         inducing points."""
+        super().validate(problem)
         x, _ = problem.tensors(f"{self.name}()")
         for name, most, what in (("block_size", len(x), "points"), ("rank", problem.m, "inducing points")):
             if (getattr(self, name) or 0) > most:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ from .problem import InducingPointProblem, check_inducing
 class InducingPointSolver(Budgeted):
     """Base class of the iterative solvers of :class:`InducingPointProblem`; its parameters are those of all of them."""
 
+    problem_type: ClassVar[type[InducingPointProblem]] = InducingPointProblem
+
     def validate(self, problem: InducingPointProblem) -> None:
-        """:raises InputError: where the choices do not fit the problem."""
+        """:raises InputError: for anything but an :class:`InducingPointProblem`, or where the choices do not fit it."""
+        check_inducing(f"{self.name}.solve", problem)
 
     def _method(self, problem: InducingPointProblem) -> Method:
         """The method at work on one problem, set up."""
@@ -74,10 +77,9 @@ class InducingPointSolver(Budgeted):
         Ctrl-C ends the solve after the step under way with the best iterate so far, and a warning.
         """
         began, owner = clock(), f"{self.name}.solve"
-        check_inducing(owner, problem)
+        self.validate(problem)
         function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
-        self.validate(problem)
         columns = self._columns(problem)
         shape = (problem.m, *columns)
         if initial is not None:

@@ -36,6 +36,7 @@ class BlockSolver(Budgeted):
     ``max_seconds``, ``checkpoint`` and ``every`` are those of :class:`sketchgp.solvers.Budgeted`.
     """
 
+    problem_type: ClassVar[type[FullProblem]] = FullProblem
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_passes")
 
     tol: float | None = None
@@ -50,7 +51,12 @@ class BlockSolver(Budgeted):
         settle(self, count, "block_size", optional=True)
         settle(self, seed, "seed")
 
-    def validate(self, n: int) -> None:
+    def validate(self, problem: FullProblem) -> None:
+        """:raises InputError: for anything but a :class:`FullProblem`, or if a choice does not fit its n points."""
+        check_problem(f"{self.name}.solve", problem)
+        self.check_size(len(problem.x))
+
+    def check_size(self, n: int) -> None:
         """:raises InputError: if a choice does not fit n points."""
         if self.block_size is not None and self.block_size > n:
             raise InputError(f"{self.name}(block_size={self.block_size}) exceeds the {n} points; choose at most {n}.")
@@ -83,8 +89,7 @@ class BlockSolver(Budgeted):
         warning; before the first step, and in what comes before it, it is passed on.
         """
         owner = f"{self.name}.solve"
-        check_problem(owner, problem)
-        self.validate(len(problem.x))
+        self.validate(problem)
         if initial is not None:
             like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
         function(owner, "callback", callback)

@@ -1,0 +1,139 @@
+"""What a solver is to all that take one: sketchgp's keep this protocol, and so may one of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..checks import found, refusal
+from ..errors import InputError
+from ..operators import KernelMatrix
+from ..operators.generic_tiles import parameters_of
+from ..report import SolveReport, conclude, own_solves
+from .problem import FullProblem, Solution, System
+
+Problem = TypeVar("Problem", contravariant=True)
+
+
+class Solver(Protocol[Problem]):
+    """A choice of method that solves one kind of problem.
+
+    What keeps it can be given to :func:`sketchgp.accelerate` and :class:`sketchgp.ExactGP` (``problem_type``
+    :class:`FullProblem`), or to :class:`sketchgp.InducingPointGP` (:class:`InducingPointProblem`).  An accelerated
+    model hands its posterior mean to a solver of the user's own where its covariance is one plain kernel without
+    batch, so that it is a :class:`FullProblem`; for other covariances a solver has to be a :class:`SystemSolver` too.
+
+    :cvar problem_type: the class of the problems that it is for: :class:`FullProblem` or :class:`InducingPointProblem`.
+    :ivar name: as reports print it.
+    """
+
+    problem_type: ClassVar[type[Any]]
+
+    @property
+    def name(self) -> str: ...
+
+    def validate(self, problem: Problem) -> None:
+        """Look whether the choices fit a problem, before any work; ``solve`` does it first.
+
+        :raises InputError: where they do not, or the problem is of another kind.
+        """
+
+    def solve(self, problem: Problem) -> Solution:
+        """Solve a problem; there may be further arguments, all of them optional.
+
+        :returns: the value, of y's shape ``(n,)`` or ``(n, t)`` for a full problem, ``(m,)`` or ``(m, t)`` in float64
+            for one of inducing points; and the report.
+        """
+        ...
+
+
+@runtime_checkable
+class SystemSolver(Protocol):
+    """What solves linear systems that are no :class:`FullProblem`, too: sums of covariances, batches, several tasks."""
+
+    def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
+        """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.
+
+        :returns: the value in rhs's shape and dtype, the report, and None where others return Lanczos matrices.
+        """
+        ...
+
+
+def check_solver(owner: str, solver: Any, known: tuple[type[Any], ...]) -> None:
+    """``"auto"``, one of the known solvers, or another that is for the same problem.
+
+    :raises InputError: for anything else; it says what is missing from :class:`Solver`.
+    """
+    if isinstance(solver, str) and solver == "auto":
+        return
+    wanted = known[0].problem_type
+    names = ", ".join(f"{one.__name__}()" for one in known)
+    kind = f"'auto', one of {names}, or a solver of your own (sketchgp.solvers.Solver) of a {wanted.__name__}"
+    if isinstance(solver, type):
+        raise refusal(owner, "solver", kind, solver)
+    missing = [name for name in ("problem_type", "name", "validate", "solve") if not hasattr(solver, name)]
+    if "solve" in missing:
+        raise refusal(owner, "solver", kind, solver)
+    if missing:
+        raise InputError(f"{owner}: solver expects {kind}; {found(solver)} has no {' and no '.join(missing)}.")
+    if solver.problem_type is not wanted:
+        raise InputError(f"{owner}: solver expects {kind}; got {found(solver)}, which is for another problem.")
+
+
+def solve_checked(
+    solver: Solver[Problem], problem: Problem, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Solution:
+    """The solution by any solver; that of one of the user's own is looked at, and its report recorded.
+
+    :param shape: that the value must have; :param dtype: that it is converted to; :param device: that it must be on.
+    :raises InputError: where it is not a :class:`Solution` of that shape and device, of finite numbers.
+    """
+    with own_solves() as solves:
+        solution = solver.solve(problem)
+    if not isinstance(solution, Solution) or not isinstance(solution.report, SolveReport):
+        raise InputError(f"{solver.name}.solve expects to return a Solution with a SolveReport, got {found(solution)}.")
+    value = solution.value
+    if not torch.is_tensor(value) or value.shape != shape or value.device != device or not value.is_floating_point():
+        raise InputError(f"{solver.name}.solve expects to return a value of shape {tuple(shape)} on {device}, got "
+                         f"{found(value)}.")  # fmt: skip
+    if not bool(torch.isfinite(value).all()):
+        raise InputError(f"{solver.name}.solve returned NaN or infinity.")
+    if not any(report is solution.report for report in solves):
+        conclude(solution.report)
+    return solution if value.dtype == dtype else Solution(value.to(dtype), solution.report)
+
+
+@torch.no_grad()
+def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tuple[Tensor, SolveReport]:
+    """One system of a model by any solver of full problems.
+
+    :param rhs: ``(..., n, t)``; a solver that is no :class:`SystemSolver` takes ``(n, t)``.
+    :returns: the value in rhs's shape and dtype, and the report.
+    :raises InputError: where the system is no full problem, and the solver solves nothing else.
+    """
+    if isinstance(solver, SystemSolver):
+        value, report, _ = solver.run(system, rhs)
+        return value, report
+    matrix = system.operator
+    plain = isinstance(matrix, KernelMatrix) and matrix.same and not matrix.batch_shape and rhs.dim() == 2
+    if not plain or system.noise.dim() > 1:
+        raise InputError(
+            f"{solver.name} solves problems of one plain kernel without batch, and this model's covariance is a "
+            f"{type(matrix).__name__} of shape {tuple(matrix.shape)} with a right-hand side {tuple(rhs.shape)}; use "
+            "solver='auto', or give yours a method run(system, rhs) (sketchgp.solvers.SystemSolver)."
+        )
+    solution = solve_checked(solver, _full_problem(matrix, rhs, system.noise), rhs.shape, rhs.dtype, rhs.device)
+    return solution.value, solution.report
+
+
+def _full_problem(matrix: KernelMatrix, y: Tensor, noise: Tensor) -> FullProblem:
+    """The problem that a kernel matrix is of; its inputs are those of the kernel's active dimensions already."""
+    kernel, own = matrix.kernel, parameters_of(matrix.kernel)
+    if any(not torch.equal(own[name], value) for name, value in zip(matrix.names, matrix.parameters, strict=True)):
+        raise InputError("The kernel's parameters changed since its matrix was made; call the model again.")
+    if kernel.active_dims is not None:
+        kernel, whole = object.__new__(type(kernel)), kernel
+        kernel.__dict__.update(whole.__dict__, _buffers={**whole._buffers, "active_dims": None})
+    return FullProblem(kernel, matrix.x1.detach(), y, noise)
