@@ -42,7 +42,7 @@ from common import (
     targets,
     write_json,
 )
-from sketchgp.solvers.inducing.points import choose_inducing_points
+from sketchgp.inducing_points import choose_inducing_points
 from sketchgp.solvers.inducing.sketchysaga import SketchySAGA
 
 ROWS, POINTS = 10_000, 1000

@@ -3,7 +3,7 @@
 One model, twice: as GPyTorch factorizes it, and accelerated with the iterative path forced.  Matern-5/2 with one
 lengthscale a feature, real data (kin8nm, 8 features; uci_pol, 26), standardised, noise 0.05 and 0.001, float32.
 Processor seconds of one call, the least of three; the hyperparameters change a little before each, so that nothing
-cached serves twice.  This is what ``sketchgp.models.threshold`` takes its 800 points from.
+cached serves twice.  This is what ``sketchgp.models.accelerated.threshold`` takes its 800 points from.
 
     python benchmarks/threshold.py --data DIRECTORY            # about three minutes on one core
     python benchmarks/threshold.py --data DIRECTORY --quick    # one set, two sizes

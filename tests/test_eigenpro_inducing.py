@@ -12,12 +12,12 @@ from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from problems import Largest, normal, points, relative
+from sketchgp import QR, InducingPointProblem, choose_inducing_points
 from sketchgp.errors import ConvergenceWarning, InputError, NumericalError
 from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import tall
 from sketchgp.report import Reason, record_solves
 from sketchgp.settings import memory_budget
-from sketchgp.solvers import QR, InducingPointProblem, choose_inducing_points
 from sketchgp.solvers.eigenpro_step import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
 from sketchgp.solvers.inducing.eigenpro3 import EigenPro3

@@ -28,7 +28,7 @@ import sketchgp
 from gp_models import Plain, data, dense, gradient_error, marginal, posterior, rbf
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel, NumericalError, settings
-from sketchgp.models.mixins import is_accelerated
+from sketchgp.models.accelerated.mixins import is_accelerated
 from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import AccurateProduct
 from sketchgp.operators.engines import DENSE, ENGINES, TILED, TRITON, choose

@@ -24,6 +24,7 @@ FLOORS = {
     "operators": 1,
     "lowrank": 2,
     "preconditioners": 3,
+    "inducing_points": 4,
     "solvers": 4,
     "inference": 5,
     "models": 6,

@@ -11,7 +11,7 @@ import torch
 import sketchgp
 from problems import normal, points, relative, squared_distances
 from sketchgp import InducingPointProblem, InputError
-from sketchgp.solvers.inducing.points import InducingPoints, _inclusion, choose_inducing_points, leverage_scores
+from sketchgp.inducing_points import InducingPoints, _inclusion, choose_inducing_points, leverage_scores
 
 METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
 
@@ -142,12 +142,12 @@ def test_k_means_does_not_see_features_that_the_kernel_does_not(wrapped):
 
 
 def test_k_means_of_a_subsample_says_so(monkeypatch):
-    monkeypatch.setattr("sketchgp.solvers.inducing.points._KMEANS_LEAST", 50)
-    monkeypatch.setattr("sketchgp.solvers.inducing.points._KMEANS_ROWS", 10)
+    monkeypatch.setattr("sketchgp.inducing_points._KMEANS_LEAST", 50)
+    monkeypatch.setattr("sketchgp.inducing_points._KMEANS_ROWS", 10)
     chosen = choose("k-means", points(500), 5)
     assert "50 of 500" in chosen.notes[0]
     assert float(chosen.counts.sum()) == pytest.approx(500)
-    monkeypatch.setattr("sketchgp.solvers.inducing.points._FULL_KMEANS", 10)
+    monkeypatch.setattr("sketchgp.inducing_points._FULL_KMEANS", 10)
     assert choose("k-means", points(500), 5).points.shape == (5, 3)  # mini-batches
 
 

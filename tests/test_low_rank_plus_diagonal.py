@@ -13,8 +13,8 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 
 from problems import normal, relative
 from sketchgp import ConjugateGradients, NumericalError, RPCholesky
-from sketchgp.models.acceleration import Acceleration
-from sketchgp.models.added_diag import AcceleratedAddedDiagLinearOperator
+from sketchgp.models.accelerated.acceleration import Acceleration
+from sketchgp.models.accelerated.added_diag import AcceleratedAddedDiagLinearOperator
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from test_kernel_matrix import check_bilinear_derivative, evaluate, fast, generic, pytestmark, separate  # noqa: F401
 

@@ -9,8 +9,9 @@ from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPErro
 from .exact_gp import ExactGP
 from .fit import FitHistory, fit
 from .inducing_point_gp import InducingPointGP
+from .inducing_points import InducingPoints, choose_inducing_points
 from .kernels import LaplaceKernel
-from .models.marginal_likelihood import ExactMarginalLogLikelihood
+from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 from .one_hot import OneHot
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
@@ -27,12 +28,10 @@ from .solvers import (
     Falkon,
     FullProblem,
     InducingPointProblem,
-    InducingPoints,
     NystromPCG,
     SketchySAGA,
     Skotch,
     Solution,
-    choose_inducing_points,
 )
 
 __version__ = "0.1.0"

@@ -10,15 +10,15 @@ from gpytorch.models import ExactGP
 
 from .checks import found, word
 from .errors import InputError
-from .models.acceleration import ATTRIBUTE, Acceleration
-from .models.mixins import (
+from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
+from .models.accelerated.mixins import (
     AcceleratedLikelihood,
     AcceleratedModel,
     accelerated_class,
     is_accelerated,
     plain_class,
 )
-from .models.targets import check_targets
+from .models.accelerated.targets import check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver

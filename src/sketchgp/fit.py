@@ -21,7 +21,7 @@ from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError, NumericalError, warn
 from .inducing_point_gp import InducingPointGP
-from .models.marginal_likelihood import ExactMarginalLogLikelihood
+from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 
 
 @dataclass(repr=False)

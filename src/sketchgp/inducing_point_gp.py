@@ -18,8 +18,8 @@ from .fingerprint import structure
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory
-from .models.independent_outputs import IndependentOutputs
-from .models.sparse_covariance import (
+from .models.inducing.independent_outputs import IndependentOutputs
+from .models.inducing.sparse_covariance import (
     PathwisePosterior,
     SparseMarginal,
     SparseMultitaskMarginal,

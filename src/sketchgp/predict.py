@@ -21,9 +21,9 @@ from .errors import ConvergenceWarning, InputError, warn
 from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
-from .models.conditioning import Conditioning, PlainConditioning
-from .models.mean_solve import evaluating
-from .models.posterior import mean_at, strategy_of
+from .models.accelerated.conditioning import Conditioning, PlainConditioning
+from .models.accelerated.mean_solve import evaluating
+from .models.accelerated.posterior import mean_at, strategy_of
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .random_streams import generator

@@ -19,7 +19,7 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
 import sketchgp
-from sketchgp.models import added_diag, mixins
+from sketchgp.models.accelerated import added_diag, mixins
 
 MODE = os.environ.get("SKETCHGP_PEERS_MODE", "plain")
 _plain_call = ExactGP.__call__

@@ -1,1 +1,1 @@
-"""Floor 6: where GPyTorch begins."""
+"""Floor 6: where GPyTorch begins.  Two families of models, and the log density that both compute."""

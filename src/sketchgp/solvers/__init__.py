@@ -13,7 +13,6 @@ from .inducing.eigenpro4 import EigenPro4
 from .inducing.falkon import Falkon
 from .inducing.krill import KRILL
 from .inducing.nystrom_pcg import NystromPCG
-from .inducing.points import InducingPoints, choose_inducing_points
 from .inducing.qr import QR
 from .inducing.sketchysaga import SketchySAGA
 from .loop import Progress
@@ -39,7 +38,6 @@ __all__ = [
     "Falkon",
     "FullProblem",
     "InducingPointProblem",
-    "InducingPoints",
     "NormalEquationsSolver",
     "NystromPCG",
     "Progress",
@@ -49,5 +47,4 @@ __all__ = [
     "Solver",
     "System",
     "SystemSolver",
-    "choose_inducing_points",
 ]

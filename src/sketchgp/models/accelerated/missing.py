@@ -15,7 +15,7 @@ from gpytorch import settings
 from linear_operator.operators import AddedDiagLinearOperator, DiagLinearOperator, LinearOperator, MaskedLinearOperator
 from torch import Tensor
 
-from ..errors import InputError
+from ...errors import InputError
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import held

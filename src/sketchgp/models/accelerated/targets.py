@@ -13,7 +13,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
 from torch import Tensor
 
-from ..errors import InputError
+from ...errors import InputError
 
 
 def check_targets(model: Any, built: bool) -> None:

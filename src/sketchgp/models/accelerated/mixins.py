@@ -12,10 +12,10 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from linear_operator.operators import AddedDiagLinearOperator
 
-from ..operators.lazies import adopt_kernels
+from ...operators.lazies import adopt_kernels
+from ..density import log_density
 from .acceleration import ATTRIBUTE, Acceleration, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
-from .density import log_density
 from .missing import check_reduced
 from .posterior import call
 from .products import check_products

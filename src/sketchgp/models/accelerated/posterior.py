@@ -17,7 +17,7 @@ from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy
 from gpytorch.utils.warnings import GPInputWarning
 from torch import Tensor
 
-from ..errors import warn
+from ...errors import warn
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating
 

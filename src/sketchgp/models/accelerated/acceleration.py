@@ -14,10 +14,10 @@ from linear_operator import settings
 from linear_operator.operators import BatchRepeatLinearOperator
 from torch import Tensor
 
-from ..operators import LowRankPlusDiagonal
-from ..preconditioners import Preconditioner, PreconditionerCache
-from ..solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
-from ..solvers.automatic import automatic_solver
+from ...operators import LowRankPlusDiagonal
+from ...preconditioners import Preconditioner, PreconditionerCache
+from ...solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
+from ...solvers.automatic import automatic_solver
 from .mean_solve import gpytorch_tolerance
 
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them

@@ -15,7 +15,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..errors import InputError
+from ...errors import InputError
 
 
 class IndependentOutputs(KroneckerProductLinearOperator):

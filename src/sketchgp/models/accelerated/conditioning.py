@@ -26,11 +26,11 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..errors import InputError
-from ..operators import KernelMatrix
-from ..operators.access import terms
-from ..operators.lazies import adopt_kernels
-from ..solvers import Cholesky, ConjugateGradients, System
+from ...errors import InputError
+from ...operators import KernelMatrix
+from ...operators.access import terms
+from ...operators.lazies import adopt_kernels
+from ...solvers import Cholesky, ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel

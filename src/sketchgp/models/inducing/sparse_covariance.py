@@ -18,14 +18,14 @@ from linear_operator.operators import (
 from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
-from ..errors import InputError
-from ..inference.collapsed import Collapsed
-from ..inference.pathwise import ErrorPaths
-from ..lowrank import shifted_cholesky
-from ..operators import KernelMatrix
-from ..operators.tall import constant
-from ..operators.tiles import spans
-from .density import log_density
+from ...errors import InputError
+from ...inference.collapsed import Collapsed
+from ...inference.pathwise import ErrorPaths
+from ...lowrank import shifted_cholesky
+from ...operators import KernelMatrix
+from ...operators.tall import constant
+from ...operators.tiles import spans
+from ..density import log_density
 
 _ENTRIES = 2**22  # of k(z, x) held at once
 _FACTORIZED = 4096  # points whose covariance is factorized for samples

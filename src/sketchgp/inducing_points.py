@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
-from ...errors import InputError, NumericalError
-from ...lowrank import rpcholesky, shifted_cholesky
-from ...memory import available_memory
-from ...operators import KernelMatrix
-from ...operators.access import Access
-from ...operators.tall import TallMatrix
-from ...random_streams import generator, salted
-from ..problem import check_fits, check_kernel
+from . import checks
+from .errors import InputError, NumericalError
+from .lowrank import rpcholesky, shifted_cholesky
+from .memory import available_memory
+from .operators import KernelMatrix
+from .operators.access import Access
+from .operators.tall import TallMatrix
+from .random_streams import generator, salted
+from .solvers.problem import check_fits, check_kernel
 
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
 _FULL_KMEANS = 20_000  # points up to which k-means looks at all of them every round

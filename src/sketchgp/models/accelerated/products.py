@@ -14,8 +14,8 @@ import torch
 from linear_operator.operators import CholLinearOperator, LinearOperator, MulLinearOperator, RootLinearOperator
 from torch import Tensor
 
-from ..errors import ConvergenceWarning, warn
-from ..operators.tiles import spans
+from ...errors import ConvergenceWarning, warn
+from ...operators.tiles import spans
 
 _ROWS = 64  # of a block that is evaluated alone: of fewer rows than the factor's columns
 _TOLERANCE = 1e-5

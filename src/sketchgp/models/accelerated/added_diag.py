@@ -27,13 +27,13 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..errors import InputError
-from ..operators import KernelMatrix
-from ..operators.tiles import logger
-from ..random_streams import generator
-from ..settings import memory_budget
-from ..solvers import ConjugateGradients, FullProblem, Solver, System
-from ..solvers.solver import solve_system
+from ...errors import InputError
+from ...operators import KernelMatrix
+from ...operators.tiles import logger
+from ...random_streams import generator
+from ...settings import memory_budget
+from ...solvers import ConjugateGradients, FullProblem, Solver, System
+from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
 from .mean_solve import other_solves, solving_mean
 from .threshold import cholesky_points, why_iterative

@@ -10,7 +10,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.mlls import InducingPointKernelAddedLossTerm
 from torch import Tensor
 
-from ..errors import InputError
+from ...errors import InputError
 from .acceleration import choices_of
 from .missing import observed_part, observed_targets, reducing
 from .mixins import AcceleratedDistribution, accelerated_class

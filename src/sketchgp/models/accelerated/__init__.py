@@ -1,0 +1,1 @@
+"""Accelerated models: what ``accelerate`` swaps in for an existing GPyTorch model, its likelihood and covariance."""

@@ -1,0 +1,1 @@
+"""Inducing-point models: the covariances of ``InducingPointGP``, as GPyTorch's operators."""
