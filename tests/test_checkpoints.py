@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpytorch.constraints import Positive
 from gpytorch.kernels import MaternKernel, PolynomialKernel, RBFKernel, RQKernel, ScaleKernel
 
 from problems import normal, points, radial, set_scales
@@ -852,7 +854,7 @@ def test_another_problem_is_refused(path, what):
     _solve(solver, problem)
     message = _refusal(path, solver, change(_problem(kernel=_radial())))
     assert part in message and "changed since it was written" in message
-    if part != "the training inputs" and what != "its dimensions":  # nothing else is blamed
+    if what not in ("its dimensions", "its dtype", "fewer points"):  # nothing else is blamed
         others = {"the training inputs", "the kernel", "the noise", "the targets", "the solver's choices"} - {part}
         assert not any(other in message for other in others)
     assert _solve(solver, _problem(kernel=_radial())).report.iterations > 0  # its own problem is not refused
@@ -872,6 +874,50 @@ def test_kernels_are_told_apart(path, one, other):
     solver = ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2, checkpoint=path)
     _solve(solver, _problem(kernel=one(), noise=1.0))
     assert "the kernel" in _refusal(path, solver, _problem(kernel=other(), noise=1.0))
+
+
+class _Hidden(RBFKernel):
+    """A kernel whose power is no parameter, nor a plain setting; it refuses points outside of its domain."""
+
+    def __init__(self, power, domain=(-math.inf, math.inf)):
+        super().__init__()
+        self.options = {"power": power}
+        self.domain = domain
+
+    def forward(self, x1, x2, diag=False, **params):
+        if not bool((x1 >= self.domain[0]).all() and (x1 <= self.domain[1]).all()):
+            raise ValueError("outside of the domain")
+        return super().forward(x1, x2, diag=diag, **params) ** self.options["power"]
+
+
+@pytest.mark.parametrize(
+    ("options", "shift"),
+    [({}, 0.0), ({"domain": (-1.0, 1.0)}, 0.0), ({"domain": (2.0, 5.0)}, 3.0)],
+    ids=["everywhere", "near the origin", "far from it"],
+)
+def test_unknown_kernels_are_told_apart_by_their_values(path, options, shift):
+    solver = ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2, checkpoint=path)
+    problem = _problem(kernel=_radial(), noise=1.0)
+    problem = _replace(problem, x=problem.x + shift, kernel=_Hidden(2, **options).double())
+    _solve(solver, problem)
+    other = _Hidden(4, **options).double()
+    assert "problem: the kernel changed" in _refusal(path, solver, _replace(problem, kernel=other))
+    if not shift:  # else the inputs are part of the kernel's mark
+        moved = _replace(problem, x=_moved(problem.x, 3))
+        assert "problem: the training inputs changed" in _refusal(path, solver, moved)
+    assert _solve(solver, _replace(problem, kernel=_Hidden(2, **options).double())).report.iterations > 0
+
+
+def test_transforms_of_parameters_are_told_apart(path):
+    def kernel(transform, inverse):
+        made = RBFKernel(lengthscale_constraint=Positive(transform, inverse)).double()
+        made.raw_lengthscale.data.fill_(0.1)
+        return made
+
+    solver = ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2, checkpoint=path)
+    _solve(solver, _problem(kernel=kernel(torch.exp, torch.log), noise=1.0))
+    other = _problem(kernel=kernel(torch.nn.functional.softplus, torch.log), noise=1.0)
+    assert "problem: the kernel changed" in _refusal(path, solver, other)
 
 
 SOLVER_CHANGES = {

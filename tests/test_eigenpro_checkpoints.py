@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_problem_is_refused(saved, path):
         (_problem(shift=1e-9), "the targets changed"),
         (_problem(noise=2.0), "the noise changed"),
         (InducingPointProblem(_problem().kernel, x + 1e-9, y, 1.0, x[:M].clone()), "the training inputs changed"),
-        (InducingPointProblem(_problem().kernel, x, y, 1.0, x[:30].clone()), "the inducing points and the kernel"),
+        (InducingPointProblem(_problem().kernel, x, y, 1.0, x[:30].clone()), "problem: the inducing points changed"),
     ]:
         with pytest.raises(InputError, match=match):
             solver.solve(problem)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
+
 import gpytorch
 import pytest
 import torch
 
-from sketchgp.fingerprint import mixed, module_key, tensor_key
+from sketchgp.fingerprint import data_key, mixed, module_key, module_mark, tensor_key
 
 BIG = torch.randn(200_003, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -48,13 +52,56 @@ def test_repeated_tensors_differ_by_their_shape() -> None:
     assert tensor_key(torch.ones(7).as_strided((1,), (0,))) == tensor_key(one)
 
 
-def test_settings_of_modules_count() -> None:
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+@pytest.mark.parametrize("known_by", [module_key, module_mark])
+def test_settings_of_modules_count(known_by) -> None:
     kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
-    before = module_key(kernel)
+    before = known_by(kernel)
     kernel.eval()
-    assert module_key(kernel) == before
+    assert known_by(kernel) == before == known_by(copy.deepcopy(kernel))
     kernel.base_kernel.nu = 2.5
-    assert module_key(kernel) != before
+    assert known_by(kernel) != before
     kernel.base_kernel.nu = 1.5
+    assert known_by(kernel) == before
+    keys = set()
+    for kernel.transform in (torch.exp, torch.sigmoid, torch.nn.functional.softplus, _square):
+        keys.add(known_by(kernel))
+    assert len(keys) == 4
+    del kernel.transform
+    assert known_by(kernel) == before
     kernel.outputscale = 2.0
-    assert module_key(kernel) != before
+    assert known_by(kernel) != before
+    other = [2 * parameter for parameter in kernel.parameters()]
+    assert known_by(kernel, other) != known_by(kernel) == known_by(kernel, kernel.parameters())
+
+
+def test_a_mark_is_the_same_in_every_process() -> None:
+    code = (
+        "import gpytorch; from sketchgp.fingerprint import module_mark; "
+        "print(module_mark(gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))))"
+    )
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split()[-1] == module_mark(kernel)
+
+
+def test_small_data_are_looked_at_as_a_whole() -> None:
+    data = BIG[:1000].clone()
+    before = data_key(data)
+    assert data_key(data.clone()) == before
+    data.data[7, 1] += 1e-9
+    assert data_key(data) != before
+
+
+def test_large_data_are_known_by_object_counter_and_rows() -> None:
+    data = BIG.clone()
+    before = data_key(data)
+    assert data_key(data) == before != data_key(data.clone())
+    data.numpy()[:] *= 1 + 1e-9
+    assert data_key(data) != before
+    before = data_key(data)
+    data[7, 1] += 1e-9
+    assert data_key(data) != before

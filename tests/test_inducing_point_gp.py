@@ -7,6 +7,7 @@ import pickle
 import warnings
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -260,6 +261,9 @@ def test_a_change_is_noticed():
             "points": lambda: model.inducing_points.mul_(0.9),
             "targets": lambda: model.set_train_data(x, y + 1, strict=False),
             "in place": lambda: model.train_targets.mul_(2),
+            "in place, unseen by PyTorch": lambda: model.train_targets.data.mul_(2),
+            "through numpy": lambda: np.add(model.train_inputs[0].numpy(), 0.1, out=model.train_inputs[0].numpy()),
+            "one row": lambda: model.train_inputs[0].data[7].add_(0.3),
             "state": lambda: model.load_state_dict(_model(noise=0.2)[0].state_dict()),
         }
         last = model(TEST).mean

@@ -1,13 +1,20 @@
-"""Keys that tell whether something changed: of a tensor's content, and of what a module was set up with.
+"""What tensors and modules are known by: keys tell whether something changed in this process, marks last in a file.
 
-A key sees every entry.  On the CPU it is a cryptographic hash of the bytes.  On other devices, where copying would cost
-more than the work it saves, every 8 bytes are mixed with their place by SplitMix64 (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", OOPSLA 2014) and added up twice: 128 bits, not proof against an adversary.
+A *key* (:func:`tensor_key`, :func:`module_key`, :func:`data_key`) is compared with another of the same process.  A
+*mark* (:func:`tensor_mark`, :func:`module_mark`, :func:`text_mark`) is text, the same on every device and machine.
+Those of operators and kernels are in :mod:`sketchgp.operators.marks`.
+
+A key of a tensor sees every entry.  On the CPU it is a cryptographic hash of the bytes.  On other devices, where
+copying would cost more than the work it saves, every 8 bytes are mixed with their place by SplitMix64 (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) and added up twice: 128 bits, not proof against an
+adversary.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +22,9 @@ from torch import Tensor
 
 _BYTES = 2**26  # hashed at once
 _MIXED = 2**22  # numbers of 8 bytes mixed at once
-_PLAIN = (bool, int, float, str)  # None is what a kernel has in place of parts that it makes at its first call
+_WATCHED = 2**20  # bytes of data that are looked at at each prediction
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)  # such as the transform of a constraint
+_PLAIN = (bool, int, float, str, *_FUNCTIONS)  # a kernel has None in place of parts that it makes at its first call
 _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
 _FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of SplitMix64
 
@@ -34,11 +43,16 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     return (*head, digest.hexdigest())
 
 
-def hash_tensors(*tensors: Tensor) -> str:
-    """A mark of the tensors' shapes, dtypes and values, the same on every device and machine."""
+def tensor_mark(*tensors: Tensor) -> str:
+    """A mark of the tensors' shapes, dtypes and values."""
     digest = hashlib.sha256()
     add_tensors(digest, *tensors)
     return digest.hexdigest()
+
+
+def text_mark(text: str) -> str:
+    """A mark of a text, of a fixed length."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def add_tensors(digest: Any, *tensors: Tensor) -> None:
@@ -88,7 +102,7 @@ def _mix(z: Tensor) -> Tensor:
 def structure(module: Any) -> tuple[Any, ...]:
     """Types and plain settings (such as Matern's nu) of a kernel, or another module, and its parts."""
     return tuple(
-        (name, type(part), *((k, v) for k, v in vars(part).items() if _is_plain(v) and k != "training"))
+        (name, type(part), *sorted((k, v) for k, v in vars(part).items() if _is_plain(v) and k != "training"))
         for name, part in module.named_modules()
     )
 
@@ -99,6 +113,50 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def module_key(module: Any) -> tuple[Any, ...]:
-    """A key of all that a module computes from: its structure, parameters and buffers."""
-    return (structure(module), *(tensor_key(t) for t in (*module.parameters(), *module.buffers())))
+def module_key(module: Any, parameters: Iterable[Tensor] | None = None) -> tuple[Any, ...]:
+    """A key of all that a module computes from: its structure, parameters and buffers.
+
+    :param parameters: in place of its own.
+    """
+    own = module.parameters() if parameters is None else parameters
+    return (structure(module), *(tensor_key(t) for t in (*own, *module.buffers())))
+
+
+def module_mark(module: Any, parameters: Iterable[Tensor] | None = None) -> str:
+    """A mark of the same; classes and functions are known by their names in it."""
+    digest = hashlib.sha256(_text(structure(module)).encode())
+    add_tensors(digest, *(module.parameters() if parameters is None else parameters), *module.buffers())
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(part) for part in value)})"
+    return value.__qualname__ if isinstance(value, (type, *_FUNCTIONS)) else repr(value)
+
+
+def data_key(data: Tensor) -> tuple[Any, ...]:
+    """A key of data that are looked at often: of every entry, up to a MiB.
+
+    Of more, whose hash would take longer than a prediction (87 ms for 40 MB), the very tensor, how often PyTorch
+    changed it, and the entries of evenly spaced rows: what is written into other rows past PyTorch's counter (by
+    ``.data`` or through numpy) is not seen.
+    """
+    size = data.numel() * data.element_size()
+    if size <= _WATCHED:
+        return tensor_key(data)
+    version = 0 if data.is_inference() else data._version
+    return (Held(data), version, *tensor_key(data[:: -(-size // _WATCHED)]))
+
+
+class Held:
+    """Equal to another one of the very same object, which it keeps alive."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)

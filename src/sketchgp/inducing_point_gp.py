@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
-from .fingerprint import structure
+from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory
@@ -46,7 +46,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
     ``model.inducing_points.requires_grad_()``) by Titsias's collapsed bound, ``model.eval()(x)`` predicts.
 
     - The mean is found by ``solver`` (:class:`sketchgp.InducingPointProblem`), once, and kept until a parameter or the
-      data change.  Its weights are float64 whatever the dtype of the data.
+      data change.  (Of more than a MiB of data, which would take longer to look through than a prediction takes, rows
+      that were rewritten past PyTorch, by ``.data`` or through numpy, may go unseen: use ``set_train_data``.)  Its weights are float64 whatever the dtype of the data.
     - Variances are computed when they are first asked for, by ``variance``:
 
       - ``"dtc"``: ``k(x, x) - q(x, x) + k(x, z) (Kzz + Kzx D^-1 Kxz)^-1 k(z, x)``, from one sweep over the data
@@ -214,7 +215,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
     def _check_unchanged(self, asked: Any) -> None:
         """:param asked: the state of a prediction, whose variance is asked for now; None for the present one."""
         self._forget_if_changed()
-        if asked is not None and not _same(asked, self._kept["state"]):
+        if asked is not None and asked != self._kept["state"]:
             raise InputError("The model or its data changed after this prediction; call the model again.")
 
     def _errors(self, asked: Any = None) -> ErrorPaths:
@@ -250,16 +251,16 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return Collapsed(self.covar_module, self._x, self.inducing_points, noise, residual)
 
     def _forget_if_changed(self) -> None:
-        """Parameters, noises and settings of kernels may change in ways that leave no trace but their values."""
-        values = [*self.parameters(), *self.buffers(), self.noise()]
-        objects = [self.covar_module, self.mean_module, self.likelihood, self.solver, self._x, self.train_targets]
+        """Parameters, noises, data and settings may change in ways that leave no trace but their values."""
+        parts = (self.covar_module, self.mean_module, self.likelihood)
         state = (
-            [value.detach().clone() for value in values],
-            objects,
-            [structure(self.covar_module), structure(self.mean_module), self.variance, self.variance_samples],
-            [self._x._version, self.train_targets._version],
+            *(Held(part) for part in (*parts, self.solver)),
+            *(module_key(part) for part in parts),
+            *(tensor_key(values) for values in (self.inducing_points, self.noise())),
+            *(data_key(data) for data in (self._x, self.train_targets)),
+            *(self.variance, self.variance_samples),
         )
-        if "state" not in self._kept or not _same(self._kept["state"], state):
+        if self._kept.get("state") != state:
             self._kept = {"state": state}
 
     def _clear_cache(self) -> None:
@@ -350,18 +351,3 @@ class InducingPointGP(gpytorch.models.ExactGP):
 def _check_variance(variance: Any, samples: Any) -> int:
     word("InducingPointGP", "variance", variance, _VARIANCES)
     return count("InducingPointGP", "variance_samples", samples)
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and first.device == second.device and torch.equal(first, second)
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two states, as ``_forget_if_changed`` makes them, are of one model."""
-    values, objects = zip(first[0], second[0], strict=False), zip(first[1], second[1], strict=True)
-    return (
-        len(first[0]) == len(second[0])
-        and all(_equal(a, b) for a, b in values)
-        and all(a is b for a, b in objects)
-        and first[2:] == second[2:]
-    )

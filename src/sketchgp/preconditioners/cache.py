@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fingerprint import structure, tensor_key
+from ..fingerprint import tensor_key
 from ..lowrank import pivoted_factor
 from ..operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
-from ..operators.access import Access, terms
+from ..operators.access import Access
+from ..operators.marks import operator_key
 from ..operators.pivoted_plus_diagonal import PivotedFactor
 from .base import Preconditioner, Selection
 
@@ -64,7 +65,7 @@ class PreconditionerCache:
         with self._lock:
             start = time.perf_counter()
             live = differentiable and (operator.requires_grad or noise.requires_grad)
-            matrix_key, noise_key = fingerprint(operator), tensor_key(noise)
+            matrix_key, noise_key = operator_key(operator), tensor_key(noise)
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
                 return self._built.detached(operator.dtype)
             access = Access(operator)
@@ -183,17 +184,3 @@ class PreconditionerCache:
     def _serves(self, access: Access, factor: Tensor, noise: Tensor) -> bool:
         assert self._selection is not None
         return self.choice.serves(self._selection, access, factor, noise)
-
-
-def fingerprint(operator: Any) -> tuple[Any, ...]:
-    """A key of the operator's values: of its inputs and parameters, or of one product where those are unknown."""
-    if isinstance(operator, KernelMatrix):
-        tensors = [operator.x1, *operator.parameters, *operator.kernel.buffers()]
-        return (structure(operator.kernel), *(tensor_key(t) for t in tensors))
-    parts = list(terms(operator))
-    if len(parts) > 1 or torch.is_tensor(parts[0][0]):
-        return tuple((tensor_key(torch.as_tensor(scale)), fingerprint(part)) for scale, part in parts)
-    operator = operator.evaluate_kernel()
-    vector = torch.arange(1, operator.shape[-1] + 1, dtype=operator.dtype, device=operator.device).cos()
-    with torch.no_grad():
-        return (type(operator), tensor_key(operator.detach() @ vector))

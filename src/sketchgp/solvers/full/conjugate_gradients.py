@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
 from ...errors import InputError, NumericalError
-from ...fingerprint import hash_tensors
+from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
+from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
 from ..lanczos import tridiagonal
-from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
+from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
 from .held_out import full_held_out
 
@@ -176,9 +177,9 @@ class ConjugateGradients(Budgeted):
             return None
         if system.operator.batch_shape or rhs.dim() > 2:
             raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
-        marks = fingerprint(system.operator, system.noise, rhs, f"{self._described()} {rhs.dtype}")
+        marks = {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
         if built is not None:
-            marks["the preconditioner"] = hash_tensors(built.apply_inverse(rhs[:, :1].to(torch.float64)))
+            marks["the preconditioner"] = tensor_mark(built.apply_inverse(rhs[:, :1].to(torch.float64)))
         return Checkpoint(self.checkpoint, self.every, marks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...fingerprint import hash_tensors
+from ...fingerprint import tensor_mark
 from ...operators import KernelMatrix
 from ..problem import FullProblem
 
@@ -17,7 +17,7 @@ class FullHeldOut:
     """
 
     def __init__(self, cross: KernelMatrix, wanted: Tensor) -> None:
-        self.cross, self.wanted, self.mark = cross, wanted, hash_tensors(cross.x1, wanted)
+        self.cross, self.wanted, self.mark = cross, wanted, tensor_mark(cross.x1, wanted)
         self.entries = 0.0
 
     def __call__(self, weights: Tensor) -> Tensor:

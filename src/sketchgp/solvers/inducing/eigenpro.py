@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import count, flag, number, seed, settle, tolerance, word
 from ...errors import InputError
-from ...fingerprint import hash_tensors
+from ...fingerprint import tensor_mark
 from ...random_streams import generator
 from ...report import Reason
 from ..loop import Checkpoint
@@ -138,7 +138,7 @@ class EigenProSolver(InducingPointSolver):
 
     def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
         if self.checkpoint is not None and problem.streamed:
-            one, other = (hash_tensors(*first_batch(problem)) for _ in range(2))
+            one, other = (tensor_mark(*first_batch(problem)) for _ in range(2))
             if one != other:
                 raise InputError(
                     "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "

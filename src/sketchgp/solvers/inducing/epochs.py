@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
-from ...fingerprint import hash_tensors
+from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from ...report import Reason
 from ..loop import Method, Outcome
@@ -132,7 +132,7 @@ class Epochs(Method):
 
     @cached_property
     def _points(self) -> str:
-        return hash_tensors(*self.checked)
+        return tensor_mark(*self.checked)
 
     # --- steps ----------------------------------------------------------------------------------------------
 

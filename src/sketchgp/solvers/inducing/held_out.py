@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...fingerprint import hash_tensors
+from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from .problem import InducingPointProblem
 
@@ -20,7 +20,7 @@ class InducingHeldOut:
     def __init__(self, problem: InducingPointProblem, x: Tensor, y: Tensor) -> None:
         self.tall = TallMatrix(problem.kernel, x, problem.inducing_points, accurate=True)
         self.wanted = y.reshape(len(x), -1).to(torch.float64)
-        self.mark = hash_tensors(x, y)
+        self.mark = tensor_mark(x, y)
 
     @property
     def entries(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...checks import flag, function, like, pair
-from ...fingerprint import hash_tensors
+from ...fingerprint import tensor_mark
+from ...operators.marks import kernel_mark
 from ...report import SolveReport, conclude
 from ..choices import Budgeted
-from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, kernel_mark
+from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, solve_marks
 from ..problem import Solution
 from .held_out import InducingHeldOut
 from .problem import InducingPointProblem, check_inducing
@@ -110,12 +110,9 @@ class InducingPointSolver(Budgeted):
         assert torch.is_tensor(x) and y is not None
         noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
         marks = {
-            "the training inputs": hash_tensors(x),
-            "the targets": hash_tensors(y),
-            "the inducing points": hash_tensors(problem.inducing_points),
+            "the training inputs": tensor_mark(x),
+            "the inducing points": tensor_mark(problem.inducing_points),
             "the kernel": kernel_mark(problem.kernel, problem.inducing_points),
-            "the noise": hash_tensors(noise),
-            "the solver's choices": hashlib.sha256(self._described().encode()).hexdigest(),
-            "the device": problem.device.type,
+            **solve_marks(noise, y, self._described()),
         }
         return Checkpoint(self.checkpoint, self.every, marks)

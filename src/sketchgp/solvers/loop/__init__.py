@@ -1,6 +1,6 @@
 """The one loop of all iterative solvers.  A method is a :class:`Method`; a solve of it is a :class:`Run`."""
 
-from .checkpoint import Checkpoint, fingerprint, kernel_mark
+from .checkpoint import Checkpoint, solve_marks
 from .held_out import HeldOut
 from .method import Method, Outcome
 from .progress import Progress
@@ -15,6 +15,5 @@ __all__ = [
     "Progress",
     "Run",
     "clock",
-    "fingerprint",
-    "kernel_mark",
+    "solve_marks",
 ]

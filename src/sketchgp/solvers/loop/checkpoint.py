@@ -6,9 +6,7 @@ gone on from.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,9 @@ from torch import Tensor
 
 from ... import tensor_file
 from ...errors import InputError, warn
-from ...fingerprint import add_tensors, hash_tensors
-from ...operators import KernelMatrix
-from ...operators.access import Access, terms
+from ...fingerprint import tensor_mark, text_mark
 
-_FORMAT = 2
-_PROBES = 16  # points at which the kernel's values are part of its fingerprint
-_SIMPLE = (bool, int, float, str, type(None))
+_FORMAT = 3
 
 
 class Checkpoint:
@@ -32,7 +26,7 @@ class Checkpoint:
 
     :param path: the file; it is written beside itself, under a name of this process, and then renamed.
     :param every: seconds between two writes.
-    :param problem: name -> fingerprint of each part of the problem.
+    :param problem: name -> mark of each part of the problem.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: float, problem: dict[str, str]) -> None:
@@ -83,54 +77,12 @@ class Checkpoint:
         return header["state"], {name: tensor.to(device) for name, tensor in contents.items()}
 
 
-def fingerprint(operator: Any, noise: Tensor, rhs: Tensor, choices: str) -> dict[str, str]:
-    """A mark for each part of a linear system: equal marks, equal solves (on one device and number of threads)."""
-    inputs, kernel = hashlib.sha256(), hashlib.sha256()
-    for scale, part in terms(operator):
-        kernel.update(f"{type(part).__name__} {part.dtype} {_number(scale)}".encode())
-        if isinstance(part, KernelMatrix):
-            add_tensors(inputs, part.x1, part.x2)
-            _add_kernel(kernel, part.kernel, part.parameters)
-        else:
-            add_tensors(inputs, *part.representation())
-    n = operator.shape[-1]
-    some = _some(n).to(noise.device)
-    with torch.no_grad():
-        add_tensors(kernel, Access(operator).block(some, some))
+def solve_marks(noise: Tensor, targets: Tensor, choices: str) -> dict[str, str]:
+    """Marks of what all solves have beside inputs and kernel: equal marks, equal solves (on one device and number of
+    threads)."""
     return {
-        "the training inputs": inputs.hexdigest(),
-        "the kernel": kernel.hexdigest(),
-        "the noise": hash_tensors(noise),
-        "the targets": hash_tensors(rhs),
-        "the solver's choices": hashlib.sha256(choices.encode()).hexdigest(),
-        "the device": noise.device.type,
+        "the noise": tensor_mark(noise),
+        "the targets": tensor_mark(targets),
+        "the solver's choices": text_mark(choices),
+        "the device": targets.device.type,
     }
-
-
-def kernel_mark(kernel: Any, points: Tensor) -> str:
-    """A mark of a kernel: its parts and parameters, and its values at some of the points."""
-    digest = hashlib.sha256()
-    _add_kernel(digest, kernel, tuple(kernel.parameters()))
-    some = points[_some(len(points)).to(points.device)]
-    add_tensors(digest, KernelMatrix.of(kernel, some, engine="tiled").detach().to_dense())
-    return digest.hexdigest()
-
-
-def _some(n: int) -> Tensor:
-    return torch.linspace(0, n - 1, min(n, _PROBES)).round().long()
-
-
-def _add_kernel(digest: Any, kernel: Any, parameters: tuple[Tensor, ...]) -> None:
-    add_tensors(digest, *parameters, *kernel.buffers())
-    digest.update(repr(list(_structure(kernel))).encode())
-
-
-def _structure(kernel: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Classes of the kernel and its parts, and what they were set up with beside parameters."""
-    for module in kernel.modules():
-        simple = {k: v for k, v in sorted(vars(module).items()) if isinstance(v, _SIMPLE) and k != "training"}
-        yield type(module).__name__, simple
-
-
-def _number(scale: float | Tensor) -> str:
-    return repr(scale.tolist() if torch.is_tensor(scale) else scale)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ....checks import count, flag, function, like, number, pair, seed, settle, tolerance
 from ....errors import InputError
+from ....operators.marks import operator_marks
 from ....report import SolveReport, conclude
 from ...choices import Budgeted
-from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, fingerprint
+from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ...problem import FullProblem, Solution, System, check_problem
 from ..held_out import full_held_out
 from .method import BlockMethod
@@ -150,7 +151,7 @@ class BlockSolver(Budgeted):
         rows = BlockSystem(system)
         checkpoint = None
         if self.checkpoint is not None:
-            marks = fingerprint(system.operator, system.noise, rhs, f"{self._described()} {rhs.dtype}")
+            marks = {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
             checkpoint = Checkpoint(self.checkpoint, self.every, marks)
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
         method = self.method(rows, size)
