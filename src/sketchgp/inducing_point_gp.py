@@ -47,7 +47,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
     - The mean is found by ``solver`` (:class:`sketchgp.InducingPointProblem`), once, and kept until a parameter or the
       data change.  (Of more than a MiB of data, which would take longer to look through than a prediction takes, rows
-      that were rewritten past PyTorch, by ``.data`` or through numpy, may go unseen: use ``set_train_data``.)  Its weights are float64 whatever the dtype of the data.
+      that were rewritten past PyTorch, by ``.data`` or through numpy, may go unseen: ``model.train().eval()`` has
+      everything found anew.)  Its weights are float64 whatever the dtype of the data.
     - Variances are computed when they are first asked for, by ``variance``:
 
       - ``"dtc"``: ``k(x, x) - q(x, x) + k(x, z) (Kzz + Kzx D^-1 Kxz)^-1 k(z, x)``, from one sweep over the data
