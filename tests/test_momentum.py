@@ -8,8 +8,8 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from problems import identity, normal, points
-from sketchgp.solvers.full import askotch
 from sketchgp.solvers.full.blockwise import BlockSystem
+from sketchgp.solvers.full.blockwise import blocks as drawn
 
 N, B = 12, 3
 
@@ -35,7 +35,7 @@ def test_the_potential_falls_as_derived(passes, noise, monkeypatch):
         w, v = normal(N, 1, seed=seed), normal(N, 1, seed=seed + 50)
         after = []
         for rows in blocks:
-            monkeypatch.setattr(askotch, "next_block", lambda *_, rows=rows: (rows, torch.empty(0, dtype=torch.long)))
+            monkeypatch.setattr(drawn, "next_block", lambda *_, rows=rows: (rows, torch.empty(0, dtype=torch.long)))
             method.begin(1)
             method.tensors |= {"w": w.clone(), "v": v.clone()}
             method.numbers["rows"] = passes * N

@@ -21,17 +21,7 @@ import torch
 from torch import Tensor
 
 from ...checks import number, settle
-from .blockwise import (
-    BlockMethod,
-    BlockSolver,
-    BlockSystem,
-    Partition,
-    block_inverse,
-    describe_blocks,
-    next_block,
-    nystrom_rank,
-    settle_blocks,
-)
+from .blockwise import BlockMethod, BlockSolver, BlockSystem, InvertedBlocks, settle_blocks
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
 _OTHER_MU = "Leave mu to mu=None, or choose a larger one; else another seed, a larger block_size, or float64 data."
@@ -77,7 +67,7 @@ class ASkotch(BlockSolver):
         return (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)
 
 
-class _Fresh(BlockMethod):
+class _Fresh(InvertedBlocks):
     """Version 2: at ``y = alpha v + (1 - alpha) w``, ``d = P^-1 (A y - r)_b / L``; ``w = y - d`` and
     ``v = beta v + (1 - beta) y - gamma d``, with ``nu = n / b``, ``beta = 1 - sqrt(mu / nu)``,
     ``gamma = 1 / sqrt(mu nu)``, ``alpha = 1 / (1 + gamma nu)``.
@@ -101,26 +91,15 @@ class _Fresh(BlockMethod):
     With restarts, which nothing is proved for either, it has not, on any of the problems of the tests and benchmarks.
     """
 
-    name = "ASkotch"
     positions = ("w", "v")
 
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
-        super().__init__()
-        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
+        super().__init__(choices, system, block_size)
         self.advice = self.advice if choices.mu is None else _OTHER_MU
-        self.numbers["block_size"] = block_size
-
-    def describe(self) -> str:
-        return describe_blocks(int(self.numbers["block_size"]), self.choices.rank)
 
     def begin(self, width: int) -> None:
-        zero = self.system.noise.new_zeros(self.system.n, width)
-        self.tensors = {"w": zero, "v": zero.clone(), "rest": torch.empty(0, dtype=torch.long)}
+        super().begin(width)
         self.numbers |= {"rows": 0, "judged_rows": 0, "against": 0.0}
-
-    @property
-    def value(self) -> Tensor:
-        return self.tensors["w"]
 
     def evaluation_point(self) -> Tensor:
         return self._point(self._constants()[2])
@@ -140,15 +119,11 @@ class _Fresh(BlockMethod):
         return 1 - math.sqrt(mu / nu), gamma, 1 / (1 + gamma * nu)
 
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        system, tensors = self.system, self.tensors
-        size = int(self.numbers["block_size"])
-        rows, tensors["rest"] = next_block(
-            self.choices.sampling, system.n, size, tensors["rest"].cpu(), generator, system.device
-        )
+        tensors = self.tensors
+        rows, inverse, _ = self.draw(generator)
         beta, gamma, alpha = self._constants()
         w, v, y = tensors["w"], tensors["v"], self._point(alpha)
-        g = system.rows(rows, y) - r[rows]
-        inverse = block_inverse(system.square_block(rows), system.noise[rows], self.choices.rank, generator)
+        g = self.system.rows(rows, y) - r[rows]
         d = inverse.apply(g) / inverse.smoothness
         against = float((g * (v[rows] - w[rows])).sum())
         v.mul_(beta).add_(y, alpha=1 - beta)
@@ -174,37 +149,24 @@ class _Fresh(BlockMethod):
         numbers["judged_rows"], numbers["against"] = 0, 0.0
 
 
-class _Fixed(BlockMethod):
+class _Fixed(InvertedBlocks):
     """Version 1, the paper's Algorithm 1 with beta = 0: a fixed partition, blocks drawn with probability
     ``p_b = sqrt(L_b) / S``; ``x = tau z + (1 - tau) w``, ``d = P_b^-1 (A x - r)_b``, ``w = x - d / L_b``,
     ``z = (z + gamma mu x - gamma d / p_b) / (1 + gamma mu)``.
     """
 
-    name = "ASkotch v1"
     positions = ("w", "z")
 
     def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
-        super().__init__()
-        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
+        super().__init__(choices, system, block_size)
         self.advice = self.advice if choices.mu is None else _OTHER_MU
-        self.partition = Partition(system, block_size, choices.rank, choices.seed)
-        self.numbers["block_size"] = block_size
-
-    def describe(self) -> str:
-        return describe_blocks(int(self.numbers["block_size"]), self.choices.rank)
 
     def begin(self, width: int) -> None:
-        zero = self.system.noise.new_zeros(self.system.n, width)
-        self.tensors |= {"w": zero, "z": zero.clone()}
-        self.partition.prepare(self.tensors)
+        super().begin(width)
         mu = float(self.system.noise.min()) if self.choices.mu is None else self.choices.mu
         total = float(self.tensors["smoothness"].sqrt().sum())
         tau = 2 / (1 + math.sqrt(4 * total**2 / mu + 1))
         self.numbers |= {"mu": mu, "tau": tau, "gamma": 1 / (tau * total**2)}
-
-    @property
-    def value(self) -> Tensor:
-        return self.tensors["w"]
 
     def evaluation_point(self) -> Tensor:
         return torch.lerp(self.tensors["w"], self.tensors["z"], self.numbers["tau"])
@@ -212,7 +174,7 @@ class _Fixed(BlockMethod):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x, z = self.evaluation_point(), self.tensors["z"]
         mu, gamma = self.numbers["mu"], self.numbers["gamma"]
-        rows, inverse, odds = self.partition.draw(self.tensors, generator)
+        rows, inverse, odds = self.draw(generator)
         g = self.system.rows(rows, x) - r[rows]
         d = inverse.apply(g)
         z.add_(x, alpha=gamma * mu).div_(1 + gamma * mu)

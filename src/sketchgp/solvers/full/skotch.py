@@ -12,17 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blockwise import (
-    BlockMethod,
-    BlockSolver,
-    BlockSystem,
-    Partition,
-    block_inverse,
-    describe_blocks,
-    next_block,
-    nystrom_rank,
-    settle_blocks,
-)
+from .blockwise import BlockMethod, BlockSolver, BlockSystem, InvertedBlocks, settle_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,40 +46,12 @@ class Skotch(BlockSolver):
         return _Skotch(self, system, block_size)
 
 
-class _Skotch(BlockMethod):
+class _Skotch(InvertedBlocks):
     """``w_b -= P^-1 ((A w)_b - r_b) / L``."""
 
-    name = "Skotch"
-
-    def __init__(self, choices: Skotch, system: BlockSystem, block_size: int) -> None:
-        super().__init__()
-        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
-        self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
-        self.name = "Skotch" if self.partition is None else "Skotch v1"
-        self.numbers["block_size"] = block_size
-
-    def describe(self) -> str:
-        return describe_blocks(int(self.numbers["block_size"]), self.choices.rank)
-
-    def begin(self, width: int) -> None:
-        self.tensors["w"] = self.system.noise.new_zeros(self.system.n, width)
-        self.tensors["rest"] = torch.empty(0, dtype=torch.long)
-        if self.partition is not None:
-            self.partition.prepare(self.tensors)
-
-    @property
-    def value(self) -> Tensor:
-        return self.tensors["w"]
-
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        system, w = self.system, self.tensors["w"]
-        if self.partition is not None:
-            rows, inverse, _ = self.partition.draw(self.tensors, generator)
-        else:
-            size, rest = int(self.numbers["block_size"]), self.tensors["rest"].cpu()
-            sampling = self.choices.sampling
-            rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
-            inverse = block_inverse(system.square_block(rows), system.noise[rows], self.choices.rank, generator)
-        g = system.rows(rows, w) - r[rows]
+        w = self.tensors["w"]
+        rows, inverse, _ = self.draw(generator)
+        g = self.system.rows(rows, w) - r[rows]
         w[rows] -= inverse.apply(g) / inverse.smoothness
         return rows, g

@@ -7,8 +7,8 @@ solvers.
 
 from .blocks import (
     SAMPLINGS,
+    InvertedBlocks,
     Partition,
-    describe_blocks,
     next_block,
     nystrom_rank,
     settle_blocks,
@@ -24,10 +24,10 @@ __all__ = [
     "BlockMethod",
     "BlockSolver",
     "BlockSystem",
+    "InvertedBlocks",
     "Partition",
     "automatic_block_size",
     "block_inverse",
-    "describe_blocks",
     "next_block",
     "nystrom_rank",
     "settle_blocks",

@@ -1,4 +1,7 @@
-"""How blocks of rows are drawn: uniformly, or as parts of a random partition that is drawn anew every pass."""
+"""How blocks of rows are drawn, and the methods that invert them: what Skotch and ASkotch share.
+
+Blocks are drawn uniformly, as parts of a random partition that is drawn anew every pass, or from a fixed partition.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ....checks import count, settle, word
 from ....errors import InputError
 from ....random_streams import generator
 from .inverse import BlockInverse, block_inverse
+from .method import BlockMethod
 from .system import BlockSystem
 
 SAMPLINGS = ("shuffled", "uniform")
@@ -100,13 +104,45 @@ def settle_blocks(choices: Any) -> None:
         )
 
 
+class InvertedBlocks(BlockMethod):
+    """A method whose steps invert a block each: d, called w, and the other points that ``positions`` names begin at 0.
+
+    :param choices: with ``rank``, ``version`` (1 for a fixed partition, 2 for fresh blocks), ``sampling`` and ``seed``.
+    """
+
+    def __init__(self, choices: Any, system: BlockSystem, block_size: int) -> None:
+        super().__init__()
+        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
+        self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
+        self.name = choices.name if self.partition is None else f"{choices.name} v1"
+        self.numbers["block_size"] = block_size
+
+    def begin(self, width: int) -> None:
+        self.tensors |= {name: self.system.noise.new_zeros(self.system.n, width) for name in self.positions}
+        if self.partition is None:
+            self.tensors["rest"] = torch.empty(0, dtype=torch.long)
+        else:
+            self.partition.prepare(self.tensors)
+
+    @property
+    def value(self) -> Tensor:
+        return self.tensors["w"]
+
+    def describe(self) -> str:
+        used = f"Nystrom rank {self.rank}" if self.rank else "exact"
+        how = "not preconditioned" if self.choices.rank == 0 else used
+        return f"blocks of {int(self.numbers['block_size'])}, {how}"
+
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
+        """Rows ``(b,)`` of the next block, its inverse, and one over the probability with which it was drawn."""
+        if self.partition is not None:
+            return self.partition.draw(self.tensors, generator)
+        system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].cpu()
+        sampling, rank = self.choices.sampling, self.choices.rank
+        rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
+        return rows, block_inverse(system.square_block(rows), system.noise[rows], rank, generator), system.n / len(rows)
+
+
 def nystrom_rank(block_size: int, rank: int | None) -> int:
     """The rank of the Nystrom approximations; 0 where blocks are solved exactly, as those of rank b are."""
     return 0 if rank is None or rank >= block_size else rank
-
-
-def describe_blocks(block_size: int, rank: int | None) -> str:
-    """How blocks are inverted, in words."""
-    used = nystrom_rank(block_size, rank)
-    how = f"Nystrom rank {used}" if used else "not preconditioned" if rank == 0 else "exact"
-    return f"blocks of {block_size}, {how}"
