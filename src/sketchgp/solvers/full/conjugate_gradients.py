@@ -157,7 +157,7 @@ class ConjugateGradients(Budgeted):
             outcome = run.loop(progress)
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if preconditioner is not None:
-            remedy = f"Raise the preconditioner's rank (now {preconditioner.rank}), or max_iterations."
+            remedy = f"Choose a preconditioner= of higher rank (now {preconditioner.rank}), or raise max_iterations."
         report = run.report(
             preconditioner=name,
             rank=0 if preconditioner is None else preconditioner.rank,
@@ -182,7 +182,7 @@ class _Gradients(Method):
 
     name = "ConjugateGradients"
     saved = (
-        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "matmuls",
+        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
         "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
         "coefficients", "warm",
     )  # fmt: skip
@@ -215,17 +215,21 @@ class _Gradients(Method):
         self.active, self.index = norm[..., :0] > 0, torch.arange(0)
 
     @property
-    def matmuls(self) -> int:
-        """Products with K so far."""
-        return self.system.matmuls
+    def products(self) -> int:
+        """With K, so far."""
+        return self.system.products
 
-    @matmuls.setter
-    def matmuls(self, count: int) -> None:
-        self.system.matmuls = count
+    @products.setter
+    def products(self, count: int) -> None:
+        self.system.products = count
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.products}
 
     @property
     def entries(self) -> float:
-        return float(self.matmuls) * self.size**2
+        return float(self.products) * self.size**2
 
     @property
     def matrix_entries(self) -> float:
@@ -277,7 +281,8 @@ class _Gradients(Method):
         if reason in (Reason.ITERATIONS, Reason.TIME) and bool((self.residual <= self.tol).all()):
             reason = self._reached()
         residual = self.best_residual.reshape(-1)
-        facts = {"matmuls": self.matmuls, "tol": self.tol, "dtype": str(self.system.dtype).removeprefix("torch.")}
+        dtype = str(self.system.dtype).removeprefix("torch.")
+        facts = {"tol": self.tol, "dtype": dtype, "details": {"precision": "float64" if self.exact else dtype}}
         return Outcome(self.best, residual, bool((residual <= self.tol).all()), reason, facts)
 
     def _product(self, vectors: Tensor) -> Tensor:

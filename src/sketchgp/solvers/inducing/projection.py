@@ -23,22 +23,26 @@ class Projection:
 
     :ivar shift: see above, and ``trace`` that of Kzz.
     :ivar cost: of one solve, in evaluations of Kzz.
-    :ivar notes: what a report should say.
+    :ivar worst: the largest relative residual of a solve that ended above its tolerance; 0 where none did.
     :cvar kind: as reports print it; :cvar counted: attributes that change as it is used.
     """
 
     kind = ""
-    counted: tuple[str, ...] = ("products", "notes")
+    counted: tuple[str, ...] = ("products", "worst")
     cost: float
     products = 0  # with Kzz so far
-    notes: list[str]
+    worst = 0.0
 
     def __init__(self, problem: InducingPointProblem, columns: int) -> None:
         z = problem.inducing_points
         self.matrix = KernelMatrix.of(problem.kernel, z, engine="tiled").detach()
         self.trace = float(self.matrix.diagonal(dim1=-1, dim2=-2).double().sum())
         self.shift = torch.finfo(z.dtype).eps * self.trace
-        self.notes = []
+
+    @property
+    def tally(self) -> dict[str, float]:
+        """Work, by the names of a report."""
+        return {}
 
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
         """theta ``(m, t)``, and ``(Kzz + shift I) theta``, which an inexact solve leaves a little off h.
@@ -90,6 +94,10 @@ class InexactProjection(Projection):
     def cost(self) -> float:  # type: ignore[override]
         return max(1.0, self.iterations / self.solves) if self.solves else _USUAL_COST
 
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"projection_iterations": self.iterations}
+
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
         norm, tol = h.norm(dim=0), min(tol, self.tol)
         value, r = torch.zeros_like(h), h.clone()
@@ -117,8 +125,8 @@ class InexactProjection(Projection):
                 f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "
                 "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows."
             )
-        if left > tol and not self.notes:
-            self.notes.append(f"a projection ended at residual {left:.1e}, tolerance {tol:.0e}")
+        if left > tol:
+            self.worst = max(self.worst, left)
         return value, h - r
 
 

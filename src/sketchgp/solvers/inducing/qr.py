@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from ...lowrank import shifted_cholesky
 from ...memory import enough_memory
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
-from ...report import Reason, SolveReport, conclude, peak_memory
+from ..loop import Direct
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
 from .remaining import moved_by_rounding
@@ -52,7 +51,7 @@ class QR:
         :raises InputError: for a stream, noise 0, or too little memory.
         :raises NumericalError: where NaN appears.
         """
-        start = time.perf_counter()
+        direct = Direct()
         check_inducing("QR.solve", problem)
         function("QR.solve", "callback", callback)
         flag("QR.solve", "progress", progress, optional=True)
@@ -63,36 +62,21 @@ class QR:
             like("QR.solve", "initial", initial, (m, *problem.y.shape[1:]), problem.device, whose="the solution's")
         needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)
         with enough_memory(needed, problem.device, f"QR() for m = {m}", "use KRILL()."), torch.no_grad():
-            value, rhs, residual, (moved, too_far) = _solved(problem, y)
+            value, rhs, residual, (moved, too_far), passes = _solved(problem, y, direct)
         norm = rhs.norm(dim=0)
-        relative = (residual.norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
-        singular = bool(too_far.any())
-        report = SolveReport(
-            solver="QR",
-            preconditioner="none",
-            n=m,
-            columns=columns,
-            iterations=0,
-            matmuls=1,
-            residual=relative,
-            history=relative.unsqueeze(0),
-            tol=1e-6,
-            converged=bool((relative <= 1e-6).all()) and not singular,
-            reason=Reason.SINGULAR if singular else Reason.DIRECT,
-            seconds=time.perf_counter() - start,
-            dtype="float64",
-            device=str(problem.device),
-            peak_memory=peak_memory(problem.device),
-            deviations=moved.cpu(),
-            remedies={Reason.DIRECT: "The points are nearly dependent; drop some, or raise the noise."},
-        )
-        conclude(report)
+        report = direct.report(
+            "QR", m, len(y), passes, residual.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6, problem.device,
+            "The points are nearly dependent; drop some, or raise the noise.",
+            singular=bool(too_far.any()), deviations=moved.cpu(),
+        )  # fmt: skip
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)
 
 
-def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each; and what
-    :func:`moved_by_rounding` says."""
+def _solved(
+    problem: InducingPointProblem, y: Tensor, direct: Direct
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], float]:
+    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each; what
+    :func:`moved_by_rounding` says; and the passes over Kxz."""
     m, columns = problem.m, y.shape[1]
     tall = problem.tall(accurate=True)
     kzz = problem.kzz()
@@ -108,6 +92,8 @@ def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, T
     if not bool(torch.isfinite(factor).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
     triangle = TriangularFactors([factor[:, :m]])
+    direct.factorized()
     value = triangle.inverse(factor[:, m:])
     residual = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
-    return value, rhs, residual, moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
+    moved = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
+    return value, rhs, residual, moved, tall.entries / (len(y) * m)

@@ -83,6 +83,14 @@ class SplitGradients(Method):
         return self._exact_matrix if self.exact else self._matrix
 
     @property
+    def data_rows(self) -> int:
+        return self._matrix.tall.shape[0]
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.products}
+
+    @property
     def matrix_entries(self) -> float:
         n, m = self._matrix.tall.shape
         return float(n * m)
@@ -163,8 +171,12 @@ class SplitGradients(Method):
                 converged, reason = False, Reason.SINGULAR
                 self.deviations = torch.where(self.deviations.isinf(), moved, self.deviations)
             self.deviations = torch.maximum(self.deviations, moved)
-        facts = {"matmuls": self.products, "deviations": self.deviations.cpu(), "tol": self.tol,
-                 "judged": "predictions" if self.predictions else "residual"}  # fmt: skip
+        facts = {
+            "deviations": self.deviations.cpu(),
+            "tol": self.tol,
+            "judged": "predictions" if self.predictions else "residual",
+            "details": {"precision": "float64" if self.exact else "float32"},
+        }
         return Outcome(self.best, self.residual, converged, reason, facts)
 
     def weights(self) -> Tensor:

@@ -22,7 +22,7 @@ from ...fingerprint import add_tensors, hash_tensors
 from ...operators import KernelMatrix
 from ...operators.access import Access, terms
 
-_FORMAT = 2
+_FORMAT = 3
 _PROBES = 16  # points at which the kernel's values are part of its fingerprint
 _SIMPLE = (bool, int, float, str, type(None))
 

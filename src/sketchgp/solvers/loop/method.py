@@ -22,7 +22,7 @@ class Method:
     :cvar saved: names of attributes.
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
-    :cvar letter: of ``size`` in the progress bar.
+    :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points.
     :ivar name: as reports print it; ``size`` of what is solved for, and ``columns`` of it.
     :ivar device: where the tensors live.
     :ivar generator: every random choice of a step comes from it; None where there is none.
@@ -132,9 +132,19 @@ class Method:
         return float(self.iterations)
 
     @property
+    def data_rows(self) -> int | None:
+        """Rows of the data; None of a stream that has not been counted."""
+        return self.size
+
+    @property
     def epochs(self) -> float:
         """Rows of the data seen, over n."""
         return float(self.iterations)
+
+    @property
+    def tally(self) -> dict[str, float]:
+        """Done so far, by the names of :attr:`sketchgp.SolveReport.work`, beside iterations and passes."""
+        return {}
 
     @property
     def entries(self) -> float:
@@ -155,7 +165,7 @@ class Outcome:
     """What a solve ended with: the value ``(size, columns)``, and what its report says of it.
 
     :ivar reason: why it ended, where that is another reason now that all is known.
-    :ivar facts: fields of :class:`sketchgp.SolveReport`.
+    :ivar facts: fields of :class:`sketchgp.SolveReport`, details among them.
     """
 
     value: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....checks import count, flag, function, like, number, pair, seed, settle, tolerance
 from ....errors import InputError
-from ....report import SolveReport, conclude
+from ....report import SolveReport, conclude, merged
 from ...choices import Budgeted
 from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, fingerprint
 from ...problem import FullProblem, Solution, System, check_problem
@@ -114,7 +114,7 @@ class BlockSolver(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
-        """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.
+        """Solve one system (or each of a batch) with rhs ``(..., n, t)``, record its report, and return that of all.
 
         :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
         """
@@ -129,7 +129,7 @@ class BlockSolver(Budgeted):
             values.append(value)
             reports.append(report)
             conclude(report)
-        return torch.stack(values).reshape(rhs.shape) if batch else values[0], reports[-1], None
+        return torch.stack(values).reshape(rhs.shape) if batch else values[0], merged(reports), None
 
     def _run(
         self,
