@@ -919,6 +919,20 @@ BREAKS = (
         "earlier cycles are lost when columns end",
     ),
     Break(
+        "solvers/conjugate_step.py",
+        "usable = active & (curvature > 0) & (energy > 0)",
+        "usable = (curvature > 0) & (energy > 0)",
+        (*GRADIENTS, *EIGENPRO),
+        "columns that have ended go on",
+    ),
+    Break(
+        "solvers/conjugate_step.py",
+        "beta = torch.where(usable & (following > 0), following / torch.where(usable, energy, 1), 0)",
+        "beta = torch.where(usable & (following > 0), following / torch.where(usable, following, 1), 0)",
+        (*GRADIENTS, *EIGENPRO),
+        "directions are not conjugate",
+    ),
+    Break(
         "solvers/lanczos.py",
         "entry = entry + torch.where(before > 0, ratio / safe, 0)",
         "entry = entry - torch.where(before > 0, ratio / safe, 0)",

@@ -1,7 +1,7 @@
 """Preconditioned conjugate gradients for blocks of right-hand sides, with true residuals.
 
-References: Hestenes and Stiefel (1952); preconditioned form as Algorithm 3 of arXiv:2304.12465; Lanczos coefficients
-for log determinants as in Gardner et al. (arXiv:1809.11165); iterative refinement as in Higham, "Accuracy and
+References: those of :mod:`sketchgp.solvers.conjugate_step`; Lanczos coefficients for log determinants as in Gardner et
+al. (arXiv:1809.11165); iterative refinement as in Higham, "Accuracy and
 Stability of Numerical Algorithms", chapter 12.
 """
 
@@ -21,6 +21,7 @@ from ...operators import LowRankPlusDiagonal
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
+from ..conjugate_step import NAN, descend, turn
 from ..lanczos import tridiagonal
 from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
 from ..problem import FullProblem, Solution, System, check_problem
@@ -305,7 +306,7 @@ class _Gradients(Method):
         r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - self.system.accurate_product(stacked)
         residual = r.norm(dim=-2) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
         if not bool(torch.isfinite(residual).all()):
-            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
+            raise NumericalError(NAN)
         self.rounded_residual = residual[..., :width]
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
@@ -346,23 +347,16 @@ class _Gradients(Method):
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
-        curvature = (p * product).sum(dim=-2)
-        if not bool(torch.isfinite(curvature).all()):
-            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check the inputs.")
-        usable = self.active & (curvature > 0) & (self.sz > 0)
+        alpha, usable = descend(self.d, self.s, p, product, (p * product).sum(dim=-2), self.sz, self.active)
         if self.exact and bool((self.active & ~usable & (self.sz != 0)).any()):
             self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
-        alpha = torch.where(usable, self.sz / torch.where(usable, curvature, 1), 0)
-        self.d.addcmul_(alpha.unsqueeze(-2), p)
-        self.s.addcmul_(alpha.unsqueeze(-2), product, value=-1)
         self.current = self.current.clone()
         self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
         self.active = usable & (self.current > self.target)[..., index]
         z = self._precondition(self.s)
-        new = (self.s * z).sum(dim=-2)
-        beta = torch.where(usable & (new > 0), new / torch.where(usable, self.sz, 1), 0)
-        self.p = p.mul_(beta.unsqueeze(-2)).add_(z)
-        self.sz = new
+        following = (self.s * z).sum(dim=-2)
+        beta = turn(p, z, following, self.sz, usable)
+        self.sz = following
         if first_cycle and self.lanczos_columns:
             self._keep_coefficients(alpha, beta, index)
         self.iterations += 1

@@ -11,6 +11,7 @@ from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
 from ...random_streams import generator
 from ...settings import memory_budget
+from ..conjugate_step import descend, turn
 from .problem import InducingPointProblem
 
 _FAILED = 0.5  # relative residual above which a projection does more harm than good
@@ -101,22 +102,19 @@ class InexactProjection(Projection):
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
         norm, tol = h.norm(dim=0), min(tol, self.tol)
         value, r = torch.zeros_like(h), h.clone()
-        direction, rz = torch.zeros_like(h), torch.ones_like(norm)
+        direction, energy, usable = torch.zeros_like(h), torch.ones_like(norm), norm > 0
         self.solves += 1
         for _ in range(self.max_iterations):
-            active = r.norm(dim=0) > tol * norm
+            active = usable & (r.norm(dim=0) > tol * norm)
             if not bool(active.any()):
                 break
             z = self.preconditioner.apply_inverse(r)
-            new = (r * z).sum(dim=0)
-            direction = z + direction * (new / rz)
+            following = (r * z).sum(dim=0)
+            turn(direction, z, following, energy, usable)
             product = self.matrix._matmul(direction.to(self.matrix.dtype)).to(torch.float64)
             product.add_(direction, alpha=self.shift)
-            curvature = (direction * product).sum(dim=0)
-            step = torch.where(active & (curvature > 0), new / curvature, 0)
-            value.addcmul_(step, direction)
-            r.addcmul_(step, product, value=-1)
-            rz = torch.where(new > 0, new, 1)
+            curvature, energy = (direction * product).sum(dim=0), following
+            _, usable = descend(value, r, direction, product, curvature, energy, active)
             self.iterations += 1
             self.products += 1
         left = float((r.norm(dim=0) / torch.where(norm > 0, norm, 1)).max())
