@@ -159,7 +159,6 @@ REPORT_FIELDS = {
     "preconditioner",
     "size",
     "n",
-    "columns",
     "work",
     "residual",
     "history",

@@ -75,7 +75,7 @@ class HeldOutError(NamedTuple):
 
 @dataclass(repr=False, kw_only=True)
 class SolveReport:
-    """One linear solve with ``columns`` right-hand sides of ``size`` unknowns each.
+    """One linear solve with :attr:`columns` right-hand sides of ``size`` unknowns each.
 
     ``size`` is n for ``(K + noise) value = rhs``, and m for problems of m inducing points; ``n`` are the rows of the
     data either way (None for a stream that ended before they were counted).  Batched systems are flattened: a batch of
@@ -109,18 +109,17 @@ class SolveReport:
     """
 
     solver: str
-    preconditioner: str
     size: int
     n: int | None
-    columns: int
-    work: dict[str, float]
     residual: Tensor
     history: Tensor
     tol: float
     converged: bool
     reason: Reason
     seconds: float
-    setup_seconds: float
+    setup_seconds: float = 0.0
+    work: dict[str, float] = field(default_factory=dict)
+    preconditioner: str = "none"
     rank: int = 0
     dtype: str = "float64"
     device: str = "cpu"
@@ -132,6 +131,11 @@ class SolveReport:
     details: dict[str, float | str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     remedies: dict[Reason, str] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        """Right-hand sides."""
+        return self.residual.numel()
 
     @property
     def iterations(self) -> int:
@@ -228,7 +232,6 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         worst,
         size=max(report.size for report in reports),
         n=max(counted) if counted else None,
-        columns=sum(report.columns for report in reports),
         work={name: sum(report.work.get(name, 0) for report in reports) for name in worst.work},
         residual=torch.cat([report.residual for report in reports]),
         history=torch.cat([_lengthened(report.history, rows) for report in reports], dim=1),

@@ -31,7 +31,6 @@ from ..errors import InputError
 from ..operators import KernelMatrix
 from ..operators.tiles import logger
 from ..random_streams import generator
-from ..report import own_solves
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
 from .acceleration import Acceleration, Inverse, Solver
@@ -166,25 +165,22 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         name, seconds = "none", 0.0
         if isinstance(preconditioner, Inverse) and acceleration.cache is not None:
             name, seconds = acceleration.preconditioner_name, acceleration.cache.take_seconds()
-        with own_solves() as solves:
-            if isinstance(solver, ConjugateGradients):
-                value, _, lanczos = solver.run(
-                    system,
-                    rhs,
-                    preconditioner.built if isinstance(preconditioner, Inverse) else None,
-                    name=name,
-                    setup_seconds=seconds,
-                    lanczos_columns=num_tridiag or 0,
-                )
-            else:
-                value, _, lanczos = solver.run(system, rhs)
+        if isinstance(solver, ConjugateGradients):
+            value, report, lanczos = solver.run(
+                system,
+                rhs,
+                preconditioner.built if isinstance(preconditioner, Inverse) else None,
+                name=name,
+                setup_seconds=seconds,
+                lanczos_columns=num_tridiag or 0,
+            )
+        else:
+            value, report, lanczos = solver.run(system, rhs)
         for note in filter(None, (why, why_iterative(self.shape[-1]))):
-            for report in solves:
-                report.notes.append(note)
+            report.notes.append(note)
             logger.info(note)
         if settings.verbose_linalg.on():
-            for report in solves:
-                settings.verbose_linalg.logger.debug(str(report))
+            settings.verbose_linalg.logger.debug(str(report))
         return (value, lanczos) if num_tridiag else value
 
     def _preconditioner(self) -> tuple[Any, Any, Any]:

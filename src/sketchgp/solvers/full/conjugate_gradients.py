@@ -205,7 +205,7 @@ class _Gradients(Method):
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.size, self.columns, self.device = system.n, norm.numel(), rhs.device
+        self.size, self.device = system.n, rhs.device
         self.exact = system.dtype == torch.float64 or choices.precision == "float64"
         self.coefficients: list[Tensor] = []
         self.verified = True  # whether the true residual is that of the value

@@ -62,7 +62,7 @@ class SplitGradients(Method):
         predictions: bool = False,
     ) -> None:
         super().__init__()
-        self.name, self.size, self.columns, self.device = name, *b.shape, b.device
+        self.name, self.size, self.device = name, len(b), b.device
         self.predictions, self.factors, self.b, self.tol = predictions, factors, b, tol
         self._matrix, self._exact_matrix = matrix, matrix.accurate()
         norm = b.norm(dim=0)

@@ -48,10 +48,8 @@ class Direct:
         residual = residual.reshape(-1).cpu()
         report = SolveReport(
             solver=solver,
-            preconditioner="none",
             size=size,
             n=n,
-            columns=residual.numel(),
             work={"passes": passes},
             residual=residual,
             history=residual.unsqueeze(0),

@@ -23,7 +23,7 @@ class Method:
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
     :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points.
-    :ivar name: as reports print it; ``size`` of what is solved for, and ``columns`` of it.
+    :ivar name: as reports print it; ``size`` of what is solved for.
     :ivar device: where the tensors live.
     :ivar generator: every random choice of a step comes from it; None where there is none.
     :ivar notes: what a report should say.
@@ -37,7 +37,6 @@ class Method:
     letter = "n"
     name = ""
     size = 0
-    columns = 0
     device = torch.device("cpu")
     generator: torch.Generator | None = None
 

@@ -255,7 +255,6 @@ class Run:
                 "solver": method.name,
                 "size": method.size,
                 "n": method.data_rows,
-                "columns": method.columns,
                 "work": {"iterations": method.iterations, **method.tally, "passes": self.passes},
                 "residual": outcome.residual.cpu(),
                 "history": torch.stack(self.history),

@@ -46,7 +46,7 @@ class Refinement(Method):
     ) -> None:
         super().__init__()
         self.system, self.method, self.b, self.out_dtype, self.tol = system, method, b, out_dtype, tol
-        self.name, self.size, self.columns, self.device = method.name, system.n, b.shape[1], b.device
+        self.name, self.size, self.device = method.name, system.n, b.device
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")

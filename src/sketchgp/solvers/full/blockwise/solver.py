@@ -114,7 +114,7 @@ class BlockSolver(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
-        """Solve one system (or each of a batch) with rhs ``(..., n, t)``, record its report, and return that of all.
+        """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record one report of all.
 
         :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
         """
@@ -128,8 +128,9 @@ class BlockSolver(Budgeted):
             value, report = self._run(part, rhs[index], initial, callback, held_out, progress, keep_interrupted)
             values.append(value)
             reports.append(report)
-            conclude(report)
-        return torch.stack(values).reshape(rhs.shape) if batch else values[0], merged(reports), None
+        report = merged(reports)
+        conclude(report)
+        return torch.stack(values).reshape(rhs.shape) if batch else values[0], report, None
 
     def _run(
         self,
