@@ -143,7 +143,7 @@ class FollowedSystem(System):
             step = float((vectors * self.residual).sum()) / curvature
             self.value.add_(vectors, alpha=step)
             self.residual.sub_(product, alpha=step)
-        if self.after(self.value, float(self.residual.norm()) / self.norm, self.matmuls):
+        if self.after(self.value, float(self.residual.norm()) / self.norm, self.products):
             raise _TimeIsUp
         return product
 
@@ -172,7 +172,7 @@ def follow_conjugate_gradients(
         try:
             _, report, _ = solver.run(system, columns, built, name=choice.name, setup_seconds=setup, progress=False)
         except _TimeIsUp:
-            return result | {"reason": "ran out of time", "iterations": system.matmuls, "notes": []}
+            return result | {"reason": "ran out of time", "iterations": system.products, "notes": []}
     return result | {
         "reason": report.reason,
         "iterations": report.iterations,

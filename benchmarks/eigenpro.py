@@ -106,7 +106,7 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
             solver = kind(epochs=task["epochs"], patience=None, max_seconds=task["seconds"],
                           projection="exact" if method.endswith("exact") else "inexact")  # fmt: skip
             solution = solver.solve(problem, callback=lambda progress: ends.append(progress.seconds), progress=False)
-            batch = int(solution.report.notes[1].split()[2].rstrip(","))
+            batch = int(solution.report.details["block_size"])
             epochs = min(float(task["epochs"]), solution.report.iterations * batch / len(train_x))
             whole, begun = int(epochs), [solution.report.setup_seconds, *ends]
             epoch_seconds = solution.report.seconds / epochs if not whole else median(

@@ -162,7 +162,7 @@ def measure(setting: dict[str, Any], directory: Path, rows: int) -> dict[str, An
     solves = done["solves"]
     result: dict[str, Any] = {
         "iterations": sum(solve.iterations for solve in solves),
-        "products": sum(getattr(solve, "products", getattr(solve, "matmuls", 0)) for solve in solves),
+        "products": sum(int(solve.work["products"]) if hasattr(solve, "work") else solve.products for solve in solves),
         "solves": len(solves),
         "seconds": done["seconds"],
         "cpu_seconds": done["cpu_seconds"],

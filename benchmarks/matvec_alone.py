@@ -86,7 +86,7 @@ def training_step(rows: int, d: int, seed: int, device: torch.device) -> dict[st
     step(1000)()  # loads and compiles what is loaded on first use
     run = memory_of(step(rows), device)
     solves = run.pop("result")
-    run |= {"iterations": sum(s.iterations for s in solves), "products": sum(s.matmuls for s in solves),
+    run |= {"iterations": sum(s.iterations for s in solves), "products": sum(int(s.work["products"]) for s in solves),
             "reported_residual": max(s.max_residual for s in solves), "rank_used": solves[-1].rank}  # fmt: skip
     return run | {"rows": rows, "d": d, "dtype": "float32", "noise": 1e-1}
 

@@ -189,7 +189,7 @@ def run_sketchgp(problem: Problem, method: str, rank: int | None, seed: int) -> 
     done = solution.report
     return {
         "iterations": done.iterations,
-        "products": done.matmuls,
+        "products": done.work["products"],
         "true_residual": problem.residual(solution.value),
         "reported_residual": done.max_residual,
         "reason": done.reason,

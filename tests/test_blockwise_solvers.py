@@ -1007,7 +1007,9 @@ def test_a_diverging_step_is_halved(monkeypatch):
     solution = solver.solve(problem)
     _check(problem, solution, 1e-6)
     notes = [note for note in solution.report.notes if "went on with a smaller step" in note]
-    assert 4 <= len(notes) <= 7  # 50 times too large is about 2^5.6
+    assert 4 <= len(notes) == solution.report.work["halvings"] <= 7  # 50 times too large is about 2^5.6
+    own = solver.solve(problem).report.details
+    assert own["block_size"] == 50 and own["subsample_size"] == 100
     assert all("the residual grew" in note for note in notes)
 
 

@@ -371,7 +371,7 @@ def test_max_iterations():
     report = solution.report
     assert (report.iterations, report.reason, report.converged) == (7, "ran out of iterations", False)
     assert len(report.history) == 8
-    with pytest.warns(ConvergenceWarning, match=r"Raise the preconditioner's rank \(now 3\), or max_iterations"):
+    with pytest.warns(ConvergenceWarning, match=r"preconditioner= of higher rank \(now 3\), or raise max_iterations"):
         ConjugateGradients(max_iterations=7).solve(problem, preconditioner=RPCholesky(3))
 
 
@@ -442,7 +442,7 @@ def test_interrupt_in_the_checking_product_keeps_the_iterate():
     with quiet():
         plain = ConjugateGradients(max_iterations=5).solve(problem, preconditioner=None)
     system = System(_Interrupting(dense(problem.kernel, problem.x)), problem.noise_vector)
-    system.operator.at = plain.report.matmuls  # five iterations, then the product that gives the true residual
+    system.operator.at = plain.report.work["products"]  # five iterations, then the product that gives the true residual
     try:
         with quiet():
             value, report, _ = ConjugateGradients(max_iterations=5).run(

@@ -142,7 +142,7 @@ def test_projections_agree(name):
     assert relative(kzz @ theta, h) < 1e-5
     assert relative(kzz @ theta, product) < 1e-8  # what it says that it solved
     assert not theta[:, 1].any()
-    assert inexact.iterations <= 150 and not inexact.notes
+    assert inexact.iterations <= 150 and not inexact.worst
     assert torch.isfinite(inexact.solve(torch.zeros_like(h))[0]).all()
     inexact.shift = 0.5
     shifted = kzz + 0.5 * torch.eye(100, dtype=torch.float64)
@@ -164,6 +164,15 @@ def test_an_inexact_projection_that_does_not_converge_is_an_error(monkeypatch):
     monkeypatch.setattr(eigenpro, "_ITERATIONS", 1)
     with pytest.raises(NumericalError, match=r"projection does not converge.*projection_rank"):
         EigenPro4(projection="inexact", projection_rank=1, projection_tol=1e-6).solve(problem)
+
+
+def test_a_projection_that_falls_short_is_told_of(monkeypatch):
+    problem = _problem(300, 100, "laplace", scale=0.3)
+    monkeypatch.setattr(eigenpro, "_ITERATIONS", 3)
+    report = EigenPro4(projection="inexact", projection_rank=30, epochs=2, projection_tol=1e-6).solve(problem).report
+    assert 1e-6 < report.details["projection_residual"] <= 0.5
+    assert "projections ended above their tolerance" in report.notes
+    assert "projection_residual" not in EigenPro4(epochs=1).solve(problem).report.details
 
 
 @pytest.mark.parametrize("case", ["exact", "inexact", "equal rows", "stream"])
@@ -193,9 +202,9 @@ def test_the_step_is_computed_on_points_that_are_no_inducing_points(case, monkey
 
 def test_the_automatic_projection_follows_the_memory_budget():
     problem = _problem(100, 50)
-    assert "exact projections" in EigenPro3(epochs=1).solve(problem).report.notes[1]
+    assert EigenPro3(epochs=1).solve(problem).report.details["projection"] == "exact"
     with memory_budget(8 * 50**2 - 1):
-        assert "inexact projections" in EigenPro3(epochs=1).solve(problem).report.notes[1]
+        assert EigenPro3(epochs=1).solve(problem).report.details["projection"] == "inexact"
 
 
 def test_the_delay():
@@ -206,11 +215,13 @@ def test_the_delay():
     for delay, projections in ((1, 40), (3, 14), (100, 2)):  # twenty batches an epoch
         report = EigenPro4(delay=delay, epochs=2, block_size=20).solve(problem).report
         assert report.iterations == 40
-        assert report.matmuls == projections
+        assert report.work["projections"] == projections
     harder = _problem(400, 40, "laplace", scale=0.2)
     report = EigenPro4(projection="inexact", projection_rank=1, block_size=20, epochs=1).solve(harder).report
-    assert report.matmuls <= 20 // EigenPro4.delay_for(40, 20, 4.0) + 1  # ten products or so: projected rarely
-    assert EigenPro3(epochs=2, block_size=20).solve(problem).report.matmuls == 40
+    often = 20 // EigenPro4.delay_for(40, 20, 4.0) + 1  # ten products or so: projected rarely
+    assert report.work["projections"] <= often
+    assert report.work["projection_iterations"] > 4 * report.work["projections"]
+    assert EigenPro3(epochs=2, block_size=20).solve(problem).report.work["projections"] == 40
 
 
 # --- fixed points ---------------------------------------------------------------------------------------------
@@ -225,7 +236,7 @@ def test_the_delay_follows_the_cost_of_projections():
             return super()._delay(problem, batch, projection)
 
     report = Watched(projection="inexact", epochs=3, projection_tol=1e-6).solve(_problem(400, 40)).report
-    assert len(asked) == report.matmuls + 1
+    assert len(asked) == report.work["projections"] + 1
     assert asked[0] == 10 != asked[-1]  # a guess, then what was counted
 
 
@@ -452,7 +463,9 @@ def test_what_the_report_says():
     passes, seconds, error = report.held_out[-1]
     assert passes == report.passes and 0 < seconds <= report.seconds + report.setup_seconds
     assert torch.allclose(error, (found - problem.y).square().mean(dim=0).sqrt(), rtol=1e-6)
-    assert "not of the normal equations" in str(report)
+    assert "not of the normal equations" in str(report) and report.residual_rows == 400
+    assert (report.size, report.n, report.details["block_size"], report.details["delay"]) == (40, 400, 40, 1)
+    assert report.details["subsample_size"] == 200 and 0 < report.details["step"] < 100
     assert "no tolerance, finished its epochs" in str(report) and "inf" not in str(report)
 
 

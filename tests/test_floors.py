@@ -1,4 +1,5 @@
-"""The structure of the package: imports go down only, GPyTorch begins at floor 6, no file grows without end.
+"""The structure of the package: imports go down only, GPyTorch begins at floor 6, no file grows without end, and one
+loop runs every solver.
 
 The source is read, not imported, so this also covers imports inside functions and under ``TYPE_CHECKING``.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -42,6 +44,7 @@ FLOORS = {
 }
 GPYTORCH = {"gpytorch", "linear_operator", "botorch"}
 MAX_LINES = 400
+CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "time"}
 
 
 def imports(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str, str | None]]:
@@ -56,6 +59,27 @@ def imports(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str, str
             module = ".".join([*base, *([node.module] if node.module else [])])
             found += [(node.lineno, module, alias.name) for alias in node.names]
     return found
+
+
+def own_loops(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str]]:
+    """``(line, what)`` of all that only ``solvers/loop`` does: reports; in solvers time, progress and Ctrl-C."""
+    inside = path.relative_to(source).parts
+    if inside[:2] == ("solvers", "loop"):
+        return []
+    words = [(node.lineno, getattr(node, "attr", getattr(node, "id", ""))) for node in ast.walk(tree) if is_name(node)]
+    called = [(node.lineno, node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [(line, getattr(function, "attr", getattr(function, "id", ""))) for line, function in called]
+    found = [(line, "makes a SolveReport") for line, name in calls if name == "SolveReport"]
+    if inside[0] == "solvers":
+        found += [(line, f"calls {name}") for line, name in calls if name in CLOCKS]
+        found += [(line, f"names {word}") for line, word in words if word == "KeyboardInterrupt"]
+        imported = [(line, module) for line, module, _ in imports(tree, path, source)]
+        found += [(line, f"imports {module}") for line, module in imported if module.split(".")[0] in ("tqdm", "time")]
+    return found
+
+
+def is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
+    return isinstance(node, ast.Name | ast.Attribute)
 
 
 def top(parts: tuple[str, ...]) -> str:
@@ -76,7 +100,9 @@ def violations(source: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) > MAX_LINES:
             broken.append(f"{where}: {lines} lines, at most {MAX_LINES}: split it by duty")
-        for line, module, name in imports(ast.parse(text), path, source):
+        tree = ast.parse(text)
+        broken += [f"{where}:{line}: {what}, as only solvers/loop does" for line, what in own_loops(tree, path, source)]
+        for line, module, name in imports(tree, path, source):
             root, *inside = module.split(".")
             if root in GPYTORCH and floor < 6 and part not in ("operators", "kernels"):
                 broken.append(f"{where}:{line}: imports {root} below floor 6 (only operators/ and kernels/ may)")
@@ -117,6 +143,21 @@ def test_no_file_for_odds_and_ends():
         ("lowrank/greedy.py", "import linear_operator.settings", "imports linear_operator below floor 6"),
         ("solvers/cg.py", "import torch\n" * (MAX_LINES + 1), f"{MAX_LINES + 1} lines"),
         ("oddments.py", "", "'oddments' has no floor"),
+        ("solvers/cg.py", "import time", "imports time, as only solvers/loop does"),
+        ("solvers/full/cg.py", "from time import monotonic", "1: imports time, as only"),
+        (
+            "solvers/full/cg.py",
+            "def f(run):\n    run.clock.perf_counter()",
+            "2: calls perf_counter, as only",
+        ),
+        (
+            "solvers/cg.py",
+            "def f():\n    from tqdm.auto import tqdm",
+            "2: imports tqdm.auto, as only",
+        ),
+        ("solvers/cg.py", "try:\n    f()\nexcept KeyboardInterrupt:\n    pass", "3: names KeyboardInterrupt"),
+        ("solvers/cg.py", "from ..report import SolveReport\nSolveReport()", "2: makes a SolveReport"),
+        ("models/exact.py", "from .. import report\nreport.SolveReport()", "2: makes a SolveReport"),
         ("fit.py", "import sketchgp.oddments", "imports sketchgp.oddments, which has no floor"),
     ],
 )
@@ -135,6 +176,11 @@ def test_a_breach_is_found(tmp_path, file, text, complaint):
         ("solvers/cg.py", "from .cholesky import Cholesky\nfrom ..report import SolveReport\nimport torch"),
         ("operators/kernel.py", "import gpytorch\nfrom linear_operator import LinearOperator"),
         ("models/exact.py", "import gpytorch\nfrom sketchgp import solvers, errors"),
+        (
+            "solvers/loop/run.py",
+            "import time\nfrom tqdm import tqdm\ntime.time()\nSolveReport()\nraise KeyboardInterrupt",
+        ),
+        ("fit.py", "import time\nfrom tqdm import tqdm\ntime.time()\nraise KeyboardInterrupt"),
         ("__init__.py", "from .accelerate import accelerate\nfrom sketchgp.cli import main"),
     ],
 )

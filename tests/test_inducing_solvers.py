@@ -362,7 +362,7 @@ def test_the_automatic_sketch_is_larger_where_it_costs_little():
 def test_a_report():
     report = KRILL(sketch_size=100).solve(_problem()).report
     assert (report.solver, report.preconditioner) == ("KRILL", "sparse sign embedding of 100 rows")
-    assert (report.n, report.columns, report.rank, report.converged) == (M, 2, 0, True)
+    assert (report.size, report.columns, report.rank, report.converged) == (M, 2, 0, True)
     assert report.reason == "reached the tolerance"
     assert len(report.history) == report.iterations + 1
     assert Falkon().solve(_problem()).report.solver == "Falkon"

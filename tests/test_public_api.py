@@ -157,10 +157,9 @@ SIGNATURES = {
 REPORT_FIELDS = {
     "solver",
     "preconditioner",
+    "size",
     "n",
-    "columns",
-    "iterations",
-    "matmuls",
+    "work",
     "residual",
     "history",
     "tol",
@@ -172,7 +171,7 @@ REPORT_FIELDS = {
     "dtype",
     "device",
     "peak_memory",
-    "passes",
+    "details",
     "held_out",
 }
 

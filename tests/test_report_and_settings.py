@@ -17,11 +17,11 @@ from sketchgp import (
     InputError,
     RPCholesky,
     SketchGPError,
-    SolveReport,
     record_solves,
     settings,
 )
 from sketchgp.errors import NumericalError
+from sketchgp.report import merged
 
 
 def _problem(n=50, columns=None, dtype=torch.float64):
@@ -48,7 +48,7 @@ def test_fields(dtype):
     assert torch.equal(report.history[0], torch.ones(3, dtype=torch.float64))
     assert report.converged is True
     assert report.reason == "reached the tolerance"
-    assert report.matmuls > report.iterations > 0
+    assert report.work["products"] > report.iterations > 0
     assert 0 < report.seconds < 60
     assert 0 < report.setup_seconds < 60
     assert report.dtype == str(dtype).removeprefix("torch.")
@@ -57,10 +57,10 @@ def test_fields(dtype):
     assert report.max_residual == float(report.residual.max()) <= 1e-4
 
 
-def test_matmuls_count_products():
+def test_products_are_counted():
     """One product an iteration, and one that checks the result."""
     report = ConjugateGradients(tol=1e-3).solve(_problem(), preconditioner=None).report
-    assert report.matmuls == report.iterations + 1
+    assert report.work["products"] == report.iterations + 1
 
 
 def test_text():
@@ -68,8 +68,8 @@ def test_text():
     text = str(report)
     assert "\n" not in text
     solver = f"ConjugateGradients (RPCholesky, rank {report.rank}): converged"
-    for part in (solver, "n = 50", f"{report.iterations} iterations",
-                 f"{report.matmuls} products", f"{report.max_residual:.2e}", "1e-05", "float64 on cpu"):  # fmt: skip
+    work = f"{report.iterations} iterations, {report.work['products']} products"
+    for part in (solver, "n = 50", work, f"{report.max_residual:.2e}", "1e-05", "float64 on cpu"):
         assert part in text
     with pytest.warns(ConvergenceWarning):
         failed = _solve(tol=1e-10, max_iterations=1).report
@@ -77,9 +77,31 @@ def test_text():
 
 
 def test_a_solve_without_columns():
-    report = SolveReport("x", "none", 3, 0, 0, 0, torch.zeros(0), torch.zeros(1, 0), 1e-3, True, "nothing", 0.0)
+    report = Cholesky().solve(_problem(columns=0)).report
     assert report.max_residual == 0.0
     assert "0 column(s)" in str(report)
+
+
+def test_several_solves_are_one_report():
+    """The columns after each other, the work of all, and what is wrong with the one that fell short."""
+    first, second = _solve(tol=1e-5).report, Cholesky().solve(_problem(columns=2)).report
+    assert merged([first]) is first
+    whole = merged([first, second])
+    assert (whole.columns, whole.size, whole.n, whole.converged) == (3, 50, 50, True)
+    assert whole.residual.tolist() == [*first.residual.tolist(), *second.residual.tolist()]
+    assert whole.history.shape == (first.iterations + 1, 3)
+    assert torch.equal(whole.history[:, 0], first.history[:, 0])
+    assert torch.equal(whole.history[-1, 1:], second.residual)
+    assert whole.passes == first.passes + second.passes and whole.iterations == first.iterations
+    assert whole.seconds == first.seconds + second.seconds
+    assert whole.setup_seconds == first.setup_seconds + second.setup_seconds
+    with pytest.warns(ConvergenceWarning):
+        failed = _solve(tol=1e-10, max_iterations=1).report
+    failed.notes.append("a note")
+    whole = merged([first, failed, failed])
+    assert not whole.converged and (whole.reason, whole.tol) == ("ran out of iterations", 1e-10)
+    assert whole.notes == ["a note"] and whole.iterations == first.iterations + 2
+    assert "max_iterations" in whole.advice()
 
 
 def test_warning_has_the_residual_and_advice():

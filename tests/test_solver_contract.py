@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from problems import normal, points
 from sketchgp import ConvergenceWarning, FullProblem, InducingPointProblem, InputError
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers import Progress
+from sketchgp.solvers.loop import Run
 
 N, M = 240, 40
 # name -> choices of few rows a step, so that the small problems take several windows; and what a solver's budget is
@@ -39,6 +43,7 @@ INDUCING = {
 }
 SOLVERS = FULL | INDUCING
 UNENDING = ("EigenPro3", "EigenPro4")  # have epochs instead of a tolerance
+DIRECT = {"Cholesky": sketchgp.Cholesky(), "QR": sketchgp.QR()}
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 
 
@@ -88,7 +93,7 @@ def test_solutions_and_reports(name, columns, dtype):
     width = columns or 1
     rows = N if name in FULL else M
     assert solution.value.shape == ((rows,) if columns is None else (rows, columns))
-    assert type(report) is SolveReport and report.solver.startswith(name) and report.n == rows
+    assert type(report) is SolveReport and report.solver.startswith(name) and (report.size, report.n) == (rows, N)
     assert report.columns == width and report.residual.shape == (width,) and report.history.shape[1] == width
     assert len(report.history) >= 2 and report.iterations > 0 and report.passes > 0
     assert type(report.reason) is Reason and str(report.reason) in str(report)
@@ -100,6 +105,119 @@ def test_solutions_and_reports(name, columns, dtype):
     else:
         assert report.reason == Reason.REACHED
         torch.testing.assert_close(report.residual, true, rtol=0.05, atol=1e-6)
+
+
+WORK = {  # name -> what a report counts beside iterations and passes
+    **{name: {"products"} for name in ("ConjugateGradients", "KRILL", "Falkon", "NystromPCG")},
+    **{name: {"products", "epochs"} for name in ("ASkotch", "Skotch")},
+    "EigenPro2": {"products", "epochs", "halvings"},
+    "SketchySAGA": {"epochs", "sweeps", "halvings"},
+    "EigenPro3": {"epochs", "projections"},
+    "EigenPro4": {"epochs", "projections", "projection_iterations"},
+}
+
+
+@every_solver
+def test_a_report_counts_what_means_something(name):
+    seen = []
+    report = solve(name, make(name), lambda progress: seen.append(progress)).report
+    assert set(report.work) == WORK[name] | {"iterations", "passes"}
+    assert report.work["iterations"] == report.iterations == seen[-1].iteration
+    assert report.work["passes"] == report.passes >= seen[-1].passes
+    if "epochs" in report.work:
+        assert report.work["epochs"] == seen[-1].epochs
+    for count, value in report.work.items():
+        assert f"{value if isinstance(value, int) else format(value, '.1f')} {count.replace('_', ' ')}," in str(report)
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_solvers_report_as_all_do(name):
+    problem = make("KRILL" if name == "QR" else "ASkotch")
+    report = DIRECT[name].solve(problem).report
+    assert (report.size, report.n, report.columns) == (M if name == "QR" else N, N, 2)
+    assert report.work == {"passes": 2.0 if name == "QR" else 1.0} and report.iterations == 0
+    assert report.converged and report.reason == Reason.DIRECT
+    assert report.setup_seconds > 0 and report.seconds > 0
+
+
+@every_solver
+def test_set_up_and_steps_are_timed_apart(name, monkeypatch, tmp_path):
+    """By a clock that only the set-up, the start and the steps move; a solve that was resumed counts all its runs."""
+    now, problem = [0.0], make(name)
+
+    def ticking(seconds, function):
+        def moved(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+
+        return moved
+
+    def slow(run, method, *arguments, **options):
+        now[0] += 10
+        method.begin, method.step = ticking(100, method.begin), ticking(1, method.step)
+        init(run, method, *arguments, **options)
+
+    init = Run.__init__
+    monkeypatch.setattr(Run, "__init__", slow)
+    monkeypatch.setattr(sketchgp.solvers.loop.run, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    saving = {"checkpoint": tmp_path / "state.pt", "every": 1e-9}
+    seen = []
+    report = solve(name, problem, lambda progress: seen.append(0) or len(seen) == 2, **saving).report
+    assert (report.setup_seconds, report.seconds) == (110, report.iterations)
+    report = solve(name, problem, lambda progress: seen.append(0) or len(seen) == 4, **saving).report
+    assert (report.setup_seconds, report.seconds) == (120, report.iterations)
+
+
+STOPPED = (Reason.TIME, Reason.CALLBACK, Reason.INTERRUPTED)
+ENDS = {  # how solves can end
+    "ConjugateGradients": (*STOPPED, Reason.ITERATIONS, Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED),
+    **dict.fromkeys(
+        ("ASkotch", "Skotch", "EigenPro2"),
+        (*STOPPED, Reason.PASSES, Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED),
+    ),
+    **dict.fromkeys(
+        ("KRILL", "Falkon", "NystromPCG"),
+        (*STOPPED, Reason.ITERATIONS, Reason.REACHED, Reason.STAGNATED, Reason.SINGULAR),
+    ),
+    "SketchySAGA": (*STOPPED, Reason.EPOCHS, Reason.REACHED, Reason.STAGNATED),
+    **dict.fromkeys(UNENDING, (*STOPPED, Reason.FINISHED, Reason.EARLY)),
+    "Cholesky": (Reason.DIRECT,),
+    "QR": (Reason.DIRECT, Reason.SINGULAR),
+}
+
+
+def parameters(solver):
+    """Of a solver, and of its solve."""
+    return {f.name for f in dataclasses.fields(solver)} | set(inspect.signature(type(solver).solve).parameters)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ENDS)
+def test_advice_is_of_what_the_solver_has(name, dtype):
+    """Whatever it says to raise, lower or give is a parameter, and whom it says to use solves the same problem."""
+    solvers = {key: solver for key, (solver, _) in SOLVERS.items()} | DIRECT
+    full = name in (*FULL, "Cholesky")
+    if name in DIRECT:
+        report = DIRECT[name].solve(make("ASkotch" if full else "KRILL")).report
+    else:
+        report = solve(name, make(name)).report
+    own, words = parameters(solvers[name]), set().union(*map(parameters, solvers.values()))
+    words = {word for word in words if "_" in word} | {"rank", "initial", "checkpoint", "tol", "mu"}
+    if name == "ConjugateGradients":
+        own |= {"rank"}  # of its preconditioner=
+    found = set()
+    for reason in ENDS[name]:
+        advice = dataclasses.replace(report, reason=reason, dtype=dtype, converged=False).advice()
+        advised = advice.split(": ", maxsplit=1)[1]
+        named = (words & set(re.findall(r"\w+", advised))) | set(re.findall(r"(\w+)=", advised))
+        assert named <= own, advice
+        others = set(re.findall(r"([A-Z]\w+)\(", advised)) - ({"RPCholesky"} if "preconditioner" in named else set())
+        assert others <= set(solvers) - {name} and all((one in (*FULL, "Cholesky")) == full for one in others), advice
+        assert reason in STOPPED[1:] or "initial" not in named or "max_" in advised
+        assert (f" after {report.iterations} iterations: " in advice) == (name not in DIRECT)
+        assert "last iterate" not in advice
+        found |= named
+    assert name in DIRECT or {"max_seconds", "initial", "checkpoint"} <= found
 
 
 @every_solver
@@ -215,7 +333,8 @@ def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
     assert torch.equal(found.value, expected.value)
     assert torch.equal(found.report.history, expected.report.history)
     assert torch.equal(found.report.residual, expected.report.residual)
-    assert found.report.iterations == expected.report.iterations and found.report.reason == expected.report.reason
+    assert found.report.work == expected.report.work and found.report.reason == expected.report.reason
+    assert found.report.details.pop("resumed_after") > 0 and found.report.details == expected.report.details
     other = make(name)
     other.y = 2 * other.y
     with pytest.raises(InputError, match="targets changed"):

@@ -118,6 +118,7 @@ PARAMETERS = {  # of every solver and preconditioner there is
 
 @pytest.mark.parametrize("reason", UNFINISHED)
 def test_advice_names_what_the_solver_has(reason):
+    """Of solves that really end so; for all solvers and reasons see ``test_solver_contract.py``."""
     solver = UNFINISHED[reason]
     with pytest.warns(sketchgp.ConvergenceWarning) as caught:
         report = _solve(solver).report

@@ -1,8 +1,9 @@
-"""How much memory is free for one more matrix, and errors that say so before or after an allocation fails."""
+"""How much memory is free for one more matrix, errors where it does not suffice, and how much was used at the most."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,3 +165,15 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _NO_MEMORY)
+
+
+def peak_memory(device: torch.device) -> int:
+    """High-water mark in bytes: allocated memory on CUDA; on the CPU, of the whole process since it started."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

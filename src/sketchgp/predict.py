@@ -27,7 +27,7 @@ from .models.accelerated.posterior import mean_at, strategy_of
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .random_streams import generator
-from .report import SolveReport, own_solves
+from .report import SolveReport, merged, own_solves
 
 _VARIANCES = ("auto", "exact", "low_rank")
 _KEY, _REPORT = "_sketchgp_key", "_sketchgp_report"  # of its solution, on the prediction strategy that keeps it
@@ -181,7 +181,7 @@ def _solution_report(model: Any) -> SolveReport | None:
         with own_solves() as solves, evaluating():
             _ = strategy.mean_cache
         if solves:
-            strategy.__dict__[_REPORT] = next((solve for solve in solves if not solve.converged), solves[0])
+            strategy.__dict__[_REPORT] = merged(solves)
         strategy.__dict__[_KEY] = key
         report = strategy.__dict__.get(_REPORT)
     if report is not None and not report.converged and not solves:

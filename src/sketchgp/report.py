@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,32 +60,57 @@ _ADVICE = {
     Reason.PASSES: "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows.",
     Reason.EPOCHS: "Raise max_epochs and go on with initial= or a checkpoint.",
     Reason.TIME: "Raise max_seconds and go on with initial= or a checkpoint.",
-}  # where a solver knows no better
+    Reason.CALLBACK: "Go on from the value returned with initial=.",
+    Reason.INTERRUPTED: "Go on from the value returned with initial=.",
+}  # where a solver knows no better; a solver without the parameter does not end so
 
 
-@dataclass(repr=False)
+class HeldOutError(NamedTuple):
+    """The root mean square error ``(t,)`` of each column on held-out points, and after how much work it was so."""
+
+    passes: float
+    seconds: float
+    error: Tensor
+
+
+@dataclass(repr=False, kw_only=True)
 class SolveReport:
-    """One linear solve ``(K + noise) value = rhs`` with ``columns`` right-hand sides.
+    """One linear solve with :attr:`columns` right-hand sides of ``size`` unknowns each.
 
-    ``residual`` is the *true* relative residual ``||rhs - (K + noise) value|| / ||rhs||`` of the returned value,
-    one number a column, recomputed with float64 products when the solve ended; ``history`` holds the residuals
-    of the recurrence, ``(iterations + 1, columns)``, which rounding can make smaller than the true ones.
-    Solvers that go by blocks of rows estimate ``history``; ``passes`` are then the entries of K evaluated over n^2, and
-    ``held_out`` lists (passes, seconds, root mean square error of each column) where held-out points were given.
-    ``remedies`` says what to try for a reason to end that this solver knows more about than :meth:`advice` does.
+    ``size`` is n for ``(K + noise) value = rhs``, and m for problems of m inducing points; ``n`` are the rows of the
+    data either way (None for a stream that ended before they were counted).  Batched systems are flattened: a batch of
+    b systems with t columns counts b t columns.
+
+    ``work`` is what was done, by name, and holds only what means something for the solver: ``"iterations"`` (steps);
+    ``"products"`` with the matrix of the system, float64 ones to see the true residual included; ``"passes"`` (kernel
+    entries evaluated, over those of the matrix); ``"epochs"`` (rows of the data seen, over n); ``"sweeps"`` over all
+    rows for a true residual; ``"projections"``, and ``"projection_iterations"`` in them; ``"corrections"`` of float32
+    products; ``"halvings"`` of a step that was too long.  ``details`` is what else the solver knows of itself, by name:
+    the choices that it made (``"block_size"``, ``"step"``), named as its parameters where it has such ones;
+    ``"precision"`` of the products at the end; ``"resumed_after"`` iterations of earlier runs; ``"earlier_columns"``
+    that are returned as they were at their least residual; ``"projection_residual"`` of one that fell short.
+
+    ``seconds`` are those from the first step to the value returned, its true residual included; ``setup_seconds`` those
+    before: preconditioner, factors, the residual of a start.  The factorization of a direct solver is set-up.  Both are
+    of all runs of a solve that was resumed.
+
+    ``residual`` is the *true* relative residual ``||rhs - A value|| / ||rhs||`` of the returned value, one number a
+    column, recomputed with float64 products when the solve ended; ``residual_rows`` is of how many rows, where these
+    are not all: a sample, or 0 where it is what the last steps estimated.  ``history`` holds the residuals of the
+    recurrence, ``(windows + 1, columns)``, which rounding can make smaller than the true ones, or estimates of them.
+    ``held_out`` lists the errors on held-out points, where they were given.
     ``deviations`` estimate, column by column, how far any prediction is from the exact solution's at the most, in
     posterior deviations (solvers of the inducing-point problem; infinite where nothing can be said).  ``tol`` is of
-    them where ``judged`` is ``"predictions"``, of the residual where it is ``"residual"``.
-    ``seconds`` are those of the iterations, without ``setup_seconds``: preconditioner, factors, and what they need.
-    Batched systems are flattened: a batch of b systems with t columns counts b t columns.
+    them where ``judged`` is ``"predictions"``, of the residual where it is ``"residual"``; infinite for a solver that
+    knows none.
+
+    ``notes`` are words.  ``remedies`` say what to try for a reason to end, where the solver knows more about it than
+    :meth:`advice` does.  ``peak_memory`` is in bytes: see :func:`sketchgp.memory.peak_memory`.
     """
 
     solver: str
-    preconditioner: str
-    n: int
-    columns: int
-    iterations: int
-    matmuls: int
+    size: int
+    n: int | None
     residual: Tensor
     history: Tensor
     tol: float
@@ -93,16 +118,34 @@ class SolveReport:
     reason: Reason
     seconds: float
     setup_seconds: float = 0.0
+    work: dict[str, float] = field(default_factory=dict)
+    preconditioner: str = "none"
     rank: int = 0
     dtype: str = "float64"
     device: str = "cpu"
     peak_memory: int = 0
-    notes: list[str] = field(default_factory=list)
-    passes: float = 0.0
-    held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
-    remedies: dict[Reason, str] = field(default_factory=dict)
+    residual_rows: int | None = None
     deviations: Tensor | None = None
     judged: str = "residual"
+    held_out: list[HeldOutError] = field(default_factory=list)
+    details: dict[str, float | str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    remedies: dict[Reason, str] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        """Right-hand sides."""
+        return self.residual.numel()
+
+    @property
+    def iterations(self) -> int:
+        """Of ``work``; 0 for a direct solve."""
+        return int(self.work.get("iterations", 0))
+
+    @property
+    def passes(self) -> float:
+        """Of ``work``."""
+        return float(self.work.get("passes", 0.0))
 
     @property
     def max_deviations(self) -> float:
@@ -126,16 +169,19 @@ class SolveReport:
         if self.reason == Reason.SINGULAR:
             far = f"{self.max_deviations:.1e} posterior deviations"
             found = f"rounding of the kernel matrix moves predictions by up to {far}"
-        head = f"A linear solve with n = {self.n} {self.reason} after {self.iterations} iterations: {found}. "
-        if self.reason in self.remedies:
-            return head + self.remedies[self.reason]
-        if self.reason == Reason.STAGNATED and self.dtype == "float64":
-            return (
-                head + "Rounding in float64 allows no less; raise tol or the noise, or solve directly (Cholesky, QR)."
-            )
-        if self.reason == Reason.STAGNATED:
-            return head + f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
-        return head + _ADVICE.get(self.reason, "Go on from the value returned with initial=.")
+        after = f" after {self.iterations} iterations" if "iterations" in self.work else ""
+        head = f"A linear solve with {self._sizes()} {self.reason}{after}: {found}."
+        remedy = self.remedies.get(self.reason, _ADVICE.get(self.reason))
+        if self.reason == Reason.STAGNATED and not remedy:
+            remedy = f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
+            if self.dtype == "float64":
+                remedy = "Rounding in float64 allows no less; raise tol or the noise, or use Cholesky()."
+        return f"{head} {remedy}" if remedy else head
+
+    def _sizes(self) -> str:
+        if self.size == self.n:
+            return f"n = {self.n}"
+        return f"m = {self.size}" if self.n is None else f"n = {self.n}, m = {self.size}"
 
     def __str__(self) -> str:
         endless = self.tol == float("inf")  # a solver that knows no tolerance
@@ -149,10 +195,11 @@ class SolveReport:
             error += tolerance
         else:
             residual += tolerance
-        work = f"{self.matmuls} products" if self.passes <= 1.5 * self.matmuls else f"{self.passes:.1f} passes"
+        done = (f"{count if isinstance(count, int) else format(count, '.1f')} {name.replace('_', ' ')}, "
+                for name, count in self.work.items())  # fmt: skip
         text = (
-            f"{self.solver} ({self._preconditioner()}): {state}, {self.reason}; n = {self.n}, "
-            f"{self.columns} column(s), {self.iterations} iterations, {work}, {residual}{error}, "
+            f"{self.solver} ({self._preconditioner()}): {state}, {self.reason}; {self._sizes()}, "
+            f"{self.columns} column(s), {''.join(done)}{residual}{error}, "
             f"{self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
             f"{self.dtype} on {self.device}"
         )
@@ -165,6 +212,43 @@ class SolveReport:
         """Its name, with the rank where the name does not say it."""
         said = not self.rank or re.search(rf"\b{self.rank}\b", self.preconditioner)
         return self.preconditioner if said else f"{self.preconditioner}, rank {self.rank}"
+
+
+def merged(reports: Sequence[SolveReport]) -> SolveReport:
+    """One report of several solves that make one result together, the columns of all after each other.
+
+    Work and seconds are sums, details those that all share; it has converged where all have, and ends with the reason,
+    tolerance and advice of the first that has not.
+
+    :param reports: at least one, of equal problem sizes or not; the largest size is told.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    worst = next((report for report in reports if not report.converged), reports[0])
+    rows = max(len(report.history) for report in reports)
+    known = [report.deviations for report in reports if report.deviations is not None]
+    counted = [report.n for report in reports if report.n is not None]
+    return replace(
+        worst,
+        size=max(report.size for report in reports),
+        n=max(counted) if counted else None,
+        work={name: sum(report.work.get(name, 0) for report in reports) for name in worst.work},
+        residual=torch.cat([report.residual for report in reports]),
+        history=torch.cat([_lengthened(report.history, rows) for report in reports], dim=1),
+        converged=all(report.converged for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        setup_seconds=sum(report.setup_seconds for report in reports),
+        peak_memory=max(report.peak_memory for report in reports),
+        deviations=torch.cat(known) if len(known) == len(reports) else None,
+        held_out=[],
+        details={k: v for k, v in worst.details.items() if all(one.details.get(k) == v for one in reports)},
+        notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
+    )
+
+
+def _lengthened(history: Tensor, rows: int) -> Tensor:
+    """To so many rows, the last one repeated."""
+    return torch.cat([history, history[-1:].expand(rows - len(history), -1)])
 
 
 @contextmanager
@@ -212,15 +296,3 @@ def conclude(report: SolveReport) -> None:
     record(report)
     if not report.converged and report.reason not in _WITHOUT_TOLERANCE:
         warn(report.advice(), ConvergenceWarning)
-
-
-def peak_memory(device: torch.device) -> int:
-    """High-water mark in bytes: allocated memory on CUDA; on the CPU, of the whole process since it started."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak if sys.platform == "darwin" else peak * 1024)

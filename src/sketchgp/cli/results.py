@@ -11,7 +11,7 @@ import gpytorch
 import torch
 from torch import Tensor
 
-from ..report import peak_memory
+from ..memory import peak_memory
 
 __all__ = ["PeakMemory", "Row", "format_table", "true_residual"]
 

@@ -39,7 +39,7 @@ class System:
         self.noise = noise.detach()
         self._diagonal = self.noise.to(torch.float64).unsqueeze(-1)
         self._accurate: AccurateProduct | None = None
-        self.matmuls = 0
+        self.products = 0  # with K, so far
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +60,7 @@ class System:
 
     def product(self, vectors: Tensor) -> Tensor:
         """``(K + noise) vectors`` in float64 vectors ``(..., n, t)``, K applied in its own dtype."""
-        self.matmuls += 1
+        self.products += 1
         product = self.operator._matmul(vectors.to(self.dtype)).to(torch.float64)
         return product.addcmul_(self._diagonal, vectors)
 
@@ -68,7 +68,7 @@ class System:
         """``(K + noise) vectors``, all in float64."""
         if self.dtype == torch.float64:
             return self.product(vectors)
-        self.matmuls += 1
+        self.products += 1
         if self._accurate is None:
             self._accurate = AccurateProduct(self.operator)
         return self._accurate(vectors).addcmul_(self._diagonal, vectors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,8 @@ from torch import Tensor
 from ...errors import NumericalError
 from ...memory import enough_memory, require_memory
 from ...operators.access import columns
-from ...report import Reason, SolveReport, conclude, peak_memory
+from ...report import SolveReport
+from ..loop import Direct
 from ..problem import FullProblem, Solution, System, check_problem
 
 
@@ -48,31 +48,15 @@ class Cholesky:
     @torch.no_grad()
     def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) with rhs ``(..., n, t)`` and record its report."""
-        start = time.perf_counter()
-        n, device = system.n, rhs.device
+        direct, n, device = Direct(), system.n, rhs.device
         batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
         with enough_memory(*_memory(n, batch.numel(), device)):
-            value, residual = _solved(system, rhs)
-        tol = 1e-3
-        report = SolveReport(
-            solver=self.name,
-            preconditioner="none",
-            n=n,
-            columns=residual.numel(),
-            iterations=0,
-            matmuls=1,
-            residual=residual.reshape(-1).cpu(),
-            history=residual.reshape(1, -1).cpu(),
-            tol=tol,
-            converged=bool((residual <= tol).all()),
-            reason=Reason.DIRECT,
-            seconds=time.perf_counter() - start,
+            value, residual = _solved(system, rhs, direct)
+        report = direct.report(
+            self.name, n, n, 1.0, residual, 1e-3, device,
+            f"{system.dtype} cannot hold the solution; use a float64 model and data.",
             dtype=str(system.dtype).removeprefix("torch."),
-            device=str(device),
-            peak_memory=peak_memory(device),
-            remedies={Reason.DIRECT: f"{system.dtype} cannot hold the solution; use a float64 model and data."},
-        )
-        conclude(report)
+        )  # fmt: skip
         return value, report, None
 
 
@@ -82,7 +66,7 @@ def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.dev
     return needed, device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
-def _solved(system: System, rhs: Tensor) -> tuple[Tensor, Tensor]:
+def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor]:
     """The solution in rhs's dtype and shape, and its relative residual ``(..., t)``."""
     operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
     matrix = columns(operator, torch.arange(system.n, device=rhs.device)).to(torch.float64)
@@ -92,6 +76,7 @@ def _solved(system: System, rhs: Tensor) -> tuple[Tensor, Tensor]:
     root, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
         raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
+    direct.factorized()
     work = rhs.to(torch.float64)
     value = torch.cholesky_solve(work, root).to(rhs.dtype)
     norm = work.norm(dim=-2)

@@ -1,7 +1,7 @@
 """Preconditioned conjugate gradients for blocks of right-hand sides, with true residuals.
 
-References: Hestenes and Stiefel (1952); preconditioned form as Algorithm 3 of arXiv:2304.12465; Lanczos coefficients
-for log determinants as in Gardner et al. (arXiv:1809.11165); iterative refinement as in Higham, "Accuracy and
+References: those of :mod:`sketchgp.solvers.conjugate_step`; Lanczos coefficients for log determinants as in Gardner et
+al. (arXiv:1809.11165); iterative refinement as in Higham, "Accuracy and
 Stability of Numerical Algorithms", chapter 12.
 """
 
@@ -22,6 +22,7 @@ from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
+from ..conjugate_step import NAN, descend, turn
 from ..lanczos import tridiagonal
 from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
@@ -163,7 +164,7 @@ class ConjugateGradients(Budgeted):
             outcome = run.loop(progress)
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if preconditioner is not None:
-            remedy = f"Raise the preconditioner's rank (now {preconditioner.rank}), or max_iterations."
+            remedy = f"Choose a preconditioner= of higher rank (now {preconditioner.rank}), or raise max_iterations."
         report = run.report(
             preconditioner=name,
             rank=0 if preconditioner is None else preconditioner.rank,
@@ -188,7 +189,7 @@ class _Gradients(Method):
 
     name = "ConjugateGradients"
     saved = (
-        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "matmuls",
+        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
         "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
         "coefficients", "warm",
     )  # fmt: skip
@@ -210,7 +211,7 @@ class _Gradients(Method):
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.size, self.columns, self.device = system.n, norm.numel(), rhs.device
+        self.size, self.device = system.n, rhs.device
         self.exact = system.dtype == torch.float64 or choices.precision == "float64"
         self.coefficients: list[Tensor] = []
         self.verified = True  # whether the true residual is that of the value
@@ -221,17 +222,21 @@ class _Gradients(Method):
         self.active, self.index = norm[..., :0] > 0, torch.arange(0)
 
     @property
-    def matmuls(self) -> int:
-        """Products with K so far."""
-        return self.system.matmuls
+    def products(self) -> int:
+        """With K, so far."""
+        return self.system.products
 
-    @matmuls.setter
-    def matmuls(self, count: int) -> None:
-        self.system.matmuls = count
+    @products.setter
+    def products(self, count: int) -> None:
+        self.system.products = count
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.products}
 
     @property
     def entries(self) -> float:
-        return float(self.matmuls) * self.size**2
+        return float(self.products) * self.size**2
 
     @property
     def matrix_entries(self) -> float:
@@ -283,7 +288,8 @@ class _Gradients(Method):
         if reason in (Reason.ITERATIONS, Reason.TIME) and bool((self.residual <= self.tol).all()):
             reason = self._reached()
         residual = self.best_residual.reshape(-1)
-        facts = {"matmuls": self.matmuls, "tol": self.tol, "dtype": str(self.system.dtype).removeprefix("torch.")}
+        dtype = str(self.system.dtype).removeprefix("torch.")
+        facts = {"tol": self.tol, "dtype": dtype, "details": {"precision": "float64" if self.exact else dtype}}
         return Outcome(self.best, residual, bool((residual <= self.tol).all()), reason, facts)
 
     def _product(self, vectors: Tensor) -> Tensor:
@@ -306,7 +312,7 @@ class _Gradients(Method):
         r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - self.system.accurate_product(stacked)
         residual = r.norm(dim=-2) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
         if not bool(torch.isfinite(residual).all()):
-            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check inputs and kernel.")
+            raise NumericalError(NAN)
         self.rounded_residual = residual[..., :width]
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
@@ -347,23 +353,16 @@ class _Gradients(Method):
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
-        curvature = (p * product).sum(dim=-2)
-        if not bool(torch.isfinite(curvature).all()):
-            raise NumericalError("A product with the kernel matrix gave NaN or infinity; check the inputs.")
-        usable = self.active & (curvature > 0) & (self.sz > 0)
+        alpha, usable = descend(self.d, self.s, p, product, (p * product).sum(dim=-2), self.sz, self.active)
         if self.exact and bool((self.active & ~usable & (self.sz != 0)).any()):
             self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
-        alpha = torch.where(usable, self.sz / torch.where(usable, curvature, 1), 0)
-        self.d.addcmul_(alpha.unsqueeze(-2), p)
-        self.s.addcmul_(alpha.unsqueeze(-2), product, value=-1)
         self.current = self.current.clone()
         self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
         self.active = usable & (self.current > self.target)[..., index]
         z = self._precondition(self.s)
-        new = (self.s * z).sum(dim=-2)
-        beta = torch.where(usable & (new > 0), new / torch.where(usable, self.sz, 1), 0)
-        self.p = p.mul_(beta.unsqueeze(-2)).add_(z)
-        self.sz = new
+        following = (self.s * z).sum(dim=-2)
+        beta = turn(p, z, following, self.sz, usable)
+        self.sz = following
         if first_cycle and self.lanczos_columns:
             self._keep_coefficients(alpha, beta, index)
         self.iterations += 1

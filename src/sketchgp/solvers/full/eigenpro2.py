@@ -84,6 +84,10 @@ class _EigenPro2(BlockMethod):
     def rank(self) -> int:  # type: ignore[override]
         return self.tensors["vectors"].shape[1]
 
+    @property
+    def details(self) -> dict[str, float | str]:
+        return {**super().details, "subsample_size": len(self.tensors["subsample"]), "step": self.numbers["step"]}
+
     def describe(self) -> str:
         return (
             f"batches of {int(self.numbers['block_size'])}, {self.rank} of {len(self.tensors['subsample'])} directions"

@@ -238,18 +238,26 @@ class EigenProSolver(InducingPointSolver):
     def _facts(self, problem: InducingPointProblem, method: Epochs) -> dict[str, Any]:
         directions, projection, batch = method.model.directions, method.model.projection, method.plan.block_size
         rank = directions.factor.shape[1]
-        notes = [
-            "the residual is that of training points, not of the normal equations",
-            f"batches of {batch}, step {self.step_scale * directions.step(batch):.3g}, "
-            f"{method.projections} {projection.kind} projections, one every {method.delay} batches at most",
-        ]
+        notes = ["the residual is that of training points, not of the normal equations"]
+        if projection.worst:
+            notes.append("projections ended above their tolerance")
+        details: dict[str, float | str] = {
+            "block_size": batch,
+            "subsample_size": directions.sampled,
+            "step": self.step_scale * directions.step(batch),
+            "projection": projection.kind,
+            "delay": method.delay,
+        }
+        if projection.worst:
+            details["projection_residual"] = projection.worst
         if method.without_noise:
             notes.append("ended in its first epoch of the stream, which is without the noise")
         return {
             "preconditioner": f"{rank} of {directions.sampled} directions",
             "rank": rank,
             "dtype": str(problem.inducing_points.dtype).removeprefix("torch."),
-            "notes": notes + projection.notes + method.notes,
+            "details": details,
+            "notes": notes + method.notes,
             "remedies": {
                 Reason.TIME: f"{_BEST} Raise max_seconds, and go on from them with initial= or from a checkpoint.",
                 Reason.CALLBACK: f"{_BEST} Go on from them with initial=.",

@@ -58,7 +58,7 @@ class Epochs(Method):
         "epoch", "seen", "rows", "total", "largest", "waiting", "projections", "delay", "scale", "without_noise",
         "least", "waited", "end", "cooling",
     )  # fmt: skip
-    unit = "epochs"
+    unit, letter = "epochs", "m"
     judges_held_out = True
 
     def __init__(
@@ -268,7 +268,8 @@ class Epochs(Method):
                 f"The fit diverges: relative training residual {float(self.first.max()):.1e} at the start and "
                 f"{float(residual.max()):.1e} at the end. {self.plan.advice}"
             )
-        return Outcome(value, residual, False, reason, {"matmuls": self.projections, "tol": float("inf")})
+        facts = {"tol": float("inf"), "residual_rows": len(self.checked[0])}
+        return Outcome(value, residual, False, reason, facts)
 
     def _relative(self, weights: Tensor) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column on the points that are checked."""
@@ -295,6 +296,14 @@ class Epochs(Method):
         """Of the present epoch; 0 in the first one of a stream that does not say how long it is."""
         n = self.total or self.problem.expected_rows
         return self.rows / n if n else 0.0
+
+    @property
+    def data_rows(self) -> int | None:
+        return self.total or self.problem.expected_rows or None
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"epochs": self.epochs, "projections": self.projections, **self.model.projection.tally}
 
     @property
     def entries(self) -> float:

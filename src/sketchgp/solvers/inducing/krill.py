@@ -77,6 +77,9 @@ class KRILL(NormalEquationsSolver):
         rows = self._rows(*matrix.tall.shape, matrix.tall.device)
         return krill_preconditioner(matrix, rows, self.nonzeros, self.seed, targets)
 
+    def _details(self, problem: InducingPointProblem) -> dict[str, float | str]:
+        return {"sketch_size": self._rows_of(problem)}
+
     def _describe(self, problem: InducingPointProblem) -> str:
         return f"sparse sign embedding of {self._rows_of(problem)} rows"
 

@@ -89,6 +89,10 @@ class NormalEquationsSolver(InducingPointSolver):
     def _describe(self, problem: InducingPointProblem) -> str:
         raise NotImplementedError
 
+    def _details(self, problem: InducingPointProblem) -> dict[str, float | str]:
+        """What it chose, by name, for the report."""
+        return {}
+
     def _remedy(self, problem: InducingPointProblem) -> str:
         """What else there is to try where iterations run out, after "Raise max_iterations"."""
         raise NotImplementedError
@@ -110,6 +114,7 @@ class NormalEquationsSolver(InducingPointSolver):
         float32 = self.precision == "float32" and problem.x.dtype == torch.float32
         return {
             "preconditioner": self._describe(problem),
+            "details": self._details(problem),
             "rank": method.factors.rank if isinstance(method.factors, NystromRoot) else 0,
             "dtype": "float32" if float32 else "float64",
             "remedies": {

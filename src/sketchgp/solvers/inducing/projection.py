@@ -11,6 +11,7 @@ from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
 from ...random_streams import generator
 from ...settings import memory_budget
+from ..conjugate_step import descend, turn
 from .problem import InducingPointProblem
 
 _FAILED = 0.5  # relative residual above which a projection does more harm than good
@@ -23,22 +24,26 @@ class Projection:
 
     :ivar shift: see above, and ``trace`` that of Kzz.
     :ivar cost: of one solve, in evaluations of Kzz.
-    :ivar notes: what a report should say.
+    :ivar worst: the largest relative residual of a solve that ended above its tolerance; 0 where none did.
     :cvar kind: as reports print it; :cvar counted: attributes that change as it is used.
     """
 
     kind = ""
-    counted: tuple[str, ...] = ("products", "notes")
+    counted: tuple[str, ...] = ("products", "worst")
     cost: float
     products = 0  # with Kzz so far
-    notes: list[str]
+    worst = 0.0
 
     def __init__(self, problem: InducingPointProblem, columns: int) -> None:
         z = problem.inducing_points
         self.matrix = KernelMatrix.of(problem.kernel, z, engine="tiled").detach()
         self.trace = float(self.matrix.diagonal(dim1=-1, dim2=-2).double().sum())
         self.shift = torch.finfo(z.dtype).eps * self.trace
-        self.notes = []
+
+    @property
+    def tally(self) -> dict[str, float]:
+        """Work, by the names of a report."""
+        return {}
 
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
         """theta ``(m, t)``, and ``(Kzz + shift I) theta``, which an inexact solve leaves a little off h.
@@ -90,25 +95,26 @@ class InexactProjection(Projection):
     def cost(self) -> float:  # type: ignore[override]
         return max(1.0, self.iterations / self.solves) if self.solves else _USUAL_COST
 
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"projection_iterations": self.iterations}
+
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
         norm, tol = h.norm(dim=0), min(tol, self.tol)
         value, r = torch.zeros_like(h), h.clone()
-        direction, rz = torch.zeros_like(h), torch.ones_like(norm)
+        direction, energy, usable = torch.zeros_like(h), torch.ones_like(norm), norm > 0
         self.solves += 1
         for _ in range(self.max_iterations):
-            active = r.norm(dim=0) > tol * norm
+            active = usable & (r.norm(dim=0) > tol * norm)
             if not bool(active.any()):
                 break
             z = self.preconditioner.apply_inverse(r)
-            new = (r * z).sum(dim=0)
-            direction = z + direction * (new / rz)
+            following = (r * z).sum(dim=0)
+            turn(direction, z, following, energy, usable)
             product = self.matrix._matmul(direction.to(self.matrix.dtype)).to(torch.float64)
             product.add_(direction, alpha=self.shift)
-            curvature = (direction * product).sum(dim=0)
-            step = torch.where(active & (curvature > 0), new / curvature, 0)
-            value.addcmul_(step, direction)
-            r.addcmul_(step, product, value=-1)
-            rz = torch.where(new > 0, new, 1)
+            curvature, energy = (direction * product).sum(dim=0), following
+            _, usable = descend(value, r, direction, product, curvature, energy, active)
             self.iterations += 1
             self.products += 1
         left = float((r.norm(dim=0) / torch.where(norm > 0, norm, 1)).max())
@@ -117,8 +123,8 @@ class InexactProjection(Projection):
                 f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "
                 "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows."
             )
-        if left > tol and not self.notes:
-            self.notes.append(f"a projection ended at residual {left:.1e}, tolerance {tol:.0e}")
+        if left > tol:
+            self.worst = max(self.worst, left)
         return value, h - r
 
 

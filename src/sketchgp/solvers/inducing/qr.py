@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from ...lowrank import shifted_cholesky
 from ...memory import enough_memory, require_memory
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
-from ...report import Reason, SolveReport, conclude, peak_memory
+from ..loop import Direct
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
 from .remaining import moved_by_rounding
@@ -57,36 +56,19 @@ class QR:
         :raises InputError: for a stream, noise 0, or too little memory.
         :raises NumericalError: where NaN appears.
         """
-        start = time.perf_counter()
+        direct = Direct()
         self.validate(problem)
         _, y = problem.tensors("QR()")
         assert problem.y is not None
-        m, columns = problem.m, y.shape[1]
+        m = problem.m
         with enough_memory(*_memory(problem)), torch.no_grad():
-            value, rhs, residual, (moved, too_far) = _solved(problem, y)
+            value, rhs, residual, (moved, too_far), passes = _solved(problem, y, direct)
         norm = rhs.norm(dim=0)
-        relative = (residual.norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
-        singular = bool(too_far.any())
-        report = SolveReport(
-            solver=self.name,
-            preconditioner="none",
-            n=m,
-            columns=columns,
-            iterations=0,
-            matmuls=1,
-            residual=relative,
-            history=relative.unsqueeze(0),
-            tol=1e-6,
-            converged=bool((relative <= 1e-6).all()) and not singular,
-            reason=Reason.SINGULAR if singular else Reason.DIRECT,
-            seconds=time.perf_counter() - start,
-            dtype="float64",
-            device=str(problem.device),
-            peak_memory=peak_memory(problem.device),
-            deviations=moved.cpu(),
-            remedies={Reason.DIRECT: "The points are nearly dependent; drop some, or raise the noise."},
-        )
-        conclude(report)
+        report = direct.report(
+            self.name, m, len(y), passes, residual.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6, problem.device,
+            "The points are nearly dependent; drop some, or raise the noise.",
+            singular=bool(too_far.any()), deviations=moved.cpu(),
+        )  # fmt: skip
         return Solution(value.reshape(m, *problem.y.shape[1:]), report)
 
 
@@ -98,9 +80,11 @@ def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]
     return needed, problem.device, f"QR() for m = {m}", "use KRILL()."
 
 
-def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each; and what
-    :func:`moved_by_rounding` says."""
+def _solved(
+    problem: InducingPointProblem, y: Tensor, direct: Direct
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], float]:
+    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each; what
+    :func:`moved_by_rounding` says; and the passes over Kxz."""
     m, columns = problem.m, y.shape[1]
     tall = problem.tall(accurate=True)
     kzz = problem.kzz()
@@ -116,6 +100,8 @@ def _solved(problem: InducingPointProblem, y: Tensor) -> tuple[Tensor, Tensor, T
     if not bool(torch.isfinite(factor).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
     triangle = TriangularFactors([factor[:, :m]])
+    direct.factorized()
     value = triangle.inverse(factor[:, m:])
     residual = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
-    return value, rhs, residual, moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
+    moved = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
+    return value, rhs, residual, moved, tall.entries / (len(y) * m)

@@ -87,7 +87,7 @@ class Saga(Method):
         "done", "end", "swept", "sweeps", "failures", "mark", "marked",
         "compared", "changes", "origin", "next_look", "rest", "evaluated",
     )  # fmt: skip
-    unit = "epochs"
+    unit, letter = "epochs", "m"
     name = "SketchySAGA"
 
     def __init__(self, problem: InducingPointProblem, choices: Choices) -> None:
@@ -162,6 +162,14 @@ class Saga(Method):
         return tall + self.kzz_products * self.size * (self.size + 1) / 2
 
     @property
+    def data_rows(self) -> int:
+        return self.n
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"epochs": self.done, "sweeps": self.sweeps, "halvings": self.shrunk}
+
+    @property
     def matrix_entries(self) -> float:
         return float(self.n * self.size)
 
@@ -228,10 +236,10 @@ class Saga(Method):
         if converged and reason in (Reason.STAGNATED, Reason.EPOCHS, Reason.TIME):
             reason = Reason.REACHED
         facts = {
-            "matmuls": self.sweeps,
             "deviations": self.deviations,
             "tol": self.choices.deviations,
             "judged": "predictions",
+            "details": {"block_size": self.block_size, "rho": self.p.damping, "step": self.length},
         }
         return Outcome(self.best, self.best_true, converged, reason, facts)
 

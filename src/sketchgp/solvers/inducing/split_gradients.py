@@ -19,6 +19,7 @@ from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
+from ..conjugate_step import NAN, descend, turn
 from ..loop import Method, Outcome
 from .remaining import RemainingEnergy, RitzValues, moved_by_rounding
 
@@ -27,7 +28,6 @@ _TRUSTED = 30  # iterations on float32 entries before the residual is computed a
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
 _NEGLIGIBLE = 0.1  # of the tolerance
 _ROUNDINGS = 10  # of float64 that a residual is off by, relative to the right-hand side
-_NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 
 
 class SplitGradients(Method):
@@ -62,12 +62,12 @@ class SplitGradients(Method):
         predictions: bool = False,
     ) -> None:
         super().__init__()
-        self.name, self.size, self.columns, self.device = name, *b.shape, b.device
+        self.name, self.size, self.device = name, len(b), b.device
         self.predictions, self.factors, self.b, self.tol = predictions, factors, b, tol
         self._matrix, self._exact_matrix = matrix, matrix.accurate()
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
-            raise NumericalError(_NAN)
+            raise NumericalError(NAN)
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.exact = matrix.tall.dtype == torch.float64
         self.products = 0
@@ -81,6 +81,14 @@ class SplitGradients(Method):
     def matrix(self) -> NormalMatrix | TiledNormalMatrix:
         """M, as accurate as it is wanted now."""
         return self._exact_matrix if self.exact else self._matrix
+
+    @property
+    def data_rows(self) -> int:
+        return self._matrix.tall.shape[0]
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.products}
 
     @property
     def matrix_entries(self) -> float:
@@ -163,8 +171,12 @@ class SplitGradients(Method):
                 converged, reason = False, Reason.SINGULAR
                 self.deviations = torch.where(self.deviations.isinf(), moved, self.deviations)
             self.deviations = torch.maximum(self.deviations, moved)
-        facts = {"matmuls": self.products, "deviations": self.deviations.cpu(), "tol": self.tol,
-                 "judged": "predictions" if self.predictions else "residual"}  # fmt: skip
+        facts = {
+            "deviations": self.deviations.cpu(),
+            "tol": self.tol,
+            "judged": "predictions" if self.predictions else "residual",
+            "details": {"precision": "float64" if self.exact else "float32"},
+        }
         return Outcome(self.best, self.residual, converged, reason, facts)
 
     def weights(self) -> Tensor:
@@ -195,7 +207,7 @@ class SplitGradients(Method):
         self.r = self.b - self._accurate(self.value)
         current = self.r.norm(dim=0) / self.norm
         if not bool(torch.isfinite(current).all()):
-            raise NumericalError(_NAN)
+            raise NumericalError(NAN)
         energy, gained = self._back(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
         seen = (energy / self.matrix.level).sqrt()  # about the error in deviations, where the preconditioner is good
         lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * (self.tol if self.predictions else 1))
@@ -221,7 +233,7 @@ class SplitGradients(Method):
             self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.start)
         trusted = not self.exact and self.predictions
         self.ends = self.iterations + _TRUSTED if trusted else 2**62
-        self.s = self._back(self.r)
+        self.s = self._back(self.r).clone()
         self.d, self.u = self.s.clone(), torch.zeros_like(self.s)
         self.recurrence = self.s.square().sum(dim=0)
         self.active = (self._judged(self.start) > self.tol) & (self.start > self.target)
@@ -240,16 +252,11 @@ class SplitGradients(Method):
         self.products += 1
         ridge, lengths = self._ridge(p)
         curvature = squares + level * lengths
-        if not bool(torch.isfinite(curvature).all()):
-            raise NumericalError(_NAN)
-        usable = active & (curvature > 0) & (energy > 0)
-        alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)
-        self.u = self.u.addcmul(alpha, self.d)
-        self.s = self.s - alpha * self._back(gram.add_(ridge, alpha=level))
+        product = self._back(gram.add_(ridge, alpha=level))
+        alpha, usable = descend(self.u, self.s, self.d, product, curvature, energy, active)
         following = self.s.square().sum(dim=0)
-        beta = torch.where(usable, following / torch.where(usable, energy, 1), 0)
+        beta = turn(self.d, self.s, following, energy, usable)
         rounded = self._look_ahead(alpha, beta, usable, following)
-        self.d = self.s + beta * self.d
         self.recurrence = following
         self.current = self._forth(self.s).norm(dim=0) / self.norm
         self.energy = torch.where(usable, following, self.energy)

@@ -1,6 +1,7 @@
 """The one loop of all iterative solvers.  A method is a :class:`Method`; a solve of it is a :class:`Run`."""
 
 from .checkpoint import Checkpoint, solve_marks
+from .direct import Direct
 from .held_out import HeldOut
 from .method import Method, Outcome
 from .progress import Progress
@@ -9,6 +10,7 @@ from .run import Budget, Run, clock
 __all__ = [
     "Budget",
     "Checkpoint",
+    "Direct",
     "HeldOut",
     "Method",
     "Outcome",

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...report import HeldOutError
+
 _SHARE = 0.1  # of the work that held-out predictions may take
 
 
@@ -26,11 +28,11 @@ class HeldOut(Protocol):
 
 
 class Watcher:
-    """Held-out errors as a solve goes on: passes, seconds and the error of each column."""
+    """Held-out errors as a solve goes on."""
 
     def __init__(self, held_out: HeldOut | None, always: bool) -> None:
         self.held_out, self.always = held_out, always
-        self.errors: list[tuple[float, float, Tensor]] = []
+        self.errors: list[HeldOutError] = []
         self.earlier = 0.0  # entries evaluated before the solve was resumed
 
     @property
@@ -43,7 +45,7 @@ class Watcher:
         if self.held_out is None:
             return None
         if self.errors and not self.always and self.entries > _SHARE * entries:
-            return self.errors[-1][2]
+            return self.errors[-1].error
         return self.last_look(weights, passes, seconds)
 
     def last_look(self, weights: Tensor, passes: float, seconds: float) -> Tensor | None:
@@ -51,5 +53,5 @@ class Watcher:
         if self.held_out is None:
             return None
         error = self.held_out(weights)
-        self.errors.append((passes, seconds, error))
+        self.errors.append(HeldOutError(passes, seconds, error))
         return error

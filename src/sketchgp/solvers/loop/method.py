@@ -22,8 +22,8 @@ class Method:
     :cvar saved: names of attributes.
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
-    :cvar letter: of ``size`` in the progress bar.
-    :ivar name: as reports print it; ``size`` of what is solved for, and ``columns`` of it.
+    :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points.
+    :ivar name: as reports print it; ``size`` of what is solved for.
     :ivar device: where the tensors live.
     :ivar generator: every random choice of a step comes from it; None where there is none.
     :ivar notes: what a report should say.
@@ -37,7 +37,6 @@ class Method:
     letter = "n"
     name = ""
     size = 0
-    columns = 0
     device = torch.device("cpu")
     generator: torch.Generator | None = None
 
@@ -132,9 +131,19 @@ class Method:
         return float(self.iterations)
 
     @property
+    def data_rows(self) -> int | None:
+        """Rows of the data; None of a stream that has not been counted."""
+        return self.size
+
+    @property
     def epochs(self) -> float:
         """Rows of the data seen, over n."""
         return float(self.iterations)
+
+    @property
+    def tally(self) -> dict[str, float]:
+        """Done so far, by the names of :attr:`sketchgp.SolveReport.work`, beside iterations and passes."""
+        return {}
 
     @property
     def entries(self) -> float:
@@ -155,7 +164,7 @@ class Outcome:
     """What a solve ended with: the value ``(size, columns)``, and what its report says of it.
 
     :ivar reason: why it ended, where that is another reason now that all is known.
-    :ivar facts: fields of :class:`sketchgp.SolveReport`.
+    :ivar facts: fields of :class:`sketchgp.SolveReport`, details among them.
     """
 
     value: Tensor

@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ...errors import InputError
-from ...report import Reason, SolveReport, peak_memory
+from ...memory import peak_memory
+from ...report import HeldOutError, Reason, SolveReport
 from .checkpoint import Checkpoint
 from .held_out import HeldOut, Watcher
 from .interrupt import DeferredInterrupt
@@ -23,6 +24,7 @@ from .progress import Progress
 
 _DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.4g}/{total} {unit} [{elapsed}<{remaining}] {postfix}"
+_REMEDIES = {"m": {Reason.STAGNATED: "Rounding in float64 allows no less; raise tol or the noise, or use QR()."}}
 _OUT_OF = {"iterations": Reason.ITERATIONS, "passes": Reason.PASSES, "epochs": Reason.EPOCHS}
 _ROUNDED = 1e-9  # of a unit of work that is a sum of many parts
 
@@ -71,7 +73,8 @@ class Run:
         self.reason: Reason | None = None
         self.judged: Reason | None = None  # what the method said of the last window
         self.began, self.earlier = began, 0.0
-        self.setup_seconds = clock() - began
+        self.setup_seconds = 0.0  # of all runs, once the first step can be taken
+        self.resumed_after: int | None = None
         self.saved_at = clock()
         self.outcome: Outcome | None = None
         limit = budget.seconds
@@ -128,9 +131,11 @@ class Run:
     def _begin(self) -> None:
         if self.checkpoint is not None and self.checkpoint.exists():
             self._resume(self.checkpoint)
+            self.setup_seconds += clock() - self.began
         else:
             self.history.append(self.method.begin(self.initial).cpu())
             self.reason = self.method.judge(None)
+            self.setup_seconds = clock() - self.began
             self.save()
         self._stop_at_limits()
 
@@ -196,6 +201,7 @@ class Run:
         plain = {
             "method": plain,
             "seconds": self.seconds,
+            "setup_seconds": self.setup_seconds,
             "reason": str(self.judged or self.reason or ""),
             "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.watcher.errors],
             "held_out_set": self._held_out_set(),
@@ -220,27 +226,36 @@ class Run:
         prefix = "method."
         method.restore(plain["method"], {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
         self.history, self.earlier = list(tensors["history"].cpu()), plain["seconds"]
+        self.setup_seconds, self.resumed_after = plain["setup_seconds"], method.iterations
         method.notes.append(f"resumed after {method.iterations} steps")
         if self.initial is not None:
             method.notes.append("initial= was not used: the checkpoint is ahead of it")
         if plain["held_out_set"] == self._held_out_set():
             self.watcher.earlier = plain["held_out_entries"]
-            self.watcher.errors = [(p, s, torch.tensor(e, dtype=torch.float64)) for p, s, e in plain["held_out"]]
+            self.watcher.errors = [
+                HeldOutError(passes, seconds, torch.tensor(error, dtype=torch.float64))
+                for passes, seconds, error in plain["held_out"]
+            ]
         ended = plain["reason"]
         self.reason = method.resume(Reason(ended) if ended else None)
 
     # --- the report -----------------------------------------------------------------------------------------
 
     def report(self, **facts: Any) -> SolveReport:
-        """What happened, once ``loop`` has ended; ``facts`` are fields that only the solver knows."""
+        """What happened, once ``loop`` has ended; ``facts`` are fields that only the solver knows; details and
+        remedies among them are added to those known here."""
         assert self.outcome is not None
         method, outcome = self.method, self.outcome
+        details = {**outcome.facts.get("details", {}), **facts.get("details", {})}
+        if self.resumed_after is not None:
+            details["resumed_after"] = self.resumed_after
+        remedies = _REMEDIES.get(method.letter, {}) | facts.get("remedies", {})
         return SolveReport(
             **{
                 "solver": method.name,
-                "n": method.size,
-                "columns": method.columns,
-                "iterations": method.iterations,
+                "size": method.size,
+                "n": method.data_rows,
+                "work": {"iterations": method.iterations, **method.tally, "passes": self.passes},
                 "residual": outcome.residual.cpu(),
                 "history": torch.stack(self.history),
                 "converged": outcome.converged,
@@ -250,9 +265,10 @@ class Run:
                 "device": str(method.device),
                 "peak_memory": peak_memory(method.device),
                 "notes": method.notes,
-                "passes": self.passes,
                 "held_out": self.watcher.errors,
                 **outcome.facts,
                 **facts,
+                "details": details,
+                "remedies": remedies,
             }
         )

@@ -53,6 +53,11 @@ class BlockMethod:
         """d, ``(n, t)`` float64."""
         raise NotImplementedError
 
+    @property
+    def details(self) -> dict[str, float | str]:
+        """What it chose, by name, for the report."""
+        return {"block_size": int(self.numbers["block_size"])}
+
     def describe(self) -> str:
         """How the blocks are inverted, for the report's line on the preconditioner."""
         raise NotImplementedError

@@ -46,12 +46,12 @@ class Refinement(Method):
     ) -> None:
         super().__init__()
         self.system, self.method, self.b, self.out_dtype, self.tol = system, method, b, out_dtype, tol
-        self.name, self.size, self.columns, self.device = method.name, system.n, b.shape[1], b.device
+        self.name, self.size, self.device = method.name, system.n, b.device
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.sampled = False  # whether the final residual is that of a sample of rows
+        self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
         self.value: Tensor | None = None
         self.residual = torch.empty(0)
@@ -64,6 +64,15 @@ class Refinement(Method):
     @property
     def epochs(self) -> float:
         return self.position.rows_seen / self.size
+
+    @property
+    def tally(self) -> dict[str, float]:
+        done: dict[str, float] = {"products": self.system.system.products, "epochs": self.epochs}
+        if self.system.dtype != torch.float64:
+            done["corrections"] = self.position.corrections
+        if self.method.growth is not None:
+            done["halvings"] = self.position.shrunk
+        return done
 
     @property
     def entries(self) -> float:
@@ -206,25 +215,27 @@ class Refinement(Method):
         return self._outcome(reason)
 
     def give_up(self, reason: Reason) -> Outcome:
-        self.value, self.residual, self.sampled = self.weights().to(self.out_dtype), self.position.estimate, True
+        self.value, self.residual, self.sample = self.weights().to(self.out_dtype), self.position.estimate, 0
         self.notes.append("interrupted again: the residual is what the last steps estimated")
         return self._outcome(reason)
 
     def _outcome(self, reason: Reason) -> Outcome:
         assert self.value is not None
         within = bool((self.residual <= self.tol).all())
-        if not self.sampled and within and reason in _BUDGETS:
+        if self.sample is None and within and reason in _BUDGETS:
             reason = Reason.REACHED
+        details = dict(self.method.details)
         if self.earlier_columns:
-            self.notes.append(f"{self.earlier_columns} column(s) returned as they were at their least residual")
+            details["earlier_columns"] = self.earlier_columns
         facts = {
-            "matmuls": self.system.system.matmuls,
             "tol": self.tol,
+            "details": details,
+            "residual_rows": self.sample,
             "rank": self.method.rank,
             "dtype": str(self.system.dtype).removeprefix("torch."),
             "preconditioner": self.method.describe(),
         }
-        return Outcome(self.value, self.residual, within and not self.sampled, reason, facts)
+        return Outcome(self.value, self.residual, within and self.sample is None, reason, facts)
 
     def _look(self, quick: bool) -> None:
         n = self.system.n
@@ -232,11 +243,10 @@ class Refinement(Method):
             _, rounded, value = self._true_residual()
             self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(rounded))
             return
-        self.sampled = True
         self.value = self.weights().to(self.out_dtype)
         rows = torch.randperm(n, generator=generator(n, "rows of a residual"))[:_SAMPLE].to(self.b.device)
         r = self.b[rows] - self.system.accurate_rows(rows, self.value.to(torch.float64))
-        self.residual = self._relative(r * (n / len(rows)) ** 0.5)
+        self.residual, self.sample = self._relative(r * (n / len(rows)) ** 0.5), len(rows)
         self.notes.append(f"residual estimated from {len(rows)} random rows, in float64")
 
     # --- saving and resuming --------------------------------------------------------------------------------
@@ -247,7 +257,8 @@ class Refinement(Method):
         assert self.generator is not None
         tensors["generator"] = self.generator.get_state()
         plain = {"state": own, "method": self.method.numbers, "engines": self.system.engines, "notes": self.notes,
-                 "iterations": self.iterations, "entries": self.system.entries}  # fmt: skip
+                 "iterations": self.iterations, "entries": self.system.entries,
+                 "products": self.system.system.products}  # fmt: skip
         return plain, tensors
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -256,7 +267,7 @@ class Refinement(Method):
         self.position = State.unpack(plain["state"], tensors)
         assert self.generator is not None
         self.generator.set_state(tensors["generator"].cpu())
-        self.system.entries = plain["entries"]
+        self.system.entries, self.system.system.products = plain["entries"], plain["products"]
         if self.system.use_engines(plain["engines"]):
             self.notes.append("matmul= is another than before: the last digits are those of another rounding")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....checks import count, flag, function, like, number, pair, seed, settle, tolerance
 from ....errors import InputError
 from ....operators.marks import operator_marks
-from ....report import SolveReport, conclude
+from ....report import SolveReport, conclude, merged
 from ...choices import Budgeted
 from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ...problem import FullProblem, Solution, System, check_problem
@@ -120,7 +120,7 @@ class BlockSolver(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
-        """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.
+        """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record one report of all.
 
         :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
         """
@@ -134,8 +134,9 @@ class BlockSolver(Budgeted):
             value, report = self._run(part, rhs[index], initial, callback, held_out, progress, keep_interrupted)
             values.append(value)
             reports.append(report)
-            conclude(report)
-        return torch.stack(values).reshape(rhs.shape) if batch else values[0], reports[-1], None
+        report = merged(reports)
+        conclude(report)
+        return torch.stack(values).reshape(rhs.shape) if batch else values[0], report, None
 
     def _run(
         self,
