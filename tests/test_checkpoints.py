@@ -14,9 +14,7 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +24,7 @@ import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PolynomialKernel, RBFKernel, RQKernel, ScaleKernel
 
+from forks import CAN_FORK, die, ended, fork, one_thread, run_script
 from problems import normal, points, radial, set_scales
 from sketchgp import (
     ASkotch,
@@ -362,34 +361,6 @@ AT_ANY_TIME = ("askotch", "askotch-float32")  # beside moments that are chosen
 MOMENTS = ("in a step", "before writing", "half written", "before renaming", "after renaming")
 
 
-def _fork(work):
-    """The process id of a child that does ``work()`` and nothing else."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # no child outlives the tests
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return child
-
-
-def _finish(child):
-    """The signal that ended the child, 0 if it ended by itself."""
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status):
-        assert os.WEXITSTATUS(status) == 0, "a child failed"
-        return 0
-    return os.WTERMSIG(status)
-
-
-def _die(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
 _save = torch.save
 
 
@@ -398,16 +369,16 @@ def _half(contents, file):
     _save(contents, whole)
     file.write(whole.getvalue()[: whole.tell() // 2])
     file.flush()
-    _die()
+    die()
 
 
 def _arrange_death(moment, count):
     """Kill this process with SIGKILL the ``count``-th time that it comes to the moment."""
     owner, name, dying = {
-        "in a step": (BlockSystem, "rows", _die),
-        "before writing": (torch, "save", _die),
+        "in a step": (BlockSystem, "rows", die),
+        "before writing": (torch, "save", die),
         "half written": (torch, "save", _half),
-        "before renaming": (os, "replace", _die),
+        "before renaming": (os, "replace", die),
         "after renaming": (os, "replace", None),
     }[moment]
     original, seen = getattr(owner, name), [0]
@@ -418,7 +389,7 @@ def _arrange_death(moment, count):
             dying(*args)
         result = original(*args)
         if seen[0] == count:
-            _die()
+            die()
         return result
 
     setattr(owner, name, replaced)
@@ -437,13 +408,12 @@ def _solve_into(name, target, saved=None):
 def _kill_and_restart(directory):
     """For each of KILLED: solve once without a checkpoint; then start the same solve with one, kill it, start it again
     and so on, and let the last one end.  Every solve has a process of its own."""
-    torch.set_num_threads(1)
-    run.tqdm.set_lock(threading.RLock())  # not the one that processes share, which a killed one may hold
+    one_thread()
     _solve_into("askotch", directory / "warm", directory / "up")  # children inherit all that is imported by it
     logs, chance = {}, random.Random(0)
     for name in KILLED:
         begun = time.perf_counter()
-        assert _finish(_fork(lambda name=name: _solve_into(name, directory / f"{name}.expected"))) == 0
+        assert ended(fork(lambda name=name: _solve_into(name, directory / f"{name}.expected"))) == 0
         seconds = time.perf_counter() - begun
         for how in ("moments", "times")[: 1 + (name in AT_ANY_TIME)]:
             saved, log = directory / f"{name}.{how}.saved", []
@@ -454,7 +424,7 @@ def _kill_and_restart(directory):
                         _arrange_death(*death)
                     _solve_into(name, directory / f"{name}.{how}.found", saved)
 
-                return _fork(work)
+                return fork(work)
 
             for number in range(10):
                 if how == "moments":
@@ -464,11 +434,11 @@ def _kill_and_restart(directory):
                     child = start()
                     time.sleep(chance.uniform(0.02, 0.5) * seconds)
                     os.kill(child, signal.SIGKILL)
-                killed = _finish(child)
+                killed = ended(child)
                 log.append((killed, _steps_in(saved) if saved.exists() else -1))
                 if not killed:
                     break
-            assert _finish(start()) == 0
+            assert ended(start()) == 0
             logs[f"{name}.{how}"] = log
     (directory / "logs.json").write_text(json.dumps(logs))
 
@@ -476,11 +446,10 @@ def _kill_and_restart(directory):
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The directory of what the killed solves left, and the log of their deaths."""
-    if not hasattr(os, "fork"):
+    if not CAN_FORK:
         pytest.skip("this system has no fork")
     directory = tmp_path_factory.mktemp("killed")
-    done = subprocess.run([sys.executable, __file__, str(directory)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_script(__file__, directory)
     return directory, json.loads((directory / "logs.json").read_text())
 
 
@@ -528,7 +497,7 @@ def test_two_processes_on_one_path(tmp_path, path):
     assert solver.solve(problem).report.converged
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.skipif(not CAN_FORK, reason="this system has no fork")
 def test_processes_that_write_at_once_leave_a_whole_file(path):
     """Where there are no locks: of one of them, and nothing beside it."""
 
@@ -536,13 +505,13 @@ def test_processes_that_write_at_once_leave_a_whole_file(path):
         for _ in range(30):
             tensor_file.save(path, {"number": number}, {"x": torch.full((20_000,), float(number))})
 
-    children = [_fork(lambda number=number: write(number)) for number in (1, 2)]
+    children = [fork(lambda number=number: write(number)) for number in (1, 2)]
     while not path.exists():
         time.sleep(0.001)
     for _ in range(30):
         described, tensors = tensor_file.load(path)
         assert bool((tensors["x"] == described["number"]).all())
-    assert [_finish(child) for child in children] == [0, 0]
+    assert [ended(child) for child in children] == [0, 0]
     assert os.listdir(path.parent) == [path.name]
 
 

@@ -1,13 +1,16 @@
 """What every iterative solver can do, whatever its mathematics: one table, one test a power.
 
-``docs/solvers.md`` holds the table that :func:`powers` makes; a test compares the two.
+``docs/solvers.md`` holds the table that :func:`powers` makes; a test compares the two.  Run as a script, this file is
+the process that forks solves and kills them: see :func:`_kill_and_restart`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import torch
 from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
+from forks import CAN_FORK, die, ended, fork, one_thread, run_script
 from problems import normal, points
 from sketchgp import ConvergenceWarning, FullProblem, InducingPointProblem, InputError
 from sketchgp.report import Reason, SolveReport
@@ -222,6 +226,53 @@ def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
         solve(name, other, **saving)
 
 
+def _kill_and_restart(directory):
+    """Each solver: once without a checkpoint, then with one in processes of their own, killed twice at its third window
+    and started again, the last time to the end.  Writes what differs, by solver."""
+    one_thread()
+    found = {}
+    for name in SOLVERS:
+        problem, saved, end = make(name), directory / f"{name}.saved", directory / f"{name}.end"
+        work = {} if name in UNENDING else {SOLVERS[name][1]: 12}
+
+        def result(callback=None, name=name, problem=problem, **choices):
+            solution = solve(name, problem, callback, **choices)
+            report = solution.report
+            return {
+                "value": solution.value,
+                "history": report.history,
+                "residual": report.residual,
+                "steps": torch.tensor(report.iterations),
+                "reason": torch.tensor(list(Reason).index(report.reason)),
+            }, report
+
+        def killed(work=work, saved=saved, result=result):
+            left = iter(range(2))
+            result(lambda progress: die() if next(left, None) is None else None, checkpoint=saved, every=1e-9, **work)
+
+        def last(work=work, saved=saved, end=end, result=result):
+            parts, report = result(checkpoint=saved, every=1e-9, **work)
+            resumed = [int(note.split()[2]) for note in report.notes if note.startswith("resumed after")]
+            torch.save(parts | {"resumed": torch.tensor(resumed)}, end)
+
+        expected, report = result(**work)
+        signals = [ended(fork(killed)), ended(fork(killed)), ended(fork(last))]
+        parts = torch.load(end)
+        steps = [0, *parts.pop("resumed").tolist(), report.iterations]
+        found[name] = [part for part in expected if not torch.equal(parts[part], expected[part])]
+        found[name] += ["deaths"] * (signals != [signal.SIGKILL, signal.SIGKILL, 0])
+        found[name] += [f"resumed after {steps}"] * (len(steps) != 4 or steps != sorted(set(steps)))
+        found[name] += sorted({file.name for file in directory.glob(f"{name}.saved*")} - {saved.name})
+    (directory / "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_FORK, reason="this system has no fork")
+def test_solves_that_are_killed_go_on_to_the_same_bits(tmp_path):
+    run_script(__file__, tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text()) == {name: [] for name in SOLVERS}
+
+
 def test_a_checkpoint_of_another_preconditioner_is_refused(tmp_path):
     problem, solver = make("ConjugateGradients"), sketchgp.ConjugateGradients(checkpoint=tmp_path / "state.pt")
     solver.solve(problem, preconditioner=sketchgp.RPCholesky(rank=10), progress=False)
@@ -249,3 +300,7 @@ def powers():
 def test_the_table_in_the_docs():
     text = (Path(__file__).resolve().parents[1] / "docs" / "solvers.md").read_text()
     assert powers() in text
+
+
+if __name__ == "__main__":
+    _kill_and_restart(Path(sys.argv[1]))
