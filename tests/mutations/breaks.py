@@ -1679,8 +1679,8 @@ BREAKS = (
     ),
     Break(
         "report.py",
-        "Reason.STAGNATED, Reason.DIRECT, *_WITHOUT_TOLERANCE)",
-        "Reason.DIRECT, *_WITHOUT_TOLERANCE)",
+        "Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, Reason.SINGULAR)",
+        "Reason.ROUNDED, Reason.DIRECT, Reason.SINGULAR)",
         ("test_report_and_settings.py", *CONTRACT),
         "a solve that stagnated goes on when it is resumed",
     ),

@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint, fingerprint, kernel_mark
 from .held_out import HeldOut
-from .method import Method, Outcome
+from .method import Method, Outcome, largest_of
 from .progress import Progress
 from .run import Budget, Run, clock
 
@@ -17,4 +17,5 @@ __all__ = [
     "clock",
     "fingerprint",
     "kernel_mark",
+    "largest_of",
 ]
