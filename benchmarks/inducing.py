@@ -22,6 +22,7 @@ from typing import Any
 
 import gpytorch
 import torch
+from torch import Tensor
 
 import sketchgp
 from common import has_data, load_arrays, standardise, subsample, targets
@@ -46,7 +47,7 @@ class Plain(NormalEquationsSolver):
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 16 * problem.m**2
 
-    def preconditioner(self, matrix: Any) -> None:
+    def preconditioner(self, matrix: Any, targets: Tensor) -> None:
         return None
 
     def _describe(self, problem: InducingPointProblem) -> str:

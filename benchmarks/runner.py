@@ -81,6 +81,8 @@ class Benchmark:
     :ivar what: the key without which there is nothing to report.
     :ivar options: adds options to those that every benchmark has.
     :ivar versions: packages whose versions matter beside the usual ones; :ivar head: more that stands in the JSON.
+    :ivar prepare: is called with the options, first; :ivar variant: what they add to the name of the JSON.
+    :ivar reads_data: whether a directory of data sets is needed.
     """
 
     doc: str
@@ -97,6 +99,9 @@ class Benchmark:
     options: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
     versions: tuple[str, ...] = ()
     head: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[argparse.Namespace], None] = lambda options: None
+    variant: Callable[[argparse.Namespace], str] = lambda options: ""
+    reads_data: Callable[[argparse.Namespace], bool] = lambda options: True
 
     def parse(self, given: Sequence[str] | None = None) -> argparse.Namespace:
         """The options: those that every benchmark has, and this one's."""
@@ -116,7 +121,8 @@ class Benchmark:
         if options.task:
             write_json(Path(options.task[1]), self.perform(json.loads(options.task[0]), data_directory(options.data)))
             return
-        path = results_directory(options.out, options.quick) / f"{self.name}.json"
+        self.prepare(options)
+        path = results_directory(options.out, options.quick) / f"{self.name}{self.variant(options)}.json"
         results = {} if options.fresh else read_json(path)
         if not options.report:
             results = self._measure(options, path, results)
@@ -124,7 +130,8 @@ class Benchmark:
         self.picture(results, path)
 
     def _measure(self, options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-        directory, problem = data_directory(options.data), plain(self.problem(options))
+        directory = data_directory(options.data) if self.reads_data(options) else Path()
+        problem = plain(self.problem(options))
         _agree(path, old.get("problem", problem), problem)
         results = {**old, "machine": machine(*self.versions), "problem": problem, **self.head}
         with tqdm(disable=None, unit="run", desc=self.name) as bar:
