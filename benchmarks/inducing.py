@@ -53,6 +53,9 @@ class Plain(NormalEquationsSolver):
     def _describe(self, problem: InducingPointProblem) -> str:
         return "none"
 
+    def _remedy(self, problem: InducingPointProblem) -> str:
+        return ""
+
 
 def solvers(tolerance: float, iterations: int) -> dict[str, Any]:
     same: dict[str, Any] = {"tol": tolerance, "max_iterations": iterations}

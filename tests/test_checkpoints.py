@@ -16,7 +16,6 @@ import random
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +24,9 @@ import torch
 from gpytorch.kernels import MaternKernel, PolynomialKernel, RBFKernel, RQKernel, ScaleKernel
 
 from forks import CAN_FORK, die, ended, fork, one_thread, run_script
-from problems import normal, points, radial, set_scales
+from problems import Crash, normal, points, quiet, radial, set_scales
 from sketchgp import (
     ASkotch,
-    ConvergenceWarning,
     EigenPro2,
     FullProblem,
     InputError,
@@ -92,8 +90,7 @@ def _problem_of(name):
 
 def _solve(solver, problem, **options):
     """The solution, whether it converges or not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quiet():
         return solver.solve(problem, **options)
 
 
@@ -144,10 +141,6 @@ def _spoiled(request, monkeypatch):
         monkeypatch.setattr(askotch._Fresh, "step", optimistic)
 
 
-class Crash(Exception):
-    """What ends a solve without a chance to save."""
-
-
 class _Clock:
     """A clock that every step moves on by a second."""
 
@@ -183,23 +176,14 @@ def test_a_restart_of_the_momentum_is_on_the_way(monkeypatch):
 
 
 @every_variant
-def test_saving_changes_nothing(name, path):
+def test_a_solve_that_crashes_again_and_again(monkeypatch, name, path):
+    """Every process dies in its third window, having saved two at best; the last one's answer is kept."""
     solver, problem = VARIANTS[name], _problem_of(name)
-    plain = _solve(solver, problem)
-    saved = _solve(dataclasses.replace(solver, checkpoint=path, every=ALWAYS), problem)
-    _same(saved, plain)
-    assert saved.report.passes == plain.report.passes
-    report = plain.report
+    expected = _solve(solver, problem)
+    report = expected.report
     if name in WAYS:  # a variant goes the way that it is there for
         reason, note, products = WAYS[name]
         assert reason in report.reason and note in str(report.notes) and report.matmuls >= products
-
-
-@every_variant
-def test_a_solve_that_crashes_again_and_again(name, path):
-    """Every process dies in its third window, having saved two at best."""
-    solver, problem = VARIANTS[name], _problem_of(name)
-    expected = _solve(solver, problem)
     saving = dataclasses.replace(solver, checkpoint=path, every=ALWAYS)
 
     def crashing():
@@ -224,10 +208,26 @@ def test_a_solve_that_crashes_again_and_again(name, path):
     _same(found, expected)
     assert found.report.passes == expected.report.passes
     assert len(found.report.notes) == len(expected.report.notes) + len(reached)
+    contents = path.read_bytes()
+    monkeypatch.setattr(refinement.Refinement, "step", None)
+    for _ in range(2):
+        _same(_solve(saving, problem), expected)
+    assert path.read_bytes() == contents
 
 
-@every_variant
-def test_a_solve_that_stops_after_every_step(monkeypatch, name, path):
+@pytest.mark.parametrize("name", ["askotch", "askotch-float32", "eigenpro2"])
+def test_saving_changes_nothing(name, path):
+    solver, problem = VARIANTS[name], _problem_of(name)
+    plain = _solve(solver, problem)
+    saved = _solve(dataclasses.replace(solver, checkpoint=path, every=ALWAYS), problem)
+    _same(saved, plain)
+    assert saved.report.passes == plain.report.passes
+
+
+@pytest.mark.parametrize(
+    "name", ["askotch", "askotch-float32", "askotch-v1-nystrom", "skotch", "skotch-v1", "eigenpro2", "eigenpro2-halved"]
+)
+def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     """By its budget, which cuts through windows and passes."""
     solver, problem = VARIANTS[name], _problem_of(name)
     passes = []
@@ -241,7 +241,7 @@ def test_a_solve_that_stops_after_every_step(monkeypatch, name, path):
     monkeypatch.setattr(refinement.Refinement, "step", step)
     expected = _solve(solver, problem)
     stops = passes[:-1]
-    for count in range(0, len(stops), max(1, len(stops) // 25)):
+    for count in range(0, len(stops), max(1, len(stops) // 10)):
         stopped = _solve(dataclasses.replace(solver, checkpoint=path, max_passes=stops[count]), problem)
         reached = bool((stopped.report.residual <= stopped.report.tol).all())
         assert stopped.report.reason == ("reached the tolerance" if reached else "ran out of passes")
@@ -251,8 +251,9 @@ def test_a_solve_that_stops_after_every_step(monkeypatch, name, path):
     assert found.report.passes == expected.report.passes
 
 
-@pytest.mark.parametrize("end", ["stop", "interrupt"])
-@pytest.mark.parametrize("name", ["askotch", "askotch-float32", "eigenpro2"])
+@pytest.mark.parametrize(
+    ("name", "end"), [("askotch-float32", "stop"), ("askotch", "interrupt"), ("eigenpro2", "stop")]
+)
 def test_a_solve_that_is_stopped_in_any_window(name, end, path):
     """By its callback, or by Ctrl-C in there: also in the window in which the tolerance is met."""
     solver, problem = VARIANTS[name], _problem_of(name)
@@ -300,7 +301,7 @@ def test_every_crash_within_a_save(monkeypatch, path):
     save, replace = torch.save, os.replace
     for where, what, crash in ((torch, "save", half), (os, "replace", before), (os, "replace", after)):
         original = getattr(where, what)
-        for number in (1, 2, 3, 6):
+        for number in (1, 3):
             path.unlink(missing_ok=True)
             left = iter(range(number - 1))
 
@@ -317,7 +318,7 @@ def test_every_crash_within_a_save(monkeypatch, path):
             assert found.report.passes == expected.report.passes
 
 
-@pytest.mark.parametrize("name", ["askotch", "askotch-v1", "eigenpro2"])
+@pytest.mark.parametrize("name", ["askotch", "eigenpro2"])
 def test_held_out_errors_go_on(name, path):
     solver, problem = VARIANTS[name], _problem_of(name)
     held_out = points(100, seed=8), normal(100, 2, seed=9)
@@ -356,8 +357,8 @@ def test_a_start_is_kept(path):
 
 # --- killed ---------------------------------------------------------------------------------------------------
 
-KILLED = ("askotch", "askotch-float32", "askotch-v1-nystrom", "eigenpro2")
-AT_ANY_TIME = ("askotch", "askotch-float32")  # beside moments that are chosen
+KILLED = ("askotch-float32", "eigenpro2")  # every solver is killed in test_solver_contract.py, between two steps
+AT_ANY_TIME = ("askotch-float32",)  # beside moments that are chosen
 MOMENTS = ("in a step", "before writing", "half written", "before renaming", "after renaming")
 
 
@@ -622,17 +623,6 @@ def _steps(passes):
 # --- after the end --------------------------------------------------------------------------------------------
 
 
-@every_variant
-def test_a_finished_solve_is_returned_again(monkeypatch, name, path):
-    solver, problem = dataclasses.replace(VARIANTS[name], checkpoint=path), _problem_of(name)
-    first = _solve(solver, problem)
-    contents = path.read_bytes()
-    monkeypatch.setattr(refinement.Refinement, "step", None)
-    for _ in range(2):
-        _same(_solve(solver, problem), first)
-    assert path.read_bytes() == contents
-
-
 def test_a_smaller_tolerance_goes_on(path):
     """From the end of the first solve, with no more steps than one that had this tolerance from the start."""
     problem = _problem()
@@ -698,7 +688,7 @@ def _interrupting(monkeypatch, count, times=1):
     monkeypatch.setattr(BlockSystem, "rows", rows)
 
 
-@pytest.mark.parametrize("name", ["askotch", "askotch-float32", "askotch-v1", "skotch", "eigenpro2"])
+@pytest.mark.parametrize("name", ["askotch-float32", "eigenpro2"])
 def test_ctrl_c_saves_the_step_under_way(interruptible, monkeypatch, name, path):
     """Also where the iterate is not returned; then the solve goes on as if nothing had happened."""
     solver, problem = dataclasses.replace(VARIANTS[name], checkpoint=path), _problem_of(name)
@@ -719,8 +709,7 @@ def test_ctrl_c_saves_the_step_under_way(interruptible, monkeypatch, name, path)
     _same(_solve(solver, problem), expected)
 
 
-@pytest.mark.parametrize("handler", ["ours", "the user's"])
-@pytest.mark.parametrize("name", ["askotch", "askotch-v1", "skotch", "eigenpro2"])
+@pytest.mark.parametrize(("name", "handler"), [("askotch", "ours"), ("eigenpro2", "the user's")])
 def test_a_step_that_is_cut_in_the_middle(interruptible, monkeypatch, name, handler, path):
     """By a second Ctrl-C, or by a handler of the user's that raises: what the file keeps is a state before it."""
 

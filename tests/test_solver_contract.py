@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from forks import CAN_FORK, die, ended, fork, one_thread, run_script
-from problems import normal, points
-from sketchgp import ConvergenceWarning, FullProblem, InducingPointProblem, InputError, record_solves
+from problems import Crash, normal, points, quiet
+from sketchgp import FullProblem, InducingPointProblem, InputError, record_solves
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers import Progress
 
@@ -61,8 +60,7 @@ def make(name, columns=2, dtype=torch.float64, zero=()):
 def solve(name, problem, callback=None, initial=None, held_out=None, **choices):
     """Quietly; the solver's own choices but for some."""
     solver = dataclasses.replace(SOLVERS[name][0], **choices)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quiet():
         options = {"preconditioner": None} if name == "ConjugateGradients" else {}
         return solver.solve(problem, initial=initial, callback=callback, held_out=held_out, progress=False, **options)
 
@@ -213,10 +211,6 @@ def test_ctrl_c_keeps_an_iterate(name, interruptible):
     assert solution.report.reason == Reason.INTERRUPTED
     assert 0 < float(residual(name, problem, solution.value).max()) < 1.5
     assert_honest(name, problem, solution)
-
-
-class Crash(Exception):
-    """What ends a solve without a chance to save."""
 
 
 @every_solver
