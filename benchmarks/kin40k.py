@@ -7,6 +7,7 @@ computes the true residual in float64.  The runs of one setting alternate with t
 
     python benchmarks/kin40k.py --data DIRECTORY            # about half an hour; resumes if stopped
     python benchmarks/kin40k.py --data DIRECTORY --quick    # n = 3000, fewer settings, once each
+    python benchmarks/kin40k.py --report                    # tables and picture again, nothing measured
 """
 
 from __future__ import annotations

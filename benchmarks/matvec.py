@@ -9,6 +9,7 @@ fewer rows, are compared with dense float64.  ``--memory`` measures the peak mem
     python benchmarks/matvec.py --device cuda        # n = 100,000, and one product at n = 10^6
     python benchmarks/matvec.py --memory --data DIRECTORY
     python benchmarks/matvec.py --quick              # few cells, n = 2000
+    python benchmarks/matvec.py --report             # tables and picture again; each run measures what is missing
 """
 
 from __future__ import annotations

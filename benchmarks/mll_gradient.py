@@ -6,8 +6,9 @@ hyperparameters, one ``ExactMarginalLogLikelihood`` and one ``backward`` are com
 taken through a dense float64 Cholesky factorization: the 2-norm of the difference over the 2-norm of the
 exact gradient, all raw hyperparameters together (each ARD lengthscale, output scale, noise, constant mean).
 
-    python benchmarks/mll_gradient.py --data DIRECTORY            # a few minutes on two cores
+    python benchmarks/mll_gradient.py --data DIRECTORY            # a few minutes on two cores; resumes
     python benchmarks/mll_gradient.py --data DIRECTORY --quick    # n = 1000, one problem, two seeds
+    python benchmarks/mll_gradient.py --report                    # the table again, nothing measured
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ residual, computed again from GPyTorch's kernel matrix after the solve, is at mo
 
     python benchmarks/testbed.py --data DIRECTORY            # under an hour on two cores; resumes
     python benchmarks/testbed.py --data DIRECTORY --quick    # three sets, N = 1500, ranks 50 and 100
+    python benchmarks/testbed.py --report                    # tables and picture again, nothing measured
 """
 
 from __future__ import annotations
