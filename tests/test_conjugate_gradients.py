@@ -291,6 +291,17 @@ def test_reported_residual_is_the_true_one(preconditioner, dtype, noise, limit, 
     assert report.reason in reasons
 
 
+@pytest.mark.parametrize("limit", [1, 5, 20])
+def test_what_is_returned_is_no_worse_than_the_start(limit):
+    """Residuals of conjugate gradients rise before they fall: here tenfold."""
+    with quiet():
+        report = (
+            ConjugateGradients(tol=1e-9, max_iterations=limit).solve(_problem(noise=1e-4), preconditioner=None).report
+        )
+    assert float(report.history.max()) > 5
+    assert report.max_residual <= 1
+
+
 def test_float32_refinement_where_the_plain_recurrence_fails():
     """Products in float32 alone stop at a true residual far above the tolerance, whatever their recurrence says."""
     problem = _problem(n=400, noise=1e-5, dtype=torch.float32)
