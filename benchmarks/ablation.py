@@ -6,17 +6,17 @@ computed (from a stored matrix of test against training points); what a solver d
 storing the kernel matrix too.  The work is the number of entries of the kernel matrix that were evaluated or read.
 
     python benchmarks/ablation.py --data DIRECTORY            # three quarters of an hour; resumes
-    python benchmarks/ablation.py --data DIRECTORY --quick    # small problems, two seconds a run
+    python benchmarks/ablation.py --data DIRECTORY --quick    # two small problems, half a second a run
     python benchmarks/ablation.py --report                    # tables and pictures again, nothing measured
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,8 @@ from tqdm import tqdm
 import sketchgp
 from ablation_report import GROUPS, pictures, report
 from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
-from common import (
-    arguments,
-    data_directory,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    write_json,
-)
+from common import load_arrays, standardise
+from runner import Benchmark, Group
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers.full.blockwise.system import automatic_block_size
 
@@ -130,6 +118,9 @@ CASES = (
 )  # fmt: skip
 
 
+QUICK = ("higgs", "taxi")
+
+
 class Loaded:
     """A case, ready: the problem in float32, and what an iterate is worth on the test points."""
 
@@ -192,67 +183,64 @@ def measure(loaded: Loaded, solver: Any, seconds: float) -> dict[str, Any]:
     return run | {"solver": repr(solver), "course": trace.columns}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "small problems, two seconds a run")
-    parser.add_argument("--problems", nargs="*", choices=[case.name for case in CASES], help="only these")
-    parser.add_argument("--methods", help="only the methods whose label contains this text")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="a run (25 to 45)")
-    options = parser.parse_args()
-    path = results_directory(options.out, options.quick) / "ablation.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        results = run_all(options, path, results)
-    publish(path, results, report, "problems")
-    pictures(results, path)
 
 
-def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-    directory = data_directory(options.data)
-    results = {
-        "machine": machine(),
-        "problem": {"dtype": "float32", "matmul": "auto", "memory_budget": BUDGET, "row_seed": 0, "solver_seed": 0,
-                    "tolerance": 1e-4, "rank_blocks": f"n/{SHARE}"},
-        "groups": GROUPS,
-        "problems": old.get("problems", {}),
-    }  # fmt: skip
+def problem(options: argparse.Namespace) -> dict[str, Any]:
+    return {"dtype": "float32", "matmul": "auto", "memory_budget": BUDGET, "row_seed": 0, "solver_seed": 0,
+            "tolerance": 1e-4, "rank_blocks": f"n/{SHARE}"}  # fmt: skip
+
+
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
     for case in CASES:
-        if options.problems and case.name not in options.problems:
+        if options.quick and case.name not in QUICK:
             continue
-        missing = [name for name in case.files if not has_data(directory, name)]
-        if missing or (case.name == "homo" and not (directory / "make_cm.py").is_file()):
-            tqdm.write(f"{case.name}: {', '.join(missing) or 'make_cm.py'} not in the data directory, left out")
+        if case.name == "homo" and not (directory / "make_cm.py").is_file():
+            tqdm.write(f"{case.name}: no make_cm.py in the data directory, left out")
             continue
-        seconds = options.seconds or (2.0 if options.quick else case.seconds)
+        seconds = options.seconds or (0.5 if options.quick else case.seconds)
         train, test = (min(case.train, 1500), 500) if options.quick else (case.train, case.test)
-        settings = {"words": case.words, "noise": case.noise, "lengthscale": case.lengthscale, "n_train": train,
-                    "n_test": test, "metric": case.metric, "seconds": seconds}  # fmt: skip
-        item = results["problems"].setdefault(case.name, {**settings, "runs": {}})
-        if any(item.get(key) != value for key, value in settings.items()):
-            raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-        wanted = solvers(train, case.noise)
-        todo = [label for label in wanted if label not in item["runs"] and (options.methods or "") in label]
-        if not todo:
-            continue
-        loaded = Loaded(case, directory, train, test)
-        warm_up(case.kernel())
-        item["automatic_block_size"] = automatic_block_size(train, torch.device("cpu"))
-        for label in tqdm(todo, disable=None, unit="run", desc=case.name):
-            load_before = load_average()
-            run = measure(loaded, wanted[label], seconds)
-            item["runs"][label] = {**run, "date": now(), "load_before": load_before}
-            write_json(path, results)
-            course = run["course"]
-            tqdm.write(
-                f"{case.name}, {label}: {case.metric} {min(course[case.metric]):.5g} at best, "
-                f"{course[case.metric][-1]:.5g} at the end, residual {course['residual'][-1]:.1e}, "
-                f"{course['entries'][-1] / train**2:.1f} passes, {course['seconds'][-1]:.1f} s ({run['reason']})"
-            )
-            gc.collect()
-        del loaded
-        gc.collect()
-    write_json(path, results)
-    return results
+        yield Group(
+            ("problems", case.name, "runs"),
+            [(label, (case, solver, seconds)) for label, solver in solvers(train, case.noise).items()],
+            load=partial(load, case, directory, train, test),
+            needs=case.files,
+            same={"words": case.words, "noise": case.noise, "lengthscale": case.lengthscale, "n_train": train,
+                  "n_test": test, "metric": case.metric, "seconds": seconds},
+            facts={"automatic_block_size": automatic_block_size(train, torch.device("cpu"))},
+        )  # fmt: skip
+
+
+def load(case: Case, directory: Path, train: int, test: int) -> Loaded:
+    warm_up(case.kernel())
+    return Loaded(case, directory, train, test)
+
+
+def words(run: dict[str, Any]) -> str:
+    course = run["course"]
+    metric = next(name for name in ("smape", "error", "rmse") if name in course)
+    return (
+        f"{metric} {min(course[metric]):.5g} at best, {course[metric][-1]:.5g} at the end, residual "
+        f"{course['residual'][-1]:.1e}, {course['seconds'][-1]:.1f} s ({run['reason']})"
+    )
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="ablation",
+    quick="two small problems, half a second a run",
+    problem=problem,
+    groups=groups,
+    perform=lambda loaded, task: measure(loaded, *task[1:]),
+    report=report,
+    picture=pictures,
+    say=words,
+    what="problems",
+    options=add_options,
+    head={"groups": GROUPS},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -15,37 +15,23 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
 from acceleration_report import picture, report
 from blockwise import Trace, callbacks_every, counted_rows
-from common import (
-    arguments,
-    data_directory,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    targets,
-    write_json,
-)
+from common import load_arrays, standardise, subsample, targets
+from runner import Benchmark, Group
 
 ROWS = 6000
 SEEDS = (0, 1)
@@ -199,69 +185,56 @@ def solvers(n: int, noise: float, seed: int, settings: dict[str, Any]) -> dict[s
     return found | {variant: make(noise, n, common) for variant, make in OWN.items()}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "three problems, n = 1000, one seed")
-    parser.add_argument("--only", help="only the problems whose name contains this text")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help=f"rows at most ({ROWS})")
     parser.add_argument("--seeds", type=int, nargs="*", help="of the solvers (0 1)")
-    options = parser.parse_args()
-    path = results_directory(options.out, options.quick) / "acceleration.json"
-    old = {} if options.fresh else read_json(path)
-    if not options.report:
-        old = run_all(options, path, old)
-    if not old:
-        raise SystemExit(f"There is no {path.name} to report on.")
-    text = report(old)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    picture(old, path.with_suffix(".png"))
-    print(text)
 
 
-def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-    directory = data_directory(options.data)
-    rows = options.n or (1000 if options.quick else ROWS)
+def problem(options: argparse.Namespace) -> dict[str, Any]:
+    return {"rows": options.n or (1000 if options.quick else ROWS), "row_seed": 0, "targets": list(TARGETS),
+            "cap": CAP, "dtype": "float32", "settings": QUICK_SETTINGS if options.quick else SETTINGS,
+            "checked_every_passes": 0.5}  # fmt: skip
+
+
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    about = problem(options)
     seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
-    settings = QUICK_SETTINGS if options.quick else SETTINGS
-    parameters = {"rows": rows, "row_seed": 0, "targets": list(TARGETS), "cap": CAP, "dtype": "float32",
-                  "settings": settings, "checked_every_passes": 0.5}  # fmt: skip
-    if old and old.get("problem") != parameters:
-        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-    results = {"machine": machine(), "problem": parameters, "problems": old.get("problems", {})}
-    chosen = [case for number, case in enumerate(CASES) if not options.quick or number in QUICK]
-    chosen = [case for case in chosen if not options.only or options.only in case.name]
-    wanted = [(seed, key) for seed in seeds for key in solvers(rows, 1.0, seed, settings)]
-    bar = tqdm(total=len(chosen) * len(wanted), disable=None, unit="run")
-    for case in chosen:
-        item = results["problems"].setdefault(case.name, {"runs": {}})
-        done = {(run["seed"], key) for key, runs in item["runs"].items() for run in runs}
-        todo = [run for run in wanted if run not in done]
-        bar.update(len(wanted) - len(todo))
-        if not todo:
+    for number, case in enumerate(CASES):
+        if options.quick and number not in QUICK:
             continue
-        if not has_data(directory, case.data):
-            tqdm.write(f"{case.name}: no {case.data}.npz in the data directory, left out")
-            del results["problems"][case.name]
-            continue
-        loaded = load(directory, case, rows)
-        n = len(loaded.y)
-        item |= {"n": n, "data": case.data, "kernel": case.kernel, "lengthscale": case.lengthscale,
-                 "noise": case.noise, "positive": case.positive}  # fmt: skip
-        for seed, key in todo:
-            load_before = load_average()
-            run = measure(loaded, solvers(n, case.noise, seed, settings)[key])
-            item["runs"].setdefault(key, []).append({"seed": seed, **run, "date": now(), "load_before": load_before})
-            write_json(path, results)
-            tqdm.write(
-                f"{case.name}, {key}, seed {seed}: residual {run['final_residual']:.1e} after "
-                f"{run['final_passes']:.1f} passes, {run['seconds']:.1f} s"
-            )
-            bar.update()
-        del loaded
-        gc.collect()
-    bar.close()
-    write_json(path, results)
-    return results
+        yield Group(
+            ("problems", case.name, "runs"),
+            [((key, {"seed": seed}), (key, seed, about["settings"]))
+             for seed in seeds for key in solvers(about["rows"], 1.0, seed, about["settings"])],
+            load=partial(load, directory, case, about["rows"]),
+            needs=(case.data,),
+            about=lambda loaded, case=case: {
+                "n": len(loaded.y), "data": case.data, "kernel": case.kernel, "lengthscale": case.lengthscale,
+                "noise": case.noise, "positive": case.positive},
+        )  # fmt: skip
+
+
+def perform(loaded: Loaded, task: tuple[str, int, dict[str, Any]]) -> dict[str, Any]:
+    key, seed, settings = task
+    return measure(loaded, solvers(len(loaded.y), loaded.noise, seed, settings)[key])
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="acceleration",
+    quick="three problems, n = 1000, one seed",
+    problem=problem,
+    groups=groups,
+    perform=perform,
+    report=report,
+    picture=lambda results, path: picture(results, path.with_suffix(".png")),
+    say=lambda run: (
+        f"residual {run['final_residual']:.1e} after {run['final_passes']:.1f} passes, {run['seconds']:.1f} s"
+    ),
+    what="problems",
+    options=add_options,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

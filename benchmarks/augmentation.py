@@ -20,25 +20,11 @@ from typing import Any
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    has_data,
-    load_average,
-    machine,
-    median,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    table,
-    write_json,
-)
+from common import describe, median, table
 from eigenpro import load
+from runner import Benchmark, Group
 from sketchgp.operators.tall import TallMatrix
 
 SETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
@@ -102,28 +88,36 @@ def report(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def main() -> None:
-    options = arguments(__doc__, "500 images, three epochs").parse_args()
-    path = results_directory(options.out, options.quick) / "augmentation.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory = data_directory(options.data)
-        images, epochs = (500, 3) if options.quick else (IMAGES, EPOCHS)
-        problem = {"images": images, "epochs": epochs, "batch": BATCH, "image_seed": 0, "dtype": "float32"}
-        results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
-        cells = [(name, d, seed) for name in SETS for d in (0.0, *DEVIATIONS) for seed in (SEEDS if d else (0,))]
-        for name, deviation, seed in tqdm(cells, disable=None, unit="run"):
-            label = f"{name}, {deviation:g}, {seed}"
-            if label in results["runs"] or not has_data(directory, name):
-                continue
-            load_before = load_average()
-            run = measure(directory, name, deviation, seed, images, epochs)
-            results["runs"][label] = {"set": name, "deviation": deviation, "seed": seed, **run, "date": now(),
-                                      "load_before": load_before}  # fmt: skip
-            write_json(path, results)
-            tqdm.write(f"{label}: {run['accuracy']:.2f}%, {run['seconds']:.0f} s")
-    publish(path, results, report)
+def problem(options: Any) -> dict[str, Any]:
+    images, epochs = (500, 3) if options.quick else (IMAGES, EPOCHS)
+    return {"images": images, "epochs": epochs, "batch": BATCH, "image_seed": 0, "dtype": "float32"}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    sizes = problem(options)
+    deviations = (0.0, 0.1) if options.quick else (0.0, *DEVIATIONS)
+    for name in list(SETS)[: 1 if options.quick else None]:
+        cells = [(deviation, seed) for deviation in deviations for seed in (SEEDS if deviation else (0,))]
+        tasks = [(f"{name}, {d:g}, {seed}", (directory, name, d, seed, sizes["images"], sizes["epochs"]))
+                 for d, seed in cells]  # fmt: skip
+        yield Group(("runs",), tasks, needs=(name,))
+
+
+def perform(loaded: None, task: tuple[Path, str, float, int, int, int]) -> dict[str, Any]:
+    return {"set": task[1], "deviation": task[2], "seed": task[3], **measure(*task)}
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="augmentation",
+    quick="500 images of one set, three epochs, one noise",
+    problem=problem,
+    groups=groups,
+    perform=perform,
+    report=report,
+    say=lambda run: f"{run['accuracy']:.2f}%, {run['seconds']:.0f} s",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -11,37 +11,23 @@ ends with the largest residual is.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import gc
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import sketchgp
 from ablation import CASES as ABLATION
 from ablation import Case as Problem
 from ablation import Loaded
 from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    has_data,
-    load_average,
-    machine,
-    now,
-    number,
-    publish,
-    read_json,
-    results_directory,
-    table,
-    write_json,
-)
+from common import describe, number, table
+from runner import Benchmark, Group
 from sketchgp.solvers.automatic import automatic_solver
 
 TOL = 1e-3
@@ -171,53 +157,46 @@ def loads(results: dict[str, Any]) -> list[float]:
     return [run["load_before"] for run in runs if run["load_before"] is not None]
 
 
-def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-    directory = data_directory(options.data)
-    results = {
-        "machine": machine(),
-        "problem": {"dtype": "float32", "matmul": "auto", "row_seed": 0, "solver_seed": 0, "tolerance": TOL},
-        "problems": old.get("problems", {}),
-    }
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
     problems: dict[str, Problem] = {problem.name: problem for problem in ABLATION}
     for number_, case in enumerate(CASES):
         if options.quick and number_ not in QUICK:
             continue
         problem = problems[case.problem]
-        if not all(has_data(directory, name) for name in problem.files):
-            tqdm.write(f"{case.name}: data missing, left out")
-            continue
         with sketchgp.settings.memory_budget(case.budget):
             chosen, why = automatic_solver(case.n, torch.device("cpu"), sketchgp.RPCholesky())
-            item = results["problems"].setdefault(f"{case.name}, memory {case.budget / GIB:g} GiB", {"runs": {}})
-            item |= {"n": case.n, "noise": case.noise, "budget": case.budget, "seconds": case.seconds,
-                     "words": problem.words, "automatic": type(chosen).__name__, "why": why}  # fmt: skip
-            todo = {name: solver for name, solver in solvers(case.n).items() if name not in item["runs"]}
-            if not todo:
-                continue
-            loaded = Loaded(dataclasses.replace(problem, noise=case.noise), directory, case.n, 2_000)
-            warm_up(problem.kernel())
-            for name, solver in tqdm(todo.items(), disable=None, unit="run", desc=case.name):
-                load_before = load_average()
-                run = measure(loaded, solver, case.seconds)
-                item["runs"][name] = {**run, "date": now(), "load_before": load_before}
-                write_json(path, results)
-                tqdm.write(f"{case.name}, {name}: {run['seconds']:.1f} s, residual {run['residual']:.1e}")
-                gc.collect()
-            del loaded
-            gc.collect()
-    write_json(path, results)
-    return results
+        yield Group(
+            ("problems", f"{case.name}, memory {case.budget / GIB:g} GiB", "runs"),
+            [(name, (solver, case)) for name, solver in solvers(case.n).items()],
+            load=partial(load, directory, problem, case),
+            needs=problem.files,
+            same={"n": case.n, "noise": case.noise, "budget": case.budget, "seconds": case.seconds},
+            facts={"words": problem.words, "automatic": type(chosen).__name__, "why": why},
+        )
 
 
-def main() -> None:
-    parser = arguments(__doc__, "the smallest two problems")
-    options = parser.parse_args()
-    path = results_directory(options.out, options.quick) / "automatic.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        results = run_all(options, path, results)
-    publish(path, results, report, "problems")
+def load(directory: Path, problem: Problem, case: Case) -> Loaded:
+    warm_up(problem.kernel())
+    return Loaded(dataclasses.replace(problem, noise=case.noise), directory, case.n, 2_000)
+
+
+def perform(loaded: Loaded, task: tuple[Any, Case]) -> dict[str, Any]:
+    with sketchgp.settings.memory_budget(task[1].budget):
+        return measure(loaded, task[0], task[1].seconds)
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="automatic",
+    quick="the smallest two problems",
+    problem=lambda options: {"dtype": "float32", "matmul": "auto", "row_seed": 0, "solver_seed": 0, "tolerance": TOL},
+    groups=groups,
+    perform=perform,
+    report=report,
+    say=lambda run: f"{run['seconds']:.1f} s, residual {run['residual']:.1e}",
+    what="problems",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

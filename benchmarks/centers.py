@@ -13,29 +13,19 @@ never looked at before.  What the paper printed stands beside it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    load_arrays,
-    load_average,
-    machine,
-    median,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    table,
-    write_json,
-)
+from common import describe, load_arrays, median, table
+from runner import Benchmark, Group
 from sketchgp.operators.tall import TallMatrix
 
 SIZES = (100, 1000)
@@ -49,42 +39,52 @@ FITS = {
 }  # fmt: skip
 
 
-def measure(directory: Path, path: Path, quick: bool, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds to ``runs`` those that are missing, and saves."""
+@dataclass
+class Images:
+    """MNIST, pixels from 0 to 1, and its one-hot targets."""
+
+    train_x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: sketchgp.OneHot
+    kernel: gpytorch.kernels.Kernel
+
+
+@dataclass
+class Chosen:
+    """Inducing points, the seconds that choosing them took, and the kernel of test images against them."""
+
+    images: Images
+    points: Tensor
+    seconds: float
+    tall: TallMatrix
+
+
+def load(directory: Path, rows: int) -> Images:
     arrays = load_arrays(directory, "mnist")
     test = torch.as_tensor(arrays["is_test"]).bool()
     x, y = torch.as_tensor(arrays["X"]).float() / 255, torch.as_tensor(arrays["y"]).long()
-    train_x, train_y = x[~test], y[~test]
-    if quick:
-        train_x, train_y = train_x[:2000], train_y[:2000]
-    classes = sketchgp.OneHot(train_y)
+    classes = sketchgp.OneHot(y[~test][:rows])
     kernel = gpytorch.kernels.MaternKernel(nu=0.5)
     kernel.lengthscale = LENGTHSCALE
-    results = {"machine": machine("scikit-learn"), "problem": {"train": len(train_x), "test": int(test.sum()),
-               "lengthscale": LENGTHSCALE, "noise": NOISE, "dtype": "float32"}, "runs": runs}  # fmt: skip
-    cells = [(m, how, seed) for m in ((50,) if quick else SIZES) for how, seeds in SEEDS.items() for seed in seeds]
-    for m, method, seed in cells:
-        known = {run["fit"] for run in runs if (run["m"], run["method"], run["seed"]) == (m, method, seed)}
-        if known >= set(FITS):
-            continue
-        started = time.perf_counter()
-        z = sketchgp.choose_inducing_points(kernel, train_x, m, method=method, seed=seed).points
-        chosen = time.perf_counter() - started
-        tall = TallMatrix(kernel, x[test], z, accurate=True)
-        for fit, (solver, noise) in FITS.items():
-            if fit in known:
-                continue
-            load_before = load_average()
-            problem = sketchgp.InducingPointProblem(kernel, train_x, classes.encode(train_y), noise, z)
-            solution = solver.solve(problem)
-            accuracy = float((classes.decode(tall.matmul(solution.value)) == y[test]).double().mean())
-            runs.append({"m": m, "method": method, "seed": seed, "fit": fit, "accuracy": 100 * accuracy,
-                         "choosing_seconds": chosen, "solving_seconds": solution.report.seconds,
-                         "residual": solution.report.max_residual, "date": now(),
-                         "load_before": load_before})  # fmt: skip
-            write_json(path, results)
-            tqdm.write(f"{m} points, {method}, seed {seed}, {fit}: {100 * accuracy:.2f}%")
-    return results
+    return Images(x[~test][:rows], classes.encode(y[~test][:rows]), x[test], y[test], classes, kernel)
+
+
+def choose(images: Images, m: int, method: str, seed: int) -> Chosen:
+    started = time.perf_counter()
+    z = sketchgp.choose_inducing_points(images.kernel, images.train_x, m, method=method, seed=seed).points
+    seconds = time.perf_counter() - started
+    return Chosen(images, z, seconds, TallMatrix(images.kernel, images.test_x, z, accurate=True))
+
+
+def measure(chosen: Chosen, fit: str) -> dict[str, Any]:
+    images, (solver, noise) = chosen.images, FITS[fit]
+    problem = sketchgp.InducingPointProblem(images.kernel, images.train_x, images.y, noise, chosen.points)
+    solution = solver.solve(problem, progress=False)
+    found = images.classes.decode(chosen.tall.matmul(solution.value))
+    return {"accuracy": 100 * float((found == images.test_y).double().mean()), "choosing_seconds": chosen.seconds,
+            "solving_seconds": solution.report.seconds, "residual": solution.report.max_residual}  # fmt: skip
 
 
 def report(results: dict[str, Any]) -> str:
@@ -101,14 +101,33 @@ def report(results: dict[str, Any]) -> str:
                       table(["points", "chosen by", *FITS, "seeds", "paper"], rows), ""])  # fmt: skip
 
 
-def main() -> None:
-    options = arguments(__doc__, "2,000 images, 50 points").parse_args()
-    path = results_directory(options.out, options.quick) / "centers.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        results = measure(data_directory(options.data), path, options.quick, results.get("runs", []))
-    publish(path, results, report)
+def about(options: Any) -> dict[str, Any]:
+    return {"train": 2000 if options.quick else 60_000, "test": 10_000, "lengthscale": LENGTHSCALE, "noise": NOISE,
+            "dtype": "float32"}  # fmt: skip
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    images = lru_cache(partial(load, directory, about(options)["train"]))
+    for m in (50,) if options.quick else SIZES:
+        for method, seeds in SEEDS.items():
+            for seed in seeds:
+                which = {"m": m, "method": method, "seed": seed}
+                tasks = [(({**which, "fit": fit},), fit) for fit in FITS]
+                yield Group(("runs",), tasks, partial(lambda w: choose(images(), **w), which), needs=("mnist",))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="centers",
+    quick="2,000 images, 50 points",
+    problem=about,
+    groups=groups,
+    perform=measure,
+    report=report,
+    say=lambda run: f"{run['accuracy']:.2f}%",
+    versions=("scikit-learn",),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -180,24 +180,25 @@ def results_directory(given: str | None, quick: bool) -> Path:
     return directory
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON has it, six digits."""
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, (np.floating, float)):
         number = float(value)
         return float(f"{number:.6g}") if math.isfinite(number) else None
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write atomically (a killed run leaves the older file); six digits; not-a-number becomes null."""
-    text = json.dumps(_plain(content), indent=1, allow_nan=False)
+    text = json.dumps(plain(content), indent=1, allow_nan=False)
     temporary = path.with_suffix(path.suffix + ".part")
     temporary.write_text(_one_line_lists(text) + "\n", encoding="utf-8")
     os.replace(temporary, path)

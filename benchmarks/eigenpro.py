@@ -16,11 +16,10 @@ its memory is the peak of the whole process, data and libraries included, and th
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,12 @@ import gpytorch
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    median,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    write_json,
-)
+from common import load_arrays, median, standardise
 from eigenpro_report import picture, report
-from measure import current_memory_mb, high_water_mb, in_new_process
+from measure import current_memory_mb, high_water_mb
+from runner import Benchmark, Group
 from sketchgp.operators.tall import TallMatrix
 
 SIZES = (1250, 2500, 5000, 10_000, 20_000)
@@ -144,36 +129,29 @@ def tasks(quick: bool) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = arguments(__doc__, "one set, 2,000 rows")
-    parser.add_argument("--only", help="only the runs whose label contains this text")
-    parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        write_json(Path(options.task[1]), perform(json.loads(options.task[0]), data_directory(options.data)))
-        return
-    path = results_directory(options.out, options.quick) / "eigenpro.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory = data_directory(options.data)
-        problem = {"noise_falkon": NOISE, "epochs": EPOCHS, "iterations_falkon": ITERATIONS, "budget_gb": BUDGET,
-                   "seconds": SECONDS, "seed": 0, "dtype": "float32"}  # fmt: skip
-        results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
-        for task in tqdm(tasks(options.quick), disable=None, unit="run"):
-            label = f"{task['set']}, {task['m']}, {task['method']}"
-            if label in results["runs"] or (options.only and options.only not in label):
-                continue
-            if not has_data(directory, task["set"]):
-                continue
-            load_before = load_average()
-            run = in_new_process(Path(__file__), task, directory)
-            results["runs"][label] = {**{k: task[k] for k in ("set", "m", "method")}, **run, "date": now(),
-                                      "load_before": load_before}  # fmt: skip
-            write_json(path, results)
-            tqdm.write(f"{label}: {run}")
-    publish(path, results, report)
-    picture(results, path.with_suffix(".png"))
+def problem(options: Any) -> dict[str, Any]:
+    return {"noise_falkon": NOISE, "epochs": EPOCHS, "iterations_falkon": ITERATIONS, "budget_gb": BUDGET,
+            "seconds": SECONDS, "seed": 0, "dtype": "float32"}  # fmt: skip
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    for task in tasks(options.quick):
+        yield Group(("runs",), [(f"{task['set']}, {task['m']}, {task['method']}", task)], needs=(task["set"],))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="eigenpro",
+    quick="one set, 2,000 rows",
+    problem=problem,
+    groups=groups,
+    perform=lambda task, directory: {key: task[key] for key in ("set", "m", "method")} | perform(task, directory),
+    report=report,
+    picture=lambda results, path: picture(results, path.with_suffix(".png")),
+    say=str,
+    alone=Path(__file__),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

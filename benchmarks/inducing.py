@@ -12,36 +12,22 @@ points drawn uniformly, 100 iterations, relative residual of the normal equation
 
 from __future__ import annotations
 
-import argparse
-import gc
 import math
 import time
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    targets,
-    write_json,
-)
+from common import has_data, load_arrays, standardise, subsample, targets
 from inducing_report import picture, report, time_picture
+from runner import Benchmark, Group
 from sketchgp.solvers import InducingPointProblem, NormalEquationsSolver
 from testbed import QUICK_SETS, SETS, DataSet
 
@@ -61,11 +47,14 @@ class Plain(NormalEquationsSolver):
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 16 * problem.m**2
 
-    def preconditioner(self, matrix: Any) -> None:
+    def preconditioner(self, matrix: Any, targets: Tensor) -> None:
         return None
 
     def _describe(self, problem: InducingPointProblem) -> str:
         return "none"
+
+    def _remedy(self, problem: InducingPointProblem) -> str:
+        return ""
 
 
 def solvers(tolerance: float, iterations: int) -> dict[str, Any]:
@@ -102,79 +91,67 @@ def measure(problem: sketchgp.InducingPointProblem, solver: Any) -> dict[str, An
     }
 
 
-def main() -> None:
-    parser = arguments(__doc__, "three sets, N = 1500")
-    parser.add_argument("--only", help="only the sets whose name contains this text")
-    options = parser.parse_args()
-    path = results_directory(options.out, options.quick) / "inducing.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        results = run_all(options, path, results)
-    publish(path, results, report, "sets")
-    picture(results, path.with_suffix(".png"))
-    if results["times"]:
-        time_picture(results, path.with_name("inducing_times.png"))
+def about(options: Any) -> dict[str, Any]:
+    return {"rows": 1500 if options.quick else ROWS, "bandwidth": BANDWIDTH, "mu_over_n": MU_OVER_N,
+            "tolerance": TOLERANCE, "max_iterations": MAX_ITERATIONS, "row_seed": 0, "point_seed": 1,
+            "dtype": "float64"}  # fmt: skip
 
 
-def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-    directory = data_directory(options.data)
-    rows = 1500 if options.quick else ROWS
-    parameters = {"rows": rows, "bandwidth": BANDWIDTH, "mu_over_n": MU_OVER_N, "tolerance": TOLERANCE,
-                  "max_iterations": MAX_ITERATIONS, "row_seed": 0, "point_seed": 1, "dtype": "float64"}  # fmt: skip
-    if old and old.get("problem") != parameters:
-        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-    results = {"machine": machine(), "problem": parameters, "sets": old.get("sets", {}), "times": old.get("times", {})}
-    chosen = [data for data in SETS if not options.quick or data.name in QUICK_SETS]
-    chosen = [data for data in chosen if not options.only or options.only in data.name]
-    for data in tqdm(chosen, disable=None, unit="set"):
-        if not has_data(directory, data.name):
-            tqdm.write(f"{data.name}: not in the data directory, left out")
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    rows = about(options)["rows"]
+    for data in SETS:
+        if options.quick and data.name not in QUICK_SETS:
             continue
-        n = min(rows, len(load_arrays(directory, data.name)["y"]))
-        item = results["sets"].setdefault(data.name, {"n": n, "runs": {}})
+        n = min(rows, len(load_arrays(directory, data.name)["y"])) if has_data(directory, data.name) else rows
         settings = [("sqrt", math.isqrt(n), MU_OVER_N), ("tenth", n // 10, MU_OVER_N)]
         if data.name in TINY:
             settings += [("tiny", math.isqrt(n), TINY[data.name]), ("tiny tenth", n // 10, TINY[data.name])]
         for label, k, mu_over_n in settings:
-            todo = {name: s for name, s in solvers(TOLERANCE, MAX_ITERATIONS).items()
-                    if f"{name}, {label}" not in item["runs"]}  # fmt: skip
-            if not todo:
-                continue
-            problem = load(directory, data, rows, k, mu_over_n)
-            item["inputs"] = problem.inducing_points.shape[1]
-            for name, solver in todo.items():
-                load_before = load_average()
-                run = measure(problem, solver)
-                item["runs"][f"{name}, {label}"] = {"k": k, "mu_over_n": mu_over_n, **run, "date": now(),
-                                                    "load_before": load_before}  # fmt: skip
-                write_json(path, results)
-                tqdm.write(
-                    f"{data.name}, k = {k}, mu/N = {mu_over_n:g}, {name}: {run['iterations']} iterations, residual "
-                    f"{run['true_residual']:.1e}, {run['seconds']:.1f} s"
-                )
-            del problem
-            gc.collect()
-    if not options.quick and not options.only and has_data(directory, TIMED[0]):
-        measure_times(directory, path, results)
-    write_json(path, results)
-    return results
+            yield Group(
+                ("sets", data.name, "runs"),
+                [(f"{name}, {label}", ({"k": k, "mu_over_n": mu_over_n}, solver))
+                 for name, solver in solvers(TOLERANCE, MAX_ITERATIONS).items()],
+                load=partial(load, directory, data, rows, k, mu_over_n),
+                needs=(data.name,),
+                same={"n": n},
+                about=lambda loaded: {"inputs": loaded.inducing_points.shape[1]},
+            )  # fmt: skip
+    if not options.quick:
+        yield from timed(directory)
 
 
-def measure_times(directory: Path, path: Path, results: dict[str, Any]) -> None:
+def timed(directory: Path) -> Iterator[Group]:
     """Seconds to the tolerance against k, on one set."""
     name, rows, mu_over_n, sizes = TIMED
     for k in sizes:
-        problem = load(directory, DataSet(name, None, ""), rows, k, mu_over_n)
-        runs = results["times"].setdefault(str(k), {})
         candidates = {**solvers(TOLERANCE, 1000), "QR": sketchgp.QR()}
-        for label, solver in candidates.items():
-            if label == "none" or label in runs or (label == "QR" and k > DIRECT_LIMIT):
-                continue
-            load_before = load_average()
-            runs[label] = {**measure(problem, solver), "date": now(), "load_before": load_before}
-            write_json(path, results)
-            tqdm.write(f"{name}, k = {k}, {label}: {runs[label]['seconds']:.1f} s")
+        del candidates["none"]
+        if k > DIRECT_LIMIT:
+            del candidates["QR"]
+        tasks = [(label, ({}, solver)) for label, solver in candidates.items()]
+        yield Group(("times", str(k)), tasks, partial(load, directory, DataSet(name, None, ""), rows, k, mu_over_n),
+                    needs=(name,))  # fmt: skip
+
+
+def pictures(results: dict[str, Any], path: Path) -> None:
+    picture(results, path.with_suffix(".png"))
+    if results.get("times"):
+        time_picture(results, path.with_name("inducing_times.png"))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="inducing",
+    quick="three sets, N = 1500",
+    problem=about,
+    groups=groups,
+    perform=lambda problem, task: {**task[0], **measure(problem, task[1])},
+    report=report,
+    picture=pictures,
+    say=lambda run: f"{run['iterations']} iterations, residual {run['true_residual']:.1e}, {run['seconds']:.1f} s",
+    what="sets",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -53,7 +53,7 @@ def report(results: dict[str, Any]) -> str:
             f"Solved: KRILL {solved['KRILL']}, Falkon {solved['Falkon']}, none {solved['none']} of {len(sets)}. KRILL: "
             f"at most {most} iterations; above {BOUNDS[label]}: {', '.join(over) or 'none'}.", "",
         ]  # fmt: skip
-    if results["times"]:
+    if results.get("times"):
         rows = []
         for k, runs in results["times"].items():
             cells = [f"{number(runs[m]['seconds'])} ({runs[m]['iterations']})" if m in runs else None

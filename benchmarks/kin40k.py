@@ -7,37 +7,27 @@ computes the true residual in float64.  The runs of one setting alternate with t
 
     python benchmarks/kin40k.py --data DIRECTORY            # about half an hour; resumes if stopped
     python benchmarks/kin40k.py --data DIRECTORY --quick    # n = 3000, fewer settings, once each
+    python benchmarks/kin40k.py --report                    # tables and picture again, nothing measured
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from common import (
-    data_directory,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    read_json,
-    results_directory,
-    standardise,
-    thinned,
-    write_json,
-)
+from common import load_arrays, now, standardise, thinned
 from kin40k_report import picture, report
-from measure import counted_gpytorch_cg, in_new_process, peak_memory_mb, true_residual
+from measure import counted_gpytorch_cg, peak_memory_mb, true_residual
+from runner import Benchmark, Group
 
 TRAINING_ROWS = 20_000
 NOISES = (1e-2, 1e-4)
@@ -210,76 +200,57 @@ def exact(directory: Path, rows: int) -> dict[str, Any]:
     return results
 
 
-def name_of(setting: dict[str, Any]) -> str:
-    return f"{setting['label']} | noise {setting['noise']:g}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with uci_kin40k.npz")
-    parser.add_argument("--out", help="directory for the results")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--only", help="run only the settings whose name contains this text")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results, except the exact RMSE")
-    parser.add_argument("--quick", action="store_true", help="n = 3000, fewer settings, once each")
-    parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    directory = data_directory(options.data)
-    if options.task:
-        task = json.loads(options.task[0])
-        kind = task.pop("kind")
-        answer = (
-            exact(directory, task["rows"]) if kind == "exact" else measure(task["setting"], directory, task["rows"])
-        )
-        write_json(Path(options.task[1]), answer)
-        return
 
-    rows = 3000 if options.quick else TRAINING_ROWS
-    repetitions = 1 if options.quick else options.repetitions
-    path = results_directory(options.out, options.quick) / "kin40k.json"
-    old = read_json(path)
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "problem": {"set": "uci_kin40k", "training_rows": rows, "test_rows": 4000, "dtype": "float32",
-                    "lengthscale": 2.0, "outputscale": 1.0, "row_seed": 0, "preconditioner_seed": 0},
-        "exact": old.get("exact"),
-        "settings": SETTINGS,
-        "runs": {} if options.fresh else old.get("runs", {}),
-    }  # fmt: skip
-    if results["exact"] is None:
-        print("exact float64 Cholesky, once ...", flush=True)
-        reference = in_new_process(Path(__file__), {"kind": "exact", "rows": rows}, directory)
-        if "failed" in reference:
-            raise SystemExit(f"The exact solution failed: {reference['failed']}")
-        results["exact"] = reference
-        write_json(path, results)
-    chosen = [s for s in SETTINGS if not options.only or options.only in name_of(s)]
-    if options.quick:
-        chosen = [s for s in chosen if not s.get("once")]
-    todo = [
-        setting
-        for repetition in range(repetitions)
-        for setting in chosen
-        if not (setting.get("once") and repetition) and len(results["runs"].get(name_of(setting), [])) <= repetition
-    ]
-    for setting in tqdm(todo, disable=None, unit="run"):
-        load = load_average()
-        run = in_new_process(Path(__file__), {"kind": "measure", "setting": setting, "rows": rows}, directory)
-        run |= {"date": now(), "load_before": load}
-        if "failed" in run:
-            print(f"{name_of(setting)}: {run['failed']}", flush=True)
-            continue
-        results["runs"].setdefault(name_of(setting), []).append(run)
-        write_json(path, results)
-        tqdm.write(
-            f"{name_of(setting)}: {run['iterations']} iterations, residual {run['true_residual']:.2g}, "
-            f"RMSE {run['rmse']:.5f}, {run['seconds']:.1f} s"
-        )
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    picture(results, path.with_suffix(".png"))
-    print(text)
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    return {"set": "uci_kin40k", "training_rows": 3000 if options.quick else TRAINING_ROWS, "test_rows": 4000,
+            "dtype": "float32", "lengthscale": 2.0, "outputscale": 1.0, "row_seed": 0,
+            "preconditioner_seed": 0}  # fmt: skip
+
+
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    rows = about(options)["training_rows"]
+    yield Group((), [("exact", {"kind": "exact", "rows": rows})], needs=("uci_kin40k",), always=True)
+    for repetition in range(1 if options.quick else options.repetitions):
+        for setting in SETTINGS:
+            if not (setting.get("once") and (repetition or options.quick)):
+                label = (f"{setting['label']} | noise {setting['noise']:g}", repetition)
+                task = {"kind": "measure", "setting": setting, "rows": rows}
+                yield Group(("runs",), [(label, task)], needs=("uci_kin40k",))
+
+
+def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
+    if task["kind"] == "exact":
+        return exact(directory, task["rows"])
+    return measure(task["setting"], directory, task["rows"])
+
+
+def words(run: dict[str, Any]) -> str:
+    if "iterations" not in run:
+        return "float64 Cholesky"
+    return (
+        f"{run['iterations']} iterations, residual {run['true_residual']:.2g}, RMSE {run['rmse']:.5f}, "
+        f"{run['seconds']:.1f} s"
+    )
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="kin40k",
+    quick="n = 3000, fewer settings, once each",
+    problem=about,
+    groups=groups,
+    perform=perform,
+    report=report,
+    picture=lambda results, path: picture(results, path.with_suffix(".png")),
+    say=words,
+    alone=Path(__file__),
+    options=add_options,
+    head={"settings": SETTINGS},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

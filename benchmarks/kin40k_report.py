@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from common import describe, median, number, read_json, table
+from common import describe, median, number, table
 
 
 def _name(label: str, noise: str) -> str:
@@ -156,12 +155,3 @@ def picture(results: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the tables of a kin40k.json and draw its picture.")
-    parser.add_argument("results", type=Path)
-    given = parser.parse_args().results
-    content = read_json(given)
-    print(report(content))
-    picture(content, given.with_suffix(".png"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,26 +23,11 @@ from typing import Any
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    has_data,
-    load_average,
-    machine,
-    median,
-    now,
-    number,
-    publish,
-    read_json,
-    results_directory,
-    table,
-    write_json,
-)
+from common import describe, median, number, table
 from optimum import load
+from runner import Benchmark, Group
 from sketchgp.operators.tall import TallMatrix
 
 
@@ -187,24 +173,30 @@ def report(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def main() -> None:
-    options = arguments(__doc__, "one set, 1,000 rows").parse_args()
-    path = results_directory(options.out, options.quick) / "lean.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory = data_directory(options.data)
-        rows, points = (1200, 100) if options.quick else (ROWS, POINTS)
-        problem = {"rows": rows, "points": points, "ranks": RANKS, "budgets": BUDGETS, "dtype": "float64"}
-        results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
-        for case in tqdm(PROBLEMS[: 1 if options.quick else None], disable=None, unit="problem"):
-            if str(case) in results["runs"] or not has_data(directory, case.name):
-                continue
-            load_before = load_average()
-            found = measure(directory, case, rows, points)
-            results["runs"][str(case)] = {**found, "date": now(), "load_before": load_before}
-            write_json(path, results)
-    publish(path, results, report)
+def sizes(options: Any) -> tuple[int, int]:
+    return (1200, 100) if options.quick else (ROWS, POINTS)
+
+
+def problem(options: Any) -> dict[str, Any]:
+    rows, points = sizes(options)
+    return {"rows": rows, "points": points, "ranks": RANKS, "budgets": BUDGETS, "dtype": "float64"}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    for case in PROBLEMS[: 1 if options.quick else None]:
+        yield Group(("runs",), [(str(case), (directory, case, *sizes(options)))], needs=(case.name,))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="lean",
+    quick="one set, 1,000 rows",
+    problem=problem,
+    groups=groups,
+    perform=lambda loaded, task: measure(*task),
+    report=report,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -9,6 +9,7 @@ fewer rows, are compared with dense float64.  ``--memory`` measures the peak mem
     python benchmarks/matvec.py --device cuda        # n = 100,000, and one product at n = 10^6
     python benchmarks/matvec.py --memory --data DIRECTORY
     python benchmarks/matvec.py --quick              # few cells, n = 2000
+    python benchmarks/matvec.py --report             # tables and picture again; each run measures what is missing
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,17 @@ import torch
 from tqdm import tqdm
 
 import matvec_limit
-from common import data_directory, load_average, machine, now, read_json, results_directory, write_json
+from common import load_average, now
 from matvec_cells import CHECKED_ROWS, FAMILIES, OURS, RIVALS, Cell, Contestant, Problem, contestants
 from matvec_report import picture, report
+from runner import Benchmark, Group
 
 DIMENSIONS = (2, 8, 32, 90, 435, 784)
 FEW_DIMENSIONS = (8, 90)  # float64, and the kernels other than RBF and Matern-5/2
 COLUMNS = (1, 16)
 WARM_ROWS = 300
 ROUNDS_AT_MOST = 9
+FAILURES: list[str] = []  # what broke, of all cells
 MANY = 200_000  # rows beyond which a cell is a single product
 # As installed, KeOps compiles for any x86 processor; these flags let it use this one, which is up to 8 times as fast.
 KEOPS_FLAGS = "-march=native -ffast-math"
@@ -111,16 +115,16 @@ def rows_at_most(contestant: Contestant, cell: Cell, device: torch.device, longe
 class Bench:
     """Runs cells; the options, the device and the run's limits."""
 
-    def __init__(self, options: argparse.Namespace, limits: dict[str, Any]) -> None:
-        self.options, self.limits = options, limits
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.limits: dict[str, Any] = {}
         self.device = torch.device(options.device)
-        self.failures: list[str] = []
 
     def cell(self, cell: Cell) -> dict[str, Any]:
         """Time every contestant of a cell, in rounds; check what they computed."""
         options, device = self.options, self.device
         record: dict[str, Any] = {"kernel": cell.kernel, "d": cell.d, "t": cell.t, "dtype": cell.dtype, "n": cell.n,
-                                  "date": now(), "load_before": load_average(), "runs": {}}  # fmt: skip
+                                  "runs": {}}  # fmt: skip
         problem = Problem(cell, device, options.seed)
         gradients = not options.no_gradients and cell.n <= MANY
         engines = [engine for engine in options.engines if cell.n <= MANY or engine != "dense"]
@@ -159,8 +163,8 @@ class Bench:
         """Record why a contestant gave no time: not available here, or failed."""
         run["unavailable" if expected(error) else "failed"] = reason_of(error)
         if "failed" in run:
-            self.failures.append(f"{cell.key}, {contestant.key}: {run['failed']}")
-            tqdm.write(f"FAILED {self.failures[-1]}")
+            FAILURES.append(f"{cell.key}, {contestant.key}: {run['failed']}")
+            tqdm.write(f"FAILED {FAILURES[-1]}")
 
     def _rounds(
         self, cell: Cell, problem: Problem, entrants: list[tuple[Contestant, int]], runs: dict[str, Any]
@@ -215,9 +219,7 @@ class Bench:
 
 
 # --------------------------------------------------------------------------------------------------- command
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", help="directory for the results")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="of torch and of KeOps (torch's default)")
     parser.add_argument("--n", type=int, help="rows (CPU: 20,000, beyond 90 dimensions 8,000; CUDA: 100,000)")
@@ -238,26 +240,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-gradients", action="store_true", help="products only")
     parser.add_argument("--keops-flags", default=KEOPS_FLAGS, help=f"of its C++ compiler ({KEOPS_FLAGS})")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="keep the cells of an earlier, stopped run")
-    parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
-    parser.add_argument("--quick", action="store_true", help="few cells, n = 2000")
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of model calls, not the cells")
     parser.add_argument("--memory-gpytorch", action="store_true", help="GPyTorch's default beside it, if it fits")
-    parser.add_argument("--data", help="directory with uci_kin40k.npz, for --memory")
-    options = parser.parse_args()
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Check the options; one number of threads for torch and KeOps, and KeOps' compiler flags: start again with both in
+    the environment.
+
+    They are read when the libraries are loaded, which importing GPyTorch has done already (it imports pykeops).
+    """
+    if options.report:
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no CUDA device here; leave out --device cuda.")
     known = {*OURS, *RIVALS}
     if wrong := [engine for engine in options.engines if engine.partition("/")[0] not in known]:
         raise SystemExit(f"Unknown engines: {', '.join(wrong)}; known are {', '.join([*OURS, *RIVALS])}.")
-    return options
-
-
-def prepare_environment(options: argparse.Namespace) -> None:
-    """One number of threads for torch and KeOps, and KeOps' compiler flags: start again with both in the environment.
-
-    They are read when the libraries are loaded, which importing GPyTorch has done already (it imports pykeops).
-    """
     wanted = {"OMP_NUM_THREADS": str(options.threads or torch.get_num_threads())}
     if options.device == "cpu":
         wanted["CXXFLAGS"] = options.keops_flags
@@ -281,81 +280,73 @@ def parameters_of(options: argparse.Namespace) -> dict[str, Any]:
             "labels": {name: family.label for name, family in FAMILIES.items()}}  # fmt: skip
 
 
-def finish(path: Path, results: dict[str, Any]) -> None:
-    write_json(path, results)
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    if results.get("cells"):
-        picture(results, path.with_suffix(".png"))
-    print(text)
-
-
-def main() -> None:
-    options = parse()
-    prepare_environment(options)
-    name = "matvec.json" if options.device == "cpu" else "matvec-cuda.json"
-    path = results_directory(options.out, options.quick) / name
-    old = read_json(path)
-    if options.memory:
-        from matvec_alone import measure_memory
-
-        directory = data_directory(options.data)
-        results = old or {"machine": machine("pykeops", "triton"), "problem": parameters_of(options)}
-        results.setdefault("memory", {})
-        for label, run in measure_memory(options, directory):
-            results["memory"][label] = run
-            write_json(path, results)
-        finish(path, results)
-        return
-    if old.get("cells") and not (options.resume or options.fresh or options.quick):
-        raise SystemExit(f"{path.name} holds results; give --resume to add to them, --fresh to start over.")
-    keep = old if options.resume else {}
-    parameters = parameters_of(options)
-    if keep.get("cells") and keep["problem"] != parameters:
-        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-    info = machine("pykeops", "triton")
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
     if options.device == "cuda":
-        info["device"] = torch.cuda.get_device_name()
-    results = {"machine": info, "problem": parameters, "limits": keep.get("limits", []),
-               "cells": keep.get("cells", {}), "memory": old.get("memory", {}),
-               "keops_as_installed": keep.get("keops_as_installed")}  # fmt: skip
+        results["machine"]["device"] = torch.cuda.get_device_name()
+    for key in ("limits", "cells", "memory"):
+        results.setdefault(key, [] if key == "limits" else {})
+    if options.memory:
+        from matvec_alone import memory_tasks
+
+        yield Group(("memory",), memory_tasks(options, directory), needs=("uci_kin40k",))
+        return
     cells = plan(options)
-    todo = [cell for cell in cells if cell.key not in results["cells"]]
-    print("rates of the machine ...", flush=True)
-    device = torch.device(options.device)
-    limits: dict[str, Any] = {"date": now(), "load_before": load_average()}
-    for dtype in sorted({cell.dtype for cell in todo}):
-        limits[dtype] = matvec_limit.measure(getattr(torch, dtype), device, options.quick)
-    bench = Bench(options, limits)
-    if todo:  # each run of this script measures its own limit, and its cells are held against that
-        results["limits"].append(limits)
-        write_json(path, results)
-    for cell in tqdm(todo, disable=None, unit="cell"):
-        record = bench.cell(cell) | {"limit": len(results["limits"]) - 1}
-        results["cells"][cell.key] = record
-        write_json(path, results)
-        tqdm.write(one_line(cell, record))
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if options.device == "cpu" and "keops-lazy" in options.engines and not results["keops_as_installed"]:
+    bench = Bench(options)
+
+    def limits() -> None:
+        """Each run of this script measures its own limit, and its cells are held against that."""
+        print("rates of the machine ...", flush=True)
+        bench.limits = {"date": now(), "load_before": load_average()}
+        for dtype in sorted({cell.dtype for cell in cells if cell.key not in results["cells"]}):
+            bench.limits[dtype] = matvec_limit.measure(getattr(torch, dtype), bench.device, options.quick)
+        results["limits"].append(bench.limits)
+
+    def measure(cell: Cell) -> dict[str, Any]:
+        return bench.cell(cell) | {"limit": len(results["limits"]) - 1}
+
+    yield Group(("cells",), [(cell.key, partial(measure, cell)) for cell in cells], load=limits)
+    if options.device == "cpu" and "keops-lazy" in options.engines:
         from matvec_alone import keops_as_installed
 
-        results["keops_as_installed"] = keops_as_installed(options, sorted({cell.d for cell in cells}))
-    finish(path, results)
-    if bench.failures:
-        raise SystemExit("Failed:\n" + "\n".join(bench.failures))
+        dims = sorted({cell.d for cell in cells})
+        yield Group((), [("keops_as_installed", partial(keops_as_installed, options, dims))])
 
 
-def one_line(cell: Cell, record: dict[str, Any]) -> str:
+def one_line(record: dict[str, Any]) -> str:
     parts = [
         f"{key} {run['pairs_per_second'] / 1e9:.3g} G/s"
         + (f" ({run['fraction_of_limit']:.2f})" if "fraction_of_limit" in run else "")
-        for key, run in record["runs"].items()
+        for key, run in record.get("runs", {}).items()
         if "pairs_per_second" in run
     ]
-    return f"{cell.key}: " + "; ".join(parts)
+    return "; ".join(parts)
+
+
+def pictures(results: dict[str, Any], path: Path) -> None:
+    if results.get("cells"):
+        picture(results, path.with_suffix(".png"))
+    if FAILURES:
+        raise SystemExit("Failed:\n" + "\n".join(FAILURES))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="matvec",
+    quick="few cells, n = 2000",
+    problem=parameters_of,
+    groups=groups,
+    perform=lambda loaded, measure: measure(),
+    report=report,
+    picture=pictures,
+    say=one_line,
+    what="problem",
+    options=add_options,
+    versions=("pykeops", "triton"),
+    prepare=prepare,
+    variant=lambda options: "" if options.device == "cpu" else "-cuda",
+    reads_data=lambda options: options.memory,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

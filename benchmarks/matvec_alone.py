@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import gpytorch
 import torch
 from torch import Tensor
 
-from common import load_average, now, read_json, write_json
+from common import read_json, write_json
 from kin40k import build, prepare, split
 from matvec_cells import Cell, Problem, lazy_product
 from measure import current_memory_mb, high_water_mb, true_residual
@@ -154,31 +155,29 @@ def lazy_rates(dims: list[int], longest: float, seed: int, dtype: str = "float32
 
 def in_new_process(task: dict[str, Any], threads: int, environment: dict[str, str]) -> dict[str, Any]:
     """Run one task in a process of its own; ``{"failed": reason}`` where it did not end well."""
-    load = load_average()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, __file__, json.dumps(task | {"threads": threads}), str(answer)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:500]}
-        return read_json(answer) | {"date": now(), "load_before": load}
+        return read_json(answer)
 
 
-def measure_memory(options: argparse.Namespace, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Label and record of each measurement of peak memory."""
+def memory_tasks(options: argparse.Namespace, directory: Path) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Label and measurement of each peak of memory."""
     common = {"device": options.device, "seed": options.seed, "data": str(directory)}
     step = {"kind": "training", "rows": 2000 if options.quick else TRAINING["rows"], "d": TRAINING["d"]}
     mean = {"kind": "posterior", "rows": 3000 if options.quick else POSTERIOR["rows"], "noise": POSTERIOR["noise"]}
-    tasks = [(TRAINING_LABEL, step), (POSTERIOR_LABEL, mean | {"system": "sketchgp"})]
-    if options.memory_gpytorch:
-        tasks.append((f"{POSTERIOR_LABEL}, GPyTorch default", mean | {"system": "gpytorch"}))
-    for label, task in tasks:
-        print(f"{label} ...", flush=True)
-        run = in_new_process(common | task, torch.get_num_threads(), dict(os.environ))
-        targets: dict[str, Any] = TRAINING if task["kind"] == "training" else POSTERIOR
-        if task.get("system") == "gpytorch":  # it is no claim of ours
-            targets = {}
-        yield label, run | {"limit_mb": targets.get("limit_mb"), "limit_residual": targets.get("residual")}
+    tasks = [(TRAINING_LABEL, step, TRAINING), (POSTERIOR_LABEL, mean | {"system": "sketchgp"}, POSTERIOR)]
+    if options.memory_gpytorch:  # it is no claim of ours
+        tasks.append((f"{POSTERIOR_LABEL}, GPyTorch default", mean | {"system": "gpytorch"}, {}))
+    return [(label, partial(measure_memory, common | task, targets)) for label, task, targets in tasks]
+
+
+def measure_memory(task: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
+    run = in_new_process(task, torch.get_num_threads(), dict(os.environ))
+    return run | {"limit_mb": targets.get("limit_mb"), "limit_residual": targets.get("residual")}
 
 
 def keops_as_installed(options: argparse.Namespace, dims: list[int]) -> dict[str, Any]:

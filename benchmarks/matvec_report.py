@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from common import describe, median, number, read_json, table
+from common import describe, median, number, table
 
 Run = dict[str, Any]
 KEOPS = "keops-lazy product rectangular"
@@ -388,12 +387,3 @@ def picture(results: Run, path: Path) -> None:
                            wspace=0.07)  # fmt: skip
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the tables of a matvec.json and draw its picture.")
-    parser.add_argument("results", type=Path)
-    given = parser.parse_args().results
-    content = read_json(given)
-    print(report(content))
-    picture(content, given.with_suffix(".png"))

@@ -6,8 +6,9 @@ hyperparameters, one ``ExactMarginalLogLikelihood`` and one ``backward`` are com
 taken through a dense float64 Cholesky factorization: the 2-norm of the difference over the 2-norm of the
 exact gradient, all raw hyperparameters together (each ARD lengthscale, output scale, noise, constant mean).
 
-    python benchmarks/mll_gradient.py --data DIRECTORY            # a few minutes on two cores
+    python benchmarks/mll_gradient.py --data DIRECTORY            # a few minutes on two cores; resumes
     python benchmarks/mll_gradient.py --data DIRECTORY --quick    # n = 1000, one problem, two seeds
+    python benchmarks/mll_gradient.py --report                    # the table again, nothing measured
 """
 
 from __future__ import annotations
@@ -16,31 +17,19 @@ import argparse
 import contextlib
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from common import (
-    data_directory,
-    describe,
-    has_data,
-    load_arrays,
-    machine,
-    median,
-    number,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    table,
-    write_json,
-)
+from common import describe, load_arrays, median, number, standardise, subsample, table
 from measure import counted_gpytorch_cg
+from runner import Benchmark, Group
 
 PROBES = 10
 TARGET = 5e-3
@@ -196,55 +185,71 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files")
-    parser.add_argument("--out", help="directory for the results")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help="rows (3000)")
     parser.add_argument("--seeds", type=int, help="number of seeds (10)")
-    parser.add_argument("--only", help="run only the settings whose name contains this text")
-    parser.add_argument("--quick", action="store_true", help="n = 1000, one problem, two seeds")
-    options = parser.parse_args()
-    directory = data_directory(options.data)
-    n = options.n or (1000 if options.quick else 3000)
-    seeds = options.seeds or (2 if options.quick else 10)
-    path: Path = results_directory(options.out, options.quick) / "mll_gradient.json"
-    problems = [p for p in PROBLEMS[: 1 if options.quick else None] if has_data(directory, p.name)]
-    if not problems:
-        raise SystemExit("The data directory has none of the sets: " + ", ".join(p.name for p in PROBLEMS))
-    settings = {k: v for k, v in SETTINGS.items() if not options.only or options.only in k}
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "problem": {"n": n, "probes": PROBES, "seeds": seeds, "row_seed": 0, "target": TARGET},
-        "problems": {},
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    return {"n": options.n or (1000 if options.quick else 3000), "probes": PROBES,
+            "seeds": options.seeds or (2 if options.quick else 10), "row_seed": 0, "target": TARGET}  # fmt: skip
+
+
+@dataclass
+class Loaded:
+    """A problem, ready: data in float64, the exact value and gradient, the names of the parameters."""
+
+    problem: Problem
+    x: Tensor
+    y: Tensor
+    value: float
+    exact: Tensor
+    names: list[str]
+
+
+def load(directory: Path, problem: Problem, n: int) -> Loaded:
+    inputs, outputs = subsample(load_arrays(directory, problem.name), n, seed=0)
+    x, y = (torch.as_tensor(standardise(part)[0]) for part in (inputs, outputs))
+    value, exact = dense(build(problem, x, y))
+    return Loaded(problem, x, y, value, exact, sorted(name for name, _ in build(problem, x, y).named_parameters()))
+
+
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    sizes = about(options)
+    for problem in PROBLEMS[: 1 if options.quick else None]:
+        yield Group(
+            ("problems", problem.key, "runs"),
+            [((f"{dtype}: {label}", {"seed": seed}), (dtype, setting, seed))
+             for dtype in ("float64", "float32") for label, setting in SETTINGS.items()
+             for seed in range(sizes["seeds"])],
+            load=partial(load, directory, problem, sizes["n"]),
+            needs=(problem.name,),
+            about=lambda loaded: {"exact_value": loaded.value, "exact_gradient": loaded.exact, "order": loaded.names},
+        )  # fmt: skip
+
+
+def perform(loaded: Loaded, task: tuple[str, dict[str, Any], int]) -> dict[str, Any]:
+    dtype = getattr(torch, task[0])
+    work, found = estimate(loaded.problem, task[1], loaded.x.to(dtype), loaded.y.to(dtype), task[2])
+    return work | {
+        "gradient_error": float((found - loaded.exact).norm() / loaded.exact.norm()),
+        "value_error": abs(work["value"] - loaded.value) / abs(loaded.value),
     }
-    total = len(problems) * len(settings) * seeds * 2
-    with tqdm(total=total, disable=None, unit="step") as bar:
-        for problem in problems:
-            inputs, outputs = subsample(load_arrays(directory, problem.name), n, seed=0)
-            x, y = (torch.as_tensor(standardise(part)[0]) for part in (inputs, outputs))
-            value, exact = dense(build(problem, x, y))
-            names = sorted(name for name, _ in build(problem, x, y).named_parameters())
-            record: dict[str, Any] = {"exact_value": value, "exact_gradient": exact, "order": names}
-            record["runs"] = {}
-            results["problems"][problem.key] = record
-            for dtype in (torch.float64, torch.float32):
-                for label, setting in settings.items():
-                    runs = []
-                    for seed in range(seeds):
-                        work, found = estimate(problem, setting, x.to(dtype), y.to(dtype), seed)
-                        work["gradient_error"] = float((found - exact).norm() / exact.norm())
-                        work["value_error"] = abs(work["value"] - value) / abs(value)
-                        runs.append({"seed": seed, **work})
-                        bar.update()
-                    key = f"{str(dtype).removeprefix('torch.')}: {label}"
-                    record["runs"][key] = runs
-                    tqdm.write(f"{problem.key}, {key}: {median([run['gradient_error'] for run in runs]):.2g}")
-                    write_json(path, results)
-    text = report(read_json(path))
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="mll_gradient",
+    quick="n = 1000, one problem, two seeds",
+    problem=about,
+    groups=groups,
+    perform=perform,
+    report=report,
+    say=lambda run: f"error {run['gradient_error']:.2g}, {run['seconds']:.1f} s",
+    what="problems",
+    options=add_options,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

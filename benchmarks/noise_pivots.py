@@ -15,6 +15,8 @@ noise of each point on its diagonal in both cases.  Iterations are medians of th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +24,10 @@ import numpy as np
 import torch
 from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    median,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    table,
-    write_json,
-)
+from common import describe, load_arrays, median, standardise, table
+from runner import Benchmark, Group
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 
 SETS = ("california_housing", "skin_nonskin", "uci_keggdirected")
@@ -115,28 +101,31 @@ def report(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def main() -> None:
-    options = arguments(__doc__, "one set, 500 points").parse_args()
-    path = results_directory(options.out, options.quick) / "noise_pivots.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory, n = data_directory(options.data), 500 if options.quick else 2000
-        problem = {"n": n, "tol": TOL, "seeds": SEEDS, "dtype": "float64"}
-        results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
-        for name in tqdm(SETS[: 1 if options.quick else None], disable=None, unit="set"):
-            if not has_data(directory, name):
-                continue
-            data = load(directory, name, n)
-            for level in NOISES:
-                label = f"{name}, {level:g}"
-                if label in results["runs"]:
-                    continue
-                before = load_average()
-                results["runs"][label] = {"set": name, "noise": level, **measure(data, level), "date": now(),
-                                          "load_before": before}  # fmt: skip
-                write_json(path, results)
-    publish(path, results, report)
+def problem(options: Any) -> dict[str, Any]:
+    return {"n": 500 if options.quick else 2000, "tol": TOL, "seeds": SEEDS, "dtype": "float64"}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    n = problem(options)["n"]
+    for name in SETS[: 1 if options.quick else None]:
+        tasks = [(f"{name}, {level:g}", (name, level)) for level in NOISES]
+        yield Group(("runs",), tasks, load=partial(load, directory, name, n), needs=(name,))
+
+
+def perform(data: tuple[Tensor, Tensor, Tensor], task: tuple[str, float]) -> dict[str, Any]:
+    return {"set": task[0], "noise": task[1], **measure(data, task[1])}
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="noise_pivots",
+    quick="one set, 500 points",
+    problem=problem,
+    groups=groups,
+    perform=perform,
+    report=report,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

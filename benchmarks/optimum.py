@@ -13,34 +13,18 @@ over that of the optimum.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    median,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    table,
-    targets,
-    write_json,
-)
+from common import describe, load_arrays, median, standardise, subsample, table, targets
+from runner import Benchmark, Group
 from sketchgp.operators.tall import TallMatrix
 
 SETS = {"uci_kin40k": None, "cpu_small": None, "ailerons": None, "diamonds": None, "nyc_green_taxi": None,
@@ -108,32 +92,34 @@ def report(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def main() -> None:
-    options = arguments(__doc__, "one set, 1,000 rows").parse_args()
-    path = results_directory(options.out, options.quick) / "optimum.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory = data_directory(options.data)
-        rows, points = (1200, 50) if options.quick else (ROWS, POINTS)
-        problem = {"rows": rows, "points": points, "lengthscale": LENGTHSCALE, "ridge_over_n": RIDGE,
-                   "dtype": "float32"}  # fmt: skip
-        results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
-        for name in tqdm(list(SETS)[: 1 if options.quick else None], disable=None, unit="set"):
-            if not has_data(directory, name):
-                continue
-            data = load(directory, name, rows)
-            for kernel in KERNELS:
-                for seed in SEEDS:
-                    label = f"{name}, {kernel}, {seed}"
-                    if label in results["runs"]:
-                        continue
-                    load_before = load_average()
-                    results["runs"][label] = {"set": name, "kernel": kernel, "seed": seed,
-                                              **measure(data, kernel, points, seed), "date": now(),
-                                              "load_before": load_before}  # fmt: skip
-                    write_json(path, results)
-    publish(path, results, report)
+def problem(options: Any) -> dict[str, Any]:
+    rows, points = (1200, 50) if options.quick else (ROWS, POINTS)
+    return {"rows": rows, "points": points, "lengthscale": LENGTHSCALE, "ridge_over_n": RIDGE, "dtype": "float32"}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    sizes = problem(options)
+    for name in list(SETS)[: 1 if options.quick else None]:
+        cells = [(kernel, seed) for kernel in KERNELS for seed in SEEDS]
+        tasks = [(f"{name}, {kernel}, {seed}", (name, kernel, sizes["points"], seed)) for kernel, seed in cells]
+        yield Group(("runs",), tasks, load=partial(load, directory, name, sizes["rows"]), needs=(name,))
+
+
+def perform(data: tuple[Tensor, Tensor, Tensor, Tensor], task: tuple[str, str, int, int]) -> dict[str, Any]:
+    name, kernel, points, seed = task
+    return {"set": name, "kernel": kernel, "seed": seed, **measure(data, kernel, points, seed)}
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="optimum",
+    quick="one set, 1,000 rows",
+    problem=problem,
+    groups=groups,
+    perform=perform,
+    report=report,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

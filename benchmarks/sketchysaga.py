@@ -13,35 +13,20 @@ whose peak memory is recorded.  The error is that of 10,000 test trips.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    RESULTS,
-    arguments,
-    data_directory,
-    describe,
-    load_average,
-    machine,
-    now,
-    number,
-    publish,
-    read_json,
-    results_directory,
-    table,
-    write_json,
-)
-from measure import current_memory_mb, high_water_mb, in_new_process
+from common import RESULTS, describe, number, read_json, table
+from measure import current_memory_mb, high_water_mb
+from runner import Benchmark, Group
 from sketchgp.operators.tall import TallMatrix
 from taxi import FULL, QUICK, Data, covariance
 
@@ -109,42 +94,39 @@ def report(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def main() -> None:
-    parser = arguments(__doc__, "3,000 rows, three seconds a run")
-    parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        write_json(Path(options.task[1]), perform(json.loads(options.task[0]), data_directory(options.data)))
-        return
-    path = results_directory(options.out, options.quick) / "sketchysaga.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory = data_directory(options.data)
-        known = read_json(RESULTS / "taxi.json").get("hyperparameters")
-        if known is None:
-            raise SystemExit("There are no hyperparameters in taxi.json; run taxi.py first.")
-        sizes = QUICK if options.quick else FULL
-        budget = BUDGET // 1000 if options.quick else BUDGET
-        seconds = 3.0 if options.quick else SECONDS
-        chosen = {name: known[name] for name in ("lengthscale", "outputscale", "noise")}
-        problem = {"train": sizes["train"], "test": sizes["test"], "budget_bytes": budget, "seconds": seconds,
-                   "tolerance": TOLERANCE, "seed": 0, "dtype": "float32", "hyperparameters": chosen}  # fmt: skip
-        results = {"machine": machine(), "problem": problem, "runs": results.get("runs", {})}
-        runs = [(method, math.isqrt(budget // factor)) for method, factor in BYTES.items()]
-        runs += [("SketchySAGA", m // 30 if options.quick else m) for m in SIZES]
-        runs += [("EigenPro4", m // 30 if options.quick else m) for m in SIZES[1:3]]
-        for method, m in tqdm(runs, disable=None, unit="run"):
-            label = f"{method}, {m}"
-            if label in results["runs"]:
-                continue
-            load_before = load_average()
-            task = {"method": method, "m": m, "seconds": seconds, "quick": options.quick, "hyperparameters": chosen}
-            run = in_new_process(Path(__file__), task, directory)
-            results["runs"][label] = {"method": method, "m": m, **run, "date": now(), "load_before": load_before}
-            write_json(path, results)
-            tqdm.write(f"{label}: {run}")
-    publish(path, results, report)
+def problem(options: Any) -> dict[str, Any]:
+    known = read_json(RESULTS / "taxi.json").get("hyperparameters")
+    if known is None:
+        raise SystemExit("There are no hyperparameters in taxi.json; run taxi.py first.")
+    sizes = QUICK if options.quick else FULL
+    return {"train": sizes["train"], "test": sizes["test"],
+            "budget_bytes": BUDGET // 1000 if options.quick else BUDGET,
+            "seconds": 3.0 if options.quick else SECONDS, "tolerance": TOLERANCE, "seed": 0, "dtype": "float32",
+            "hyperparameters": {name: known[name] for name in ("lengthscale", "outputscale", "noise")}}  # fmt: skip
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    about = problem(options)
+    runs = [(method, math.isqrt(about["budget_bytes"] // factor)) for method, factor in BYTES.items()]
+    runs += [("SketchySAGA", m // 30 if options.quick else m) for m in SIZES]
+    runs += [("EigenPro4", m // 30 if options.quick else m) for m in SIZES[1:3]]
+    common = {"seconds": about["seconds"], "quick": options.quick, "hyperparameters": about["hyperparameters"]}
+    tasks = [(f"{method}, {m}", {"method": method, "m": m, **common}) for method, m in runs]
+    yield Group(("runs",), tasks, needs=("nyc_green_taxi",))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="sketchysaga",
+    quick="3,000 rows, three seconds a run",
+    problem=problem,
+    groups=groups,
+    perform=lambda task, directory: {"method": task["method"], "m": task["m"], **perform(task, directory)},
+    report=report,
+    say=str,
+    alone=Path(__file__),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -13,35 +13,19 @@ twice the epochs of the best of the grid.
 
 from __future__ import annotations
 
-import argparse
 import math
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import sketchgp
 from acceleration import KERNELS, Case
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    number,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    table,
-    targets,
-    write_json,
-)
+from common import describe, load_arrays, number, standardise, subsample, table, targets
+from runner import Benchmark, Group
 from sketchgp.inducing_points import choose_inducing_points
 from sketchgp.solvers.inducing.sketchysaga import SketchySAGA
 
@@ -78,13 +62,12 @@ def load(directory: Path, case: Case, rows: int, m: int) -> sketchgp.InducingPoi
 def measure(problem: sketchgp.InducingPointProblem, rho: float | None) -> dict[str, Any]:
     """One run to the tolerance or the cap; ``epochs`` is None where it did not get there."""
     solver = SketchySAGA(tol=TOL, deviations=math.inf, max_epochs=CAP, rho=rho)
-    before = load_average()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
         try:
             done = solver.solve(problem, progress=False).report
         except sketchgp.NumericalError as error:
-            return {"rho": rho, "epochs": None, "reason": "diverged", "error": str(error)[:300], "date": now()}
+            return {"rho": rho, "epochs": None, "reason": "diverged", "error": str(error)[:300]}
     return {
         "rho": rho,
         "epochs": len(done.history) - 1 if done.converged else None,
@@ -95,36 +78,7 @@ def measure(problem: sketchgp.InducingPointProblem, rho: float | None) -> dict[s
         "seconds": done.seconds,
         "notes": done.notes,
         "history": [float(h.max()) for h in done.history],
-        "date": now(),
-        "load_before": before,
     }
-
-
-def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-    directory = data_directory(options.data)
-    rows, m = (1000, 100) if options.quick else (ROWS, POINTS)
-    parameters = {"rows": rows, "points": m, "tol": TOL, "cap": CAP, "dtype": "float32", "seed": 0}
-    if old and old.get("problem") != parameters:
-        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-    results = {"machine": machine(), "problem": parameters, "problems": old.get("problems", {})}
-    chosen = [case for number, case in enumerate(CASES) if not options.quick or number in QUICK]
-    wanted = {"automatic": None, **{f"{rho:g} n": rho for rho in GRID}}
-    bar = tqdm(total=len(chosen) * len(wanted), disable=None, unit="run")
-    for case in chosen:
-        if not has_data(directory, case.data):
-            tqdm.write(f"{case.name}: no {case.data}.npz in the data directory, left out")
-            continue
-        problem = load(directory, case, rows, m)
-        assert torch.is_tensor(problem.x)
-        runs = results["problems"].setdefault(case.name, {"n": len(problem.x), "m": problem.m, "runs": {}})["runs"]
-        for label, rho in wanted.items():
-            if label not in runs:
-                runs[label] = measure(problem, None if rho is None else rho * len(problem.x))
-                write_json(path, results)
-            bar.update()
-            tqdm.write(f"{case.name}, rho {label}: epochs {runs[label]['epochs']}, {runs[label]['reason']}")
-    bar.close()
-    return results
 
 
 def _epochs(run: dict[str, Any]) -> str:
@@ -180,19 +134,36 @@ def report(results: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = arguments(__doc__, "two problems, n = 1000")
-    options = parser.parse_args()
-    path = results_directory(options.out, options.quick) / "sketchysaga_rho.json"
-    old = {} if options.fresh else read_json(path)
-    if not options.report:
-        old = run_all(options, path, old)
-    if not old:
-        raise SystemExit(f"There is no {path.name} to report on.")
-    text = report(old)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+def problem(options: Any) -> dict[str, Any]:
+    rows, m = (1000, 100) if options.quick else (ROWS, POINTS)
+    return {"rows": rows, "points": m, "tol": TOL, "cap": CAP, "dtype": "float32", "seed": 0}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    sizes = problem(options)
+    for number_, case in enumerate(CASES):
+        if not options.quick or number_ in QUICK:
+            yield Group(
+                ("problems", case.name, "runs"),
+                [("automatic", None), *((f"{rho:g} n", rho) for rho in GRID)],
+                load=partial(load, directory, case, sizes["rows"], sizes["points"]),
+                needs=(case.data,),
+                about=lambda loaded: {"n": len(loaded.x), "m": loaded.m},
+            )
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="sketchysaga_rho",
+    quick="two problems, n = 1000",
+    problem=problem,
+    groups=groups,
+    perform=lambda loaded, rho: measure(loaded, None if rho is None else rho * len(loaded.x)),
+    report=report,
+    say=lambda run: f"epochs {run['epochs']}, {run['reason']}",
+    what="problems",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,20 +33,9 @@ from torch import Tensor
 
 import sketchgp
 from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
-from common import (
-    arguments,
-    data_directory,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    write_json,
-)
-from measure import high_water_mb, in_new_process
+from common import load_arrays, standardise
+from measure import high_water_mb
+from runner import Benchmark, Group
 from sketchgp.operators import KernelMatrix
 from taxi_report import picture, report
 
@@ -257,60 +245,42 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
     return answer | {"deviation": data.deviation, "inputs": data.x.shape[1], "peak_memory_mb": high_water_mb()}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "3,000 rows, three seconds a run")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="of each method (400)")
     parser.add_argument("--test-rows", type=int, help="rows whose error is measured (10,000)")
-    parser.add_argument("--only", nargs="*", choices=["askotch", "inducing", "subset", "cg"], help="only these")
-    parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        write_json(Path(options.task[1]), perform(json.loads(options.task[0]), data_directory(options.data)))
-        return
-    path = results_directory(options.out, options.quick) / "taxi.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        results = run_all(options, path, results)
-    publish(path, results, report)
-    picture(results, path.with_suffix(".png"))
 
 
-def run_all(options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
-    directory = data_directory(options.data)
+def about(options: argparse.Namespace) -> dict[str, Any]:
     sizes = dict(QUICK if options.quick else FULL)
-    sizes["seconds"] = options.seconds or sizes["seconds"]
-    sizes["test"] = options.test_rows or sizes["test"]
-    if old and old.get("problem") != sizes:
-        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-    results = {
-        "machine": machine("scikit-learn"),
-        "problem": sizes,
-        "factor_budget": FACTOR_BUDGET,
-        "hyperparameters": old.get("hyperparameters"),
-        "runs": old.get("runs", {}),
-    }
-    if results["hyperparameters"] is None:
-        print("hyperparameters ...", flush=True)
-        found = in_new_process(Path(__file__), {"name": "fit", "sizes": sizes}, directory)
-        if "failed" in found:
-            raise SystemExit(f"Finding hyperparameters failed: {found['failed']}")
-        results["hyperparameters"] = {**found, "date": now()}
-        write_json(path, results)
-    for name in options.only or ("askotch", "inducing", "subset", "cg"):
-        if name in results["runs"]:
-            continue
-        print(f"{name} ...", flush=True)
-        load_before = load_average()
-        task = {"name": name, "sizes": sizes, "found": results["hyperparameters"]}
-        run = in_new_process(Path(__file__), task, directory)
-        if "failed" in run:
-            print(f"{name} failed: {run['failed']}", flush=True)
-            continue
-        results["runs"][name] = {**run, "date": now(), "load_before": load_before}
-        write_json(path, results)
-        print(f"{name}: peak memory {run['peak_memory_mb']} MB", flush=True)
-    return results
+    return sizes | {"seconds": options.seconds or sizes["seconds"], "test": options.test_rows or sizes["test"]}
+
+
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    sizes = about(options)
+    yield Group((), [("hyperparameters", {"name": "fit", "sizes": sizes})], needs=("nyc_green_taxi",), always=True)
+    if "hyperparameters" not in results:
+        raise SystemExit("There are no hyperparameters: they were not found, or the data are missing.")
+    found = results["hyperparameters"]
+    tasks = [(name, {"name": name, "sizes": sizes, "found": found}) for name in ("askotch", "inducing", "subset", "cg")]
+    yield Group(("runs",), tasks, needs=("nyc_green_taxi",))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="taxi",
+    quick="3,000 rows, three seconds a run",
+    problem=about,
+    groups=groups,
+    perform=perform,
+    report=report,
+    picture=lambda results, path: picture(results, path.with_suffix(".png")),
+    say=lambda run: f"peak memory {run['peak_memory_mb']} MB",
+    alone=Path(__file__),
+    versions=("scikit-learn",),
+    options=add_options,
+    head={"factor_budget": FACTOR_BUDGET},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -8,15 +8,17 @@ residual, computed again from GPyTorch's kernel matrix after the solve, is at mo
 
     python benchmarks/testbed.py --data DIRECTORY            # under an hour on two cores; resumes
     python benchmarks/testbed.py --data DIRECTORY --quick    # three sets, N = 1500, ranks 50 and 100
+    python benchmarks/testbed.py --report                    # tables and picture again, nothing measured
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +26,10 @@ import gpytorch
 import torch
 from linear_operator.operators import AddedDiagLinearOperator, ConstantDiagLinearOperator, DenseLinearOperator
 from torch import Tensor
-from tqdm import tqdm
 
-from common import (
-    data_directory,
-    has_data,
-    load_arrays,
-    load_average,
-    machine,
-    now,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    targets,
-    thinned,
-    write_json,
-)
+from common import load_arrays, standardise, subsample, targets, thinned
 from measure import counted_gpytorch_cg
+from runner import Benchmark, Group
 from testbed_report import WITHOUT_RANK, key_of, picture, report
 
 BANDWIDTH = 3.0
@@ -207,79 +195,57 @@ def runs_wanted(ranks: list[int]) -> list[tuple[str, int | None]]:
     return [*((method, None) for method in WITHOUT_RANK), *ranked]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="directory with the NAME.npz files")
-    parser.add_argument("--out", help="directory for the results")
-    parser.add_argument("--sets", nargs="*", help="only these sets")
-    parser.add_argument("--methods", nargs="*", choices=list(METHODS), help="only these methods")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help="rows at most (15,000)")
     parser.add_argument("--seed", type=int, default=0, help="of the rows and of the random factors")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--quick", action="store_true", help="three sets, N = 1500, ranks 50 and 100")
-    options = parser.parse_args()
-    directory = data_directory(options.data)
-    n = options.n or (1500 if options.quick else 15_000)
-    ranks = [50, 100] if options.quick else [500, 1000]
-    out = results_directory(options.out, options.quick)
-    path = out / "testbed.json"
-    old = {} if options.fresh else read_json(path)
-    parameters = {"n": n, "ranks": ranks, "bandwidth": BANDWIDTH, "mu_over_n": MU_OVER_N,
-                  "seed": options.seed, "tolerance": TOLERANCE, "dtype": "float64",
-                  "max_iterations": MAX_ITERATIONS,
-                  "gpytorch_max_iterations": GPYTORCH_MAX_ITERATIONS}  # fmt: skip
-    if old and old.get("problem") != parameters:
-        raise SystemExit(f"{path.name} holds results of other parameters; use --fresh or another --out.")
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "problem": parameters,
-        "methods": METHODS,
-        "sets": old.get("sets", {}),
-    }
-    names = options.sets or (QUICK_SETS if options.quick else [item.name for item in SETS])
-    chosen = [item for item in SETS if item.name in names]
-    if unknown := set(names) - {item.name for item in chosen}:
-        raise SystemExit(f"Not in the testbed: {', '.join(sorted(unknown))}.")
-    wanted = [run for run in runs_wanted(ranks) if not options.methods or run[0] in options.methods]
-    bar = tqdm(total=len(chosen) * len(wanted), disable=None, unit="run")
-    for item in chosen:
-        runs = results["sets"].setdefault(item.name, {"runs": {}})["runs"]
-        todo = [run for run in wanted if key_of(*run) not in runs]
-        bar.update(len(wanted) - len(todo))
-        if not todo:
+
+
+def parameters(options: argparse.Namespace) -> dict[str, Any]:
+    return {"n": options.n or (1500 if options.quick else 15_000), "ranks": [50, 100] if options.quick else [500, 1000],
+            "bandwidth": BANDWIDTH, "mu_over_n": MU_OVER_N, "seed": options.seed, "tolerance": TOLERANCE,
+            "dtype": "float64", "max_iterations": MAX_ITERATIONS,
+            "gpytorch_max_iterations": GPYTORCH_MAX_ITERATIONS}  # fmt: skip
+
+
+def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    about = parameters(options)
+    for item in SETS:
+        if options.quick and item.name not in QUICK_SETS:
             continue
-        if not has_data(directory, item.name):
-            tqdm.write(f"{item.name}: no {item.name}.npz in the data directory, left out")
-            del results["sets"][item.name]
-            continue
-        problem = load(directory, item, n, options.seed)
-        rows, d = problem.x.shape
-        results["sets"][item.name] |= {"n": rows, "d": d, "reason": item.reason, "positive": item.positive,
-                                       "matrix_seconds": problem.matrix_seconds}  # fmt: skip
-        for method, rank in todo:
-            load_before = load_average()
-            if method == "gpytorch":
-                run = run_gpytorch(problem)
-            else:
-                run = run_sketchgp(problem, method, rank, options.seed)
-            run["solved"] = bool(run["true_residual"] <= SLACK * TOLERANCE)
-            run |= {"date": now(), "load_before": load_before}
-            runs[key_of(method, rank)] = run
-            write_json(path, results)
-            tqdm.write(
-                f"{item.name}, {key_of(method, rank)}: {'solved' if run['solved'] else 'NOT solved'}, "
-                f"{run['iterations']} iterations, residual {run['true_residual']:.2g}, {run['seconds']:.1f} s"
-            )
-            bar.update()
-            gc.collect()
-        del problem
-    bar.close()
-    write_json(path, results)
-    text = report(results)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    picture(results, path.with_suffix(".png"))
-    print(text)
+        yield Group(
+            ("sets", item.name, "runs"),
+            [(key_of(*run), (*run, options.seed)) for run in runs_wanted(about["ranks"])],
+            load=partial(load, directory, item, about["n"], options.seed),
+            needs=(item.name,),
+            about=lambda problem, item=item: {
+                "n": problem.x.shape[0], "d": problem.x.shape[1], "reason": item.reason, "positive": item.positive,
+                "matrix_seconds": problem.matrix_seconds},
+        )  # fmt: skip
+
+
+def perform(problem: Problem, task: tuple[str, int | None, int]) -> dict[str, Any]:
+    run = run_gpytorch(problem) if task[0] == "gpytorch" else run_sketchgp(problem, *task)
+    return run | {"solved": bool(run["true_residual"] <= SLACK * TOLERANCE)}
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="testbed",
+    quick="three sets, N = 1500, ranks 50 and 100",
+    problem=parameters,
+    groups=groups,
+    perform=perform,
+    report=report,
+    picture=lambda results, path: picture(results, path.with_suffix(".png")),
+    say=lambda run: (
+        f"{'solved' if run['solved'] else 'NOT solved'}, {run['iterations']} iterations, residual "
+        f"{run['true_residual']:.2g}, {run['seconds']:.1f} s"
+    ),
+    what="sets",
+    options=add_options,
+    head={"methods": METHODS},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import describe, median, number, read_json, table
+from common import describe, median, number, table
 
 # Okabe and Ito's colours, told apart with any colour vision; the line styles help further.
 STYLES: dict[str, dict[str, Any]] = {
@@ -204,12 +203,3 @@ def picture(results: dict[str, Any], path: Path) -> None:
     figure.subplots_adjust(left=0.065, right=0.845, top=0.86, bottom=0.12, wspace=0.5)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the tables of a testbed.json and draw its picture.")
-    parser.add_argument("results", type=Path)
-    given = parser.parse_args().results
-    content = read_json(given)
-    print(report(content))
-    picture(content, given.with_suffix(".png"))

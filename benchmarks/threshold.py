@@ -14,32 +14,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import sketchgp
-from common import (
-    arguments,
-    data_directory,
-    describe,
-    load_arrays,
-    load_average,
-    machine,
-    number,
-    publish,
-    read_json,
-    results_directory,
-    standardise,
-    subsample,
-    table,
-    write_json,
-)
+from common import describe, load_arrays, number, standardise, subsample, table
+from runner import Benchmark, Group
 
 SETS, NOISES, SIZES, TESTS, CALLS = ("kin8nm", "uci_pol"), (0.05, 0.001), (400, 800, 1200, 2000, 3000, 4000), 50, 3
 
@@ -86,7 +71,7 @@ def seconds(model: Regression, x: Tensor, work: Callable[[Regression, Tensor], N
 
 
 def measure(x: Tensor, y: Tensor, n: int, noise: float) -> dict[str, Any]:
-    entry: dict[str, Any] = {"load_before": load_average()}
+    entry: dict[str, Any] = {}
     for name, threshold in (("cholesky", 10**6), ("iterations", 10)):
         model = Regression(x[:n], y[:n], noise)
         if name == "iterations":
@@ -113,27 +98,36 @@ def report(results: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    options = arguments(__doc__, "one set, two sizes").parse_args()
-    path: Path = results_directory(options.out, options.quick) / "threshold.json"
-    results = {} if options.fresh else read_json(path)
-    if not options.report:
-        directory = data_directory(options.data)
-        sets, sizes = (SETS[:1], SIZES[:2]) if options.quick else (SETS, SIZES)
-        results = {"machine": machine(), "problem": {"seed": 0, "tests": TESTS, "calls": CALLS},
-                   "runs": results.get("runs", {})}  # fmt: skip
-        todo = [(name, noise, n) for name in sets for noise in NOISES for n in sizes]
-        for name, noise, n in tqdm(todo, disable=None):
-            if f"{name}, {noise:g}, {n}" in results["runs"]:
-                continue
-            features, targets = subsample(load_arrays(directory, name), n + TESTS, 0)
-            features, targets = standardise(features)[0], standardise(targets[:, None])[0][:, 0]
-            order = torch.randperm(n + TESTS, generator=torch.Generator().manual_seed(0))
-            x, y = torch.from_numpy(features)[order].float(), torch.from_numpy(targets)[order].float()
-            results["runs"][f"{name}, {noise:g}, {n}"] = measure(x, y, n, noise)
-            write_json(path, results)
-    publish(path, results, report)
+def load(directory: Path, name: str, n: int) -> tuple[Tensor, Tensor]:
+    """So many rows and those to predict, standardised, float32."""
+    features, targets = subsample(load_arrays(directory, name), n + TESTS, 0)
+    features, targets = standardise(features)[0], standardise(targets[:, None])[0][:, 0]
+    order = torch.randperm(n + TESTS, generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(features)[order].float(), torch.from_numpy(targets)[order].float()
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    sets, sizes = (SETS[:1], SIZES[:2]) if options.quick else (SETS, SIZES)
+    for name in sets:
+        tasks = [(f"{name}, {noise:g}, {n}", (directory, name, n, noise)) for noise in NOISES for n in sizes]
+        yield Group(("runs",), tasks, needs=(name,))
+
+
+def perform(loaded: None, task: tuple[Path, str, int, float]) -> dict[str, Any]:
+    directory, name, n, noise = task
+    return measure(*load(directory, name, n), n, noise)
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="threshold",
+    quick="one set, two sizes",
+    problem=lambda options: {"seed": 0, "tests": TESTS, "calls": CALLS},
+    groups=groups,
+    perform=perform,
+    report=report,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sketchgp import ConvergenceWarning
 from sketchgp.operators.access import Access
 
 
@@ -168,6 +171,25 @@ def matrices() -> dict[str, tuple[Tensor, int]]:
         "two-by-two": (torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64), 2),
         "zero": (torch.zeros(6, 6, dtype=torch.float64), 0),
     }
+
+
+class Crash(Exception):
+    """What ends a solve without a chance to save."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Solves that fall short do not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        yield
+
+
+def true_residual(matrix: Tensor, y: Tensor, value: Tensor) -> Tensor:
+    """``||y - A w|| / ||y||`` of each column, absolute where y is 0; A dense in float64."""
+    y = y.double().reshape(len(y), -1)
+    norm = y.norm(dim=0)
+    return (y - matrix @ value.double().reshape(y.shape)).norm(dim=0) / torch.where(norm > 0, norm, 1)
 
 
 class Largest(TorchDispatchMode):

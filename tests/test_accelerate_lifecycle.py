@@ -118,9 +118,17 @@ def through_torch(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, through_pickle, through_torch])
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "fixed-noise", "batch", "hadamard", "lcm"])
-@pytest.mark.parametrize("used", [False, True])
+COPIERS = (copy.deepcopy, through_pickle, through_torch)
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "copier"),
+    [
+        (name, used, COPIERS[(i + used) % 3])  # each way to copy meets models that were used and others
+        for i, name in enumerate(("scale-rbf-ard", "fixed-noise", "batch", "hadamard", "lcm"))
+        for used in (False, True)
+    ],
+)
 def test_copies_are_accelerated_and_independent(name: str, copier: Any, used: bool) -> None:
     model, test = SOLVED[name].build()
     choice = sketchgp.RPCholesky(rank=40, seed=3)
@@ -654,8 +662,17 @@ def test_a_model_without_data_can_be_accelerated_first() -> None:
 # --- one preconditioner a matrix --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("matmul", ["dense", "tiled", "gpytorch"])
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "additive-forward", "batch", "lcm"])
+@pytest.mark.parametrize(
+    ("name", "matmul"),
+    [
+        ("scale-rbf-ard", "dense"),
+        ("scale-rbf-ard", "tiled"),
+        ("scale-rbf-ard", "gpytorch"),
+        ("additive-forward", "tiled"),
+        ("batch", "dense"),
+        ("lcm", "gpytorch"),
+    ],
+)
 def test_one_build_a_training_step_and_one_for_prediction(name: str, matmul: str) -> None:
     model, test = SOLVED[name].build()
     sketchgp.accelerate(model, matmul=matmul)
@@ -764,8 +781,11 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("matmul", ["auto", "gpytorch"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "matmul"),
+    [*((change, "auto") for change in CHANGES), (by_optimizer, "gpytorch"), (by_inputs_in_place, "gpytorch")],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
 def test_changes_leave_nothing_stale(change: Any, matmul: str) -> None:
     model, test = accelerated(matmul=matmul)
     with iterative(probes=60):
@@ -868,8 +888,16 @@ def largest_tensor(monkeypatch: pytest.MonkeyPatch, name: str, matmul: str, dtyp
     return largest.entries, model.train_inputs[0].shape[-2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "additive-kernel", "additive-forward", "fixed-noise", "periodic"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("scale-rbf-ard", torch.float32),
+        ("additive-kernel", torch.float64),
+        ("additive-forward", torch.float32),
+        ("fixed-noise", torch.float64),
+        ("periodic", torch.float64),
+    ],
+)
 def test_tiled_products_never_make_the_matrix(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
     entries, n = largest_tensor(monkeypatch, name, "tiled", dtype)
     assert entries < n * n / 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +11,19 @@ import torch
 from gpytorch.kernels import ConstantKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import DenseLinearOperator, SumLinearOperator
 
-from problems import GENERIC, RADIAL, dense, identity, normal, points, relative, set_scales, with_spectrum
+from problems import (
+    GENERIC,
+    RADIAL,
+    dense,
+    identity,
+    normal,
+    points,
+    quiet,
+    relative,
+    set_scales,
+    true_residual,
+    with_spectrum,
+)
 from sketchgp import (
     ASkotch,
     ConvergenceWarning,
@@ -84,10 +95,7 @@ def _matrix(problem):
 
 
 def _true_residual(problem, value, matrix=None):
-    y = problem.y.double().reshape(len(problem.y), -1)
-    matrix = _matrix(problem) if matrix is None else matrix
-    norm = y.norm(dim=0)
-    return (y - matrix @ value.double().reshape(y.shape)).norm(dim=0) / torch.where(norm > 0, norm, 1)
+    return true_residual(_matrix(problem) if matrix is None else matrix, problem.y, value)
 
 
 def _check(problem, solution, tol):
@@ -101,13 +109,6 @@ def _check(problem, solution, tol):
     assert torch.allclose(solution.report.residual, true, rtol=1e-3, atol=1e-13)
     expected = torch.linalg.solve(matrix, problem.y.double())
     assert relative(solution.value, expected) <= 1.01 * tol * float(torch.linalg.cond(matrix))
-
-
-@contextmanager
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        yield
 
 
 # --- accuracy -------------------------------------------------------------------------------------------------

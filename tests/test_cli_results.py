@@ -28,16 +28,17 @@ def make(n=60, d=2, kernel="matern52", dtype=torch.float64):
     return Regression(x.to(dtype), y.to(dtype), kernel).eval()
 
 
-def test_true_residual_is_that_of_dense_float64():
+def test_true_residual_is_that_of_dense_float64(monkeypatch):
+    monkeypatch.setattr("sketchgp.cli.results._ROWS", 7)
     model = make()
     model.mean_module.constant = 0.3
     x, y = model.train_inputs[0], model.train_targets
     with torch.no_grad():
         system = model.covar_module(x).to_dense() + model.likelihood.noise * torch.eye(60)
         exact = torch.linalg.solve(system, y - 0.3)
-    assert true_residual(model, exact, chunk=7) < 1e-7  # GPyTorch rounds squared distances of zero to 1e-15
+    assert true_residual(model, exact) < 1e-7  # GPyTorch rounds squared distances of zero to 1e-15
     wrong = exact * 1.01  # the residual of 1.01 times the solution is 0.01 of the right-hand side
-    assert true_residual(model, wrong, chunk=7) == pytest.approx(0.01, rel=1e-5)
+    assert true_residual(model, wrong) == pytest.approx(0.01, rel=1e-5)
     assert true_residual(model, wrong, rows=torch.arange(0, 60, 3)) == pytest.approx(0.01, rel=1e-5)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import DenseLinearOperator
 
-from problems import GENERIC, RADIAL, dense, identity, normal, points, relative, set_scales, with_spectrum
+from problems import (
+    GENERIC,
+    RADIAL,
+    dense,
+    identity,
+    normal,
+    points,
+    quiet,
+    relative,
+    set_scales,
+    true_residual,
+    with_spectrum,
+)
 from sketchgp import (
     ConjugateGradients,
     ConvergenceWarning,
@@ -57,25 +66,24 @@ def _matrix(problem):
 
 
 def _true_residual(problem, value, matrix=None):
-    y = problem.y.double().reshape(len(problem.y), -1)
-    matrix = _matrix(problem) if matrix is None else matrix
-    norm = y.norm(dim=0)
-    return (y - matrix @ value.double().reshape(y.shape)).norm(dim=0) / torch.where(norm > 0, norm, 1)
-
-
-@contextmanager
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        yield
+    return true_residual(_matrix(problem) if matrix is None else matrix, problem.y, value)
 
 
 # --- accuracy -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [None, 3, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "matern32", "matern52-ard", "rational-quadratic", "sum"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "columns"),
+    [
+        ("rbf-ard", torch.float32, 70),
+        ("rbf-ard", torch.float64, 3),
+        ("matern12", torch.float64, None),
+        ("matern32", torch.float32, None),
+        ("matern52-ard", torch.float64, 70),
+        ("rational-quadratic", torch.float32, 3),
+        ("sum", torch.float64, 3),
+    ],
+)
 def test_against_a_dense_solve(name, dtype, columns):
     kernel = set_scales({**RADIAL, **GENERIC}[name]()).to(dtype)
     problem = _problem(columns=columns, noise=0.1, dtype=dtype, kernel=kernel)
@@ -180,25 +188,6 @@ def test_each_column_stops_by_itself():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("columns", [None, 3])
-def test_zero_right_hand_side(dtype, columns):
-    problem = _problem(columns=columns, dtype=dtype)
-    problem.y.zero_()
-    solution = ConjugateGradients().solve(problem)
-    assert torch.equal(solution.value, problem.y)
-    assert (solution.report.iterations, solution.report.converged) == (0, True)
-    assert solution.report.max_residual == 0
-
-
-def test_no_columns():
-    problem = FullProblem(_kernel(), points(20), normal(20, 0), 0.1)
-    solution = ConjugateGradients().solve(problem)
-    assert solution.value.shape == (20, 0)
-    assert solution.report.converged
-    assert solution.report.max_residual == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_warm_start(dtype):
     problem = _problem(columns=2, noise=0.1, dtype=dtype)
     tol = 1e-4
@@ -228,7 +217,7 @@ def test_a_warm_start_in_float64_is_reported_as_it_is_returned():
 
 
 @pytest.mark.parametrize("factor", [1e12, 1e-12])
-@pytest.mark.parametrize("what", ["kernel and noise", "targets", "both"])
+@pytest.mark.parametrize("what", ["kernel and noise", "targets"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("preconditioner", [None, RPCholesky(30)], ids=["plain", "rpcholesky"])
 def test_scaling_changes_nothing(preconditioner, dtype, what, factor):
@@ -283,9 +272,8 @@ def test_extreme_targets_in_float32(factor):
 # --- the residual is the true one -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [None, 5, 66])
-@pytest.mark.parametrize("limit", [3, 30, 250])
-@pytest.mark.parametrize("noise", [1e-1, 1e-4, 1e-8])
+@pytest.mark.parametrize("columns", [None, 66])
+@pytest.mark.parametrize(("limit", "noise"), [(3, 1e-1), (30, 1e-4), (250, 1e-4), (250, 1e-8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("preconditioner", [None, RPCholesky(25)], ids=["plain", "rpcholesky"])
 def test_reported_residual_is_the_true_one(preconditioner, dtype, noise, limit, columns):
@@ -301,6 +289,17 @@ def test_reported_residual_is_the_true_one(preconditioner, dtype, noise, limit, 
     assert report.history.shape == (report.iterations + 1, report.columns)
     reasons = ("reached the tolerance",) if report.converged else ("ran out of iterations", "stagnated", "was rounded")
     assert report.reason in reasons
+
+
+@pytest.mark.parametrize("limit", [1, 5, 20])
+def test_what_is_returned_is_no_worse_than_the_start(limit):
+    """Residuals of conjugate gradients rise before they fall: here tenfold."""
+    with quiet():
+        report = (
+            ConjugateGradients(tol=1e-9, max_iterations=limit).solve(_problem(noise=1e-4), preconditioner=None).report
+        )
+    assert float(report.history.max()) > 5
+    assert report.max_residual <= 1
 
 
 def test_float32_refinement_where_the_plain_recurrence_fails():
@@ -378,24 +377,6 @@ def test_max_iterations():
 # --- callbacks and interruptions ------------------------------------------------------------------------------
 
 
-def test_callback_sees_each_iteration_and_can_stop():
-    problem, seen = _problem(noise=1e-4, columns=2), []
-
-    def callback(state):
-        seen.append(state)
-        return state.iteration == 6
-
-    with pytest.warns(ConvergenceWarning, match=r"stopped by the callback after 6 .* initial="):
-        solution = ConjugateGradients().solve(problem, preconditioner=None, callback=callback)
-    assert [state.iteration for state in seen] == [1, 2, 3, 4, 5, 6]
-    assert torch.equal(torch.stack([state.residual for state in seen]), solution.report.history[1:])
-    assert all(a.seconds <= b.seconds for a, b in zip(seen, seen[1:], strict=False))
-    assert relative(solution.report.residual, _true_residual(problem, solution.value)) < 1e-9
-    limited = ConjugateGradients(max_iterations=6)
-    with quiet():
-        assert relative(limited.solve(problem, preconditioner=None).value, solution.value) < 1e-12
-
-
 def test_interrupt_in_the_callback_keeps_the_iterate():
     problem = _problem(noise=1e-4)
 
@@ -461,14 +442,6 @@ def test_an_interrupted_training_step_stops():
     system = System(_Interrupting(dense(problem.kernel, problem.x)), problem.noise_vector)
     with pytest.raises(KeyboardInterrupt):
         ConjugateGradients().run(system, problem.y.unsqueeze(-1), None, lanczos_columns=1)
-
-
-def test_an_error_in_the_callback_is_the_users():
-    def callback(state):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        ConjugateGradients().solve(_problem(), callback=callback)
 
 
 # --- matrices that are not what was promised ------------------------------------------------------------------

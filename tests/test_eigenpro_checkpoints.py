@@ -14,7 +14,7 @@ import torch
 from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from problems import normal, points
+from problems import Crash, normal, points, quiet
 from sketchgp import ConvergenceWarning, EigenPro3, EigenPro4, InducingPointProblem, InputError
 from sketchgp.report import Reason
 from sketchgp.settings import memory_budget
@@ -33,10 +33,6 @@ VARIANTS = {
     "4-inexact-paper": EigenPro4(epochs=3, delay=6, projection="inexact", preconditioner="paper"),
     "4-plain": EigenPro4(epochs=3, delay=7, averaging=False, cooldown=0.0, seed=3),
 }
-
-
-class Crash(Exception):
-    """What ends a solve without a chance to save."""
 
 
 class Stream:
@@ -74,8 +70,7 @@ def _fitting(solver, streamed):
 
 
 def _solve(solver, problem, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quiet():
         return solver.solve(problem, **options)
 
 
@@ -125,9 +120,19 @@ def _crash():
     raise Crash
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
-@pytest.mark.parametrize("streamed", [False, True], ids=["tensors", "stream"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "streamed", "dtype"),
+    [
+        ("3", False, torch.float32),
+        ("3", True, torch.float64),
+        ("4-exact", False, torch.float64),
+        ("4-exact-paper", True, torch.float32),
+        ("4-inexact", False, torch.float32),
+        ("4-inexact", True, torch.float64),
+        ("4-inexact-paper", False, torch.float64),
+        ("4-plain", True, torch.float32),
+    ],
+)
 def test_a_solve_that_crashes_again_and_again(name, streamed, dtype, path, at_step):
     """In every eleventh step: between projections, at all places of an epoch."""
     problem, solver = _problem(streamed, dtype=dtype), _fitting(VARIANTS[name], streamed)
@@ -150,8 +155,7 @@ def test_a_solve_that_crashes_again_and_again(name, streamed, dtype, path, at_st
     assert sum("resumed" in note for note in found.report.notes) == len(reached)
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["tensors", "stream"])
-@pytest.mark.parametrize("name", ["4-exact", "4-inexact"])
+@pytest.mark.parametrize(("name", "streamed"), [("4-exact", True), ("4-inexact", False)])
 def test_ctrl_c_in_the_middle_of_an_epoch(name, streamed, path, at_step, interruptible):
     problem, solver = _problem(streamed), _fitting(VARIANTS[name], streamed)
     expected = _solve(solver, problem)

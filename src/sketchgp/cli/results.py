@@ -15,6 +15,8 @@ from ..memory import peak_memory
 
 __all__ = ["PeakMemory", "Row", "format_table", "true_residual"]
 
+_ROWS = 256  # of K formed at a time
+
 
 @dataclass(frozen=True)
 class Row:
@@ -109,15 +111,12 @@ def _resident() -> int | None:
 
 
 @torch.no_grad()
-def true_residual(
-    model: gpytorch.models.ExactGP, weights: Tensor, rows: Tensor | None = None, chunk: int = 256
-) -> float:
+def true_residual(model: gpytorch.models.ExactGP, weights: Tensor, rows: Tensor | None = None) -> float:
     """``||(K + noise I) weights - (y - mean)|| / ||y - mean||`` in float64, from GPyTorch's kernel alone.
 
     :param model: a GP with constant noise, one output and training data ``(n, d)``.
     :param weights: ``(n,)``.
     :param rows: if given, both norms are over these rows only (a check by sample, for large n).
-    :param chunk: rows of K formed at a time.
     """
     kernel = copy.deepcopy(model.covar_module).double()
     x = model.train_inputs[0].double()
@@ -126,7 +125,7 @@ def true_residual(
     rows = torch.arange(x.shape[0]) if rows is None else rows
     noise = model.likelihood.noise.item()
     error = torch.zeros((), dtype=torch.float64)
-    for part in rows.split(chunk):
+    for part in rows.split(_ROWS):
         product = kernel(x[part], x).to_dense() @ solution + noise * solution[part]
         error += (product - target[part]).square().sum()
     return float(error.sqrt() / target[rows].norm())

@@ -38,11 +38,6 @@ class NystromRoot:
     def rank(self) -> int:
         return len(self.values)
 
-    @property
-    def condition(self) -> float:
-        """Of P."""
-        return 1 + float(self.values[0]) / self.damping if self.rank else 1.0
-
     def _power(self, vectors: Tensor, power: float) -> Tensor:
         rest = self.damping**power
         scales = (self.values + self.damping).pow(power) - rest

@@ -14,7 +14,7 @@ from ...errors import InputError, NumericalError
 from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from ...report import Reason
-from ..loop import Method, Outcome
+from ..loop import Method, Outcome, largest_of
 from .batches import batches
 from .preconditioned_gradient import Model
 from .problem import InducingPointProblem
@@ -200,7 +200,7 @@ class Epochs(Method):
 
     def _watch(self, g: Tensor, y: Tensor) -> None:
         """Residuals that grow far beyond those of the start and the targets are no noise."""
-        mean, size = float(g.square().mean(dim=0).max()), float(y.square().mean(dim=0).max())
+        mean, size = largest_of(g.square().mean(dim=0)), largest_of(y.square().mean(dim=0))
         if self.scale != self.scale:
             self.scale = mean
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
@@ -265,8 +265,8 @@ class Epochs(Method):
         residual = self._relative(value)
         if not bool((residual <= _WORSE * self.first.clamp(min=1)).all()):  # true for NaN too
             raise NumericalError(
-                f"The fit diverges: relative training residual {float(self.first.max()):.1e} at the start and "
-                f"{float(residual.max()):.1e} at the end. {self.plan.advice}"
+                f"The fit diverges: relative training residual {largest_of(self.first):.1e} at the start and "
+                f"{largest_of(residual):.1e} at the end. {self.plan.advice}"
             )
         facts = {"tol": float("inf"), "residual_rows": len(self.checked[0])}
         return Outcome(value, residual, False, reason, facts)

@@ -12,6 +12,7 @@ from ...operators.access import Access
 from ...random_streams import generator
 from ...settings import memory_budget
 from ..conjugate_step import descend, turn
+from ..loop import largest_of
 from .problem import InducingPointProblem
 
 _FAILED = 0.5  # relative residual above which a projection does more harm than good
@@ -117,7 +118,7 @@ class InexactProjection(Projection):
             _, usable = descend(value, r, direction, product, curvature, energy, active)
             self.iterations += 1
             self.products += 1
-        left = float((r.norm(dim=0) / torch.where(norm > 0, norm, 1)).max())
+        left = largest_of(r.norm(dim=0) / torch.where(norm > 0, norm, 1))
         if not left <= max(_FAILED, tol):
             raise NumericalError(
                 f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "

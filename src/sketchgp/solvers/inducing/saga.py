@@ -18,7 +18,7 @@ from ...preconditioners.sketchysaga import damped_nystrom
 from ...random_streams import generator
 from ...report import Reason
 from ..full.blockwise import next_block
-from ..loop import Method, Outcome
+from ..loop import Method, Outcome, largest_of
 from .problem import InducingPointProblem
 from .remaining import remaining_change
 
@@ -223,7 +223,7 @@ class Saga(Method):
         if bool((self.true <= self.choices.tol).all()) and self._within():
             self.best, self.best_true = self.anchor[0], self.true
             return Reason.REACHED
-        small = float(self.true.max()) < _PLATEAU and self.done - self.marked >= _PATIENCE
+        small = largest_of(self.true) < _PLATEAU and self.done - self.marked >= _PATIENCE
         if small and self.swept == self.done and len(self.changes) >= 3:
             return Reason.STAGNATED
         return None
@@ -247,9 +247,9 @@ class Saga(Method):
 
     def _close_epoch(self) -> None:
         """Estimate the residual from the table's gradient; take diverging steps back; sweep where it is time."""
-        tol, before = self.choices.tol, float(self.true.max())
+        tol, before = self.choices.tol, largest_of(self.true)
         self.current = self._relative(self.total + self.noise_term)
-        worst = float(self.current.max()) if bool(torch.isfinite(self.current).all()) else math.inf
+        worst = largest_of(self.current) if bool(torch.isfinite(self.current).all()) else math.inf
         if worst > _GROWTH * max(before, tol) or not bool(torch.isfinite(self.w).all()):
             self._take_back(worst)
             return
@@ -259,7 +259,7 @@ class Saga(Method):
         look = self.done >= self.next_look - _ROUNDED
         if settled or look or (at_target and not reached and gap >= min(self.failures, _GAP)):
             self._sweep()
-            after = float(self.true.max())
+            after = largest_of(self.true)
             if after > _GROWTH * max(before, tol):
                 self._take_back(after)
                 return
@@ -275,7 +275,7 @@ class Saga(Method):
         self.shrunk += 1
         if self.shrunk > _SHRUNK:
             raise NumericalError(
-                f"SketchySAGA diverges: the relative residual grew from {float(self.best_true.max()):.1e} to "
+                f"SketchySAGA diverges: the relative residual grew from {largest_of(self.best_true):.1e} to "
                 f"{worst:.1e}, with the step halved {_SHRUNK} times. Raise rho (now {self.p.damping:.1e}) or rank, or "
                 "use KRILL()."
             )
@@ -316,7 +316,7 @@ class Saga(Method):
         self.true = self.current = self._relative(total + noise_term)
         if not bool(torch.isfinite(self.true).all()):
             raise NumericalError(_NAN)
-        if float(self.true.max()) < float(self.best_true.max()):
+        if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 
     def _compare(self, psi: Tensor, noise_term: Tensor) -> None:

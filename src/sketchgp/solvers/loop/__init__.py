@@ -3,7 +3,7 @@
 from .checkpoint import Checkpoint, solve_marks
 from .direct import Direct
 from .held_out import HeldOut
-from .method import Method, Outcome
+from .method import Method, Outcome, largest_of
 from .progress import Progress
 from .run import Budget, Run, clock
 
@@ -17,5 +17,6 @@ __all__ = [
     "Progress",
     "Run",
     "clock",
+    "largest_of",
     "solve_marks",
 ]

@@ -155,6 +155,11 @@ class Method:
         return 1.0
 
 
+def largest_of(residual: Tensor) -> float:
+    """The largest over the columns; 0 where there are none."""
+    return float(residual.max()) if residual.numel() else 0.0
+
+
 def _no_limit() -> float:
     return 0.0
 

@@ -19,7 +19,7 @@ from ...report import HeldOutError, Reason, SolveReport
 from .checkpoint import Checkpoint
 from .held_out import HeldOut, Watcher
 from .interrupt import DeferredInterrupt
-from .method import Method, Outcome
+from .method import Method, Outcome, largest_of
 from .progress import Progress
 
 _DELAY = 2.0  # seconds before a progress bar appears
@@ -172,8 +172,7 @@ class Run:
         if self.watcher.held_out is not None:
             error = self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
         held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
-        worst = float(estimate.max()) if estimate.numel() else 0.0
-        bar.set_postfix_str(f"residual about {worst:.1e}{held}", refresh=False)
+        bar.set_postfix_str(f"residual about {largest_of(estimate):.1e}{held}", refresh=False)
         self.progress = Progress(
             method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights
         )

@@ -68,11 +68,6 @@ class Plan:
         return self.arithmetic[0]
 
     @property
-    def precise(self) -> str:
-        """The last arguments of ``multiply``."""
-        return f"{self.arithmetic[0]}, {self.arithmetic[1]!r}"
-
-    @property
     def shapes(self) -> list[int]:
         """Atoms with a shape parameter."""
         return [a for a, atom in enumerate(self.atoms) if atom.alpha]

@@ -16,9 +16,9 @@ from torch import Tensor
 from ....errors import NumericalError
 from ....random_streams import generator
 from ....report import Reason
-from ...loop import Method, Outcome
+from ...loop import Method, Outcome, largest_of
 from .method import BlockMethod
-from .state import State, largest_of
+from .state import State
 from .system import BlockSystem
 from .watch import NAN, plateau, stuck, watch_growth
 

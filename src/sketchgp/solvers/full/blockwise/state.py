@@ -84,8 +84,3 @@ class State:
         best = self.best if len(self.best) else torch.zeros_like(self.r)
         value = torch.where(worse.to(best.device), best.to(value.dtype), value)
         return value, torch.where(worse, self.best_true, residual), int(worse.sum())
-
-
-def largest_of(residual: Tensor) -> float:
-    """The largest over the columns; 0 where there are none."""
-    return float(residual.max()) if residual.numel() else 0.0

@@ -6,8 +6,9 @@ import math
 
 from ....errors import NumericalError
 from ....report import Reason
+from ...loop import largest_of
 from .method import BlockMethod
-from .state import State, largest_of
+from .state import State
 
 NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 

@@ -1,0 +1,64 @@
+"""Processes that a test forks, and that may be killed.
+
+A child of a process in which torch has threads can hang: what solves there is forked by a script of one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sketchgp.solvers.loop import run
+
+CAN_FORK = hasattr(os, "fork")  # not on Windows
+
+
+def one_thread() -> None:
+    """What a script does before it forks."""
+    torch.set_num_threads(1)
+    run.tqdm.set_lock(threading.RLock())  # not the one that processes share, which a killed one may hold
+
+
+def fork(work: Callable[[], Any]) -> int:
+    """The process id of a child that does ``work()`` and nothing else."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # no child outlives the tests
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def ended(child: int) -> int:
+    """The signal that ended the child, 0 if it ended by itself."""
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        assert os.WEXITSTATUS(status) == 0, "a child failed"
+        return 0
+    return os.WTERMSIG(status)
+
+
+def die(*args: object) -> None:
+    """Kill this process, as a machine that runs out of memory does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def run_script(file: str, *arguments: object) -> None:
+    """A fresh process that runs this file."""
+    command = [sys.executable, str(Path(file)), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,205 @@
+"""The runner of the benchmarks, the tables made from committed results, and the arithmetic of benchmarks/matvec.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " in path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    """``module(name)`` of benchmarks/."""
+    if not BENCHMARKS.is_dir():
+        pytest.skip("the benchmarks are not beside the tests")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and BENCHMARKS in Path(sys.modules[name].__file__).parents:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Data sets "here" and "there"."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("here", "there"):
+        np.savez(folder / f"{name}.npz", X=np.zeros((3, 1)), y=np.zeros(3))
+    return folder
+
+
+@pytest.fixture
+def run(module, directory, tmp_path, monkeypatch):
+    """``run(*options)`` runs a benchmark of nine tasks and returns its JSON; ``run.done`` lists what was measured."""
+    runner = module("runner")
+    monkeypatch.setattr(runner, "gc", SimpleNamespace(collect=lambda: 0))  # which takes its time with so many modules
+
+    def groups(options, folder, results):
+        yield runner.Group((), [("first", 0)], always=True)
+        for name in ("here", "there", "missing"):
+            yield runner.Group(
+                ("sets", name, "runs"),
+                [("plain", 1), (("list", {"seed": 3}), 2), (("list", {"seed": 4}), 3), (("counted", 0), 4)],
+                load=lambda name=name: run.done.append(f"load {name}") or name,
+                needs=(name,),
+                same={"size": run.size},
+                facts={"words": "about it"},
+                about=lambda loaded: {"loaded": loaded},
+            )
+
+    def perform(loaded, number):
+        if run.at is not None and number == run.at[0] and loaded == run.at[1]:
+            run.at[2]()
+        run.done.append((loaded, number))
+        return {"failed": "it broke"} if number == run.fails else {"value": number / 3}
+
+    benchmark = runner.Benchmark(
+        doc="A test.\n\nOf the runner.",
+        name="nine",
+        quick="little",
+        problem=lambda options: {"seeds": (1, 2), "quick": options.quick},
+        groups=groups,
+        perform=perform,
+        report=lambda results: f"{len(results['sets'])} sets",
+        what="sets",
+    )
+
+    def run(*options):
+        run.done = []
+        benchmark.main(["--data", str(directory), "--out", str(tmp_path), *options])
+        return json.loads((tmp_path / "nine.json").read_text())
+
+    run.at, run.fails, run.size, run.done = None, None, 7, []
+    return run
+
+
+def test_everything_is_measured_once(run, capsys):
+    found = run()
+    assert run.done[0] == (None, 0) and len(run.done) == 1 + 2 + 8
+    assert "no missing in the data directory" in capsys.readouterr().out
+    assert set(found["sets"]) == {"here", "there"} and found["first"]["value"] == 0
+    item = found["sets"]["there"]
+    assert (item["size"], item["words"], item["loaded"]) == (7, "about it", "there")
+    assert item["runs"]["plain"]["value"] == 0.333333 and item["runs"]["plain"]["date"].endswith("Z")
+    assert [one["seed"] for one in item["runs"]["list"]] == [3, 4] and len(item["runs"]["counted"]) == 1
+    assert found["problem"] == {"seeds": [1, 2], "quick": False}
+    assert {"processor", "cores", "torch_threads", "versions", "date"} <= set(found["machine"])
+    again = run()
+    assert run.done == [] and again["sets"] == found["sets"]
+    run("--report")
+    assert run.done == []
+    run("--fresh", "--only", "there", "3")
+    assert run.done == [(None, 0), "load there", ("there", 2)]
+
+
+def test_ctrl_c_keeps_what_is_done(run, interruptible, tmp_path):
+    """Also where a solver would return what it has at an interrupt: that is no measurement."""
+
+    def interrupted():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            run.done.append("taken for an iterate")
+
+    run.at = 3, "here", interrupted
+    with pytest.raises(SystemExit, match="Stopped"):
+        run()
+    assert run.done == [(None, 0), "load here", ("here", 1), ("here", 2)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run.at = None
+    found = run()
+    assert run.done == ["load here", ("here", 3), ("here", 4), "load there", *(("there", k) for k in (1, 2, 3, 4))]
+    assert [one["value"] for one in found["sets"]["here"]["runs"]["list"]] == [0.666667, 1.0]
+
+
+def test_an_error_keeps_what_is_done_and_a_failure_is_tried_again(run, tmp_path):
+    def broken():
+        raise ZeroDivisionError
+
+    run.at = 1, "there", broken
+    with pytest.raises(ZeroDivisionError):
+        run()
+    run.at, run.fails = None, 3
+    assert [one["seed"] for one in run()["sets"]["there"]["runs"]["list"]] == [3]
+    assert len(run.done) == 1 + 4
+    run.fails = None
+    assert [one["seed"] for one in run()["sets"]["there"]["runs"]["list"]] == [3, 4]
+    assert run.done == ["load there", ("there", 3)]
+    assert [path.name for path in tmp_path.glob("nine*")] != [] and not list(tmp_path.glob("*.part"))
+
+
+def test_other_parameters_are_refused(run):
+    run()
+    with pytest.raises(SystemExit, match=r"other parameters \(quick\)"):
+        run("--quick")
+    run.size = 8
+    with pytest.raises(SystemExit, match=r"other parameters \(size\)"):
+        run()
+    assert run("--fresh")["sets"]["here"]["size"] == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_results_are_read(name, module, monkeypatch, tmp_path):
+    """The table beside a JSON is what the script makes of it, and its parameters are those of the script."""
+    benchmark = module(name).BENCHMARK
+    assert benchmark.name == name
+    shutil.copy(BENCHMARKS / "results" / f"{name}.json", tmp_path)
+    object.__setattr__(benchmark, "picture", lambda results, path: None)
+    benchmark.main(["--report", "--out", str(tmp_path)])
+    problem = module("common").plain(benchmark.problem(benchmark.parse([])))
+    found = json.loads((tmp_path / f"{name}.json").read_text())["problem"]
+    assert {**found, "threads": 0} == {**problem, "threads": 0}
+    assert (tmp_path / f"{name}.md").read_text() == (BENCHMARKS / "results" / f"{name}.md").read_text()
+
+
+@pytest.fixture
+def limit_module(module):
+    return module("matvec_limit")
+
+
+def test_limits_by_hand(limit_module):
+    rates = limit_module.Rates(product=100e9, exponential=5e9, root=10e9, logarithm=1e9)
+    found = limit_module.limits(limit_module.Work(roots=1), d=8, t=16, rates=rates)
+    # (2 * 8 + 2 * 16) / 100 + 1 / 5 = 0.48 + 0.2 nanoseconds a pair, and 0.1 for the root
+    assert found["plain"] == pytest.approx(1e9 / 0.68)
+    assert found["root"] == pytest.approx(1e9 / 0.78)
+    # each pair once: (8 + 2 * 16) / 100 + 0.5 / 5
+    assert found["symmetric"] == pytest.approx(1e9 / 0.50)
+    assert found["symmetric_root"] == pytest.approx(1e9 / 0.55)
+
+
+def test_limits_of_other_kernels(limit_module):
+    rates = limit_module.Rates(product=100e9, exponential=5e9, root=10e9, logarithm=1e9)
+    work = limit_module.Work(flops=4, exponentials=2, logarithms=1)
+    found = limit_module.limits(work, d=10, t=1, rates=rates)
+    assert found["plain"] == pytest.approx(1e9 / (0.42 + 0.4))
+    assert found["root"] == pytest.approx(1e9 / (0.42 + 0.4 + 1.0))
+
+
+def test_symmetric_fractions_only_for_square(limit_module):
+    limit = {"plain": 2.0, "root": 1.0, "symmetric": 4.0, "symmetric_root": 3.0}
+    rectangular = limit_module.fractions(1.0, limit, square=False)
+    assert rectangular == {"fraction_of_limit": 0.5, "fraction_of_limit_with_root": 1.0}
+    square = limit_module.fractions(3.0, limit, square=True)
+    assert square["fraction_of_limit"] == 1.5
+    assert square["fraction_of_symmetric_limit"] == 0.75
+    assert square["fraction_of_symmetric_limit_with_root"] == 1.0
+
+
+def test_rates_are_raised_but_never_lowered(limit_module):
+    record = {"product": 10.0, "exponential": 4.0, "root": 3.0, "logarithm": 2.0}
+    rates = limit_module.rates_of(record, {"product": 0.5, "exponential": 1.5})
+    assert rates == limit_module.Rates(product=10.0, exponential=6.0, root=4.5, logarithm=3.0)
