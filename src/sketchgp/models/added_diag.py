@@ -74,8 +74,9 @@ class _Solve(torch.autograd.Function):
             back = _Solve.apply(ctx.tree, grad, *args)
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
         if any(ctx.needs_input_grad[2:]):  # symmetrized, as the matrix is symmetric
+            operator = ctx.tree(*args)  # whose dtype a right-hand side in float64 need not have
             left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
-            of_args = ctx.tree(*args)._bilinear_derivative(left, right)
+            of_args = operator._bilinear_derivative(left.to(operator.dtype), right.to(operator.dtype))
         return (None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
@@ -281,6 +282,12 @@ def _without_repeats(operator: Any) -> Any:
     if type(operator) is not BatchRepeatLinearOperator:
         return operator
     return operator.base_linear_op._expand_batch(operator.batch_shape)
+
+
+def solved_by_us(covariance: Any) -> bool:
+    """Whether solving with an evaluated covariance takes sketchgp's solvers."""
+    ours = isinstance(covariance, AcceleratedAddedDiagLinearOperator) and covariance.acceleration is not None
+    return ours and not covariance._factorized(settings.fast_computations.solves)
 
 
 def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:
