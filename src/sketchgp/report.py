@@ -102,6 +102,7 @@ class SolveReport:
     held_out: list[tuple[float, float, Tensor]] = field(default_factory=list)
     remedies: dict[Reason, str] = field(default_factory=dict)
     deviations: Tensor | None = None
+    variance_error: Tensor | None = None
     judged: str = "residual"
 
     @property

@@ -34,6 +34,7 @@ from ..random_streams import generator
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, System
 from .acceleration import Acceleration, Inverse, Solver
+from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, solving_mean
 from .threshold import cholesky_points, why_iterative
 
@@ -78,6 +79,17 @@ class _Solve(torch.autograd.Function):
             left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
             of_args = operator._bilinear_derivative(left.to(operator.dtype), right.to(operator.dtype))
         return (None, back.sum_to_size(ctx.rhs_shape), *of_args)
+
+
+def solve_with(solver: Solver, tree: Any, rhs: Tensor, *args: Tensor) -> Tensor:
+    """``(K + noise)^-1 rhs`` of the operator that ``tree(*args)`` is, by that solver; differentiable."""
+
+    def chosen(*parts: Tensor) -> Any:
+        operator = tree(*parts)
+        operator._chosen = solver, ""
+        return operator
+
+    return _Solve.apply(chosen, rhs, *args)
 
 
 class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
@@ -229,6 +241,14 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             probes = full.to(self.dtype) if built is None else built.sample(normal(built.rank), full)
             norms = probes.norm(dim=-2, keepdim=True)
             return probes / norms, norms
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """``(num_samples, ..., n)``.  Of a posterior with noise they are those of the two: a root of the sum that
+        GPyTorch makes of more than 800 points has too few columns for the noise."""
+        if not isinstance(self._linear_op, LazyCovariance):
+            return super().zero_mean_mvn_samples(num_samples)
+        latent = self._linear_op.zero_mean_mvn_samples(num_samples)
+        return latent + self._noise_vector().sqrt() * torch.randn_like(latent)
 
     # --- rebuilding -----------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .mean_solve import mean_solve
 from .missing import observed_part, observed_targets
+from .posterior_covariance import PosteriorCovariance, TrainingSide
 
 _WEIGHTS = "sketchgp_weights"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
@@ -90,6 +91,23 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         weights = torch.where(weights.isnan(), 0, weights).unsqueeze(-1)
         product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
+
+    def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
+        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at."""
+        if settings.skip_posterior_variances.on() or settings.fast_pred_var.on():
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        noisy = self._noisy()
+        if not solved_by_us(noisy):
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
+        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy))
+
+    def _noisy(self) -> Any:
+        """``K + noise`` of the training data, evaluated."""
+        prior = self.train_prior_dist
+        zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
+        noisy = self.likelihood(zero, self.train_inputs).lazy_covariance_matrix.evaluate_kernel()
+        return noisy.detach() if settings.detach_test_caches.on() else noisy
 
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
         """A strategy whose mean is solved for like everything else: it is of another problem."""

@@ -21,6 +21,7 @@ from ...operators import LowRankPlusDiagonal
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
+from ..energy import Explaining, RemainingEnergy
 from ..lanczos import tridiagonal
 from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, fingerprint
 from ..problem import FullProblem, Solution, System, check_problem
@@ -29,6 +30,8 @@ from .held_out import full_held_out
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
+_EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
+_LOST = 4.0  # of the true residual over that of the recurrence
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
@@ -132,10 +135,12 @@ class ConjugateGradients(Budgeted):
         held_out: HeldOut | None = None,
         progress: bool | None = None,
         keep_interrupted: bool = False,
+        goal: Explaining | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
+        :param goal: what every column is to come to in place of the tolerance.
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
@@ -143,7 +148,7 @@ class ConjugateGradients(Budgeted):
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
         with torch.no_grad():
-            method = _Gradients(self, system, rhs, preconditioner, lanczos_columns)
+            method = _Gradients(self, system, rhs, preconditioner, lanczos_columns, goal)
             run = Run(
                 method,
                 Budget(self.max_iterations or 1000, self.max_seconds),
@@ -194,8 +199,10 @@ class _Gradients(Method):
         rhs: Tensor,
         preconditioner: LowRankPlusDiagonal | None,
         lanczos_columns: int,
+        goal: Explaining | None,
     ) -> None:
         super().__init__()
+        self.goal, self.energy = goal, RemainingEnergy()
         self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
         self.tol, self.out_dtype = choices.tol or 1e-3, rhs.dtype
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
@@ -238,9 +245,11 @@ class _Gradients(Method):
             self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.system.accurate_product(self.value)
         self.warm = initial is not None
+        self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
+        self.remaining = self._at_most()
         return self.estimate()
 
     def estimate(self) -> Tensor:
@@ -257,9 +266,9 @@ class _Gradients(Method):
         """Where a cycle has ended: go on, go on with float64 products, or end."""
         if self.cycling:
             return None
-        if bool((self.residual <= self.tol).all()):
+        open_columns = ~self._done(self.residual)
+        if not bool(open_columns.any()):
             return self._reached()
-        open_columns = self.residual > self.tol
         if bool((self.residual > 0.5 * self.before)[open_columns].any()):
             if self.exact:
                 return Reason.STAGNATED
@@ -268,17 +277,41 @@ class _Gradients(Method):
         self._open()
         return None
 
+    def _done(self, residual: Tensor) -> Tensor:
+        """Which columns are where they are to come to."""
+        return (residual <= self.tol) & self._explained(residual)
+
+    def _explained(self, residual: Tensor) -> Tensor:
+        """Which columns have come to the goal, if there is one."""
+        if self.goal is None:
+            return torch.ones_like(residual, dtype=torch.bool)
+        return (self.goal.error(self.taken, self.remaining) <= self.goal.share) | (residual <= _EXACT)
+
+    def _at_most(self) -> Tensor:
+        """A bound of the energy that remains, of the true residual; infinite where none is known."""
+        least = torch.zeros_like(self.norm[..., :1]) if self.goal is None else self.goal.least
+        return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
+
+    @property
+    def _aimed(self) -> float:
+        """The recurrence's residual that a cycle aims at."""
+        return (0.95 if self.exact and self.out_dtype == torch.float64 else 0.5) * self.tol
+
     def _reached(self) -> Reason:
         return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
         if self.cycling or not self.verified:
             self._close()
-        if reason in (Reason.ITERATIONS, Reason.TIME) and bool((self.residual <= self.tol).all()):
+        if reason in (Reason.ITERATIONS, Reason.TIME) and bool(self._done(self.residual).all()):
             reason = self._reached()
         residual = self.best_residual.reshape(-1)
         facts = {"matmuls": self.matmuls, "tol": self.tol, "dtype": str(self.system.dtype).removeprefix("torch.")}
-        return Outcome(self.best, residual, bool((residual <= self.tol).all()), reason, facts)
+        converged = bool((residual <= self.tol).all())
+        if self.goal is not None:
+            converged = converged and bool(self._explained(self.residual).all())
+            facts["variance_error"] = self.goal.error(self.taken, self.remaining).reshape(-1).cpu()
+        return Outcome(self.best, residual, converged, reason, facts)
 
     def _product(self, vectors: Tensor) -> Tensor:
         return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
@@ -310,8 +343,7 @@ class _Gradients(Method):
     def _open(self) -> None:
         """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
         self.cycling, self.before, self.steps = True, self.residual, 0
-        share = 0.95 if self.exact and self.out_dtype == torch.float64 else 0.5
-        self.target = torch.full_like(self.residual, share * self.tol)
+        self.target = torch.full_like(self.residual, self._aimed)
         if not self.exact:
             self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.residual)
         self.index = torch.arange(self.b.shape[-1], device=self.b.device)
@@ -320,11 +352,18 @@ class _Gradients(Method):
         self.sz = (self.s * self.p).sum(dim=-2)
         self.current = self.least = self.residual.clone()
         self.active = self.current > self.target
+        if self.goal is not None:
+            self.target = _CYCLE_REDUCTION * self.residual if not self.exact else torch.zeros_like(self.target)
+            self.active = ~self._done(self.residual)
 
     def _close(self) -> None:
-        """End the cycle: what it found, with its true residual."""
+        """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
         self.value, self.cycling, self.verified = self.weights(), False, False
+        followed = self.current
         self._verify()
+        if self.goal is not None:
+            lost = self.residual > _LOST * followed
+            self.remaining = torch.minimum(self.remaining.masked_fill(lost, torch.inf), self._at_most())
         self.verified = True
 
     def _narrow(self) -> None:
@@ -352,7 +391,11 @@ class _Gradients(Method):
         self.s.addcmul_(alpha.unsqueeze(-2), product, value=-1)
         self.current = self.current.clone()
         self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
-        self.active = usable & (self.current > self.target)[..., index]
+        going_on = self.current > self.target
+        if self.goal is not None:
+            self._follow(alpha * self.sz, usable, index)
+            going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
+        self.active = usable & going_on[..., index]
         z = self._precondition(self.s)
         new = (self.s * z).sum(dim=-2)
         beta = torch.where(usable & (new > 0), new / torch.where(usable, self.sz, 1), 0)
@@ -372,6 +415,15 @@ class _Gradients(Method):
         ):
             self._close()
         return True
+
+    def _follow(self, taken: Tensor, usable: Tensor, index: Tensor) -> None:
+        """What an iteration took off the energy of the columns it worked on, and what is still to come."""
+        full = torch.zeros_like(self.norm)
+        full[..., index] = taken
+        self.taken = self.taken + full
+        estimate = self.energy.add(full)
+        self.remaining = self.remaining.clone()
+        self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
 
     def _drifted(self) -> bool:
         """Whether the recurrence residual has left the true one by more than a third of it."""
