@@ -81,17 +81,6 @@ class _Solve(torch.autograd.Function):
         return (None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
-def solve_with(solver: Solver, tree: Any, rhs: Tensor, *args: Tensor) -> Tensor:
-    """``(K + noise)^-1 rhs`` of the operator that ``tree(*args)`` is, by that solver; differentiable."""
-
-    def chosen(*parts: Tensor) -> Any:
-        operator = tree(*parts)
-        operator._chosen = solver, ""
-        return operator
-
-    return _Solve.apply(chosen, rhs, *args)
-
-
 class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     """An ``AddedDiagLinearOperator`` whose solves, preconditioner and probe vectors are sketchgp's.
 

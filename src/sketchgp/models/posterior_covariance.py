@@ -23,6 +23,7 @@ from linear_operator.operators import (
     SumLinearOperator,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from ..inference import explained
@@ -30,7 +31,7 @@ from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.tiles import spans
 from ..settings import memory_budget
 from ..solvers import Cholesky, System
-from .added_diag import AcceleratedAddedDiagLinearOperator, solve_with
+from .added_diag import AcceleratedAddedDiagLinearOperator
 from .lazy_covariance import LazyCovariance
 
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
@@ -96,12 +97,17 @@ class TrainingSide:
 
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool) -> explained.Explained:
         """:param c: ``(..., n, m)`` float64; :param prior: ``(..., m)``; :param below_noise: as errors are to be."""
-        choice = self.acceleration.preconditioner
+        choice = None if self.preconditioner is None else self.acceleration.preconditioner
         return explained.solve(
-            self.system, c, prior, self.solver, self.preconditioner,
-            name=self.acceleration.preconditioner_name, below=choice is not None and choice.below,
+            self.system,
+            c,
+            prior,
+            self.solver,
+            self.preconditioner,
+            name="none" if choice is None else choice.name,
+            below=choice is not None and choice.below,
             below_noise=below_noise,
-        )  # fmt: skip
+        )
 
     def explained(self, c: Tensor, prior: Tensor, diagonal: bool) -> Tensor:
         """``c^T A^-1 c`` ``(..., m, m)``, or its diagonal ``(..., m)``; differentiable in c and A's parts."""
@@ -123,19 +129,18 @@ class _Explained(torch.autograd.Function):
         ctx: Any, side: TrainingSide, tree: Any, diagonal: bool, prior: Tensor, c: Tensor, *parts: Tensor
     ) -> Tensor:
         found = side.solve(c.detach(), prior, below_noise=not diagonal)
-        ctx.tree, ctx.diagonal, ctx.caller, ctx.side = tree, diagonal, copy_context(), side
+        ctx.tree, ctx.diagonal, ctx.caller = tree, diagonal, copy_context()
         ctx.save_for_backward(found.weights, c, *parts)
         return found.diagonal(c) if diagonal else found.matrix(c)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return ctx.caller.copy().run(_Explained._backward, ctx, grad)
 
     @staticmethod
     def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, c, *parts = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives the weights are a function of c
-            weights = solve_with(ctx.side.solver, ctx.tree, c, *parts)
         half = weights * grad.unsqueeze(-2) if ctx.diagonal else weights @ ((grad + grad.mT) / 2)
         of_parts: tuple[Tensor | None, ...] = (None,) * len(parts)
         if any(ctx.needs_input_grad[5:]):
@@ -149,7 +154,7 @@ class PosteriorCovariance(LazyCovariance):
 
     :param prior: ``(..., m, m)`` and :param cross: ``(..., m, n)``, LinearOperators, evaluated.
     :param side: A.
-    :raises InputError: when it is looked at after hyperparameters, data or test inputs were changed in place.
+    :raises InputError: when it is looked at after hyperparameters or data were changed in place.
     """
 
     def __init__(self, prior: LinearOperator, cross: LinearOperator, *, side: TrainingSide) -> None:
@@ -186,8 +191,8 @@ class PosteriorCovariance(LazyCovariance):
     def _check_unchanged(self) -> None:
         if not all(_same(*noted) for noted in (*self.side.noted, *self._noted)):
             raise InputError(
-                "The model's hyperparameters, its data or the test inputs changed after this prediction, before its "
-                "variance was computed; call the model again."
+                "The model's hyperparameters or its data changed after this prediction, before its variance was "
+                "computed; call the model again."
             )
 
     def _size(self) -> torch.Size:

@@ -81,6 +81,11 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             weights.grad_fn.register_hook(partial(clear_cache_hook, self))
         return weights
 
+    def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
+        """Posterior mean and covariance; GPyTorch's evaluates those of few points first, in their own dtype."""
+        mean = self.exact_predictive_mean(test_mean, test_train_covar)
+        return mean, self.exact_predictive_covar(test_test_covar, test_train_covar)
+
     def exact_predictive_mean(self, test_mean: Tensor, test_train_covar: Any) -> Tensor:
         """The posterior mean ``(..., m)`` from the prior's and the covariance with the training points: in float64
         where the weights are, then rounded to the model's dtype."""

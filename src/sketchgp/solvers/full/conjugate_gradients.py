@@ -267,12 +267,15 @@ class _Gradients(Method):
         if self.cycling:
             return None
         open_columns = ~self._done(self.residual)
+        if not bool(open_columns.any()) and not self.exact and self.goal is not None:
+            self._doubt()
+            open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
         if not bool(open_columns.any()):
             return self._reached()
         if bool((self.residual > 0.5 * self.before)[open_columns].any()):
             if self.exact:
                 return Reason.STAGNATED
-            self.exact = True
+            self._doubt()
             self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
         self._open()
         return None
@@ -286,6 +289,11 @@ class _Gradients(Method):
         if self.goal is None:
             return torch.ones_like(residual, dtype=torch.bool)
         return (self.goal.error(self.taken, self.remaining) <= self.goal.share) | (residual <= _EXACT)
+
+    def _doubt(self) -> None:
+        """Go on with float64 products; what those of float32 say of the energy is not believed: they lose it in the
+        directions of the least eigenvalues, which a residual hardly shows."""
+        self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()
 
     def _at_most(self) -> Tensor:
         """A bound of the energy that remains, of the true residual; infinite where none is known."""
