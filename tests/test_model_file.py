@@ -24,7 +24,7 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
     model.mean_module.constant = 0.2
     with torch.no_grad():
         system = model.covar_module(x).to_dense().double() + 0.03 * torch.eye(n)
-        weights = torch.linalg.solve(system, (y - model.mean_module(x)).double()).to(dtype)
+        weights = torch.linalg.solve(system, (y - model.mean_module(x)).double())
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
     return SavedModel(model, weights, kernel, ("a", "b", "c, and d"), "price", scaling, 1e-4)
 
@@ -138,7 +138,7 @@ def test_foreign_cut_and_missing_files(tmp_path):
         ("train_y", torch.zeros(11), r"'train_y' has shape \(11,\)"),
         ("train_y", torch.zeros(12, dtype=torch.float64), "'train_y' has type"),
         ("train_x", torch.zeros(12, 3, dtype=torch.int64), "'train_x' has type"),
-        ("weights", torch.full((12,), float("nan")), "'weights' holds values that are not finite"),
+        ("weights", torch.full((12,), float("nan"), dtype=torch.float64), "'weights' holds values that are not finite"),
         ("x_std", torch.zeros(3, dtype=torch.float64), "not positive"),
         ("y_std", 0.0, "not positive"),
         ("y_mean", float("inf"), "'y_mean'"),

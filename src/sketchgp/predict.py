@@ -11,7 +11,6 @@ from gpytorch import settings
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.exact_prediction_strategies import prediction_strategy
-from gpytorch.utils.memoize import add_to_cache
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -179,7 +178,7 @@ def _solution_report(model: Any) -> SolveReport | None:
             model._clear_cache()
             strategy = strategy_of(model)
         with own_solves() as solves, evaluating():
-            _ = strategy.mean_cache
+            _ = strategy.mean_cache  # which other strategies than ours have, too
         if solves:
             strategy.__dict__[_REPORT] = merged(solves)
         strategy.__dict__[_KEY] = key
@@ -201,7 +200,7 @@ def use_weights(model: ExactGP, weights: Tensor) -> None:
     """Give a model the solution of ``(K + noise) weights = y - mean``, so that its mean needs no solve.
 
     :param model: an accelerated model in eval mode, with its training data.
-    :param weights: ``(n,)``, in the model's dtype and on its device, taken on trust.
+    :param weights: ``(n,)``, float64 and on its device, taken on trust.
     """
     with torch.no_grad():
         model.prediction_strategy = prediction_strategy(
@@ -210,7 +209,7 @@ def use_weights(model: ExactGP, weights: Tensor) -> None:
             train_labels=model.train_targets,
             likelihood=model.likelihood,
         )
-    add_to_cache(model.prediction_strategy, "mean_cache", weights, settings.observation_nan_policy.value())
+    model.prediction_strategy.set_weights(weights)
     model.prediction_strategy.__dict__[_KEY] = _solution_key(model)
 
 

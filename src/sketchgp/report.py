@@ -103,6 +103,8 @@ class SolveReport:
     posterior deviations (solvers of the inducing-point problem; infinite where nothing can be said).  ``tol`` is of
     them where ``judged`` is ``"predictions"``, of the residual where it is ``"residual"``; infinite for a solver that
     knows none.
+    ``variance_error`` estimates, where a variance was solved for, how much of it each column leaves out, over what has
+    to be left out at the most a hundredth of (:class:`sketchgp.solvers.energy.Explaining`).
 
     ``notes`` are words.  ``remedies`` say what to try for a reason to end, where the solver knows more about it than
     :meth:`advice` does.  ``peak_memory`` is in bytes: see :func:`sketchgp.memory.peak_memory`.
@@ -126,6 +128,7 @@ class SolveReport:
     peak_memory: int = 0
     residual_rows: int | None = None
     deviations: Tensor | None = None
+    variance_error: Tensor | None = None
     judged: str = "residual"
     held_out: list[HeldOutError] = field(default_factory=list)
     details: dict[str, float | str] = field(default_factory=dict)
@@ -166,6 +169,10 @@ class SolveReport:
         if self.judged == "predictions":
             far = f"{self.max_deviations:.1e} posterior deviations" if self.max_deviations < float("inf") else "unknown"
             found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"
+        if self.variance_error is not None and self.variance_error.numel() and not self.converged:
+            found += (
+                f", largest error of a variance {float(self.variance_error.max()):.1e} (estimated), tolerance 1e-02"
+            )
         if self.reason == Reason.SINGULAR:
             far = f"{self.max_deviations:.1e} posterior deviations"
             found = f"rounding of the kernel matrix moves predictions by up to {far}"

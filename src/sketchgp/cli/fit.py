@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if len(test):
         _print_results(outcome.row, outcome.mean, scaled_y[test], y[test], scaling, options.target)
     if output is not None:
-        weights = model.prediction_strategy.mean_cache
+        weights = model.prediction_strategy.weights.to(torch.float64)
         residual = weights_residual(model, weights)
         saved = SavedModel(model, weights, options.kernel, tuple(features), options.target, scaling, residual)
         save_model(output.path, saved, output.overwrite)

@@ -191,7 +191,7 @@ class _Checked:
         train_x = self.tensor("train_x", (None, len(features)), _DTYPES)
         dtype = (train_x.dtype,)
         train_y = self.tensor("train_y", (train_x.shape[0],), dtype)
-        weights = self.tensor("weights", (train_x.shape[0],), dtype)
+        weights = self.tensor("weights", (train_x.shape[0],), (torch.float64,))
         scaling = Scaling(
             x_mean=self.tensor("x_mean", (len(features),), (torch.float64,)),
             x_std=self.tensor("x_std", (len(features),), (torch.float64,)),

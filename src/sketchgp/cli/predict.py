@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         f"rows (residual {saved.residual:.1e}); predicting {len(x):,} rows"
     )
     scaling = saved.scaling
-    mean, variance = predict_saved(saved, scaling.scale_x(x, saved.weights.dtype))
+    mean, variance = predict_saved(saved, scaling.scale_x(x, saved.model.train_targets.dtype))
     original_mean, std = scaling.unscale_mean(mean), scaling.unscale_std(variance)
     if output is not None:
         _write(output, original_mean, std)

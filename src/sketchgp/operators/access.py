@@ -227,6 +227,19 @@ class AccurateProduct:
         return total
 
 
+def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
+    """``K vectors`` for vectors ``(..., n, t)`` in float64, as :class:`AccurateProduct` has it, and differentiable."""
+    operator = operator.evaluate_kernel()
+    if not torch.is_grad_enabled() or not (operator.requires_grad or vectors.requires_grad):
+        return AccurateProduct(operator)(vectors)
+    if isinstance(operator, _SUMS):
+        first, *others = (accurate_matmul(part, vectors) for part in operator.linear_ops)
+        return sum(others, first)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return accurate_matmul(operator.base_linear_op, vectors) * operator.expanded_constant.to(torch.float64)
+    return operator.type(torch.float64) @ vectors
+
+
 def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
     """``matrix @ vectors`` for float64 vectors, of a stored matrix of any dtype."""
     if matrix.dtype == vectors.dtype:

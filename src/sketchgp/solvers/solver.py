@@ -124,8 +124,9 @@ def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tu
             f"{type(matrix).__name__} of shape {tuple(matrix.shape)} with a right-hand side {tuple(rhs.shape)}; use "
             "solver='auto', or give yours a method run(system, rhs) (sketchgp.solvers.SystemSolver)."
         )
-    solution = solve_checked(solver, _full_problem(matrix, rhs, system.noise), rhs.shape, rhs.dtype, rhs.device)
-    return solution.value, solution.report
+    problem = _full_problem(matrix, rhs.to(matrix.dtype), system.noise)
+    solution = solve_checked(solver, problem, rhs.shape, matrix.dtype, rhs.device)
+    return solution.value.to(rhs.dtype), solution.report
 
 
 def _full_problem(matrix: KernelMatrix, y: Tensor, noise: Tensor) -> FullProblem:

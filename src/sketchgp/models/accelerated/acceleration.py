@@ -88,8 +88,7 @@ class Acceleration:
             return self.conjugate_gradients(), ""
         if not isinstance(self.solver, str):
             return self._with_tolerance(self.solver), ""
-        none = self.cache is None or settings.max_preconditioner_size.value() == 0
-        chosen, why = automatic_solver(n, device, None if none else self.preconditioner)
+        chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)
         if isinstance(chosen, ConjugateGradients):
             return self.conjugate_gradients(), why
         return self._with_tolerance(chosen), why
@@ -105,9 +104,13 @@ class Acceleration:
     def _tolerance() -> float:
         return min(1e-3, gpytorch_tolerance())
 
+    def preconditions(self) -> bool:
+        """Whether there is to be a preconditioner, by the choice and the setting in force."""
+        return self.cache is not None and settings.max_preconditioner_size.value() > 0
+
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
         """The preconditioner of ``operator + diag(noise)``, or None where there is to be none."""
-        if self.cache is None or settings.max_preconditioner_size.value() == 0:
+        if self.cache is None or not self.preconditions():
             return None
         return self.cache.get(operator, noise, differentiable)
 

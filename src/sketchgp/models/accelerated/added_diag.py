@@ -35,6 +35,7 @@ from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
+from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, solving_mean
 from .threshold import cholesky_points, why_iterative
 
@@ -75,8 +76,9 @@ class _Solve(torch.autograd.Function):
             back = _Solve.apply(ctx.tree, grad, *args)
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
         if any(ctx.needs_input_grad[2:]):  # symmetrized, as the matrix is symmetric
+            operator = ctx.tree(*args)  # whose dtype a right-hand side in float64 need not have
             left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
-            of_args = ctx.tree(*args)._bilinear_derivative(left, right)
+            of_args = operator._bilinear_derivative(left.to(operator.dtype), right.to(operator.dtype))
         return (None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
@@ -230,6 +232,14 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             norms = probes.norm(dim=-2, keepdim=True)
             return probes / norms, norms
 
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """``(num_samples, ..., n)``.  Of a posterior with noise they are those of the two: a root of the sum that
+        GPyTorch makes of more than 800 points has too few columns for the noise."""
+        if not isinstance(self._linear_op, LazyCovariance):
+            return super().zero_mean_mvn_samples(num_samples)
+        latent = self._linear_op.zero_mean_mvn_samples(num_samples)
+        return latent + self._noise_vector().sqrt() * torch.randn_like(latent)
+
     # --- rebuilding -----------------------------------------------------------------------------------------
 
     def evaluate_kernel(self) -> LinearOperator:
@@ -282,6 +292,12 @@ def _without_repeats(operator: Any) -> Any:
     if type(operator) is not BatchRepeatLinearOperator:
         return operator
     return operator.base_linear_op._expand_batch(operator.batch_shape)
+
+
+def solved_by_us(covariance: Any) -> bool:
+    """Whether solving with an evaluated covariance takes sketchgp's solvers."""
+    ours = isinstance(covariance, AcceleratedAddedDiagLinearOperator) and covariance.acceleration is not None
+    return ours and not covariance._factorized(settings.fast_computations.solves)
 
 
 def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:

@@ -7,26 +7,20 @@ With ``A = K + noise`` and c the covariances of the training points with a test 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy, SGPRPredictionStrategy
-from linear_operator import to_dense
 from linear_operator.operators import (
     AddedDiagLinearOperator,
-    ConstantMulLinearOperator,
-    MulLinearOperator,
-    PsdSumLinearOperator,
-    SumLinearOperator,
 )
 from torch import Tensor
 
 from ...errors import InputError
+from ...inference import explained
 from ...operators import KernelMatrix
 from ...operators.access import terms
 from ...operators.lazies import adopt_kernels
@@ -35,10 +29,9 @@ from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
+from .posterior_covariance import SUMS, float64
 
-_SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
-_UNKNOWN_NOISE = 1e-8  # residual where the noise is no diagonal, and its least eigenvalue not known
 
 
 @dataclass
@@ -108,38 +101,30 @@ class Conditioning:
                 "(interleaved=True)."
             )
         whole, n = joint.lazy_covariance_matrix, self.noisy.shape[-1]
-        c, prior = _float64(whole[..., n:, :n]).mT, _float64(whole[..., n:, n:], diagonal=True)
+        c, prior = float64(whole[..., n:, :n]).mT, float64(whole[..., n:, n:], diagonal=True)
         variance = self.posterior_variance(c, prior)
         return variance.reshape(*variance.shape[:-1], -1, *joint.event_shape[1:])
 
     def posterior_variance(self, c: Tensor, prior: Tensor) -> Tensor:
         """``prior - c.A^-1 c`` for c ``(..., n, m)`` and prior ``(..., m)``, all float64.
 
-        The error is below a hundredth of the noise, or there is a :class:`sketchgp.ConvergenceWarning`.
+        The error is estimated to be below a hundredth of the variance and of the noise, or of a hundredth of the noise
+        where that is more than the variance; or there is a :class:`sketchgp.ConvergenceWarning`.
         """
         solver, system = self._acceleration.column_solver(), self._system
-        if self._ours and isinstance(solver, Cholesky):
-            w, _, _ = solver.run(system, c)
-        elif self._ours and isinstance(solver, ConjugateGradients):
-            chosen = self._tight(solver, c, system.noise)
-            w, _, _ = chosen.run(system, c, self._preconditioner, name=self._acceleration.preconditioner_name)
+        if self._ours:
+            choice = self._acceleration.preconditioner
+            found = explained.solve(
+                system, c, prior, solver, None if isinstance(solver, Cholesky) else self._preconditioner,
+                name=self._acceleration.preconditioner_name, below=choice is not None and choice.below,
+            )  # fmt: skip
         else:  # GPyTorch solves by structure; the residual is looked at, and made smaller where that was not enough
             diagonal = isinstance(self.noisy, AddedDiagLinearOperator)
-            noise = self.noisy._diag_tensor._diagonal() if diagonal else None
+            noise = self.noisy._diag_tensor._diagonal() if diagonal else system.noise
             solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
-            initial = None if type(self.noisy) in _SUMS else self.noisy.solve(c)
-            w, _, _ = self._tight(solver, c, noise).run(system, c, None, initial=initial)
-        explained = (w * (2 * c - system.accurate_product(w))).sum(dim=-2)
-        return (prior - explained).clamp_(min=0)
-
-    @staticmethod
-    def _tight(solver: ConjugateGradients, c: Tensor, noise: Tensor | None) -> ConjugateGradients:
-        """The solver with a tolerance by which ``|r|^2 / noise`` is a hundredth of the noise."""
-        tol = _UNKNOWN_NOISE
-        if noise is not None:
-            largest = max(float(c.norm(dim=-2).max()), torch.finfo(c.dtype).tiny)
-            tol = 0.1 * float(noise.detach().min()) / largest
-        return dataclasses.replace(solver, tol=max(min(solver.tol or 1e-3, tol), 1e-12))
+            initial = None if type(self.noisy) in SUMS else self.noisy.solve(c)
+            found = explained.solve(system, c, prior, solver, noise=noise, initial=initial)
+        return (prior - found.diagonal(c)).clamp_(min=0)
 
 
 class PlainConditioning(Conditioning):
@@ -188,23 +173,3 @@ def _prior(model: Any, x: Tensor, convert: bool = False) -> Any:
         prior = MultivariateNormal(prior.mean, as_kernel_matrix(covariance, matmul, acceleration.matmul_precision))
     setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
     return prior
-
-
-def _float64(operator: Any, diagonal: bool = False) -> Tensor:
-    """A part of a covariance, or its diagonal, dense; what is made of kernels is evaluated in float64."""
-    if isinstance(operator, LazyEvaluatedKernelTensor):
-        found = KernelMatrix.from_lazy(operator, "tiled")
-        operator = operator.evaluate_kernel() if found is None else found
-    if isinstance(operator, _SUMS):
-        return sum((_float64(part, diagonal) for part in operator.linear_ops[1:]),
-                   _float64(operator.linear_ops[0], diagonal))  # fmt: skip
-    if isinstance(operator, MulLinearOperator):
-        sides = operator.left_linear_op, operator.right_linear_op
-        return _float64(sides[0], diagonal) * _float64(sides[1], diagonal)
-    if isinstance(operator, ConstantMulLinearOperator):
-        constant = operator._constant.to(torch.float64)
-        constant = constant.reshape(*constant.shape, *([1] if diagonal else [1, 1]))
-        return _float64(operator.base_linear_op, diagonal) * constant
-    if isinstance(operator, KernelMatrix):
-        operator = operator.type(torch.float64)
-    return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)

@@ -14,44 +14,105 @@ from gpytorch.models.exact_prediction_strategies import (
     SGPRPredictionStrategy,
     clear_cache_hook,
 )
-from gpytorch.utils.memoize import cached
+from gpytorch.utils.memoize import add_to_cache, cached
+from linear_operator import to_linear_operator
+from torch import Tensor
 
+from ...operators.access import accurate_matmul
 from .acceleration import choices_of
+from .added_diag import solved_by_us
 from .mean_solve import mean_solve
 from .missing import observed_part, observed_targets
+from .posterior_covariance import PosteriorCovariance, TrainingSide
 
+_WEIGHTS = "sketchgp_weights"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
 
 
 class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
-    """GPyTorch's strategy, with the solve for the mean marked, and missing targets left out of it by sketchgp."""
+    """GPyTorch's strategy, with the solve for the mean marked, its solution kept in float64, and missing targets left
+    out of it by sketchgp.
+
+    The weights of neighbouring points cancel in a mean where the noise is small: rounded to float32, or multiplied by
+    the kernel in float32, they lose as many digits as the solve has won.
+    """
 
     @property
     def mean_cache(self) -> Any:
-        with mean_solve():
-            return super().mean_cache
+        """The weights in the model's dtype, for what GPyTorch makes of them."""
+        weights = self.weights
+        return weights if weights is None else weights.to(self.train_labels.dtype)
 
-    @cached(name="mean_cache")
-    def _mean_cache(self, nan_policy: str) -> Any:
+    @property
+    def weights(self) -> Any:
+        """``(K + noise)^-1 (y - mean)``, ``(..., n)``, NaN where targets are missing; in float64 where it is
+        sketchgp's solution, else in the model's dtype."""
+        with mean_solve():
+            return self._weights(settings.observation_nan_policy.value())
+
+    def set_weights(self, weights: Tensor) -> None:
+        """Put a solution where :attr:`weights` looks for it."""
+        add_to_cache(self, _WEIGHTS, weights, settings.observation_nan_policy.value())
+
+    @cached(name=_WEIGHTS)
+    def _weights(self, nan_policy: str) -> Any:
         missing = torch.isnan(self.train_labels)
-        if not bool(missing.any()):
-            return super()._mean_cache("ignore")
         alike = bool((missing == missing.reshape(-1, missing.shape[-1])[0]).all())
-        if nan_policy == "ignore" or (nan_policy == "fill" and not alike):  # elements of a batch miss different ones
-            return super()._mean_cache(nan_policy)
+        incomplete = bool(missing.any())
+        if incomplete and (nan_policy == "ignore" or (nan_policy == "fill" and not alike)):
+            return super()._mean_cache(nan_policy)  # elements of a batch miss different ones
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
-        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
-        assert acceleration is not None  # the strategy is an accelerated model's
-        observed = observed_targets(self.train_labels, self.train_labels.shape[-1:])
-        residual = (self.train_labels - marginal.loc)[..., observed].unsqueeze(-1)
-        part = observed_part(marginal.lazy_covariance_matrix, observed, acceleration)
-        weights = torch.full_like(self.train_labels, torch.nan)
-        weights[..., observed] = part.solve(residual).squeeze(-1)
+        covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
+        if incomplete:
+            acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
+            assert acceleration is not None  # the strategy is an accelerated model's
+            observed = observed_targets(self.train_labels, self.train_labels.shape[-1:])
+            covariance = observed_part(covariance, observed, acceleration)
+        dtype = torch.float64 if solved_by_us(covariance) else self.train_labels.dtype
+        residual = self.train_labels.to(dtype) - marginal.loc.to(dtype)
+        if incomplete:
+            weights = torch.full_like(residual, torch.nan)
+            weights[..., observed] = covariance.solve(residual[..., observed].unsqueeze(-1)).squeeze(-1)
+        else:
+            weights = covariance.solve(residual.unsqueeze(-1)).squeeze(-1)
         if settings.detach_test_caches.on():
             return weights.detach()
         if weights.grad_fn is not None:  # as GPyTorch has it: a backward pass makes the cache useless
             weights.grad_fn.register_hook(partial(clear_cache_hook, self))
         return weights
+
+    def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
+        """Posterior mean and covariance; GPyTorch's evaluates those of few points first, in their own dtype."""
+        mean = self.exact_predictive_mean(test_mean, test_train_covar)
+        return mean, self.exact_predictive_covar(test_test_covar, test_train_covar)
+
+    def exact_predictive_mean(self, test_mean: Tensor, test_train_covar: Any) -> Tensor:
+        """The posterior mean ``(..., m)`` from the prior's and the covariance with the training points: in float64
+        where the weights are, then rounded to the model's dtype."""
+        weights = self.weights
+        if weights.dtype == self.train_labels.dtype or settings.observation_nan_policy.value() == "fill":
+            return super().exact_predictive_mean(test_mean, test_train_covar)
+        weights = weights.squeeze(1) if weights.dim() == 4 else weights  # as GPyTorch has it
+        weights = torch.where(weights.isnan(), 0, weights).unsqueeze(-1)
+        product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
+        return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
+
+    def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
+        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at."""
+        if settings.skip_posterior_variances.on() or settings.fast_pred_var.on():
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        noisy = self._noisy()
+        if not solved_by_us(noisy):
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
+        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy))
+
+    def _noisy(self) -> Any:
+        """``K + noise`` of the training data, evaluated."""
+        prior = self.train_prior_dist
+        zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
+        noisy = self.likelihood(zero, self.train_inputs).lazy_covariance_matrix.evaluate_kernel()
+        return noisy.detach() if settings.detach_test_caches.on() else noisy
 
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
         """A strategy whose mean is solved for like everything else: it is of another problem."""

@@ -1,8 +1,6 @@
 """Preconditioned conjugate gradients for blocks of right-hand sides, with true residuals.
 
-References: those of :mod:`sketchgp.solvers.conjugate_step`; Lanczos coefficients for log determinants as in Gardner et
-al. (arXiv:1809.11165); iterative refinement as in Higham, "Accuracy and
-Stability of Numerical Algorithms", chapter 12.
+References: those of :mod:`sketchgp.solvers.conjugate_step` and of :mod:`.gradients`, where the mathematics is.
 """
 
 from __future__ import annotations
@@ -15,23 +13,18 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
-from ...errors import InputError, NumericalError
+from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
-from ..conjugate_step import NAN, descend, turn
-from ..lanczos import tridiagonal
-from ..loop import Budget, Checkpoint, HeldOut, Method, Outcome, Progress, Run, clock, solve_marks
+from ..energy import Explaining
+from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
+from .gradients import Gradients
 from .held_out import full_held_out
-
-_CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
-_CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
-_GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
-_WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
 @dataclass(frozen=True)
@@ -139,10 +132,12 @@ class ConjugateGradients(Budgeted):
         held_out: HeldOut | None = None,
         progress: bool | None = None,
         keep_interrupted: bool = False,
+        goal: Explaining | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
+        :param goal: what every column is to come to in place of the tolerance.
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
@@ -150,7 +145,9 @@ class ConjugateGradients(Budgeted):
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
         with torch.no_grad():
-            method = _Gradients(self, system, rhs, preconditioner, lanczos_columns)
+            method = Gradients(
+                self.tol or 1e-3, self.precision == "float64", system, rhs, preconditioner, lanczos_columns, goal
+            )
             run = Run(
                 method,
                 Budget(self.max_iterations or 1000, self.max_seconds),
@@ -182,213 +179,3 @@ class ConjugateGradients(Budgeted):
         if built is not None:
             marks["the preconditioner"] = tensor_mark(built.apply_inverse(rhs[:, :1].to(torch.float64)))
         return Checkpoint(self.checkpoint, self.every, marks)
-
-
-class _Gradients(Method):
-    """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them."""
-
-    name = "ConjugateGradients"
-    saved = (
-        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
-        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
-        "coefficients", "warm",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        choices: ConjugateGradients,
-        system: System,
-        rhs: Tensor,
-        preconditioner: LowRankPlusDiagonal | None,
-        lanczos_columns: int,
-    ) -> None:
-        super().__init__()
-        self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
-        self.tol, self.out_dtype = choices.tol or 1e-3, rhs.dtype
-        batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
-        self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
-        norm = self.b.norm(dim=-2)
-        if not bool(torch.isfinite(norm).all()):
-            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
-        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.size, self.device = system.n, rhs.device
-        self.exact = system.dtype == torch.float64 or choices.precision == "float64"
-        self.coefficients: list[Tensor] = []
-        self.verified = True  # whether the true residual is that of the value
-        self.steps = 0  # of the cycle
-        self.warm = False
-        self.s = self.d = self.p = self.b[..., :0]
-        self.sz = self.target = self.least = norm[..., :0]
-        self.active, self.index = norm[..., :0] > 0, torch.arange(0)
-
-    @property
-    def products(self) -> int:
-        """With K, so far."""
-        return self.system.products
-
-    @products.setter
-    def products(self, count: int) -> None:
-        self.system.products = count
-
-    @property
-    def tally(self) -> dict[str, float]:
-        return {"products": self.products}
-
-    @property
-    def entries(self) -> float:
-        return float(self.products) * self.size**2
-
-    @property
-    def matrix_entries(self) -> float:
-        return float(self.size**2)
-
-    def begin(self, initial: Tensor | None) -> Tensor:
-        self.value, self.r = torch.zeros_like(self.b), self.b.clone()
-        if initial is not None:
-            start = initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
-            self.value = start.expand_as(self.b).clone()
-            self.r = self.b - self.system.accurate_product(self.value)
-        self.warm = initial is not None
-        self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
-        self.best, self.best_residual = self.value.clone(), self.residual
-        self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
-        return self.estimate()
-
-    def estimate(self) -> Tensor:
-        return self.current.reshape(-1)
-
-    def weights(self) -> Tensor:
-        if not self.cycling:
-            return self.value
-        value = self.value.clone()
-        value[..., self.index] += self.d
-        return value
-
-    def judge(self, held_out: Tensor | None) -> Reason | None:
-        """Where a cycle has ended: go on, go on with float64 products, or end."""
-        if self.cycling:
-            return None
-        if bool((self.residual <= self.tol).all()):
-            return self._reached()
-        open_columns = self.residual > self.tol
-        if bool((self.residual > 0.5 * self.before)[open_columns].any()):
-            if self.exact:
-                return Reason.STAGNATED
-            self.exact = True
-            self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
-        self._open()
-        return None
-
-    def _reached(self) -> Reason:
-        return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
-
-    def finish(self, reason: Reason, quick: bool) -> Outcome:
-        if self.cycling or not self.verified:
-            self._close()
-        if reason in (Reason.ITERATIONS, Reason.TIME) and bool((self.residual <= self.tol).all()):
-            reason = self._reached()
-        residual = self.best_residual.reshape(-1)
-        dtype = str(self.system.dtype).removeprefix("torch.")
-        facts = {"tol": self.tol, "dtype": dtype, "details": {"precision": "float64" if self.exact else dtype}}
-        return Outcome(self.best, residual, bool((residual <= self.tol).all()), reason, facts)
-
-    def _product(self, vectors: Tensor) -> Tensor:
-        return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
-
-    def _precondition(self, vectors: Tensor) -> Tensor:
-        return vectors if self.preconditioner is None else self.preconditioner.apply_inverse(vectors)
-
-    def _verify(self) -> None:
-        """The residual of the float64 iterate, and of the value rounded as it will be returned, in float64 products.
-
-        One product serves both; blocks too wide for that go on from the rounded value instead.
-        """
-        rounded = self.value.to(self.out_dtype).to(torch.float64)
-        width = self.b.shape[-1]
-        both = self.out_dtype != torch.float64 and width <= _WIDE
-        if not both:
-            self.value = rounded
-        stacked = torch.cat([rounded, self.value], dim=-1) if both else rounded
-        r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - self.system.accurate_product(stacked)
-        residual = r.norm(dim=-2) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
-        if not bool(torch.isfinite(residual).all()):
-            raise NumericalError(NAN)
-        self.rounded_residual = residual[..., :width]
-        better = self.rounded_residual <= self.best_residual
-        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
-        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
-        self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
-
-    def _open(self) -> None:
-        """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
-        self.cycling, self.before, self.steps = True, self.residual, 0
-        share = 0.95 if self.exact and self.out_dtype == torch.float64 else 0.5
-        self.target = torch.full_like(self.residual, share * self.tol)
-        if not self.exact:
-            self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.residual)
-        self.index = torch.arange(self.b.shape[-1], device=self.b.device)
-        self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
-        self.p = self._precondition(self.s).clone()
-        self.sz = (self.s * self.p).sum(dim=-2)
-        self.current = self.least = self.residual.clone()
-        self.active = self.current > self.target
-
-    def _close(self) -> None:
-        """End the cycle: what it found, with its true residual."""
-        self.value, self.cycling, self.verified = self.weights(), False, False
-        self._verify()
-        self.verified = True
-
-    def _narrow(self) -> None:
-        """Leave finished columns out of the products, where they are half of all."""
-        keep = self.active.reshape(-1, len(self.index)).any(dim=0)
-        if int(keep.sum()) > len(self.index) // 2:
-            return
-        self.value[..., self.index] += self.d
-        self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
-        self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
-
-    def step(self) -> bool:
-        first_cycle = len(self.coefficients) == self.iterations and not self.warm
-        self._narrow()
-        index, p = self.index, self.p
-        product = self._product(p)
-        alpha, usable = descend(self.d, self.s, p, product, (p * product).sum(dim=-2), self.sz, self.active)
-        if self.exact and bool((self.active & ~usable & (self.sz != 0)).any()):
-            self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
-        self.current = self.current.clone()
-        self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
-        self.active = usable & (self.current > self.target)[..., index]
-        z = self._precondition(self.s)
-        following = (self.s * z).sum(dim=-2)
-        beta = turn(p, z, following, self.sz, usable)
-        self.sz = following
-        if first_cycle and self.lanczos_columns:
-            self._keep_coefficients(alpha, beta, index)
-        self.iterations += 1
-        self.steps += 1
-        self.least = torch.minimum(self.least, self.current)
-        growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
-        looked_at = not self.exact and self.steps % _CHECK_EVERY == 0
-        if (
-            not bool(self.active.any())
-            or bool((self.current > growth * self.least).any())
-            or (looked_at and self._drifted())
-        ):
-            self._close()
-        return True
-
-    def _drifted(self) -> bool:
-        """Whether the recurrence residual has left the true one by more than a third of it."""
-        true = (self.b - self.system.accurate_product(self.weights()))[..., self.index]
-        return bool(((true - self.s).norm(dim=-2) > 0.3 * true.norm(dim=-2)).any())
-
-    def _keep_coefficients(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:
-        full = self.b.new_zeros(2, *self.residual.shape)
-        full[0][..., index], full[1][..., index] = alpha, beta
-        self.coefficients.append(full[..., : self.lanczos_columns])
-
-    def lanczos_matrices(self) -> Tensor:
-        """Of the first columns, ``(columns, ..., k, k)``; unit rows past a column's end."""
-        shape = (*self.residual.shape[:-1], self.lanczos_columns)
-        return tridiagonal(self.coefficients, self.b.new_zeros(shape)).movedim(-3, 0).to(self.out_dtype)

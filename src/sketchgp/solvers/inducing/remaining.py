@@ -23,51 +23,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..energy import ratio, tail
 from ..lanczos import tridiagonal
 
 _MOVED = 0.1  # posterior deviations by rounding that no solve may call converged
 _SHARE = 1e-3  # of the predictions, in deviations of the prior, if that is more
-_GROWTH = 1.5  # of one span of iterations over the one before
-_LEAST = 6  # iterations before an estimate is made
-_MOST = 100  # terms like the last one that may be to come
-_RECENT = 0.25  # of the iterations: an estimate is the largest of these
-
-
-def _tail(last: Tensor, ratio: Tensor) -> Tensor:
-    """The sum of a geometric series beyond its last term; very many times that where it does not fall."""
-    ratio = ratio.clamp(max=1 - 1 / _MOST)
-    return torch.where(last == 0, 0.0, last * ratio / (1 - ratio))
-
-
-def _ratio(last: Tensor, before: Tensor) -> Tensor:
-    return last / before.clamp(min=torch.finfo(last.dtype).tiny)
-
-
-class RemainingEnergy:
-    """``||e||_M^2`` of conjugate gradients, column by column, from what each iteration took off it.
-
-    That is known without work, ``alpha_k ||r_k||^2`` in the preconditioner's norm (Hestenes and Stiefel, 1952, Theorem
-    6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method", 2002).  What the last third of the
-    iterations took, and the span before it, give what is left.
-
-    :param taken: what iterations took, and the estimates of what was left, ``(t,)`` each; both lists grow.
-    """
-
-    def __init__(self, taken: list[Tensor] | None = None, estimates: list[Tensor] | None = None) -> None:
-        self.taken = [] if taken is None else taken
-        self._estimates = [] if estimates is None else estimates
-
-    def add(self, taken: Tensor) -> Tensor:
-        """:param taken: ``(t,)`` what an iteration took; returns the present estimate ``(t,)``."""
-        self.taken.append(taken)
-        k = len(self.taken)
-        estimate = torch.full_like(taken, torch.inf)
-        if k >= _LEAST:
-            first, second = round(k / _GROWTH**2), round(k / _GROWTH)
-            last, before = (torch.stack(part).sum(dim=0) for part in (self.taken[second:], self.taken[first:second]))
-            estimate = _tail(last, _ratio(last, before))
-        self._estimates.append(estimate)
-        return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
 
 
 class RitzValues:
@@ -118,4 +78,4 @@ def remaining_change(changes: list[Tensor]) -> Tensor | None:
     if len(changes) < 3:
         return None
     first, second, last = changes[-3:]
-    return _tail(last, torch.maximum(_ratio(last, second), _ratio(second, first)))
+    return tail(last, torch.maximum(ratio(last, second), ratio(second, first)))

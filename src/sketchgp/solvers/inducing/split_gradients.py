@@ -20,8 +20,9 @@ from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from ..conjugate_step import NAN, descend, turn
+from ..energy import RemainingEnergy
 from ..loop import Method, Outcome
-from .remaining import RemainingEnergy, RitzValues, moved_by_rounding
+from .remaining import RitzValues, moved_by_rounding
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them

@@ -1,0 +1,83 @@
+"""The energy norm of the error of conjugate gradients: what every iteration takes off it, and what is still to come.
+
+``||w - w*||_A^2`` of a system ``A w = b`` falls by ``alpha_k r_k^T z_k`` in iteration k, without any more work
+(Hestenes and Stiefel, 1952, Theorem 6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method",
+2002).  Errors of ill-conditioned problems fall as a power of the number of iterations rather than by a constant
+factor; over steps that grow by a factor both are a geometric series at most, so that is what is extrapolated here.
+An estimate: directions in which nothing has happened yet are not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GROWTH = 1.5  # of one span of iterations over the one before
+_LEAST = 6  # iterations before an estimate is made
+_MOST = 100  # terms like the last one that may be to come
+_FLOOR = 0.01  # of the noise: a latent variance below it is right to a share of that
+_RECENT = 0.25  # of the iterations: an estimate is the largest of these
+
+
+def tail(last: Tensor, falling: Tensor) -> Tensor:
+    """The sum of a geometric series beyond its last term; very many times that where it does not fall."""
+    falling = falling.clamp(max=1 - 1 / _MOST)
+    return torch.where(last == 0, 0.0, last * falling / (1 - falling))
+
+
+def ratio(last: Tensor, before: Tensor) -> Tensor:
+    return last / before.clamp(min=torch.finfo(last.dtype).tiny)
+
+
+class RemainingEnergy:
+    """``||e||_M^2`` of conjugate gradients, column by column, from what each iteration took off it.
+
+    That is known without work, ``alpha_k ||r_k||^2`` in the preconditioner's norm (Hestenes and Stiefel, 1952, Theorem
+    6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method", 2002).  What the last third of the
+    iterations took, and the span before it, give what is left.
+
+    :param taken: what iterations took, and the estimates of what was left, ``(t,)`` each; both lists grow.
+    """
+
+    def __init__(self, taken: list[Tensor] | None = None, estimates: list[Tensor] | None = None) -> None:
+        self.taken = [] if taken is None else taken
+        self._estimates = [] if estimates is None else estimates
+
+    def add(self, taken: Tensor) -> Tensor:
+        """:param taken: ``(t,)`` what an iteration took; returns the present estimate ``(t,)``."""
+        self.taken.append(taken)
+        k = len(self.taken)
+        estimate = torch.full_like(taken, torch.inf)
+        if k >= _LEAST:
+            first, second = round(k / _GROWTH**2), round(k / _GROWTH)
+            last, before = (torch.stack(part).sum(dim=0) for part in (self.taken[second:], self.taken[first:second]))
+            estimate = tail(last, ratio(last, before))
+        self._estimates.append(estimate)
+        return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
+
+
+@dataclass(frozen=True)
+class Explaining:
+    """What a solve for ``c^T A^-1 c`` is to come to: no posterior variance ``prior - c^T A^-1 c`` off by more than a
+    share of itself, or of a hundredth of the noise where that is more.
+
+    :ivar prior: ``(..., t)``, of each column c.
+    :ivar least: ``(..., 1)`` below the eigenvalues of A: the least noise, or 0 where it is not known.
+    :ivar below_noise: and by no more than a share of the least noise.
+    """
+
+    prior: Tensor
+    least: Tensor
+    below_noise: bool = False
+    share: float = 0.01
+
+    def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(..., t)``: the error over what ``share`` is of, from what was taken off the energy and an estimate of what
+        is still to come."""
+        of = self.prior - taken - torch.where(remaining.isfinite(), remaining, 0)
+        if self.below_noise:
+            of = torch.where(self.least > 0, torch.minimum(of, self.least), of)
+        of = torch.maximum(of, _FLOOR * self.least).clamp(min=torch.finfo(of.dtype).tiny)
+        return torch.where(remaining == 0, 0, remaining / of)

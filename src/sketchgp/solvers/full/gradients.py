@@ -1,0 +1,292 @@
+"""Conjugate gradients at work: cycles of the recurrence, each from the true residual.
+
+Iterative refinement as in Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12; Lanczos coefficients
+for log determinants as in Gardner et al. (arXiv:1809.11165).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import NumericalError
+from ...operators import LowRankPlusDiagonal
+from ...report import Reason
+from ..conjugate_step import NAN, descend, turn
+from ..energy import Explaining, RemainingEnergy
+from ..lanczos import tridiagonal
+from ..loop import Method, Outcome
+from ..problem import System
+
+_CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
+_CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
+_GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
+_EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
+_LOST = 4.0  # of the true residual over that of the recurrence
+_WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
+
+
+class Gradients(Method):
+    """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them."""
+
+    name = "ConjugateGradients"
+    saved = (
+        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
+        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
+        "coefficients", "warm",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tol: float,
+        accurate: bool,
+        system: System,
+        rhs: Tensor,
+        preconditioner: LowRankPlusDiagonal | None,
+        lanczos_columns: int,
+        goal: Explaining | None,
+    ) -> None:
+        super().__init__()
+        self.goal, self.energy = goal, RemainingEnergy()
+        self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
+        self.tol, self.out_dtype = tol, rhs.dtype
+        batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
+        self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
+        norm = self.b.norm(dim=-2)
+        if not bool(torch.isfinite(norm).all()):
+            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
+        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+        self.size, self.device = system.n, rhs.device
+        self.exact = accurate or system.dtype == torch.float64
+        self.coefficients: list[Tensor] = []
+        self.verified = True  # whether the true residual is that of the value
+        self.steps = 0  # of the cycle
+        self.warm = False
+        self.s = self.d = self.p = self.b[..., :0]
+        self.sz = self.target = self.least = norm[..., :0]
+        self.active, self.index = norm[..., :0] > 0, torch.arange(0)
+
+    @property
+    def products(self) -> int:
+        """With K, so far."""
+        return self.system.products
+
+    @products.setter
+    def products(self, count: int) -> None:
+        self.system.products = count
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.products}
+
+    @property
+    def entries(self) -> float:
+        return float(self.products) * self.size**2
+
+    @property
+    def matrix_entries(self) -> float:
+        return float(self.size**2)
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        self.value, self.r = torch.zeros_like(self.b), self.b.clone()
+        if initial is not None:
+            start = initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
+            self.value = start.expand_as(self.b).clone()
+            self.r = self.b - self.system.accurate_product(self.value)
+        self.warm = initial is not None
+        self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
+        self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
+        self.best, self.best_residual = self.value.clone(), self.residual
+        self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
+        self.remaining = self._at_most()
+        return self.estimate()
+
+    def estimate(self) -> Tensor:
+        return self.current.reshape(-1)
+
+    def weights(self) -> Tensor:
+        if not self.cycling:
+            return self.value
+        value = self.value.clone()
+        value[..., self.index] += self.d
+        return value
+
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """Where a cycle has ended: go on, go on with float64 products, or end."""
+        if self.cycling:
+            return None
+        open_columns = ~self._done(self.residual)
+        if not bool(open_columns.any()) and not self.exact and self.goal is not None:
+            self._doubt()
+            open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
+        if not bool(open_columns.any()):
+            return self._reached()
+        if bool((self.residual > 0.5 * self.before)[open_columns].any()):
+            if self.exact:
+                return Reason.STAGNATED
+            self._doubt()
+            self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
+        self._open()
+        return None
+
+    def _done(self, residual: Tensor) -> Tensor:
+        """Which columns are where they are to come to."""
+        return (residual <= self.tol) & self._explained(residual)
+
+    def _explained(self, residual: Tensor) -> Tensor:
+        """Which columns have come to the goal, if there is one."""
+        if self.goal is None:
+            return torch.ones_like(residual, dtype=torch.bool)
+        return (self.goal.error(self.taken, self.remaining) <= self.goal.share) | (residual <= _EXACT)
+
+    def _doubt(self) -> None:
+        """Go on with float64 products; what those of float32 say of the energy is not believed: they lose it in the
+        directions of the least eigenvalues, which a residual hardly shows."""
+        self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()
+
+    def _at_most(self) -> Tensor:
+        """A bound of the energy that remains, of the true residual; infinite where none is known."""
+        least = torch.zeros_like(self.norm[..., :1]) if self.goal is None else self.goal.least
+        return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
+
+    @property
+    def _aimed(self) -> float:
+        """The recurrence's residual that a cycle aims at."""
+        return (0.95 if self.exact and self.out_dtype == torch.float64 else 0.5) * self.tol
+
+    def _reached(self) -> Reason:
+        return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        if self.cycling or not self.verified:
+            self._close()
+        if reason in (Reason.ITERATIONS, Reason.TIME) and bool(self._done(self.residual).all()):
+            reason = self._reached()
+        residual = self.best_residual.reshape(-1)
+        dtype = str(self.system.dtype).removeprefix("torch.")
+        facts = {"tol": self.tol, "dtype": dtype, "details": {"precision": "float64" if self.exact else dtype}}
+        converged = bool((residual <= self.tol).all())
+        if self.goal is not None:
+            converged = converged and bool(self._explained(self.residual).all())
+            facts["variance_error"] = self.goal.error(self.taken, self.remaining).reshape(-1).cpu()
+        return Outcome(self.best, residual, converged, reason, facts)
+
+    def _product(self, vectors: Tensor) -> Tensor:
+        return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
+
+    def _precondition(self, vectors: Tensor) -> Tensor:
+        return vectors if self.preconditioner is None else self.preconditioner.apply_inverse(vectors)
+
+    def _verify(self) -> None:
+        """The residual of the float64 iterate, and of the value rounded as it will be returned, in float64 products.
+
+        One product serves both; blocks too wide for that go on from the rounded value instead.
+        """
+        rounded = self.value.to(self.out_dtype).to(torch.float64)
+        width = self.b.shape[-1]
+        both = self.out_dtype != torch.float64 and width <= _WIDE
+        if not both:
+            self.value = rounded
+        stacked = torch.cat([rounded, self.value], dim=-1) if both else rounded
+        r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - self.system.accurate_product(stacked)
+        residual = r.norm(dim=-2) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
+        if not bool(torch.isfinite(residual).all()):
+            raise NumericalError(NAN)
+        self.rounded_residual = residual[..., :width]
+        better = self.rounded_residual <= self.best_residual
+        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
+        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
+        self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
+
+    def _open(self) -> None:
+        """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
+        self.cycling, self.before, self.steps = True, self.residual, 0
+        self.target = torch.full_like(self.residual, self._aimed)
+        if not self.exact:
+            self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.residual)
+        self.index = torch.arange(self.b.shape[-1], device=self.b.device)
+        self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
+        self.p = self._precondition(self.s).clone()
+        self.sz = (self.s * self.p).sum(dim=-2)
+        self.current = self.least = self.residual.clone()
+        self.active = self.current > self.target
+        if self.goal is not None:
+            self.target = _CYCLE_REDUCTION * self.residual if not self.exact else torch.zeros_like(self.target)
+            self.active = ~self._done(self.residual)
+
+    def _close(self) -> None:
+        """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
+        self.value, self.cycling, self.verified = self.weights(), False, False
+        followed = self.current
+        self._verify()
+        if self.goal is not None:
+            lost = self.residual > _LOST * followed
+            self.remaining = torch.minimum(self.remaining.masked_fill(lost, torch.inf), self._at_most())
+        self.verified = True
+
+    def _narrow(self) -> None:
+        """Leave finished columns out of the products, where they are half of all."""
+        keep = self.active.reshape(-1, len(self.index)).any(dim=0)
+        if int(keep.sum()) > len(self.index) // 2:
+            return
+        self.value[..., self.index] += self.d
+        self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
+        self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
+
+    def step(self) -> bool:
+        first_cycle = len(self.coefficients) == self.iterations and not self.warm
+        self._narrow()
+        index, p = self.index, self.p
+        product = self._product(p)
+        alpha, usable = descend(self.d, self.s, p, product, (p * product).sum(dim=-2), self.sz, self.active)
+        if self.exact and bool((self.active & ~usable & (self.sz != 0)).any()):
+            self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
+        self.current = self.current.clone()
+        self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
+        going_on = self.current > self.target
+        if self.goal is not None:
+            self._follow(alpha * self.sz, usable, index)
+            going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
+        self.active = usable & going_on[..., index]
+        z = self._precondition(self.s)
+        following = (self.s * z).sum(dim=-2)
+        beta = turn(p, z, following, self.sz, usable)
+        self.sz = following
+        if first_cycle and self.lanczos_columns:
+            self._keep_coefficients(alpha, beta, index)
+        self.iterations += 1
+        self.steps += 1
+        self.least = torch.minimum(self.least, self.current)
+        growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
+        looked_at = not self.exact and self.steps % _CHECK_EVERY == 0
+        if (
+            not bool(self.active.any())
+            or bool((self.current > growth * self.least).any())
+            or (looked_at and self._drifted())
+        ):
+            self._close()
+        return True
+
+    def _follow(self, taken: Tensor, usable: Tensor, index: Tensor) -> None:
+        """What an iteration took off the energy of the columns it worked on, and what is still to come."""
+        full = torch.zeros_like(self.norm)
+        full[..., index] = taken
+        self.taken = self.taken + full
+        estimate = self.energy.add(full)
+        self.remaining = self.remaining.clone()
+        self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
+
+    def _drifted(self) -> bool:
+        """Whether the recurrence residual has left the true one by more than a third of it."""
+        true = (self.b - self.system.accurate_product(self.weights()))[..., self.index]
+        return bool(((true - self.s).norm(dim=-2) > 0.3 * true.norm(dim=-2)).any())
+
+    def _keep_coefficients(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:
+        full = self.b.new_zeros(2, *self.residual.shape)
+        full[0][..., index], full[1][..., index] = alpha, beta
+        self.coefficients.append(full[..., : self.lanczos_columns])
+
+    def lanczos_matrices(self) -> Tensor:
+        """Of the first columns, ``(columns, ..., k, k)``; unit rows past a column's end."""
+        shape = (*self.residual.shape[:-1], self.lanczos_columns)
+        return tridiagonal(self.coefficients, self.b.new_zeros(shape)).movedim(-3, 0).to(self.out_dtype)

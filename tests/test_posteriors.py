@@ -1,0 +1,219 @@
+"""What ``model(x)`` of an accelerated model returns: a mean of float64 weights, and a covariance that is solved for
+when somebody looks at it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, RBFKernel
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
+from gpytorch.means import ZeroMean
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, scaled
+from sketchgp import InputError
+
+pytestmark = TORCH_WARNINGS
+
+
+def make(noise=1e-2, dtype=torch.float64, kernel=None, solver="auto", **options):
+    x, y, test = data(dtype=dtype)
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
+    model = Plain(x, y, likelihood, kernel or scaled(RBFKernel(), 0.8), ZeroMean())
+    likelihood.noise = noise
+    model = model.to(dtype).eval()
+    return sketchgp.accelerate(model, solver=solver, **options), test
+
+
+def reference(model, x):
+    """Mean ``(m,)`` and covariance ``(m, m)`` by dense float64 algebra."""
+    kernel, train = copy.deepcopy(model.covar_module).double(), model.train_inputs[0].double()
+    with torch.no_grad():
+        noise = copy.deepcopy(model.likelihood).double().noise
+        a = kernel(train, train).to_dense() + noise.expand(len(train)).diag()
+        c = kernel(train, x.double()).to_dense()
+        w = torch.linalg.solve(a, torch.cat([model.train_targets.double().unsqueeze(1), c], dim=1))
+        return c.mT @ w[:, 0], kernel(x.double(), x.double()).to_dense() - c.mT @ w[:, 1:]
+
+
+def test_nothing_is_solved_for_that_nobody_looks_at():
+    model, test = make()
+    with iterative(tol=1e-3), torch.no_grad(), sketchgp.record_solves() as solves:
+        posterior = model(test)
+        observed = model.likelihood(posterior)
+        assert [solve.columns for solve in solves] == [1]
+        assert torch.isfinite(observed.mean).all() and len(solves) == 1
+        variance = posterior.variance
+        assert [solve.columns for solve in solves] == [1, len(test)]
+        assert torch.allclose(observed.variance, variance + model.likelihood.noise)
+        assert torch.equal(posterior.stddev, variance.sqrt()) and len(posterior.confidence_region()) == 2
+        assert len(solves) == 2
+        assert posterior.covariance_matrix.shape == (len(test), len(test)) and len(solves) == 3
+        assert posterior.rsample(torch.Size([3])).shape == (3, len(test)) and len(solves) == 3
+    mean, covariance = reference(model, test)
+    assert torch.allclose(variance, covariance.diagonal(), rtol=0.01)
+    assert torch.allclose(posterior.mean, mean, atol=1e-2)
+
+
+@pytest.mark.parametrize("preconditioner", [sketchgp.RPCholesky(rank=30), sketchgp.NystromEigenPro(rank=10), None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("noise", [1e-1, 1e-4])
+def test_variances_with_default_tolerances(preconditioner, dtype, noise):
+    model, test = make(noise, dtype, scaled(MaternKernel(nu=1.5)), preconditioner=preconditioner)
+    with (
+        gpytorch.settings.max_cg_iterations(3000),
+        gpytorch.settings.max_cholesky_size(20),
+        torch.no_grad(),
+        sketchgp.record_solves() as solves,
+    ):
+        variance, covariance = model(test).variance, model(test).covariance_matrix
+    _, expected = reference(model, test)
+    floor = 1e-4 * noise
+    slack = 0 if dtype == torch.float64 else 2e-6
+    assert bool(((variance.double() - expected.diagonal()).abs() <= 0.02 * expected.diagonal() + floor + slack).all())
+    assert float((covariance.double() - expected).abs().max()) < 0.02 * noise + slack
+    assert all(solve.converged and solve.variance_error.max() <= 0.01 for solve in solves if solve.columns > 1)
+
+
+def test_a_float32_model_is_as_good_as_its_solve():
+    """Its weights cancel: rounded to float32, or multiplied by float32 entries, they would be off by more."""
+    tight = sketchgp.ConjugateGradients(tol=1e-7, max_iterations=3000)
+    model, test = make(1e-5, torch.float32, solver=tight)
+    with gpytorch.settings.max_cholesky_size(20), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mean = model(test).mean
+        alone = sketchgp.predict(model, test, variance=None, progress=False).mean
+    expected, _ = reference(model, test)
+    assert mean.dtype == torch.float32 and torch.equal(mean, alone)
+    assert float((mean.double() - expected).abs().max() / expected.std()) < 3e-6
+
+
+@pytest.mark.filterwarnings("ignore:A not p.d.")
+@pytest.mark.parametrize("name", SOLVED)
+def test_every_form_of_model(name):
+    """Variances, covariances and samples as dense algebra has them, asked for in either order."""
+    plain, test = SOLVED[name].build()
+    accelerated, _ = SOLVED[name].build()
+    sketchgp.accelerate(accelerated)
+    with dense(), torch.no_grad():
+        expected = plain.eval()(*test)
+        variance, covariance = expected.variance, expected.covariance_matrix
+    with iterative(), torch.no_grad():
+        accelerated.eval()
+        assert torch.allclose(accelerated(*test).variance, variance, rtol=0.02, atol=1e-5)
+        posterior = accelerated(*test)
+        assert torch.allclose(posterior.covariance_matrix, covariance, rtol=0.02, atol=1e-4)
+        assert torch.allclose(posterior.variance, variance, rtol=0.02, atol=1e-5)
+        assert accelerated(*test).rsample(torch.Size([2])).shape == (2, *variance.shape)
+
+
+def test_gradients_in_the_test_points():
+    """They take no solve beyond the value's."""
+    model, test = make()
+    model.requires_grad_(False)
+
+    def exact(x):
+        train, kernel = model.train_inputs[0], model.covar_module
+        with dense():
+            a = kernel(train).to_dense() + model.likelihood.noise * torch.eye(len(train), dtype=torch.float64)
+            c = kernel(train, x).to_dense()
+            return kernel(x).to_dense() - c.mT @ torch.linalg.solve(a, c)
+
+    weights = torch.linspace(-1, 1, len(test) ** 2, dtype=torch.float64).reshape(len(test), -1)
+    for ours, theirs in (
+        (lambda x: model(x).variance.sum(), lambda x: exact(x).diagonal().sum()),
+        (lambda x: (weights * model(x).covariance_matrix).sum(), lambda x: (weights * exact(x)).sum()),
+    ):
+        found, expected = (test.clone().requires_grad_() for _ in range(2))
+        with iterative(), sketchgp.record_solves() as solves:
+            value = ours(found)
+            count = len(solves)
+            (first,) = torch.autograd.grad(value, found)
+            assert len(solves) == count
+        (first_,) = torch.autograd.grad(theirs(expected), expected)
+        assert torch.allclose(first, first_, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_in_hyperparameters():
+    gradients = []
+    for accelerated in (False, True):
+        x, y, test = data()
+        model = Plain(x, y, GaussianLikelihood(), scaled(RBFKernel(), 0.8)).double().eval()
+        if accelerated:
+            sketchgp.accelerate(model)
+        caches = gpytorch.settings.detach_test_caches(False)
+        with iterative() if accelerated else dense(), caches:
+            posterior = model(test)
+            (posterior.variance.sum() + posterior.covariance_matrix.sum()).backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_settings_are_those_of_the_call():
+    model, test = make()
+    with iterative(), torch.no_grad(), sketchgp.record_solves() as solves:
+        posterior = model(test)
+    with gpytorch.settings.max_cholesky_size(10**6), sketchgp.record_solves() as later:
+        variance = posterior.variance
+    assert not variance.requires_grad and [solve.columns for solve in later] == [len(test)]
+    assert later[0].tol == solves[0].tol == 1e-8
+    with iterative(), torch.inference_mode():
+        posterior = model(test)
+    assert torch.allclose(posterior.variance, variance)
+
+
+@pytest.mark.parametrize("what", ["parameter", "data of a parameter", "training inputs"])
+def test_a_change_after_the_call_is_noticed(what):
+    model, test = make()
+    with iterative(), torch.no_grad():
+        posterior, known = model(test), model(test)
+        variance = known.variance.clone()
+        if what == "parameter":
+            model.covar_module.base_kernel.raw_lengthscale.add_(0.1)
+        elif what == "data of a parameter":
+            model.covar_module.base_kernel.raw_lengthscale.data.add_(0.1)
+        else:
+            model.train_inputs[0].mul_(1.1)
+        with pytest.raises(InputError, match="changed after this prediction"):
+            posterior.variance  # noqa: B018
+        assert torch.equal(known.variance, variance)
+
+
+def test_copies_slices_and_files():
+    model, test = make()
+    with iterative(), torch.no_grad():
+        variance, covariance = model(test).variance, model(test).covariance_matrix
+        part = model(test)[2:5]
+        assert torch.allclose(part.variance, variance[2:5], rtol=1e-3)
+        assert torch.allclose(part.covariance_matrix, covariance[2:5, 2:5], atol=1e-8)
+        posterior = model(test)
+        for other in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+            assert torch.allclose(other.covariance_matrix, covariance)
+        assert torch.allclose(posterior.expand(torch.Size([2])).variance, variance.expand(2, -1), rtol=1e-3)
+        assert torch.allclose((posterior * 2.0).variance, 4 * variance, rtol=1e-3)
+
+
+def test_noises_of_their_own_and_many_points():
+    """More test points than are solved for at once; and samples of what is observed have the noise."""
+    x, y, _ = data()
+    noise = torch.linspace(0.01, 0.3, len(x), dtype=torch.float64)
+    model = Plain(x, y, FixedNoiseGaussianLikelihood(noise), scaled(RBFKernel(), 0.8), ZeroMean()).double().eval()
+    sketchgp.accelerate(model)
+    test = torch.rand(600, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with iterative(), torch.no_grad(), sketchgp.record_solves() as solves:
+        variance = model(test).variance
+        assert sum(solve.columns for solve in solves) == 1 + len(test) and len(solves) > 2
+        a = model.covar_module(x).to_dense() + noise.diag()
+        c = model.covar_module(x, test).to_dense()
+        expected = model.covar_module(test, diag=True) - (c * torch.linalg.solve(a, c)).sum(0)
+        assert torch.allclose(variance, expected, rtol=0.01)
+        torch.manual_seed(0)
+        samples = model.likelihood(model(test), noise=torch.full((600,), 0.5, dtype=torch.float64)).sample(
+            torch.Size([2000])
+        )
+    assert torch.allclose(samples.var(dim=0), expected + 0.5, rtol=0.2)
