@@ -217,3 +217,61 @@ def test_noises_of_their_own_and_many_points():
             torch.Size([2000])
         )
     assert torch.allclose(samples.var(dim=0), expected + 0.5, rtol=0.2)
+
+
+def many(n=1000, noise=1e-3, dtype=torch.float32, solver="auto", shift=0.0):
+    x, y, _ = data(n, dtype=dtype)
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
+    likelihood.noise = noise
+    model = Plain(x, y, likelihood, scaled(MaternKernel(nu=2.5), 0.5 + shift), ZeroMean()).to(dtype).eval()
+    return sketchgp.accelerate(model, solver=solver)
+
+
+def test_many_variances_are_by_one_factorization():
+    """Once there are so many that it is cheaper than iterations; it is kept with the model's solution."""
+    model = many()
+    test = torch.rand(300, 2, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), sketchgp.record_solves() as solves:
+        first = model(test[:5]).variance
+        several = model(test).variance
+        again = model(test).covariance_matrix
+    assert [solve.solver for solve in solves] == ["ConjugateGradients", "ConjugateGradients", "Cholesky"]
+    expected = reference(model, test)[1]
+    assert torch.allclose(first.double(), expected.diagonal()[:5], rtol=0.02)
+    assert torch.allclose(several.double(), expected.diagonal(), rtol=1e-3)
+    assert torch.allclose(again.double(), expected, atol=2e-6)
+    with torch.no_grad(), sketchgp.record_solves() as solves:
+        model.covar_module.outputscale = 2.0
+        changed = sketchgp.predict(model, test, progress=False)
+    assert [solve.solver for solve in solves] == ["ConjugateGradients", "Cholesky"]
+    assert torch.allclose(changed.variance.double(), reference(model, test)[1].diagonal(), rtol=1e-3)
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), sketchgp.record_solves() as solves:
+        assert torch.allclose(copied(test).variance, changed.variance, rtol=1e-4)
+        assert torch.allclose(model(test).variance, changed.variance, rtol=1e-4)
+    assert [solve.solver for solve in solves].count("Cholesky") == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [("a solver", "ConjugateGradients"), ("a threshold", "ConjugateGradients"), ("no memory", "ConjugateGradients")],
+)
+def test_no_factorization_where_the_user_decided_otherwise(what, expected):
+    solver = sketchgp.ConjugateGradients() if what == "a solver" else "auto"
+    model = many(solver=solver)
+    test = torch.rand(100, 2, generator=torch.Generator().manual_seed(2))
+    threshold = gpytorch.settings.max_cholesky_size(700 if what == "a threshold" else 800)
+    memory = sketchgp.settings.memory_budget(10**7 if what == "no memory" else 10**9)
+    with torch.no_grad(), threshold, memory, sketchgp.record_solves() as solves:
+        variance = model(test).variance
+    assert {solve.solver for solve in solves} == {expected}
+    assert torch.allclose(variance.double(), reference(model, test)[1].diagonal(), rtol=0.02)
+
+
+def test_fast_variances_are_exact():
+    """GPyTorch's ``fast_pred_var``, which BoTorch's posteriors switch on, is a root of rank 100."""
+    model = many(noise=1e-4)
+    test = torch.rand(60, 2, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), gpytorch.settings.fast_pred_var():
+        variance = model(test).variance
+    assert torch.allclose(variance.double(), reference(model, test)[1].diagonal(), rtol=0.02)

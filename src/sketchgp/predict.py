@@ -34,6 +34,7 @@ _CHECK_POINTS = 16
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
+_FACTOR_WORK = {"cpu": 2e12, "cuda": 2e15}  # operations of a factorization up to which it does
 
 
 @dataclass(repr=False)
@@ -81,7 +82,8 @@ def predict(
     :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
         inducing points (FITC, which lies above the exact variance nearly always, at small noise by many times) and
         compares it with exact ones at 16 test points; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
-        1e10 (CUDA: 1e13), and for every model but those with one plain kernel; None gives the mean alone.
+        1e10 (CUDA: 1e13), or a factorization takes at most ``n^3 / 3 + 2 n^2 m = 2e12`` operations (CUDA: 2e15) and
+        fits the memory budget, and for every model but those with one plain kernel; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean, 256 for exact variances).
     :param progress: show a progress bar (default: only in a terminal).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
@@ -125,8 +127,8 @@ def predict(
         report = _solution_report(model)
         conditioning = None if variance is None else Conditioning.of(model)
         if variance == "auto":
-            small = train.shape[-2] ** 2 * len(x) <= _EXACT_WORK.get(x.device.type, 1e10)
-            variance = "exact" if small or not isinstance(conditioning, PlainConditioning) else "low_rank"
+            cheap = not isinstance(conditioning, PlainConditioning) or _affordable(conditioning, len(x))
+            variance = "exact" if cheap else "low_rank"
         if variance == "low_rank" and not isinstance(conditioning, PlainConditioning):
             raise InputError('variance="low_rank" expects a plain kernel and one set of training inputs; use "exact".')
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
@@ -139,6 +141,14 @@ def predict(
             latent, check = _low_rank_variance(conditioning, x)
         noise = _noise(model, x, latent)
         return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
+
+
+def _affordable(conditioning: PlainConditioning, m: int) -> bool:
+    """Whether ``"auto"`` takes exact variances of m test points."""
+    n, kind = conditioning.noisy.shape[-1], conditioning.noise.device.type
+    if n * n * m <= _EXACT_WORK.get(kind, 1e10):
+        return True
+    return conditioning.factorizes(m) and n**3 / 3 + 2 * n * n * m <= _FACTOR_WORK.get(kind, 2e12)
 
 
 def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
@@ -223,6 +233,8 @@ def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
 
 def _exact_variance(model: Any, conditioning: Conditioning | None, x: Tensor, rows: int, show: bool) -> Tensor:
     parts, dim = [], -1
+    if conditioning is not None:
+        conditioning.expect(len(x))
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
         if conditioning is None:
             posterior = model(x[part])
@@ -248,6 +260,7 @@ def _low_rank_variance(conditioning: PlainConditioning, x: Tensor) -> tuple[Tens
     low_rank = LowRankVariance(conditioning.block, matrix.x1, noise.double(), matrix.x1[pivots])
     latent = low_rank(conditioning.inputs(x))
     some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECK_POINTS].to(x.device)
+    conditioning.expect(len(some))
     exact = conditioning.exact_variance(x[some])
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, x[some], latent[some])

@@ -24,12 +24,12 @@ from ...inference import explained
 from ...operators import KernelMatrix
 from ...operators.access import terms
 from ...operators.lazies import adopt_kernels
-from ...solvers import Cholesky, ConjugateGradients, System
+from ...solvers import ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
-from .posterior_covariance import SUMS, float64
+from .posterior_covariance import SUMS, TrainingSide, factor_of, float64
 
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
 
@@ -77,14 +77,25 @@ class Conditioning:
         return isinstance(self.noisy, AcceleratedAddedDiagLinearOperator)
 
     @cached_property
-    def _system(self) -> System:
+    def _side(self) -> TrainingSide:
+        return TrainingSide(self.noisy, factor_of(strategy_of(self.model)))
+
+    def factorizes(self, points: int) -> bool:
+        """Whether so many test points are solved for by a factorization."""
+        return self._ours and self._side.factorizes(self._columns(points))
+
+    def expect(self, points: int) -> None:
+        """So many test points are about to be solved for."""
         if self._ours:
-            return System(self.noisy._linear_op, self.noisy._noise_vector())
-        return System(self.noisy, torch.zeros(self.noisy.shape[:-1], dtype=self.noisy.dtype, device=self.noisy.device))
+            self._side.expect(self._columns(points))
+
+    def _columns(self, points: int) -> int:
+        return points * max(1, self.noisy.shape[-1] // self.model.train_inputs[0].shape[-2])
 
     @cached_property
-    def _preconditioner(self) -> Any:
-        return self._acceleration.build(self._system.operator, self._system.noise, differentiable=False)
+    def _system(self) -> System:
+        """Of what GPyTorch inverts by its structure."""
+        return System(self.noisy, torch.zeros(self.noisy.shape[:-1], dtype=self.noisy.dtype, device=self.noisy.device))
 
     def exact_variance(self, x: Tensor) -> Tensor:
         """Latent variances at x ``(m, d)`` in float64: ``(..., m)``, or ``(..., m, t)`` of t tasks.
@@ -111,16 +122,12 @@ class Conditioning:
         The error is estimated to be below a hundredth of the variance and of the noise, or of a hundredth of the noise
         where that is more than the variance; or there is a :class:`sketchgp.ConvergenceWarning`.
         """
-        solver, system = self._acceleration.column_solver(), self._system
         if self._ours:
-            choice = self._acceleration.preconditioner
-            found = explained.solve(
-                system, c, prior, solver, None if isinstance(solver, Cholesky) else self._preconditioner,
-                name=self._acceleration.preconditioner_name, below=choice is not None and choice.below,
-            )  # fmt: skip
+            found = self._side.solve(c, prior, below_noise=True)
         else:  # GPyTorch solves by structure; the residual is looked at, and made smaller where that was not enough
             diagonal = isinstance(self.noisy, AddedDiagLinearOperator)
-            noise = self.noisy._diag_tensor._diagonal() if diagonal else system.noise
+            noise = self.noisy._diag_tensor._diagonal() if diagonal else self._system.noise
+            system, solver = self._system, self._acceleration.column_solver()
             solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
             initial = None if type(self.noisy) in SUMS else self.noisy.solve(c)
             found = explained.solve(system, c, prior, solver, noise=noise, initial=initial)

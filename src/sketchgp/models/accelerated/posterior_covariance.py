@@ -25,19 +25,23 @@ from linear_operator.operators import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import InputError
+from ...errors import InputError, NumericalError
+from ...fingerprint import tensor_key
 from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.marks import operator_key
 from ...operators.tiles import spans
 from ...settings import memory_budget
 from ...solvers import Cholesky, System
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .lazy_covariance import LazyCovariance
+from .threshold import threshold_untouched
 
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _ROWS = 256  # test points solved for at once
 _VECTORS = 8  # float64 vectors that a solve holds for each of them
 _SMALL = 2**14  # numbers of a tensor whose values are noted, beside its version
+_FACTOR = "_sketchgp_factor"  # of a prediction strategy
 T = TypeVar("T")
 
 
@@ -62,13 +66,20 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
     return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)
 
 
+def factor_of(strategy: Any) -> explained.Factor:
+    """Where a prediction strategy keeps a factor of its training covariance."""
+    return strategy.__dict__.setdefault(_FACTOR, explained.Factor())
+
+
 class TrainingSide:
     """``A = K + noise`` of the training data, and how it is solved, as both are when this is made.
 
     :param noisy: A, evaluated, ``(..., n, n)``.
+    :param factor: where its Cholesky factor is kept, if it comes to that: with ``solver="auto"`` once that is cheaper
+        than conjugate gradients, and with :class:`~sketchgp.solvers.Cholesky`.
     """
 
-    def __init__(self, noisy: AcceleratedAddedDiagLinearOperator) -> None:
+    def __init__(self, noisy: AcceleratedAddedDiagLinearOperator, factor: explained.Factor) -> None:
         acceleration = noisy.acceleration
         assert acceleration is not None
         self.noisy, self.acceleration = noisy, acceleration
@@ -77,6 +88,7 @@ class TrainingSide:
         self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.context: Context = copy_context()
         self.system = System(noisy._linear_op, noisy._noise_vector())
+        self._factor, self._free = factor, isinstance(acceleration.solver, str) and threshold_untouched()
         self.noted = [_noted(tensor) for tensor in noisy.representation()]
 
     def as_then(self, compute: Callable[[], T]) -> T:
@@ -95,8 +107,26 @@ class TrainingSide:
         with torch.no_grad():
             return self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
 
+    @cached_property
+    def _kept(self) -> explained.Factor:
+        return self._factor.of((operator_key(self.system.operator), tensor_key(self.system.noise)))
+
+    def factorizes(self, columns: int) -> bool:
+        """Whether so many more test points will be solved for by a factorization."""
+        return isinstance(self.solver, Cholesky) or (self._free and self._kept.pays(self.system, columns))
+
+    def expect(self, columns: int) -> None:
+        """So many test points are about to be solved for."""
+        self._kept.columns += columns
+
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool) -> explained.Explained:
         """:param c: ``(..., n, m)`` float64; :param prior: ``(..., m)``; :param below_noise: as errors are to be."""
+        if self.factorizes(0):
+            found = self._kept.solve(self.system, c)
+            if found is not None:
+                return found
+        if isinstance(self.solver, Cholesky):
+            raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
         choice = None if self.preconditioner is None else self.acceleration.preconditioner
         return explained.solve(
             self.system,
@@ -174,10 +204,12 @@ class PosteriorCovariance(LazyCovariance):
 
     def _covariance(self) -> Tensor:
         c, prior = float64(self.cross).mT, float64(self.prior)
+        self.side.expect(self.shape[-1])
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _variance(self) -> Tensor:
         prior = float64(self.prior, diagonal=True)
+        self.side.expect(self.shape[-1])
         lean = isinstance(self.cross, KernelMatrix)
         cross = self.cross if lean else float64(self.cross)
         parts = []

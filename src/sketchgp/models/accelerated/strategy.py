@@ -23,7 +23,7 @@ from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .mean_solve import mean_solve
 from .missing import observed_part, observed_targets
-from .posterior_covariance import PosteriorCovariance, TrainingSide
+from .posterior_covariance import PosteriorCovariance, TrainingSide, factor_of
 
 _WEIGHTS = "sketchgp_weights"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
@@ -98,14 +98,15 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
     def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
-        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at."""
-        if settings.skip_posterior_variances.on() or settings.fast_pred_var.on():
+        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
+        ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
+        if settings.skip_posterior_variances.on():
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         noisy = self._noisy()
         if not solved_by_us(noisy):
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
-        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy))
+        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factor_of(self)))
 
     def _noisy(self) -> Any:
         """``K + noise`` of the training data, evaluated."""

@@ -24,6 +24,11 @@ def cholesky_points() -> int:
     return CHOLESKY_POINTS if _botorchs_default() else settings.max_cholesky_size.value()
 
 
+def threshold_untouched() -> bool:
+    """Whether nobody set ``max_cholesky_size``: what is to be factorized is then the library's own business."""
+    return cholesky_points() == CHOLESKY_POINTS
+
+
 def why_iterative(n: int) -> str:
     """For the report: why n points are not factorized although GPyTorch's setting says so; "" where it does not."""
     if n > settings.max_cholesky_size.value():

@@ -48,16 +48,22 @@ class Cholesky:
     @torch.no_grad()
     def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) with rhs ``(..., n, t)`` and record its report."""
+        value, report, _ = self.factorize(system, rhs)
+        return value, report, None
+
+    @torch.no_grad()
+    def factorize(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor]:
+        """The same, and the lower triangular factor of ``K + noise``, ``(..., n, n)`` float64."""
         direct, n, device = Direct(), system.n, rhs.device
         batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
         with enough_memory(*_memory(n, batch.numel(), device)):
-            value, residual = _solved(system, rhs, direct)
+            value, residual, root = _solved(system, rhs, direct)
         report = direct.report(
             self.name, n, n, 1.0, residual, 1e-3, device,
             f"{system.dtype} cannot hold the solution; use a float64 model and data.",
             dtype=str(system.dtype).removeprefix("torch."),
         )  # fmt: skip
-        return value, report, None
+        return value, report, root
 
 
 def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.device, str, str]:
@@ -66,8 +72,8 @@ def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.dev
     return needed, device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
-def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor]:
-    """The solution in rhs's dtype and shape, and its relative residual ``(..., t)``."""
+def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, Tensor]:
+    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, and the factor."""
     operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
     matrix = columns(operator, torch.arange(system.n, device=rhs.device)).to(torch.float64)
     batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])
@@ -80,4 +86,5 @@ def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor
     work = rhs.to(torch.float64)
     value = torch.cholesky_solve(work, root).to(rhs.dtype)
     norm = work.norm(dim=-2)
-    return value, (work - matrix @ value.to(torch.float64)).norm(dim=-2) / torch.where(norm > 0, norm, 1)
+    residual = (work - matrix @ value.to(torch.float64)).norm(dim=-2) / torch.where(norm > 0, norm, 1)
+    return value, residual, root
