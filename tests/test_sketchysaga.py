@@ -376,7 +376,7 @@ def test_a_solve_that_was_over_goes_on_where_more_is_asked_for(tmp_path):
     [
         ({"kernel": laplace()}, {}, "the kernel changed"),
         ({"noise": 2.0}, {}, "the noise changed"),
-        ({"x": points(400, seed=5)}, {}, "the training inputs and the targets and the inducing points"),
+        ({"x": points(400, seed=5)}, {}, "the training inputs and the inducing points and the targets"),
         ({"z": points(40, seed=5)}, {}, "another problem: the inducing points"),
         ({}, {"seed": 1}, "the solver's choices changed"),
         ({}, {"block_size": 30}, "the solver's choices changed"),

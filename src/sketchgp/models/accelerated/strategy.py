@@ -82,28 +82,33 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return weights
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
-        """Posterior mean and covariance; GPyTorch's evaluates those of few points first, in their own dtype."""
+        """Posterior mean and covariance.  GPyTorch evaluates those of few points first, in their own dtype."""
+        noisy = self._noisy()
+        if not solved_by_us(noisy):
+            return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
         mean = self.exact_predictive_mean(test_mean, test_train_covar)
-        return mean, self.exact_predictive_covar(test_test_covar, test_train_covar)
+        return mean, self._posterior(test_test_covar, test_train_covar, noisy)
 
     def exact_predictive_mean(self, test_mean: Tensor, test_train_covar: Any) -> Tensor:
         """The posterior mean ``(..., m)`` from the prior's and the covariance with the training points: in float64
         where the weights are, then rounded to the model's dtype."""
         weights = self.weights
-        if weights.dtype == self.train_labels.dtype or settings.observation_nan_policy.value() == "fill":
+        missing = settings.observation_nan_policy.value() != "ignore" and bool(weights.isnan().any())
+        if weights.dtype == self.train_labels.dtype and not missing:
             return super().exact_predictive_mean(test_mean, test_train_covar)
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # as GPyTorch has it
-        weights = torch.where(weights.isnan(), 0, weights).unsqueeze(-1)
+        weights = torch.where(weights.isnan(), 0, weights) if missing else weights
+        weights = weights.to(torch.float64).unsqueeze(-1)
         product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
     def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
         """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
         ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
-        if settings.skip_posterior_variances.on():
-            return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        noisy = self._noisy()
-        if not solved_by_us(noisy):
+        return self._posterior(test_test_covar, test_train_covar, self._noisy())
+
+    def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
+        if settings.skip_posterior_variances.on() or not solved_by_us(noisy):
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
         return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factor_of(self)))
