@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
-from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ...lowrank import shifted_cholesky
+from ..converted import ConvertedWhole
 
 _FACTORIZED = 4096  # points whose covariance is factorized for samples
 
 
-class LazyCovariance(LinearOperator):
+class LazyCovariance(ConvertedWhole):
     """A covariance ``(..., m, m)`` that is the evaluated one in everything but when it is computed; its diagonal is
     computed by itself.
 
@@ -70,9 +70,6 @@ class LazyCovariance(LinearOperator):
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate_kernel()._matmul(rhs)
 
-    def _transpose_nonbatch(self) -> LinearOperator:
-        return self
-
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
         return self.evaluate_kernel()._expand_batch(batch_shape)
 
@@ -96,20 +93,6 @@ class LazyCovariance(LinearOperator):
 
     def clone(self) -> LinearOperator:
         return self.evaluate_kernel().clone()
-
-    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        device, dtype = _to_helper(*args, **kwargs)
-        same = dtype in (None, self.dtype) and device in (None, self.device)
-        return self if same else DenseLinearOperator(self.to_dense().to(device=device, dtype=dtype))
-
-    def type(self, dtype: torch.dtype) -> LinearOperator:
-        return self.to(dtype=dtype)
-
-    def cpu(self) -> LinearOperator:
-        return self.to(device=torch.device("cpu"))
-
-    def cuda(self, device_id: str | None = None) -> LinearOperator:
-        return self.to(device=torch.device("cuda" if device_id is None else device_id))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearOperator:
         return copy.deepcopy(self.evaluate_kernel(), memo)

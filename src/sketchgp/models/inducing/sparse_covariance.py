@@ -15,7 +15,6 @@ from linear_operator.operators import (
     LinearOperator,
     RootLinearOperator,
 )
-from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ...errors import InputError
@@ -25,6 +24,7 @@ from ...lowrank import shifted_cholesky
 from ...operators import KernelMatrix
 from ...operators.tall import constant
 from ...operators.tiles import spans
+from ..converted import ConvertedWhole
 from ..density import log_density
 
 _ENTRIES = 2**22  # of k(z, x) held at once
@@ -124,33 +124,13 @@ class SparseMultitaskMarginal(_FastDensity, MultitaskMultivariateNormal):
     """That of several outputs, with a covariance :class:`IndependentOutputs` of the prior."""
 
 
-class _Posterior(LinearOperator):
-    """A covariance ``(..., p, p)`` of points ``(..., p, d)``.
-
-    What is converted to another dtype or device is the matrix: the kernel and the data behind it are the model's.
-    """
+class _Posterior(ConvertedWhole):
+    """A covariance ``(..., p, p)`` of points ``(..., p, d)``."""
 
     x: Tensor
 
-    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        device, dtype = _to_helper(*args, **kwargs)
-        same = dtype in (None, self.dtype) and device in (None, self.device)
-        return self if same else DenseLinearOperator(self.to_dense().to(device=device, dtype=dtype))
-
-    def type(self, dtype: torch.dtype) -> LinearOperator:
-        return self.to(dtype=dtype)
-
-    def cpu(self) -> LinearOperator:
-        return self.to(device=torch.device("cpu"))
-
-    def cuda(self, device_id: str | None = None) -> LinearOperator:
-        return self.to(device=torch.device("cuda" if device_id is None else device_id))
-
     def _size(self) -> torch.Size:
         return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
-
-    def _transpose_nonbatch(self) -> LinearOperator:
-        return self
 
     def __add__(self, other: Any) -> LinearOperator:
         return NoisyPosterior(self, other) if isinstance(other, DiagLinearOperator) else super().__add__(other)
