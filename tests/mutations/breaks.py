@@ -1815,7 +1815,7 @@ BREAKS = (
         "report.py",
         "Reason.STAGNATED, Reason.DIRECT, Reason.SINGULAR)",
         "Reason.DIRECT, Reason.SINGULAR)",
-        ("test_report_and_settings.py", *CONTRACT),
+        GRADIENTS,
         "a solve that stagnated goes on when it is resumed",
     ),
     Break(
