@@ -291,6 +291,19 @@ def test_auto_takes_low_rank_where_exact_is_too_much(monkeypatch: pytest.MonkeyP
     assert relative(found.variance, latent) < 1e-5
 
 
+@pytest.mark.parametrize(("work", "expected"), [(2e12, "exact"), (1e8, "low_rank")])
+def test_auto_takes_a_factorization_where_it_is_cheap(
+    monkeypatch: pytest.MonkeyPatch, work: float, expected: str
+) -> None:
+    """Of n^3 / 3 operations, here 2e8, with GPyTorch's settings as they are."""
+    module = sys.modules[sketchgp.predict.__module__]
+    monkeypatch.setattr(module, "_EXACT_WORK", {"cpu": 1e3})
+    monkeypatch.setattr(module, "_FACTOR_WORK", {"cpu": work})
+    x, y, z = data(n=850, m=12)
+    model = sketchgp.accelerate(Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double())
+    assert sketchgp.predict(model, z).variance_method == expected
+
+
 @pytest.mark.parametrize("name", list(LEFT_ALONE))
 def test_models_left_alone_are_predicted_too(name: str) -> None:
     model, test = LEFT_ALONE[name].build()
