@@ -255,6 +255,20 @@ def test_many_variances_are_by_one_factorization():
     assert [solve.solver for solve in solves].count("Cholesky") == 1
 
 
+def test_a_factor_is_of_the_hyperparameters_that_it_was_made_of():
+    """Also where they change in place, and the model keeps its prediction strategy; and files are without it."""
+    model = many()
+    test = torch.rand(300, 2, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), sketchgp.record_solves() as solves:
+        before = model(test).variance
+        assert len(pickle.dumps(model)) < 10**6, "the factor alone is 8 MB"
+        model.covar_module.raw_outputscale.add_(1.0)
+        after = model(test).variance
+    assert [solve.solver for solve in solves].count("Cholesky") == 2
+    assert torch.allclose(after.double(), reference(model, test)[1].diagonal(), rtol=1e-3)
+    assert not torch.allclose(after, before, rtol=0.01)
+
+
 @pytest.mark.parametrize(
     ("what", "expected"),
     [("a solver", "ConjugateGradients"), ("a threshold", "ConjugateGradients"), ("no memory", "ConjugateGradients")],
