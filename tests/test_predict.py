@@ -279,7 +279,7 @@ def test_predict_and_the_model_share_their_solve() -> None:
 
 
 def test_auto_takes_low_rank_where_exact_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[sketchgp.predict.__module__], "_EXACT_WORK", {"cpu": 1e5})  # n m is 7200, n^2 m 1.3e6
+    monkeypatch.setattr(sys.modules[sketchgp.predict.__module__], "_EXACT_WORK", {"cpu": 1e5})  # n^2 m is 1.3e6
     with iterative():
         model, x = build()
         assert sketchgp.predict(model, x).variance_method == "low_rank"
