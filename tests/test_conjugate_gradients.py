@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -353,6 +355,19 @@ def test_stagnation_is_reported():
         solution = ConjugateGradients(tol=1e-14, max_iterations=20_000).solve(problem)
     assert solution.report.reason == "stagnated"
     assert relative(solution.report.residual, _true_residual(problem, solution.value)) < 0.5
+
+
+def test_stagnation_is_an_end(tmp_path):
+    """A larger budget does not make a new attempt of it."""
+    problem = _problem(n=60, noise=1e-13, kernel=_kernel(lengthscale=2.0))
+    solver = ConjugateGradients(tol=1e-15, max_iterations=5_000, checkpoint=tmp_path / "solve.pt")
+    with quiet():
+        first = solver.solve(problem)
+        assert first.report.reason == "stagnated"
+        second = dataclasses.replace(solver, max_iterations=10_000).solve(problem)
+    assert second.report.reason == "stagnated"
+    assert second.report.iterations == first.report.iterations
+    assert torch.equal(second.value, first.value)
 
 
 @pytest.mark.parametrize("precision", ["auto", "float64"])

@@ -413,10 +413,12 @@ def test_the_epoch_without_noise_is_not_the_best_one():
     streamed = InducingPointProblem(problem.kernel, stream, None, 3000.0, problem.inducing_points)
     held_out = problem.x, problem.y
     found = EigenPro3(epochs=20).solve(streamed, held_out=held_out)
-    errors = [float(error) for _, _, error in found.report.held_out]
+    *errors, last = (float(error) for _, _, error in found.report.held_out)  # the last is of what is returned
     assert errors[0] == min(errors)  # the fit without a ridge is nearer to these points
     error = (_fit(problem, found.value, problem.x) - problem.y).square().mean().sqrt()
     assert float(error) == pytest.approx(min(errors[1:]))
+    assert last == pytest.approx(min(errors[1:]))
+    assert min(errors[1:]) > 1.05 * errors[0]
 
 
 def test_the_best_weights_are_kept():

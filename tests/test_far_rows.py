@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
@@ -127,6 +129,19 @@ def test_square_matrices(name, far, inputs):
         assert relative(mine.grad, theirs.grad) < 1e-3
     if inputs:
         assert relative(x.grad, z.grad) < 1e-4
+
+
+def test_lengthscales_of_a_far_cluster():
+    """Where far rows are a lengthscale or so apart, their pairs make most of its gradient."""
+    x = points(300, 4, dtype=torch.float32)
+    x[:100] = FAR + 64 * points(100, 4, seed=3, dtype=torch.float32)
+    v = normal(300, 1)
+    kernel = KERNELS["rbf"]()
+    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
+    exact = copy.deepcopy(kernel).double()
+    (v.float().mT @ (KernelMatrix.of(kernel, x, engine="tiled") @ v.float())).sum().backward()
+    (v.mT @ exactly("rbf", exact, x.double(), x.double()) @ v).sum().backward()
+    assert relative(kernel.base_kernel.raw_lengthscale.grad, exact.base_kernel.raw_lengthscale.grad) < 1e-3
 
 
 @pytest.mark.parametrize("rows", [1, 40])

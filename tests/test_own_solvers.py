@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import gpytorch
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
@@ -52,7 +53,7 @@ class Normal:
     """Solves the normal equations by torch."""
 
     shape: tuple[int, ...] | None = None
-    times: float = 1.0
+    times: Any = 1.0
     problem_type: ClassVar[type[InducingPointProblem]] = InducingPointProblem
     name: ClassVar[str] = "Normal"
 
@@ -144,6 +145,17 @@ def test_other_covariances_take_a_solver_of_systems():
     assert relative(mean, wanted) < 1e-8
 
 
+def test_a_kernel_of_other_parameters_is_not_solved_for():
+    """The covariance of the model's prediction strategy is of the old ones; a solver is given the kernel."""
+    model, test = _model()
+    sketchgp.accelerate(model, solver=Dense()).eval()
+    with iterative(), gpytorch.settings.detach_test_caches(False):
+        model(test).mean.sum().backward()  # which has GPyTorch forget the solution
+        model.covar_module.raw_outputscale = torch.nn.Parameter(model.covar_module.raw_outputscale.detach() + 1)
+        with pytest.raises(InputError, match="parameters changed since its matrix was made; call the model again"):
+            model(test)
+
+
 def test_validate_is_the_solver_s_own():
     model, test = _model()
     x, y, _ = data(n=501)
@@ -177,8 +189,10 @@ def test_pathwise_variances_take_one():
     [
         (Normal(shape=(7, 1)), r"value of shape \(8, 1\)"),
         (Normal(shape=(8,)), r"value of shape \(8, 1\)"),
-        (Normal(times=math.nan), "NaN"),
+        (Normal(times=torch.tensor([[1.0]] * 7 + [[math.nan]])), "NaN or infinity"),
+        (Normal(times=torch.tensor([[1.0]] * 7 + [[math.inf]])), "NaN or infinity"),
     ],
+    ids=["rows", "columns", "NaN", "infinity"],
 )
 def test_solutions_that_are_none_are_refused(solver, message):
     with pytest.raises(InputError, match=rf"Normal\.solve.*{message}"):

@@ -10,7 +10,7 @@ import warnings
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel
+from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ZeroMean
 
@@ -191,6 +191,8 @@ def test_copies_slices_and_files():
         part = model(test)[2:5]
         assert torch.allclose(part.variance, variance[2:5], rtol=1e-3)
         assert torch.allclose(part.covariance_matrix, covariance[2:5, 2:5], atol=1e-8)
+        between = model(test).lazy_covariance_matrix[2:5, :4]
+        assert torch.allclose(between.to_dense(), covariance[2:5, :4], atol=1e-8)
         posterior = model(test)
         for other in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
             assert torch.allclose(other.covariance_matrix, covariance)
@@ -202,7 +204,8 @@ def test_noises_of_their_own_and_many_points():
     """More test points than are solved for at once; and samples of what is observed have the noise."""
     x, y, _ = data()
     noise = torch.linspace(0.01, 0.3, len(x), dtype=torch.float64)
-    model = Plain(x, y, FixedNoiseGaussianLikelihood(noise), scaled(RBFKernel(), 0.8), ZeroMean()).double().eval()
+    kernel = scaled(RBFKernel(), 0.8) + LinearKernel()  # prior variances differ
+    model = Plain(x, y, FixedNoiseGaussianLikelihood(noise), kernel, ZeroMean()).double().eval()
     sketchgp.accelerate(model)
     test = torch.rand(600, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with iterative(), torch.no_grad(), sketchgp.record_solves() as solves:
@@ -250,6 +253,20 @@ def test_many_variances_are_by_one_factorization():
         assert torch.allclose(copied(test).variance, changed.variance, rtol=1e-4)
         assert torch.allclose(model(test).variance, changed.variance, rtol=1e-4)
     assert [solve.solver for solve in solves].count("Cholesky") == 1
+
+
+def test_a_factor_is_of_the_hyperparameters_that_it_was_made_of():
+    """Also where they change in place, and the model keeps its prediction strategy; and files are without it."""
+    model = many()
+    test = torch.rand(300, 2, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), sketchgp.record_solves() as solves:
+        before = model(test).variance
+        assert len(pickle.dumps(model)) < 10**6, "the factor alone is 8 MB"
+        model.covar_module.raw_outputscale.add_(1.0)
+        after = model(test).variance
+    assert [solve.solver for solve in solves].count("Cholesky") == 2
+    assert torch.allclose(after.double(), reference(model, test)[1].diagonal(), rtol=1e-3)
+    assert not torch.allclose(after, before, rtol=0.01)
 
 
 @pytest.mark.parametrize(

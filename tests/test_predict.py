@@ -171,7 +171,7 @@ def test_a_mean_that_did_not_converge_says_so_every_time() -> None:
         assert len(caught) == 1
 
 
-@pytest.mark.parametrize("change", ["nu", "power", "data", "iterations"])
+@pytest.mark.parametrize("change", ["nu", "power", "data", "targets", "iterations"])
 def test_what_the_mean_depends_on_may_change(change: str) -> None:
     """Settings of kernels and means, and large data that are changed in place where sums over them are not."""
     x, y, z = data(n=400, d=12)
@@ -188,6 +188,8 @@ def test_what_the_mean_depends_on_may_change(change: str) -> None:
         mean.power = 2
     elif change == "data":
         model.train_inputs[0].data[:, 1] = model.train_inputs[0].data[:, 1].flip(0)
+    elif change == "targets":
+        model.train_targets.data.copy_(model.train_targets.flip(0))
     with iterative():
         after = sketchgp.predict(model, z, variance=None).mean
     fresh = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel, mean).double().eval()
@@ -277,7 +279,7 @@ def test_predict_and_the_model_share_their_solve() -> None:
 
 
 def test_auto_takes_low_rank_where_exact_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[sketchgp.predict.__module__], "_EXACT_WORK", {"cpu": 1e3})
+    monkeypatch.setattr(sys.modules[sketchgp.predict.__module__], "_EXACT_WORK", {"cpu": 1e5})  # n^2 m is 1.3e6
     with iterative():
         model, x = build()
         assert sketchgp.predict(model, x).variance_method == "low_rank"
@@ -287,6 +289,19 @@ def test_auto_takes_low_rank_where_exact_is_too_much(monkeypatch: pytest.MonkeyP
     assert found.variance_method == "exact", "a structured kernel falls back"
     assert relative(found.mean, mean) < 1e-6
     assert relative(found.variance, latent) < 1e-5
+
+
+@pytest.mark.parametrize(("work", "expected"), [(2e12, "exact"), (1e8, "low_rank")])
+def test_auto_takes_a_factorization_where_it_is_cheap(
+    monkeypatch: pytest.MonkeyPatch, work: float, expected: str
+) -> None:
+    """Of n^3 / 3 operations, here 2e8, with GPyTorch's settings as they are."""
+    module = sys.modules[sketchgp.predict.__module__]
+    monkeypatch.setattr(module, "_EXACT_WORK", {"cpu": 1e3})
+    monkeypatch.setattr(module, "_FACTOR_WORK", {"cpu": work})
+    x, y, z = data(n=850, m=12)
+    model = sketchgp.accelerate(Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double())
+    assert sketchgp.predict(model, z).variance_method == expected
 
 
 @pytest.mark.parametrize("name", list(LEFT_ALONE))

@@ -37,6 +37,17 @@ def test_an_approximated_product_is_told():
             model(*model.train_inputs)
 
 
+def test_right_entries_do_not_hide_the_others():
+    """Of a task of hardly any variance the diagonal is right, whatever is left out of the inputs' covariance."""
+    model, test = _model(0.02)
+    model.task_covar_module.covar_factor.data = torch.tensor([[1.0], [1e-6]], dtype=torch.float64)
+    model.task_covar_module.var = torch.tensor([1e-2, 1e-9], dtype=torch.float64)
+    sketchgp.accelerate(model)
+    expected = pytest.warns(sketchgp.ConvergenceWarning, match="Multiply the kernels instead")
+    with gpytorch.settings.max_cholesky_size(100), torch.no_grad(), expected:
+        model(*test)
+
+
 def test_a_product_that_is_right_is_not():
     model, test = _model(1.0)
     with torch.no_grad():

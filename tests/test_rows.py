@@ -631,7 +631,7 @@ def test_blocks_that_are_not_positive_definite(rank):
 def _pass(n, size, generator):
     """The blocks of one pass."""
     rest, blocks = torch.empty(0, dtype=torch.long), []
-    while not blocks or len(rest):
+    while not blocks or (len(rest) and len(blocks) <= n):
         block, rest = next_block("shuffled", n, size, rest, generator, torch.device("cpu"))
         blocks.append(block)
     return blocks

@@ -160,6 +160,15 @@ def test_direct_solvers_report_as_all_do(name):
     assert report.setup_seconds > 0 and report.seconds > 0
 
 
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_solvers_time_the_factorization_apart(name, monkeypatch):
+    """By a clock that is looked at when they begin, have a factor, and end."""
+    problem, times = make("KRILL" if name == "QR" else "ASkotch"), iter((1.0, 10.0, 100.0))
+    monkeypatch.setattr(sketchgp.solvers.loop.run, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    report = DIRECT[name].solve(problem).report
+    assert (report.setup_seconds, report.seconds) == (9, 90)
+
+
 @every_solver
 def test_set_up_and_steps_are_timed_apart(name, monkeypatch, tmp_path):
     """By a clock that only the set-up, the start and the steps move; a solve that was resumed counts all its runs."""
