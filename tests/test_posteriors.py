@@ -292,3 +292,23 @@ def test_fast_variances_are_exact():
     with torch.no_grad(), gpytorch.settings.fast_pred_var():
         variance = model(test).variance
     assert torch.allclose(variance.double(), reference(model, test)[1].diagonal(), rtol=0.02)
+
+
+def test_batches_of_test_points_of_one_model():
+    """As acquisition functions ask for them: all are columns of one system, by iterations and by a factorization."""
+    model = many()
+    test = torch.rand(40, 3, 2, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    found = []
+    for _ in range(2):
+        with sketchgp.record_solves() as solves:
+            covariance = model(test).covariance_matrix
+            (gradient,) = torch.autograd.grad(covariance.sum(), test)
+        found.append((covariance.detach(), gradient))
+    assert [solve.solver for solve in solves] == []  # the factor was made for the first ones
+    for part in (0, 17):
+        assert torch.allclose(found[0][0][part].double(), reference(model, test[part].detach())[1], atol=2e-6)
+    assert torch.equal(found[0][0], found[1][0]) and torch.isfinite(found[0][1]).all()
+    with sketchgp.record_solves() as solves:
+        by_iterations = many(solver=sketchgp.ConjugateGradients())(test).variance
+    assert torch.allclose(by_iterations, found[0][0].diagonal(dim1=-1, dim2=-2), rtol=0.02, atol=1e-6)
+    assert {solve.solver for solve in solves} == {"ConjugateGradients"}

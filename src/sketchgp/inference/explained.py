@@ -116,12 +116,16 @@ class Factor:
 
     def solve(self, system: System, c: Tensor) -> Explained | None:
         """Of ``A w = c``, c ``(..., n, m)`` float64; None where A is not positive definite to float64."""
+        batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
+        together = c if batch or c.dim() == 2 else c.movedim(-2, 0).reshape(c.shape[-2], -1)  # one system: all columns
         if self._root is None:
             try:
-                weights, _, self._root = Cholesky().factorize(system, c)
+                weights, _, self._root = Cholesky().factorize(system, together)
             except NumericalError:
                 self._failed = True
                 return None
         else:
-            weights = torch.cholesky_solve(c, self._root)
+            weights = torch.cholesky_solve(together, self._root)
+        if together is not c:
+            weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
         return Explained(weights, c, torch.zeros_like(c[..., 0, :]))

@@ -202,14 +202,18 @@ class PosteriorCovariance(LazyCovariance):
         self._check_unchanged()
         return self.side.as_then(self._variance)
 
+    def _expect(self) -> None:
+        """Tell how many points are about to be solved for, of each system."""
+        self.side.expect(self.shape[:-1].numel() // max(1, self.side.noisy.batch_shape.numel()))
+
     def _covariance(self) -> Tensor:
         c, prior = float64(self.cross).mT, float64(self.prior)
-        self.side.expect(self.shape[-1])
+        self._expect()
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _variance(self) -> Tensor:
         prior = float64(self.prior, diagonal=True)
-        self.side.expect(self.shape[-1])
+        self._expect()
         lean = isinstance(self.cross, KernelMatrix)
         cross = self.cross if lean else float64(self.cross)
         parts = []
