@@ -4,10 +4,8 @@ With ``A = K + D``, D the noise, any w and its residual ``r = c - A w``,
 
     ``2 c^T w - w^T A w = c^T A^-1 c - r^T A^-1 r``.
 
-What is left out is of second order, never negative, and known from above: ``A >= D``, so it is at most
-``r^T D^-1 r``; and a preconditioner ``P = F F^T + D`` with ``F F^T <= K`` (Nystrom approximations, RPCholesky among
-them) has ``P <= A``, so it is at most ``r^T P^-1 r``, which is much nearer (Artemev, Burt, van der Wilk,
-arXiv:2102.08314, section 3).
+What is left out is of second order and never negative: the squared error of w in the norm of A, of which conjugate
+gradients know what every iteration takes off it (:mod:`sketchgp.solvers.energy`).
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ _COLUMNS = 90  # rows of a system for each right-hand side, up to which a factor
 
 @dataclass
 class Explained:
-    """``weights`` ``(..., n, m)`` near ``A^-1 c``, ``product`` A times them, and ``bound`` ``(..., m)`` of what is left
-    out of the explained variances; all float64."""
+    """``weights`` ``(..., n, m)`` near ``A^-1 c``, and ``product`` A times them, float64."""
 
     weights: Tensor
     product: Tensor
-    bound: Tensor
 
     def diagonal(self, c: Tensor) -> Tensor:
         """Explained variances ``(..., m)``, from below."""
@@ -53,7 +49,6 @@ def solve(
     solver: ConjugateGradients,
     preconditioner: LowRankPlusDiagonal | None = None,
     name: str = "none",
-    below: bool = True,
     noise: Tensor | None = None,
     below_noise: bool = True,
     initial: Tensor | None = None,
@@ -63,7 +58,7 @@ def solve(
     what they leave out; a solve that falls short warns.
 
     :param c: ``(..., n, m)``, float64; :param prior: ``(..., m)``.
-    :param preconditioner: of the system; :param below: whether it is known to lie below A; :param name: of it.
+    :param preconditioner: of the system; :param name: of it.
     :param noise: the diagonal ``(..., n)`` that is known to lie below A, 0 where none is; None for the system's.
     :param below_noise: and by no more than a hundredth of the least noise.
     :param initial: weights ``(..., n, m)`` to start from.
@@ -71,18 +66,7 @@ def solve(
     noise = (system.noise if noise is None else noise).to(torch.float64)
     goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
     weights, _, _ = solver.run(system, c, preconditioner, name=name, initial=initial, goal=goal)
-    return _judged(system, c, weights, preconditioner if below else None, noise)
-
-
-def _judged(
-    system: System, c: Tensor, weights: Tensor, bounding: LowRankPlusDiagonal | None, noise: Tensor
-) -> Explained:
-    product = system.accurate_product(weights)
-    r = c - product
-    bound = torch.where(r == 0, 0, r.square() / noise.unsqueeze(-1)).sum(dim=-2)
-    if bounding is not None:
-        bound = torch.minimum(bound, (r * bounding.apply_inverse(r)).sum(dim=-2))
-    return Explained(weights, product, bound)
+    return Explained(weights, system.accurate_product(weights))
 
 
 class Factor:
@@ -128,4 +112,4 @@ class Factor:
             weights = torch.cholesky_solve(together, self._root)
         if together is not c:
             weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
-        return Explained(weights, c, torch.zeros_like(c[..., 0, :]))
+        return Explained(weights, c)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class Preconditioner:
         columns are added until ``sum(residual / noise) <= 1`` (condition number at most 2), but no more than
         ``10 sqrt(n)`` (the default of arXiv:2304.12465, section 2.1) and what the budget holds.
     """
-
-    below: ClassVar[bool] = True  # whether F F^T <= K, so that P bounds the system from below
 
     rank: int | None = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -32,8 +31,6 @@ class NystromEigenPro(Preconditioner):
     :param subsample_size: s, or None (``20 sqrt(n)``, at least 4 q, at most n and 10,000).
     :param seed: seed of the subsample.
     """
-
-    below: ClassVar[bool] = False
 
     subsample_size: int | None = None
     seed: int = 0
