@@ -134,7 +134,8 @@ def _full_problem(matrix: KernelMatrix, y: Tensor, noise: Tensor) -> FullProblem
     kernel, own = matrix.kernel, parameters_of(matrix.kernel)
     if any(not torch.equal(own[name], value) for name, value in zip(matrix.names, matrix.parameters, strict=True)):
         raise InputError(
-            "The kernel's parameters changed since its matrix was made; call model.train() and model.eval(), then the model again."
+            "The kernel's parameters changed since its matrix was made; call model.train() and model.eval(), then "
+            "the model again."
         )
     if kernel.active_dims is not None:
         kernel, whole = object.__new__(type(kernel)), kernel
