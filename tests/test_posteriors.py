@@ -312,3 +312,57 @@ def test_batches_of_test_points_of_one_model():
         by_iterations = many(solver=sketchgp.ConjugateGradients())(test).variance
     assert torch.allclose(by_iterations, found[0][0].diagonal(dim1=-1, dim2=-2), rtol=0.02, atol=1e-6)
     assert {solve.solver for solve in solves} == {"ConjugateGradients"}
+
+
+def test_a_factor_of_other_hyperparameters_is_not_used():
+    """Two posteriors of one model, before and after its noises were replaced, each by its own system."""
+    x, y, _ = data(1000)
+    likelihood = FixedNoiseGaussianLikelihood(torch.full((1000,), 1e-2, dtype=torch.float64))
+    model = Plain(x, y, likelihood, scaled(MaternKernel(nu=2.5), 0.5), ZeroMean()).double().eval()
+    sketchgp.accelerate(model)
+    test = torch.rand(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        before = model(test)
+        variance = before.variance
+        likelihood.noise = torch.full((1000,), 1.0, dtype=torch.float64)
+        assert not torch.allclose(model(test).variance, variance, rtol=0.1)
+        assert torch.allclose(before.covariance_matrix.diagonal(), variance, rtol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["mean", "variance", "covariance_matrix"])
+def test_second_derivatives_are_refused(what):
+    """They would be nought."""
+    model, test = make()
+    model.requires_grad_(False)
+    x = test.clone().requires_grad_()
+    with iterative():
+        (gradient,) = torch.autograd.grad(getattr(model(x), what).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="Second derivatives"):
+            torch.autograd.grad(gradient.square().sum(), x)
+
+
+def test_what_is_returned_may_be_changed_in_place():
+    model, test = make()
+    with iterative(), torch.no_grad():
+        for _ in range(2):  # before and after the whole covariance is there
+            posterior = model(test)
+            known = posterior.variance.clone()
+            changed = posterior.variance
+            changed *= 4
+            assert torch.equal(posterior.variance, known)
+            posterior.covariance_matrix  # noqa: B018
+
+
+def test_elements_of_a_batch_are_of_one_solve():
+    """As BoTorch takes outputs apart: nothing before a variance is read, and then all of them at once."""
+    model, test = SOLVED["batch"].build()
+    sketchgp.accelerate(model.eval())
+    with iterative(), torch.no_grad(), sketchgp.record_solves() as solves:
+        posterior = model(*test)
+        parts = [posterior.lazy_covariance_matrix[i] for i in range(2)]
+        count = len(solves)
+        variances = [part.diagonal(dim1=-1, dim2=-2) for part in parts]
+        assert len(solves) == count + 1
+        assert torch.equal(torch.stack(variances), posterior.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2))
+        assert parts[1].to_dense().shape == parts[1].shape
+        assert torch.equal(parts[1].to_dense(), posterior.covariance_matrix[1])

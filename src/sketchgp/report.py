@@ -103,8 +103,8 @@ class SolveReport:
     posterior deviations (solvers of the inducing-point problem; infinite where nothing can be said).  ``tol`` is of
     them where ``judged`` is ``"predictions"``, of the residual where it is ``"residual"``; infinite for a solver that
     knows none.
-    ``variance_error`` estimates, where a variance was solved for, how much of it each column leaves out, over what has
-    to be left out at the most a hundredth of (:class:`sketchgp.solvers.energy.Explaining`).
+    ``variance_error`` estimates, where a variance was solved for, how much of it each column leaves out, over what it
+    is to be a share of (:class:`sketchgp.solvers.energy.Explaining`).
 
     ``notes`` are words.  ``remedies`` say what to try for a reason to end, where the solver knows more about it than
     :meth:`advice` does.  ``peak_memory`` is in bytes: see :func:`sketchgp.memory.peak_memory`.
@@ -171,7 +171,7 @@ class SolveReport:
             found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"
         if self.variance_error is not None and self.variance_error.numel() and not self.converged:
             found += (
-                f", largest error of a variance {float(self.variance_error.max()):.1e} (estimated), tolerance 1e-02"
+                f", largest error of a variance {float(self.variance_error.max()):.1e} (estimated), tolerance 2.5e-03"
             )
         if self.reason == Reason.SINGULAR:
             far = f"{self.max_deviations:.1e} posterior deviations"

@@ -69,28 +69,34 @@ def solve(
     return Explained(weights, system.accurate_product(weights))
 
 
+class Factors:
+    """The :class:`Factor` of the latest system; copies and pickles are empty."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[Any, Factor] = (None, Factor())
+
+    def __reduce__(self) -> Any:
+        return Factors, ()
+
+    def of(self, key: Any) -> Factor:
+        """That of the system with this key, new where the latest is of another."""
+        known, factor = self._latest
+        if key != known:
+            factor = Factor()
+            self._latest = key, factor
+        return factor
+
+
 class Factor:
     """The Cholesky factor of one system, kept for many right-hand sides, once they are so many that it is the cheaper.
 
     A factorization takes ``n^3 / 3`` operations; conjugate gradients ``2 n^2`` an iteration and column, faster ones.
-    Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
         self.columns = 0  # that were solved for, or are about to be
-        self._key: Any = None
         self._root: Tensor | None = None
         self._failed = False
-
-    def __reduce__(self) -> Any:
-        return Factor, ()
-
-    def of(self, key: Any) -> Factor:
-        """This, emptied where it was of another system; :param key: of the system."""
-        if key != self._key:
-            self.__init__()  # type: ignore[misc]
-            self._key = key
-        return self
 
     def pays(self, system: System, more: int) -> bool:
         """Whether to factorize: there are enough columns with ``more``, and ``24 n^2`` bytes fit the memory budget."""

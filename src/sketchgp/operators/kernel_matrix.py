@@ -10,36 +10,19 @@ from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .batch_element import element
 from .centre import Centre
 from .engines import TILED, check_able, check_choice, choose
 from .expression import Expression, Prepared, recognise
+from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
 from .without_keops import without_keops
 
 _OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre")
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class _Evaluate(torch.autograd.Function):
-    """The dense block with a backward pass by tiles: nothing but the block itself is kept for it."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: KernelMatrix, *args: Tensor) -> Tensor:
-        ctx.options, ctx.coincident = matrix._options(), matrix.coincident
-        ctx.save_for_backward(*args)
-        return matrix._evaluate()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        matrix = KernelMatrix(*ctx.saved_tensors, **ctx.options)
-        matrix.coincident = ctx.coincident
-        return (None, *TILED.dense_derivative(matrix, grad))
 
 
 class KernelMatrix(LinearOperator):
@@ -256,8 +239,11 @@ class KernelMatrix(LinearOperator):
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._transpose_nonbatch()._matmul(rhs)
 
-    @torch.no_grad()
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        return first_order(self._derivative(left_vecs, right_vecs), left_vecs, right_vecs, *self._args)
+
+    @torch.no_grad()
+    def _derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
         batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
@@ -265,7 +251,7 @@ class KernelMatrix(LinearOperator):
         if len(self.batch_shape) and batch == self.batch_shape and self._repeats():  # one matrix: more columns
             single, count = self._single(), batch.numel()
             sides = (v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1) for v in (left_vecs, right_vecs))
-            of_x1, of_x2, *rest = single._bilinear_derivative(*sides)
+            of_x1, of_x2, *rest = single._derivative(*sides)
             of_x1, of_x2 = (
                 None if g is None else (g / count).expand(x.shape) for g, x in ((of_x1, self.x1), (of_x2, self.x2))
             )
@@ -285,7 +271,7 @@ class KernelMatrix(LinearOperator):
     def to_dense(self) -> Tensor:
         """The whole matrix ``(..., n, m)``, differentiable; the backward pass goes by tiles."""
         if torch.is_grad_enabled() and any(t.requires_grad for t in self._args):
-            return _Evaluate.apply(self, *self._args)
+            return Evaluate.apply(self, TILED.dense_derivative, *self._args)
         return self._evaluate()
 
     def columns(self, indices: Tensor) -> Tensor:

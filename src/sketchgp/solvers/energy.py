@@ -71,7 +71,7 @@ class Explaining:
     prior: Tensor
     least: Tensor
     below_noise: bool = False
-    share: float = 0.01
+    share: float = 0.0025  # a quarter of a hundredth, as estimates may be low
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
         """``(..., t)``: the error over what ``share`` is of, from what was taken off the energy and an estimate of what

@@ -29,7 +29,7 @@ from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
-from .posterior_covariance import SUMS, TrainingSide, factor_of, float64
+from .posterior_covariance import SUMS, TrainingSide, factors_of, float64
 
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
 
@@ -78,7 +78,7 @@ class Conditioning:
 
     @cached_property
     def _side(self) -> TrainingSide:
-        return TrainingSide(self.noisy, factor_of(strategy_of(self.model)))
+        return TrainingSide(self.noisy, factors_of(strategy_of(self.model)))
 
     def factorizes(self, points: int) -> bool:
         """Whether so many test points are solved for by a factorization."""

@@ -41,10 +41,10 @@ class LazyCovariance(ConvertedWhole):
 
     def _diagonal(self) -> Tensor:
         if self._whole is not None:
-            return self._whole._diagonal()
+            return self._whole._diagonal().clone()
         if self._variances is None:
             self._variances = self.variances().to(self.dtype)
-        return self._variances
+        return self._variances.clone()  # which may be changed in place
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
         """``(num_samples, ..., m)``; up to 4,096 points by a Cholesky factor, beyond by GPyTorch's root."""
@@ -83,6 +83,9 @@ class LazyCovariance(ConvertedWhole):
         return self.evaluate_kernel()._sum_batch(dim)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        alike = isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
+        if self._whole is None and alike:
+            return Part(self, index=(*batch_indices, row_index))
         return self.evaluate_kernel()._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
@@ -99,3 +102,26 @@ class LazyCovariance(ConvertedWhole):
 
     def __reduce__(self) -> Any:
         return DenseLinearOperator, (self.to_dense(),)
+
+
+class Part(LazyCovariance):
+    """Some elements of a batch of covariances, or some of the points of each; what is computed is the whole, once.
+
+    :param whole: ``(..., m, m)``; :param index: of its diagonal.
+    """
+
+    def __init__(self, whole: LazyCovariance, *, index: tuple[Any, ...]) -> None:
+        super().__init__(whole, index=index)
+        self.whole, self.index, self.both = whole, index, (*index, index[-1])
+        self._shape = torch.empty(whole.shape, device="meta")[self.both].shape
+
+    def covariance(self) -> Tensor:
+        """Of these elements and points."""
+        return self.whole.to_dense()[self.both]
+
+    def variances(self) -> Tensor:
+        """Of these elements and points."""
+        return self.whole._diagonal()[self.index]
+
+    def _size(self) -> torch.Size:
+        return self._shape

@@ -23,12 +23,12 @@ from linear_operator.operators import (
     SumLinearOperator,
 )
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...errors import InputError, NumericalError
 from ...fingerprint import tensor_key
 from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
 from ...settings import memory_budget
@@ -66,20 +66,20 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
     return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)
 
 
-def factor_of(strategy: Any) -> explained.Factor:
-    """Where a prediction strategy keeps a factor of its training covariance."""
-    return strategy.__dict__.setdefault(_FACTOR, explained.Factor())
+def factors_of(strategy: Any) -> explained.Factors:
+    """Where a prediction strategy keeps the factor of its training covariance."""
+    return strategy.__dict__.setdefault(_FACTOR, explained.Factors())
 
 
 class TrainingSide:
     """``A = K + noise`` of the training data, and how it is solved, as both are when this is made.
 
     :param noisy: A, evaluated, ``(..., n, n)``.
-    :param factor: where its Cholesky factor is kept, if it comes to that: with ``solver="auto"`` once that is cheaper
+    :param factors: where its Cholesky factor is kept, if it comes to that: with ``solver="auto"`` once that is cheaper
         than conjugate gradients, and with :class:`~sketchgp.solvers.Cholesky`.
     """
 
-    def __init__(self, noisy: AcceleratedAddedDiagLinearOperator, factor: explained.Factor) -> None:
+    def __init__(self, noisy: AcceleratedAddedDiagLinearOperator, factors: explained.Factors) -> None:
         acceleration = noisy.acceleration
         assert acceleration is not None
         self.noisy, self.acceleration = noisy, acceleration
@@ -88,7 +88,7 @@ class TrainingSide:
         self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.context: Context = copy_context()
         self.system = System(noisy._linear_op, noisy._noise_vector())
-        self._factor, self._free = factor, isinstance(acceleration.solver, str) and threshold_untouched()
+        self._factors, self._free = factors, isinstance(acceleration.solver, str) and threshold_untouched()
         self.noted = [_noted(tensor) for tensor in noisy.representation()]
 
     def as_then(self, compute: Callable[[], T]) -> T:
@@ -109,7 +109,7 @@ class TrainingSide:
 
     @cached_property
     def _kept(self) -> explained.Factor:
-        return self._factor.of((operator_key(self.system.operator), tensor_key(self.system.noise)))
+        return self._factors.of((operator_key(self.system.operator), tensor_key(self.system.noise)))
 
     def factorizes(self, columns: int) -> bool:
         """Whether so many more test points will be solved for by a factorization."""
@@ -163,9 +163,10 @@ class _Explained(torch.autograd.Function):
         return found.diagonal(c) if diagonal else found.matrix(c)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.caller.copy().run(_Explained._backward, ctx, grad)
+        with torch.no_grad():
+            found = ctx.caller.copy().run(_Explained._backward, ctx, grad)
+        return first_order(found, grad, *ctx.saved_tensors)
 
     @staticmethod
     def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,8 +251,8 @@ def _noted(tensor: Tensor) -> tuple[Tensor, int, Tensor | None]:
 
 
 def _same(tensor: Tensor, version: int, values: Tensor | None) -> bool:
-    if not tensor.is_inference() and tensor._version != version:
+    if values is None:
+        return tensor.is_inference() or tensor._version == version
+    if values.dtype != tensor.dtype or values.shape != tensor.shape:
         return False
-    if values is None or values.dtype != tensor.dtype or values.shape != tensor.shape:
-        return values is None
     return bool(((values == tensor.detach()) | values.isnan()).all())  # test inputs may hold NaN

@@ -23,7 +23,7 @@ from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .mean_solve import mean_solve
 from .missing import observed_part, observed_targets
-from .posterior_covariance import PosteriorCovariance, TrainingSide, factor_of
+from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
 
 _WEIGHTS = "sketchgp_weights"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
@@ -111,7 +111,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         if settings.skip_posterior_variances.on() or not solved_by_us(noisy):
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
-        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factor_of(self)))
+        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
 
     def _noisy(self) -> Any:
         """``K + noise`` of the training data, evaluated."""

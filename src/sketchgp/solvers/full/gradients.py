@@ -168,7 +168,8 @@ class Gradients(Method):
         converged = bool((residual <= self.tol).all())
         if self.goal is not None:
             converged = converged and bool(self._explained(self.residual).all())
-            facts["variance_error"] = self.goal.error(self.taken, self.remaining).reshape(-1).cpu()
+            error = self.goal.error(self.taken, self.remaining)
+            facts["variance_error"] = error.masked_fill(self.residual <= _EXACT, 0).reshape(-1).cpu()
         return Outcome(self.best, residual, converged, reason, facts)
 
     def _product(self, vectors: Tensor) -> Tensor:

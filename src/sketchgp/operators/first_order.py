@@ -1,0 +1,53 @@
+"""Gradients that can be taken once: differentiating them again is an error, never a zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *owners: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        raise NotImplementedError(
+            "Second derivatives of kernel matrices and of what is solved with them are not implemented by sketchgp; "
+            "sketchgp.restore(model) makes it an ordinary model, which has them."
+        )
+
+
+def first_order(gradients: Sequence[Tensor | None], *owners: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients as they are to leave a backward pass that recorded nothing of how it computed them.
+
+    :param owners: what they depend on; where autograd is at work on one of them (``create_graph=True``), what is
+        differentiated through the gradients raises NotImplementedError.
+    """
+    if not torch.is_grad_enabled() or not any(owner.requires_grad for owner in owners):
+        return tuple(gradients)
+    return tuple(None if one is None else _FirstOrder.apply(one.detach(), *owners) for one in gradients)
+
+
+class Evaluate(torch.autograd.Function):
+    """The dense block of a kernel matrix with a backward pass by tiles: nothing but the block itself is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Any, derivative: Any, *args: Tensor) -> Tensor:
+        ctx.type, ctx.options, ctx.coincident = type(matrix), matrix._options(), matrix.coincident
+        ctx.derivative = derivative
+        ctx.save_for_backward(*args)
+        return matrix._evaluate()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        args = ctx.saved_tensors
+        with torch.no_grad():
+            matrix = ctx.type(*args, **ctx.options)
+            matrix.coincident = ctx.coincident
+            found = ctx.derivative(matrix, grad)
+        return (None, None, *first_order(found, grad, *args))
