@@ -366,3 +366,11 @@ def test_elements_of_a_batch_are_of_one_solve():
         assert torch.equal(torch.stack(variances), posterior.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2))
         assert parts[1].to_dense().shape == parts[1].shape
         assert torch.equal(parts[1].to_dense(), posterior.covariance_matrix[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (0, 3, 2), (2, 0, 2)])
+def test_no_test_points(shape):
+    model = many()
+    with torch.no_grad():
+        posterior = model(torch.zeros(shape))
+        assert posterior.mean.shape == posterior.variance.shape == shape[:-1]

@@ -191,6 +191,8 @@ class KernelMatrix(LinearOperator):
 
     def _evaluate(self) -> Tensor:
         """The dense matrix, without autograd."""
+        if 0 in self.batch_shape:
+            return self.x1.new_zeros(self.shape, dtype=self.dtype)
         return TILED.dense(self).to(self.dtype)
 
     # --- products and derivatives ---------------------------------------------------------------------------
@@ -198,9 +200,14 @@ class KernelMatrix(LinearOperator):
     def _repeats(self) -> bool:
         """Whether a batch is one matrix over and over: unbatched kernel, inputs expanded without copies."""
         inputs = (self.x1, self.x2)
-        return not self.kernel.batch_shape and all(
-            x.dim() > 2 and not any(step for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True) if size > 1)
-            for x in inputs
+        return (
+            not self.kernel.batch_shape
+            and self.batch_shape.numel() > 0
+            and all(
+                x.dim() > 2
+                and not any(step for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True) if size > 1)
+                for x in inputs
+            )
         )
 
     def _single(self) -> KernelMatrix:
@@ -219,6 +226,10 @@ class KernelMatrix(LinearOperator):
             return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         if rhs.shape[-2] != self.shape[-1]:
             raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
+        if 0 in self.batch_shape:
+            return rhs.new_zeros(
+                *torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), self.shape[-2], rhs.shape[-1]
+            )
         if self.batch_shape and self._repeats():
             if "single" not in self.memo:
                 self.memo["single"] = self._single()

@@ -29,7 +29,29 @@ _WEIGHTS = "sketchgp_weights"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
 
 
-class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
+class _Posteriors(DefaultPredictionStrategy):
+    """A strategy whose posterior covariances are solved for by sketchgp."""
+
+    def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
+        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
+        ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
+        return self._posterior(test_test_covar, test_train_covar, self._noisy())
+
+    def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
+        if settings.skip_posterior_variances.on() or not solved_by_us(noisy):
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
+        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
+
+    def _noisy(self) -> Any:
+        """``K + noise`` of the training data, evaluated."""
+        prior = self.train_prior_dist
+        zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
+        noisy = self.likelihood(zero, self.train_inputs).lazy_covariance_matrix.evaluate_kernel()
+        return noisy.detach() if settings.detach_test_caches.on() else noisy
+
+
+class AcceleratedPredictionStrategy(_Posteriors):
     """GPyTorch's strategy, with the solve for the mean marked, its solution kept in float64, and missing targets left
     out of it by sketchgp.
 
@@ -102,24 +124,6 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
-    def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
-        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
-        ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
-        return self._posterior(test_test_covar, test_train_covar, self._noisy())
-
-    def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
-        if settings.skip_posterior_variances.on() or not solved_by_us(noisy):
-            return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
-        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
-
-    def _noisy(self) -> Any:
-        """``K + noise`` of the training data, evaluated."""
-        prior = self.train_prior_dist
-        zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
-        noisy = self.likelihood(zero, self.train_inputs).lazy_covariance_matrix.evaluate_kernel()
-        return noisy.detach() if settings.detach_test_caches.on() else noisy
-
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
         """A strategy whose mean is solved for like everything else: it is of another problem."""
         strategy = super().get_fantasy_strategy(*args, **kwargs)
@@ -127,7 +131,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return strategy
 
 
-class FantasyPredictionStrategy(DefaultPredictionStrategy):
+class FantasyPredictionStrategy(_Posteriors):
     """GPyTorch's strategy, of a model's fantasies."""
 
 
