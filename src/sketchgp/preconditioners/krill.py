@@ -55,17 +55,16 @@ def krill_preconditioner(
     embedding = SparseSignEmbedding(
         matrix.kzz[:0], rows=rows, columns=tall.shape[0], nonzeros=min(nonzeros, rows), seed=seed
     )
-    stacked = matrix.kzz.new_zeros(rows + m, m)
+    targets = matrix.kzz.new_zeros(tall.shape[0], 0) if targets is None else targets.to(matrix.kzz)
+    columns = targets.shape[1]
+    stacked = matrix.kzz.new_zeros(rows + m, m + columns)
     for span, tile in tall.tiles():
-        embedding.add_product(stacked[:rows], span, tile)
-    stacked[rows:] = root_of(matrix) * matrix.level**0.5
-    if targets is not None:
-        sketched = embedding @ targets.to(stacked)
-        stacked = torch.cat([stacked, torch.cat([sketched, sketched.new_zeros(m, targets.shape[1])])], dim=1)
+        embedding.add_product(stacked[:rows], span, torch.cat([tile, targets[span]], dim=1) if columns else tile)
+    stacked[rows:, :m] = root_of(matrix) * matrix.level**0.5
     root = torch.linalg.qr(stacked, mode="r").R[:m]
     if not bool(torch.isfinite(root).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
     factors = TriangularFactors([root[:, :m]])
-    if targets is not None:
+    if columns:
         factors.sketched = factors.inverse(root[:, m:])
     return factors
