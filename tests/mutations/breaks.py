@@ -735,8 +735,8 @@ BREAKS = (
     ),
     Break(
         "preconditioners/krill.py",
-        "stacked[rows:, :m] = root_of(matrix) * matrix.level**0.5",
-        "stacked[rows:, :m] = root_of(matrix) * matrix.level",
+        "stacked[rows:] = root_of(matrix) * matrix.level**0.5",
+        "stacked[rows:] = root_of(matrix) * matrix.level",
         NORMAL,
         "the noise is squared in the preconditioner",
     ),

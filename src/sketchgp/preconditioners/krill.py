@@ -55,16 +55,18 @@ def krill_preconditioner(
     embedding = SparseSignEmbedding(
         matrix.kzz[:0], rows=rows, columns=tall.shape[0], nonzeros=min(nonzeros, rows), seed=seed
     )
-    targets = matrix.kzz.new_zeros(tall.shape[0], 0) if targets is None else targets.to(matrix.kzz)
-    columns = targets.shape[1]
-    stacked = matrix.kzz.new_zeros(rows + m, m + columns)
+    stacked = matrix.kzz.new_zeros(rows + m, m)
+    sketched = None if targets is None else stacked.new_zeros(rows + m, targets.shape[1])
     for span, tile in tall.tiles():
-        embedding.add_product(stacked[:rows], span, torch.cat([tile, targets[span]], dim=1) if columns else tile)
-    stacked[rows:, :m] = root_of(matrix) * matrix.level**0.5
-    root = torch.linalg.qr(stacked, mode="r").R[:m]
+        embedding.add_product(stacked[:rows], span, tile)
+        if targets is not None and sketched is not None:
+            embedding.add_product(sketched[:rows], span, targets[span].to(stacked))
+    stacked[rows:] = root_of(matrix) * matrix.level**0.5
+    packed, scales = torch.geqrf(stacked)
+    root = packed[:m].triu()
     if not bool(torch.isfinite(root).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
-    factors = TriangularFactors([root[:, :m]])
-    if columns:
-        factors.sketched = factors.inverse(root[:, m:])
+    factors = TriangularFactors([root])
+    if sketched is not None:
+        factors.sketched = factors.inverse(torch.ormqr(packed, scales, sketched, transpose=True)[:m])
     return factors
