@@ -1025,8 +1025,8 @@ BREAKS = (
     ),
     Break(
         "solvers/full/cholesky.py",
-        "needed = 24 * n * n * matrices",
-        "needed = 24 * n * matrices",
+        "return 24 * n * n * matrices",
+        "return 24 * n * matrices",
         ("test_cholesky_solver.py",),
         "a matrix that does not fit is not refused",
     ),
@@ -1451,8 +1451,8 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/posterior_covariance.py",
-        "return bool(((values == tensor.detach()) | values.isnan()).all())",
-        "return True",
+        "return any(data_key(tensor) != key for tensor, key in self._noted)",
+        "return any(tensor is None for tensor, key in self._noted)",
         ("test_posteriors.py",),
         "parameters that were set through .data are not noticed",
     ),
@@ -1508,8 +1508,8 @@ BREAKS = (
     ),
     Break(
         "inference/explained.py",
-        "24 * system.n**2 * matrices <= memory_budget",
-        "24 * system.n * matrices <= memory_budget",
+        "fits = self._root is not None or needed <= memory_budget.value(system.noise.device)",
+        "fits = self._root is not None or needed > 0",
         ("test_posteriors.py",),
         "a factor that does not fit the memory budget",
     ),

@@ -21,6 +21,7 @@ from ..operators import LowRankPlusDiagonal
 from ..settings import memory_budget
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.energy import Explaining
+from ..solvers.full.cholesky import factor_bytes
 
 _COLUMNS = 90  # rows of a system for each right-hand side, up to which a factorization is the cheaper
 
@@ -99,23 +100,26 @@ class Factor:
         self._failed = False
 
     def pays(self, system: System, more: int) -> bool:
-        """Whether to factorize: there are enough columns with ``more``, and ``24 n^2`` bytes fit the memory budget."""
-        matrices = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1]).numel()
-        fits = self._root is not None or 24 * system.n**2 * matrices <= memory_budget.value(system.noise.device)
+        """Whether to factorize: there are enough columns with ``more``, and it fits the memory budget."""
+        needed = factor_bytes(system.n, system.batch_shape.numel())
+        fits = self._root is not None or needed <= memory_budget.value(system.noise.device)
         return fits and not self._failed and system.n <= _COLUMNS * (self.columns + more)
 
-    def solve(self, system: System, c: Tensor) -> Explained | None:
-        """Of ``A w = c``, c ``(..., n, m)`` float64; None where A is not positive definite to float64."""
-        batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
-        together = c if batch or c.dim() == 2 else c.movedim(-2, 0).reshape(c.shape[-2], -1)  # one system: all columns
+    def solve(self, system: System, c: Tensor) -> Explained:
+        """Of ``A w = c``, c ``(..., n, m)`` float64.
+
+        :raises NumericalError: where A is not positive definite to float64; it does not pay then any more.
+        """
+        one = not system.batch_shape and c.dim() > 2  # system for a batch of columns
+        together = c.movedim(-2, 0).reshape(c.shape[-2], -1) if one else c
         if self._root is None:
             try:
                 weights, _, self._root = Cholesky().factorize(system, together)
             except NumericalError:
                 self._failed = True
-                return None
+                raise
         else:
             weights = torch.cholesky_solve(together, self._root)
-        if together is not c:
+        if one:
             weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
         return Explained(weights, c)

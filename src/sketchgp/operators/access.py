@@ -20,7 +20,7 @@ from torch import Tensor
 from .kernel_matrix import KernelMatrix
 from .tiles import spans
 
-_SUMS = (SumLinearOperator, PsdSumLinearOperator)
+SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _BLOCK = 512  # rows of a block whose diagonal is taken
 _CONVERTED = 2**22  # entries of a stored matrix that are converted to float64 at once
 
@@ -90,7 +90,7 @@ def element(operator: LinearOperator, index: tuple[int, ...]) -> LinearOperator:
     if isinstance(operator, KernelMatrix):
         return operator.element(index)
     batch = operator.batch_shape
-    if isinstance(operator, _SUMS):
+    if isinstance(operator, SUMS):
         return SumLinearOperator(*(element(_expanded(part, batch), index) for part in operator.linear_ops))
     if isinstance(operator, MulLinearOperator):
         sides = (_expanded(part, batch) for part in (operator.left_linear_op, operator.right_linear_op))
@@ -107,7 +107,7 @@ def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
 
 def diagonal(operator: LinearOperator) -> Tensor:
     """``(..., n)``.  Sums and products are taken part by part."""
-    if isinstance(operator, _SUMS):
+    if isinstance(operator, SUMS):
         first, *others = (diagonal(part) for part in operator.linear_ops)
         return sum(others, first)
     if isinstance(operator, MulLinearOperator):
@@ -127,7 +127,7 @@ def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
         return operator.columns(indices)
     if isinstance(operator, DenseLinearOperator):
         return _gather_columns(operator.tensor, indices)
-    if isinstance(operator, _SUMS):
+    if isinstance(operator, SUMS):
         return sum(
             (columns(part, indices) for part in operator.linear_ops[1:]), columns(operator.linear_ops[0], indices)
         )
@@ -151,7 +151,7 @@ def block(operator: LinearOperator, rows: Tensor, columns_: Tensor) -> Tensor:
         return operator.block(rows, columns_)
     if isinstance(operator, DenseLinearOperator):
         return _gather_columns(_gather_rows(operator.tensor, rows), columns_)
-    if isinstance(operator, _SUMS):
+    if isinstance(operator, SUMS):
         first, *others = (block(part, rows, columns_) for part in operator.linear_ops)
         return sum(others, first)
     if isinstance(operator, MulLinearOperator):
@@ -182,7 +182,7 @@ Term = tuple[float | Tensor, LinearOperator]
 def terms(operator: LinearOperator, scale: float | Tensor = 1.0) -> Iterator[Term]:
     """The operator as a sum of scaled operators that are neither sums nor scaled themselves."""
     operator = operator.evaluate_kernel()
-    if isinstance(operator, _SUMS):
+    if isinstance(operator, SUMS):
         for part in operator.linear_ops:
             yield from terms(part, scale)
     elif isinstance(operator, ConstantMulLinearOperator):
@@ -232,7 +232,7 @@ def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
     operator = operator.evaluate_kernel()
     if not torch.is_grad_enabled() or not (operator.requires_grad or vectors.requires_grad):
         return AccurateProduct(operator)(vectors)
-    if isinstance(operator, _SUMS):
+    if isinstance(operator, SUMS):
         first, *others = (accurate_matmul(part, vectors) for part in operator.linear_ops)
         return sum(others, first)
     if isinstance(operator, ConstantMulLinearOperator):

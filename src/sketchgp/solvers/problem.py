@@ -49,6 +49,11 @@ class System:
     def n(self) -> int:
         return self.operator.shape[-1]
 
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Of the systems: operator and noise may be of fewer batch dimensions."""
+        return torch.broadcast_shapes(self.operator.batch_shape, self.noise.shape[:-1])
+
     def element(self, index: tuple[int, ...], batch: torch.Size) -> System:
         """One system of the batch; operator and noise may be of fewer batch dimensions, which are then repeated."""
         shape = self.operator.batch_shape

@@ -22,14 +22,14 @@ from torch import Tensor
 from ...errors import InputError
 from ...inference import explained
 from ...operators import KernelMatrix
-from ...operators.access import terms
+from ...operators.access import SUMS, terms
 from ...operators.lazies import adopt_kernels
 from ...solvers import ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
-from .posterior_covariance import SUMS, TrainingSide, factors_of, float64
+from .posterior_covariance import TrainingSide, factors_of, float64
 
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
 

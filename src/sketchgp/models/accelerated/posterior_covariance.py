@@ -19,15 +19,14 @@ from linear_operator.operators import (
     ConstantMulLinearOperator,
     LinearOperator,
     MulLinearOperator,
-    PsdSumLinearOperator,
-    SumLinearOperator,
 )
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
-from ...fingerprint import tensor_key
+from ...fingerprint import data_key, tensor_key
 from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.access import SUMS
 from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
@@ -37,10 +36,8 @@ from .added_diag import AcceleratedAddedDiagLinearOperator
 from .lazy_covariance import LazyCovariance
 from .threshold import threshold_untouched
 
-SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _ROWS = 256  # test points solved for at once
 _VECTORS = 8  # float64 vectors that a solve holds for each of them
-_SMALL = 2**14  # numbers of a tensor whose values are noted, beside its version
 _FACTOR = "_sketchgp_factor"  # of a prediction strategy
 T = TypeVar("T")
 
@@ -87,9 +84,18 @@ class TrainingSide:
         self.preconditioned = acceleration.preconditions()
         self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.context: Context = copy_context()
-        self.system = System(noisy._linear_op, noisy._noise_vector())
         self._factors, self._free = factors, isinstance(acceleration.solver, str) and threshold_untouched()
-        self.noted = [_noted(tensor) for tensor in noisy.representation()]
+        self._noted = [(tensor, data_key(tensor)) for tensor in noisy.representation()]
+
+    @property
+    def changed(self) -> bool:
+        """Whether a hyperparameter, or the data, were changed in place since then."""
+        return any(data_key(tensor) != key for tensor, key in self._noted)
+
+    @cached_property
+    def system(self) -> System:
+        """A as solvers take it."""
+        return System(self.noisy._linear_op, self.noisy._noise_vector())
 
     def as_then(self, compute: Callable[[], T]) -> T:
         """What ``compute`` gives with the context variables and the autograd mode of then."""
@@ -117,16 +123,18 @@ class TrainingSide:
 
     def expect(self, columns: int) -> None:
         """So many test points are about to be solved for."""
-        self._kept.columns += columns
+        if self._free:
+            self._kept.columns += columns
 
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool) -> explained.Explained:
         """:param c: ``(..., n, m)`` float64; :param prior: ``(..., m)``; :param below_noise: as errors are to be."""
-        if self.factorizes(0):
-            found = self._kept.solve(self.system, c)
-            if found is not None:
-                return found
         if isinstance(self.solver, Cholesky):
-            raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
+            return self._kept.solve(self.system, c)
+        if self.factorizes(0):
+            try:
+                return self._kept.solve(self.system, c)
+            except NumericalError:
+                pass  # by iterations then
         choice = None if self.preconditioner is None else self.acceleration.preconditioner
         return explained.solve(
             self.system,
@@ -190,7 +198,6 @@ class PosteriorCovariance(LazyCovariance):
     def __init__(self, prior: LinearOperator, cross: LinearOperator, *, side: TrainingSide) -> None:
         super().__init__(prior, cross, side=side)
         self.prior, self.cross, self.side = prior, cross, side
-        self._noted = [_noted(tensor) for tensor in (*prior.representation(), *cross.representation())]
 
     def covariance(self) -> Tensor:
         """``(..., m, m)`` float64, differentiable."""
@@ -225,7 +232,7 @@ class PosteriorCovariance(LazyCovariance):
         return found.clamp(min=0)
 
     def _check_unchanged(self) -> None:
-        if not all(_same(*noted) for noted in (*self.side.noted, *self._noted)):
+        if self.side.changed:
             raise InputError(
                 "The model's hyperparameters or its data changed after this prediction, before its variance was "
                 "computed; call the model again."
@@ -243,16 +250,3 @@ class PosteriorCovariance(LazyCovariance):
             part = self.prior[..., row_index, row_index], self.cross[..., row_index, :]
             return PosteriorCovariance(*part, side=self.side)
         return super()._getitem(row_index, col_index, *batch_indices)
-
-
-def _noted(tensor: Tensor) -> tuple[Tensor, int, Tensor | None]:
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor, version, tensor.detach().clone() if tensor.numel() <= _SMALL else None
-
-
-def _same(tensor: Tensor, version: int, values: Tensor | None) -> bool:
-    if values is None:
-        return tensor.is_inference() or tensor._version == version
-    if values.dtype != tensor.dtype or values.shape != tensor.shape:
-        return False
-    return bool(((values == tensor.detach()) | values.isnan()).all())  # test inputs may hold NaN

@@ -55,8 +55,7 @@ class Cholesky:
     def factorize(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor]:
         """The same, and the lower triangular factor of ``K + noise``, ``(..., n, n)`` float64."""
         direct, n, device = Direct(), system.n, rhs.device
-        batch = torch.broadcast_shapes(system.operator.batch_shape, system.noise.shape[:-1])
-        with enough_memory(*_memory(n, batch.numel(), device)):
+        with enough_memory(*_memory(n, system.batch_shape.numel(), device)):
             value, residual, root = _solved(system, rhs, direct)
         report = direct.report(
             self.name, n, n, 1.0, residual, 1e-3, device,
@@ -66,10 +65,14 @@ class Cholesky:
         return value, report, root
 
 
+def factor_bytes(n: int, matrices: int) -> int:
+    """Memory of so many factorizations: each matrix, its factor, and a copy while that is made."""
+    return 24 * n * n * matrices
+
+
 def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.device, str, str]:
     """What a solve needs, where, and how an error calls it and what it advises."""
-    needed = 24 * n * n * matrices  # each matrix, its factor, and a copy while that is made
-    return needed, device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
+    return factor_bytes(n, matrices), device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
 def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, Tensor]:

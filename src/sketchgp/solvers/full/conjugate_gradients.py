@@ -137,7 +137,7 @@ class ConjugateGradients(Budgeted):
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
-        :param goal: what every column is to come to in place of the tolerance.
+        :param goal: what every column is to come to beside the tolerance.
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.

@@ -124,7 +124,7 @@ class BlockSolver(Budgeted):
 
         :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
         """
-        batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape, system.noise.shape[:-1])
+        batch = torch.broadcast_shapes(rhs.shape[:-2], system.batch_shape)
         if batch and self.checkpoint is not None:
             raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
         rhs = rhs.expand(*batch, *rhs.shape[-2:])
