@@ -468,19 +468,6 @@ def test_low_rank_variances_of_a_structured_kernel_are_refused(name: str) -> Non
         sketchgp.predict(model, x, variance="low_rank")
 
 
-def test_low_rank_variances_with_missing_targets_are_refused() -> None:
-    model, x = build()
-    targets = model.train_targets.clone()
-    targets[4] = torch.nan
-    model.set_train_data(targets=targets)
-    with (
-        iterative(),
-        gpytorch.settings.observation_nan_policy("mask"),
-        pytest.raises(sketchgp.InputError),
-    ):
-        sketchgp.predict(model, x, variance="low_rank")
-
-
 # --- memory -----------------------------------------------------------------------------------------------------
 
 

@@ -103,11 +103,6 @@ def predict(
     missing = bool(torch.isnan(model.train_targets).any())
     if missing and settings.observation_nan_policy.value() != "mask":
         raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
-    if missing and variance is not None:
-        raise InputError(
-            "Variances with missing targets would count them as observed; give the model the observed rows by "
-            "set_train_data, or use variance=None."
-        )
     if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
         raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
     train = model.train_inputs[0]

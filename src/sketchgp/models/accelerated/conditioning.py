@@ -27,6 +27,7 @@ from ...operators.lazies import adopt_kernels
 from ...solvers import ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
+from .missing import observed_part, observed_rows
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
 from .posterior_covariance import TrainingSide, factors_of, float64
@@ -39,11 +40,13 @@ class Conditioning:
     """The training side of a model: ``A = K + noise``, evaluated, and how it is solved.
 
     :ivar model: the model, or a float64 copy of it where its covariance cannot be evaluated in float64 by itself.
-    :ivar noisy: A, ``(..., n, n)``.
+    :ivar noisy: A, ``(..., n, n)``, of the observed targets.
+    :ivar observed: which they are among all ``(N,)``; None where none is missing.
     """
 
     model: Any
     noisy: Any
+    observed: Tensor | None = None
 
     @classmethod
     def of(cls, model: Any) -> Conditioning | None:
@@ -56,17 +59,21 @@ class Conditioning:
                 f"predict: variance expects None for {type(model).__name__}, whose __call__ may compute anything; use "
                 "model(x).variance."
             )
-        if isinstance(strategy_of(model), _CLOSED):
+        strategy = strategy_of(model)
+        if isinstance(strategy, _CLOSED):
             return None
-        noisy = _noisy(model)
+        observed = observed_rows(strategy.train_labels)
+        noisy = _noisy(model, observed)
         exact = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and all(
             isinstance(part, KernelMatrix) for _, part in terms(noisy._linear_op)
         )
         if not exact and noisy.dtype != torch.float64:
             model = copy.deepcopy(model).double()
-            noisy = _noisy(model)
+            noisy = _noisy(model, observed)
         plain = exact and isinstance(noisy._linear_op, KernelMatrix) and not noisy.batch_shape
-        return (PlainConditioning if plain and model.train_inputs[0].dim() == 2 else Conditioning)(model, noisy)
+        return (PlainConditioning if plain and model.train_inputs[0].dim() == 2 else Conditioning)(
+            model, noisy, observed
+        )
 
     @property
     def _acceleration(self) -> Acceleration:
@@ -90,7 +97,12 @@ class Conditioning:
             self._side.expect(self._columns(points))
 
     def _columns(self, points: int) -> int:
-        return points * max(1, self.noisy.shape[-1] // self.model.train_inputs[0].shape[-2])
+        return points * max(1, self._rows // self.model.train_inputs[0].shape[-2])
+
+    @property
+    def _rows(self) -> int:
+        """Of the training covariance, those of missing targets included."""
+        return self.noisy.shape[-1] if self.observed is None else len(self.observed)
 
     @cached_property
     def _system(self) -> System:
@@ -111,8 +123,11 @@ class Conditioning:
                 "Exact variances of several tasks expect a covariance with the tasks of a point side by side "
                 "(interleaved=True)."
             )
-        whole, n = joint.lazy_covariance_matrix, self.noisy.shape[-1]
-        c, prior = float64(whole[..., n:, :n]).mT, float64(whole[..., n:, n:], diagonal=True)
+        whole, n = joint.lazy_covariance_matrix, self._rows
+        cross = whole[..., n:, :n]
+        if self.observed is not None:
+            cross = cross[..., :, self.observed.nonzero().squeeze(-1)]
+        c, prior = float64(cross).mT, float64(whole[..., n:, n:], diagonal=True)
         variance = self.posterior_variance(c, prior)
         return variance.reshape(*variance.shape[:-1], -1, *joint.event_shape[1:])
 
@@ -163,10 +178,11 @@ class PlainConditioning(Conditioning):
         return self.posterior_variance(self.block(self.matrix.x1, x), self.block(x, None))
 
 
-def _noisy(model: Any) -> Any:
-    """``K + noise`` of the training data, evaluated."""
+def _noisy(model: Any, observed: Tensor | None) -> Any:
+    """``K + noise`` of the training data, or of those observed, evaluated."""
     prior = _prior(model, model.train_inputs[0], convert=True)
-    return model.likelihood(prior, list(model.train_inputs)).lazy_covariance_matrix.evaluate_kernel()
+    noisy = model.likelihood(prior, list(model.train_inputs)).lazy_covariance_matrix.evaluate_kernel()
+    return noisy if observed is None else observed_part(noisy, observed, model.__dict__[ATTRIBUTE])
 
 
 def _prior(model: Any, x: Tensor, convert: bool = False) -> Any:

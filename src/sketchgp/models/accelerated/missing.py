@@ -54,6 +54,22 @@ def observed_targets(targets: Tensor, event: torch.Size) -> Tensor:
     return observed
 
 
+def observed_rows(targets: Tensor) -> Tensor | None:
+    """Which targets ``(n,)`` a posterior is of; None where it is of all, or where GPyTorch's policy for missing ones is
+    its own: ``"ignore"``, and ``"fill"`` with elements of a batch that miss different ones.
+
+    :param targets: ``(..., n)``.
+    """
+    missing = torch.isnan(targets)
+    policy = settings.observation_nan_policy.value()
+    if policy == "ignore" or not bool(missing.any()):
+        return None
+    alike = bool((missing == missing.reshape(-1, missing.shape[-1])[0]).all())
+    if policy == "fill" and not alike:
+        return None
+    return observed_targets(targets, targets.shape[-1:])
+
+
 def observed_part(covariance: LinearOperator, observed: Tensor, acceleration: Acceleration) -> LinearOperator:
     """The rows and columns of ``K + noise`` where ``observed`` ``(n,)`` is true, to be solved by sketchgp.
 

@@ -22,7 +22,7 @@ from ...operators.access import accurate_matmul
 from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .mean_solve import mean_solve
-from .missing import observed_part, observed_targets
+from .missing import observed_part, observed_rows
 from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
 
 _WEIGHTS = "sketchgp_weights"
@@ -38,10 +38,22 @@ class _Posteriors(DefaultPredictionStrategy):
         return self._posterior(test_test_covar, test_train_covar, self._noisy())
 
     def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
-        if settings.skip_posterior_variances.on() or not solved_by_us(noisy):
+        observed = observed_rows(self.train_labels)
+        if settings.skip_posterior_variances.on() or (observed is None and not solved_by_us(noisy)):
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
+        if observed is not None:
+            noisy, cross = self._of_observed(noisy, observed), cross[..., :, observed.nonzero().squeeze(-1)]
+        if not solved_by_us(noisy):
+            dense = cross.to_dense()
+            return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
         return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
+
+    def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
+        """``K + noise`` of the observed targets."""
+        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
+        assert acceleration is not None  # the strategy is an accelerated model's
+        return observed_part(noisy, observed, acceleration)
 
     def _noisy(self) -> Any:
         """``K + noise`` of the training data, evaluated."""
@@ -78,21 +90,16 @@ class AcceleratedPredictionStrategy(_Posteriors):
 
     @cached(name=_WEIGHTS)
     def _weights(self, nan_policy: str) -> Any:
-        missing = torch.isnan(self.train_labels)
-        alike = bool((missing == missing.reshape(-1, missing.shape[-1])[0]).all())
-        incomplete = bool(missing.any())
-        if incomplete and (nan_policy == "ignore" or (nan_policy == "fill" and not alike)):
-            return super()._mean_cache(nan_policy)  # elements of a batch miss different ones
+        observed = observed_rows(self.train_labels)
+        if observed is None and bool(torch.isnan(self.train_labels).any()):
+            return super()._mean_cache(nan_policy)
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
         covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
-        if incomplete:
-            acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
-            assert acceleration is not None  # the strategy is an accelerated model's
-            observed = observed_targets(self.train_labels, self.train_labels.shape[-1:])
-            covariance = observed_part(covariance, observed, acceleration)
+        if observed is not None:
+            covariance = self._of_observed(covariance, observed)
         dtype = torch.float64 if solved_by_us(covariance) else self.train_labels.dtype
         residual = self.train_labels.to(dtype) - marginal.loc.to(dtype)
-        if incomplete:
+        if observed is not None:
             weights = torch.full_like(residual, torch.nan)
             weights[..., observed] = covariance.solve(residual[..., observed].unsqueeze(-1)).squeeze(-1)
         else:
