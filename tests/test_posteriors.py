@@ -374,3 +374,18 @@ def test_no_test_points(shape):
     with torch.no_grad():
         posterior = model(torch.zeros(shape))
         assert posterior.mean.shape == posterior.variance.shape == shape[:-1]
+
+
+def test_predictions_go_on_from_what_a_call_has_solved():
+    """And the other way round: one solution of the mean, one factor."""
+    model = many()
+    test = torch.rand(300, 2, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), sketchgp.record_solves() as solves:
+        called = model(test)
+        mean, variance = called.mean, called.variance
+        before = len(solves)
+        found = sketchgp.predict(model, test)
+    assert len(solves) == before
+    assert found.report is solves[0]
+    assert torch.allclose(found.mean, mean)
+    assert torch.allclose(found.variance, variance, rtol=1e-4)

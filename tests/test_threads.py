@@ -178,9 +178,14 @@ def test_one_model_in_two_threads() -> None:
         expected = predicted(*build("called"))
         model, z = build("called")
         pair = together(*(lambda: sketchgp.predict(model, z, variance=None) for _ in range(2)), in_step=False)
+        model, z = build("called")
+        model.eval()
+        with sketchgp.record_solves() as solves:
+            means = together(*(lambda: model(z).mean.detach() for _ in range(2)), in_step=False)
     assert pair[0].report is pair[1].report is not None
-    for found in pair:
-        assert torch.allclose(found.mean, expected[0], rtol=1e-6, atol=1e-8)
+    assert len(solves) == 1
+    for found in (*(prediction.mean for prediction in pair), *means):
+        assert torch.allclose(found, expected[0], rtol=1e-6, atol=1e-8)
 
 
 def test_a_model_on_inducing_points_in_two_threads() -> None:

@@ -10,26 +10,22 @@ import torch
 from gpytorch import settings
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from gpytorch.models import ExactGP
-from gpytorch.models.exact_prediction_strategies import prediction_strategy
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
 from .checks import count, flag, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
-from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.mean_solve import evaluating
-from .models.accelerated.posterior import mean_at, strategy_of
-from .operators.lazies import KERNELS
+from .models.accelerated.posterior import mean_at, present_strategy, strategy_of
 from .operators.tiles import spans
 from .random_streams import generator
 from .report import SolveReport, merged, own_solves
 
 _VARIANCES = ("auto", "exact", "low_rank")
-_KEY, _REPORT = "_sketchgp_key", "_sketchgp_report"  # of its solution, on the prediction strategy that keeps it
 _CHECK_POINTS = 16
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
@@ -177,28 +173,15 @@ def _solution_report(model: Any) -> SolveReport | None:
     A solution that fell short of its tolerance warns each time it is used.
     """
     with acceleration_of(model).lock:
-        key, strategy = _solution_key(model), model.prediction_strategy
-        kept = strategy is not None and strategy.__dict__.get(_KEY) == key
-        if not kept:
-            model._clear_cache()
-            strategy = strategy_of(model)
+        strategy = present_strategy(model)
         with own_solves() as solves, evaluating():
             _ = strategy.mean_cache  # which other strategies than ours have, too
         if solves:
-            strategy.__dict__[_REPORT] = merged(solves)
-        strategy.__dict__[_KEY] = key
-        report = strategy.__dict__.get(_REPORT)
+            strategy.report = merged(solves)
+        report = getattr(strategy, "report", None)
     if report is not None and not report.converged and not solves:
         warn(report.advice(), ConvergenceWarning)
     return report
-
-
-def _solution_key(model: Any) -> tuple[Any, ...]:
-    asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
-             settings.max_preconditioner_size)  # fmt: skip
-    data = (*model.train_inputs, model.train_targets)
-    with KERNELS:  # no kernel computes with other parameters than its own meanwhile
-        return (*(setting.value() for setting in asked), *map(tensor_key, data), *module_key(model))
 
 
 def use_weights(model: ExactGP, weights: Tensor) -> None:
@@ -208,14 +191,8 @@ def use_weights(model: ExactGP, weights: Tensor) -> None:
     :param weights: ``(n,)``, float64 and on its device, taken on trust.
     """
     with torch.no_grad():
-        model.prediction_strategy = prediction_strategy(
-            train_inputs=list(model.train_inputs),
-            train_prior_dist=model.forward(*model.train_inputs),
-            train_labels=model.train_targets,
-            likelihood=model.likelihood,
-        )
-    model.prediction_strategy.set_weights(weights)
-    model.prediction_strategy.__dict__[_KEY] = _solution_key(model)
+        model._clear_cache()
+        strategy_of(model).set_weights(weights)
 
 
 def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from gpytorch import settings
@@ -18,22 +19,46 @@ from gpytorch.utils.warnings import GPInputWarning
 from torch import Tensor
 
 from ...errors import warn
+from ...fingerprint import module_key, tensor_key
+from ...operators.lazies import KERNELS
+from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
+_keys: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # of what prediction strategies were made of
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
-    """The prediction strategy of a model in eval mode, made where there is none."""
-    strategy = model.prediction_strategy
-    if strategy is None:
-        train = list(model.train_inputs)
-        prior = model._get_train_prior_distribution(train, **kwargs)
-        model.prediction_strategy = prediction_strategy(train, prior, model.train_targets, model.likelihood)
+    """The prediction strategy of a model in eval mode, made where there is none; one for all threads."""
+    with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
+        if strategy is None:
+            train = list(model.train_inputs)
+            prior = model._get_train_prior_distribution(train, **kwargs)
+            model.prediction_strategy = prediction_strategy(train, prior, model.train_targets, model.likelihood)
+            strategy = model.prediction_strategy
+            _keys[strategy] = solution_key(model)
     return strategy
+
+
+def present_strategy(model: Any) -> Any:
+    """As :func:`strategy_of`, made anew where the one that is kept is of other parameters, data or settings."""
+    with model.__dict__[ATTRIBUTE].lock:
+        strategy = model.prediction_strategy
+        if strategy is not None and _keys.get(strategy) != solution_key(model):
+            model._clear_cache()
+        return strategy_of(model)
+
+
+def solution_key(model: Any) -> tuple[Any, ...]:
+    """Of all that the solution behind a model's mean depends on."""
+    asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
+             settings.max_preconditioner_size)  # fmt: skip
+    data = (*model.train_inputs, model.train_targets)
+    with KERNELS:  # no kernel computes with other parameters than its own meanwhile
+        return (*(setting.value() for setting in asked), *map(tensor_key, data), *module_key(model))
 
 
 def solves_all(strategy: Any) -> bool:

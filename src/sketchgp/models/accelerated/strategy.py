@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...operators.access import accurate_matmul
+from ...report import SolveReport, merged, own_solves
 from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .mean_solve import mean_solve
@@ -69,7 +71,11 @@ class AcceleratedPredictionStrategy(_Posteriors):
 
     The weights of neighbouring points cancel in a mean where the noise is small: rounded to float32, or multiplied by
     the kernel in float32, they lose as many digits as the solve has won.
+
+    :ivar report: of the solve for the mean; None before it, and where there was none.
     """
+
+    report: SolveReport | None = None
 
     @property
     def mean_cache(self) -> Any:
@@ -81,8 +87,16 @@ class AcceleratedPredictionStrategy(_Posteriors):
     def weights(self) -> Any:
         """``(K + noise)^-1 (y - mean)``, ``(..., n)``, NaN where targets are missing; in float64 where it is
         sketchgp's solution, else in the model's dtype."""
-        with mean_solve():
-            return self._weights(settings.observation_nan_policy.value())
+        with self._lock(), mean_solve(), own_solves() as solves:
+            weights = self._weights(settings.observation_nan_policy.value())
+        if solves:
+            self.report = merged(solves)
+        return weights
+
+    def _lock(self) -> AbstractContextManager[Any]:
+        """Of the model: of two threads, the second waits for what the first one solves."""
+        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
+        return nullcontext() if acceleration is None else acceleration.lock
 
     def set_weights(self, weights: Tensor) -> None:
         """Put a solution where :attr:`weights` looks for it."""
