@@ -1,76 +1,78 @@
-"""``fit(model)``: hyperparameters by marginal likelihood, with probes that stay the same from step to step."""
+"""``fit(model)``: hyperparameters by marginal likelihood."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import gpytorch
+import numpy as np
 import torch
 from gpytorch.models import ExactGP
-from linear_operator.utils.errors import NanError, NotPSDError
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import checks
 from .accelerate import acceleration_of
-from .errors import InputError, NumericalError, warn
+from .errors import InputError, warn
+from .fitting.adam import adam
+from .fitting.adam import settled as adam_settled
+from .fitting.history import FitHistory
+from .fitting.lbfgs import lbfgs
+from .fitting.lbfgs import settled as lbfgs_settled
+from .fitting.objective import Objective
+from .fitting.start import in_float64, on_subset
+from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
+from .models.accelerated.acceleration import Acceleration
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from .models.accelerated.threshold import threshold_untouched
+from .settings import memory_budget
 
-
-@dataclass(repr=False)
-class FitHistory:
-    """What a fit did.  ``losses`` are negative log marginal likelihoods divided by n (by n t for t outputs), one a
-    step; ``best_step`` is the step whose parameters the model was left with; ``reason`` says why it ended."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    best_step: int = 0
-    reason: str = ""
-
-    @property
-    def best_loss(self) -> float:
-        """The smallest loss."""
-        return self.losses[self.best_step]
-
-    def __repr__(self) -> str:
-        best = f", best loss {self.best_loss:.6g} at step {self.best_step}" if self.losses else ""
-        seconds = f" in {self.seconds[-1]:.1f} s" if self.seconds else ""
-        return f"<FitHistory of {len(self.losses)} steps{seconds}{best}: {self.reason}>"
+_EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
+_SUBSET = 2000  # rows of a subset to start from
+_ITERATIONS = {"lbfgs": 500, "adam": 50}
+_SPAN = {"exact": 10, "bound": 10, "probes": 3, "given": 3}  # steps of L-BFGS over which a loss is judged
 
 
 def fit(
     model: ExactGP,
     mll: Any = None,
-    iterations: int = 50,
-    learning_rate: float = 0.1,
+    optimizer: str = "auto",
+    start: str = "auto",
+    iterations: int | None = None,
+    learning_rate: float | None = None,
     num_probes: int = 10,
     seed: int = 0,
     tol: float = 1e-4,
     progress: bool | None = None,
     callback: Callable[[int, float], Any] | None = None,
 ) -> FitHistory:
-    """Maximise the marginal likelihood of an accelerated model, or an :class:`InducingPointGP`, with Adam, in place.
+    """Maximise the marginal likelihood of an accelerated model, or an :class:`InducingPointGP`, in place.
 
-    The probe vectors of the log determinant are drawn once, so the objective is the same function at every step
-    (a sum of one smooth estimate) instead of a new random one; the preconditioner's pivots are kept while they
-    serve.  Log determinant and gradient as in Wenger et al. (arXiv:2107.00243).
+    The loss is computed *exactly*, by one factorization in float64, up to 5,000 rows (CUDA: 20,000) that fit the memory
+    budget, unless ``accelerate`` was given a solver, or GPyTorch a ``max_cholesky_size``: ``n^3`` operations a loss.
+    Above that it is estimated with *probes*, drawn once, so that the loss is the same function at every step; log
+    determinant and gradient are as in Wenger et al. (arXiv:2107.00243), and the preconditioner's pivots are kept while
+    they serve, by L-BFGS throughout.  The *bound* of an inducing-point model takes no probes.
 
-    :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose bound is
-        computed without probes (``num_probes`` and ``seed`` then change nothing).  It is left in eval mode with the
-        parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
+    :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval
+        mode with the parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
     :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``).
-    :param iterations: the most steps.
-    :param learning_rate: Adam's step size, in the unconstrained parameters.
+    :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
+        where a ``learning_rate`` is given.
+    :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
+        exactly; ``"auto"`` does so where losses of all rows are estimated, by L-BFGS, and it is known how to take rows
+        of the model (a Gaussian likelihood and no batch).
+    :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
+    :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors of the log determinant.
-    :param seed: seed of the probe vectors.
-    :param tol: end when the mean loss of five steps improved by less than this over the five before.
+    :param seed: of the probe vectors and the subset.
+    :param tol: the loss has settled when ten steps of L-BFGS together improved it by less than this (three, where it is
+        estimated), or the mean of five steps of Adam over the five before.
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
@@ -80,57 +82,56 @@ def fit(
     which of its parts are in training mode.
     """
     acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
-    iterations, num_probes = (
-        checks.count("fit", name, value) for name, value in (("iterations", iterations), ("num_probes", num_probes))
-    )
-    learning_rate = checks.number("fit", "learning_rate", learning_rate, above=0, finite=True)
+    checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
+    checks.word("fit", "start", start, ("auto", "model", "subset"))
+    iterations = checks.count("fit", "iterations", iterations, optional=True)
+    num_probes = checks.count("fit", "num_probes", num_probes)
+    if learning_rate is not None:
+        learning_rate = checks.number("fit", "learning_rate", learning_rate, above=0, finite=True)
     seed, tol = checks.seed("fit", "seed", seed), checks.number("fit", "tol", tol)
     checks.flag("fit", "progress", progress, optional=True)
     checks.function("fit", "callback", callback)
     checks.function("fit", "mll", mll)
+    if optimizer == "lbfgs" and learning_rate is not None:
+        raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
     if getattr(mll, "model", model) is not model:
         raise InputError("fit: mll expects to be of the model that is fitted, got one of another model.")
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("fit: model expects training data, got none.")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+    if not any(p.requires_grad for p in model.parameters()):
         raise InputError("fit: model expects at least one parameter that requires a gradient, got none.")
     if mll is None:
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
     elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
         mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
-    history, best, before = FitHistory(reason="ran all iterations"), _copy(parameters), _Before(model)
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    progress = sys.stderr.isatty() if progress is None else progress
-    start = time.perf_counter()
+    if optimizer == "auto":
+        optimizer = "lbfgs" if learning_rate is None else "adam"
+    began, before = time.perf_counter(), _Before(model)
+    show = sys.stderr.isatty() if progress is None else progress
+    history = FitHistory(optimizer=optimizer, objective=_kind(model, mll, acceleration))
+    own = Objective(model, mll, exact=False)
+    steps: Steps | None = None
     try:
         model.train()
+        twin = in_float64(mll) if history.objective == "exact" else None
+        objective = own if twin is None else Objective(twin.model, twin, exact=True)
+        history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
+        inverse = None
+        many = optimizer == "lbfgs" and history.objective == "probes" and history.rows > 2 * _SUBSET
+        if start == "subset" or (start == "auto" and many):
+            inverse = _from_subset(mll, objective, history, seed, tol, show, began, asked=start == "subset")
+        limit = iterations or _ITERATIONS[optimizer]
         with (
-            nullcontext() if acceleration is None else acceleration.fixed_probes(seed, num_probes),
-            tqdm(total=iterations, desc="marginal likelihood", unit="step", disable=not progress, leave=False) as bar,
+            _one_function(acceleration, history, seed, num_probes),
+            tqdm(total=limit, desc="marginal likelihood", unit="step", disable=not show, leave=False) as bar,
         ):
-            for step in range(iterations):
-                optimizer.zero_grad()
-                value = _loss(model, mll)
-                if not math.isfinite(value) or not all(_finite_gradient(p) for p in parameters):
-                    if step == 0:
-                        raise NumericalError("The marginal likelihood is not finite; check the data and the noise.")
-                    history.reason = "met a loss or gradient that is not finite"
-                    break
-                history.losses.append(value)
-                history.seconds.append(time.perf_counter() - start)
-                if value < history.best_loss or step == 0:
-                    history.best_step, best = step, _copy(parameters)
-                bar.set_postfix_str(f"loss {value:.4f}", refresh=False)  # before update, which shows it
-                bar.update()
-                if callback is not None and callback(step, value):
-                    history.reason = "stopped by the callback"
-                    break
-                if _settled(history.losses, tol):
-                    history.reason = "the loss has settled"
-                    break
-                optimizer.step()
-                _into_bounds(model)
+            if optimizer == "adam":
+                steps = Steps(objective, history, limit, bar, callback, adam_settled, tol, began)
+                adam(objective, steps, learning_rate or 0.1)
+            else:
+                settled = partial(lbfgs_settled, span=_SPAN[history.objective])
+                steps = Steps(objective, history, limit, bar, callback, settled, tol, began)
+                lbfgs(objective, steps, inverse)
     except KeyboardInterrupt:
         history.reason = "interrupted"
         if not history.losses:
@@ -139,68 +140,94 @@ def fit(
             f"fit was interrupted after {len(history.losses)} steps; the model has the best parameters so far.",
         )
     finally:
-        with torch.no_grad():
-            for parameter, kept in zip(parameters, best, strict=True):
-                parameter.copy_(kept)
-        if history.losses:
-            optimizer.zero_grad()
+        if steps is not None and history.losses:
+            own.restore(steps.best)
+            if objective is not own:
+                _copy_buffers(objective.model, model)
+            own.clear()
             model.eval()
         else:
             before.put_back()
     return history
 
 
+def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:
+    """How losses are computed."""
+    if acceleration is None:
+        return "bound"
+    if not isinstance(mll, gpytorch.mlls.ExactMarginalLogLikelihood):
+        return "given"
+    event = 2 if isinstance(model.likelihood, gpytorch.likelihoods.MultitaskGaussianLikelihood) else 1
+    shape = model.train_targets.shape
+    rows, device = shape[-event:].numel(), model.train_targets.device
+    fits = 8 * rows * rows * shape[:-event].numel() <= memory_budget.value(device)
+    free = isinstance(acceleration.solver, str) and threshold_untouched()
+    return "exact" if free and fits and rows <= _EXACT.get(device.type, _EXACT["cpu"]) else "probes"
+
+
+@contextmanager
+def _one_function(acceleration: Acceleration | None, history: FitHistory, seed: int, probes: int) -> Iterator[None]:
+    """Losses inside are values of one function: the same probes, and by L-BFGS the same pivots."""
+    if acceleration is None:
+        yield
+        return
+    with acceleration.fixed_probes(seed, probes):
+        if history.optimizer == "lbfgs" and acceleration.cache is not None:
+            with acceleration.cache.holding():
+                yield
+        else:
+            yield
+
+
+def _from_subset(
+    mll: Any, objective: Objective, history: FitHistory, seed: int, tol: float, show: bool, began: float, asked: bool
+) -> np.ndarray | None:
+    """Give the objective the parameters of a fit to some of the rows; about the inverse Hessian there.
+
+    :param asked: whether the user wants it, and is told where it cannot be.
+    """
+    twin = on_subset(mll, _SUBSET, seed)
+    if twin is None:
+        if asked:
+            raise InputError(
+                'fit: start="subset" expects a Gaussian likelihood and a model without a batch, of which rows can be '
+                'taken; use start="model".'
+            )
+        return None
+    history.subset = found = FitHistory(optimizer="lbfgs", objective="exact", rows=len(twin.model.train_targets))
+    part = Objective(twin.model, twin, exact=True)
+    limit = _ITERATIONS["lbfgs"]
+    with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not show, leave=False) as bar:
+        settled = partial(lbfgs_settled, span=_SPAN["exact"])
+        steps = Steps(part, found, limit, bar, None, settled, tol, began)
+        inverse = lbfgs(part, steps)
+    objective.restore(steps.best)
+    return inverse
+
+
+@torch.no_grad()
+def _copy_buffers(source: Any, target: Any) -> None:
+    """What modules keep beside parameters, such as running means."""
+    found = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if name in found and found[name].shape == buffer.shape and buffer.is_floating_point():
+            buffer.copy_(found[name])
+
+
 class _Before:
-    """What a fit changes beside parameters: modes, gradients, and the posterior that a model keeps."""
+    """What a fit changes: parameters, modes, gradients, and the posterior that a model keeps."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.strategy = model, model.prediction_strategy
         self.modes = [(part, part.training) for part in model.modules()]
-        self.gradients = [(p, p.grad) for p in model.parameters()]
+        self.parameters = [(p, p.grad, p.detach().clone()) for p in model.parameters()]
 
     def put_back(self) -> None:
         self.model.train(self.modes[0][1])
         for part, mode in self.modes:
             part.training = mode
-        for parameter, gradient in self.gradients:
+        for parameter, gradient, value in self.parameters:
             parameter.grad = gradient
+            if not torch.equal(parameter, value):
+                parameter.data.copy_(value)
         self.model.prediction_strategy = self.strategy
-
-
-def _loss(model: ExactGP, mll: Any) -> float:
-    """One forward and backward pass; NaN where the linear algebra broke down."""
-    try:
-        loss = -mll(model(*model.train_inputs), model.train_targets, *_likelihood_inputs(model)).sum()
-        loss.backward()
-    except (NumericalError, NanError, NotPSDError):
-        return math.nan
-    return float(loss.detach())
-
-
-def _likelihood_inputs(model: Any) -> list[Tensor]:
-    """What a likelihood may ask of the inputs (task numbers), as the model's forward sees them."""
-    transform = getattr(model, "transform_inputs", None)
-    return [x if transform is None else transform(x) for x in model.train_inputs]
-
-
-@torch.no_grad()
-def _into_bounds(model: Any) -> None:
-    """Back into the bounds that no transform enforces (BoTorch's constraints)."""
-    for _, parameter, constraint in model.named_parameters_and_constraints():
-        if constraint is not None and not constraint.enforced:
-            lower, upper = (bound.to(parameter) for bound in (constraint.lower_bound, constraint.upper_bound))
-            parameter.copy_(torch.minimum(torch.maximum(parameter, lower), upper))
-
-
-def _copy(parameters: list[torch.nn.Parameter]) -> list[Tensor]:
-    return [p.detach().clone() for p in parameters]
-
-
-def _finite_gradient(parameter: torch.nn.Parameter) -> bool:
-    return parameter.grad is None or bool(torch.isfinite(parameter.grad).all())
-
-
-def _settled(losses: list[float], tol: float) -> bool:
-    if len(losses) < 10:
-        return False
-    return sum(losses[-10:-5]) / 5 - sum(losses[-5:]) / 5 < tol

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from linear_operator import settings, to_dense
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from linear_operator import settings, to_dense, to_linear_operator
 from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
@@ -23,6 +25,27 @@ from .tiles import spans
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _BLOCK = 512  # rows of a block whose diagonal is taken
 _CONVERTED = 2**22  # entries of a stored matrix that are converted to float64 at once
+
+
+def float64(operator: Any, diagonal: bool = False) -> Tensor:
+    """A part of a covariance, or its diagonal, dense and differentiable; what is made of kernels is evaluated in
+    float64."""
+    operator = to_linear_operator(operator)
+    if isinstance(operator, LazyEvaluatedKernelTensor):
+        found = KernelMatrix.from_lazy(operator, "tiled")
+        operator = operator.evaluate_kernel() if found is None else found
+    if isinstance(operator, SUMS):
+        first, *others = (float64(part, diagonal) for part in operator.linear_ops)
+        return sum(others, first)
+    if isinstance(operator, MulLinearOperator):
+        return float64(operator.left_linear_op, diagonal) * float64(operator.right_linear_op, diagonal)
+    if isinstance(operator, ConstantMulLinearOperator):
+        constant = operator._constant.to(torch.float64)
+        constant = constant.reshape(*constant.shape, *([1] if diagonal else [1, 1]))
+        return float64(operator.base_linear_op, diagonal) * constant
+    if isinstance(operator, KernelMatrix):
+        operator = operator.type(torch.float64)
+    return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)
 
 
 class Access:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +33,18 @@ class PreconditionerCache:
 
     def __init__(self, choice: Preconditioner) -> None:
         self.choice = choice
-        self._lock = threading.RLock()
+        self._lock, self._held = threading.RLock(), False
         self._forget()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Pivots are kept inside, however far hyperparameters move, so that what is computed with them is one function
+        of the hyperparameters."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
 
     def clear(self) -> None:
         """Forget the preconditioner and what it was built from."""
@@ -53,7 +65,7 @@ class PreconditionerCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.choice = state["choice"]
-        self._lock = threading.RLock()
+        self._lock, self._held = threading.RLock(), False
         self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:
@@ -106,7 +118,7 @@ class PreconditionerCache:
             self._forget_built()
             assert selection.pivots is not None
             selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
-        if selection is not None and not same and not self.choice.serves(selection, access, selection.factor, noise):
+        if selection is not None and not same and not self._serves(access, selection.factor, noise, selection):
             selection = None
         if selection is None:
             self._forget_built()
@@ -181,6 +193,7 @@ class PreconditionerCache:
         self._factor = self._selection.factor
         return self._factor
 
-    def _serves(self, access: Access, factor: Tensor, noise: Tensor) -> bool:
-        assert self._selection is not None
-        return self.choice.serves(self._selection, access, factor, noise)
+    def _serves(self, access: Access, factor: Tensor, noise: Tensor, selection: Selection | None = None) -> bool:
+        selection = self._selection if selection is None else selection
+        assert selection is not None
+        return self._held or self.choice.serves(selection, access, factor, noise)

@@ -35,9 +35,10 @@ from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
+from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, solving_mean
-from .threshold import cholesky_points, why_iterative
+from .threshold import cholesky_points, computing_exactly, why_iterative
 
 
 def left_to_us(flag: Any) -> bool:
@@ -135,6 +136,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         evaluated = self.evaluate_kernel()
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
             return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
+        if computing_exactly() and inv_quad_rhs is not None:
+            return exact_inv_quad_logdet(evaluated, inv_quad_rhs, bool(reduce_inv_quad))
         if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if not logdet:

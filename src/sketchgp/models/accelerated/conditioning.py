@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...inference import explained
 from ...operators import KernelMatrix
-from ...operators.access import SUMS, terms
+from ...operators.access import SUMS, float64, terms
 from ...operators.lazies import adopt_kernels
 from ...solvers import ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
@@ -30,7 +30,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .missing import observed_part, observed_rows
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
-from .posterior_covariance import TrainingSide, factors_of, float64
+from .posterior_covariance import TrainingSide, factors_of
 
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
 

@@ -21,7 +21,7 @@ from .posterior import call
 from .products import check_products
 from .strategy import adopt
 from .targets import check_value
-from .threshold import cholesky_points
+from .threshold import cholesky_points, computing_exactly
 
 _subclasses: dict[tuple[type, type], type] = {}
 
@@ -67,7 +67,7 @@ class AcceleratedModel(_Accelerated):
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
-        small = covariance.shape[-1] <= cholesky_points()
+        small = covariance.shape[-1] <= cholesky_points() and not computing_exactly()
         if not small:
             check_products(super().forward, args, covariance)  # type: ignore[misc]
         if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:

@@ -13,20 +13,14 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from gpytorch.lazy import LazyEvaluatedKernelTensor
-from linear_operator import to_dense, to_linear_operator
-from linear_operator.operators import (
-    ConstantMulLinearOperator,
-    LinearOperator,
-    MulLinearOperator,
-)
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
 from ...fingerprint import data_key, tensor_key
 from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
-from ...operators.access import SUMS
+from ...operators.access import float64
 from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
@@ -40,27 +34,6 @@ _ROWS = 256  # test points solved for at once
 _VECTORS = 8  # float64 vectors that a solve holds for each of them
 _FACTOR = "_sketchgp_factor"  # of a prediction strategy
 T = TypeVar("T")
-
-
-def float64(operator: Any, diagonal: bool = False) -> Tensor:
-    """A part of a covariance, or its diagonal, dense and differentiable; what is made of kernels is evaluated in
-    float64."""
-    operator = to_linear_operator(operator)
-    if isinstance(operator, LazyEvaluatedKernelTensor):
-        found = KernelMatrix.from_lazy(operator, "tiled")
-        operator = operator.evaluate_kernel() if found is None else found
-    if isinstance(operator, SUMS):
-        first, *others = (float64(part, diagonal) for part in operator.linear_ops)
-        return sum(others, first)
-    if isinstance(operator, MulLinearOperator):
-        return float64(operator.left_linear_op, diagonal) * float64(operator.right_linear_op, diagonal)
-    if isinstance(operator, ConstantMulLinearOperator):
-        constant = operator._constant.to(torch.float64)
-        constant = constant.reshape(*constant.shape, *([1] if diagonal else [1, 1]))
-        return float64(operator.base_linear_op, diagonal) * constant
-    if isinstance(operator, KernelMatrix):
-        operator = operator.type(torch.float64)
-    return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)
 
 
 def factors_of(strategy: Any) -> explained.Factors:

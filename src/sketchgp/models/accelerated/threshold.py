@@ -8,11 +8,17 @@ below the crossing, where both take little time, and a model answers alike with 
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 
 from linear_operator import settings
 
+from .mean_solve import held
+
 CHOLESKY_POINTS = 800
 _BOTORCHS_POINTS = 4096  # what ``import botorch`` makes of GPyTorch's default, for the whole process
+
+_exactly: ContextVar[bool] = ContextVar("sketchgp_exactly", default=False)
 
 
 def cholesky_points() -> int:
@@ -22,6 +28,16 @@ def cholesky_points() -> int:
     block ``max_cholesky_size(4096)`` of the user's is taken for it while BoTorch is imported, and no other one is.
     """
     return CHOLESKY_POINTS if _botorchs_default() else settings.max_cholesky_size.value()
+
+
+def exactly() -> AbstractContextManager[None]:
+    """Log densities of accelerated models inside are by a factorization in float64, whatever n is."""
+    return held(_exactly, True)
+
+
+def computing_exactly() -> bool:
+    """Whether log densities are to be factorized."""
+    return _exactly.get()
 
 
 def threshold_untouched() -> bool:

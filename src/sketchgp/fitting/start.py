@@ -1,0 +1,43 @@
+"""Where a fit starts: from a random subset of the rows, fitted exactly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
+
+from ..random_streams import generator
+
+_KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
+
+
+def in_float64(mll: Any) -> Any:
+    """A copy of a marginal log likelihood with its model, in float64 and in training mode."""
+    twin = copy.deepcopy(mll)
+    twin.train()
+    return twin.double()
+
+
+def on_subset(mll: Any, rows: int, seed: int) -> Any | None:
+    """A float64 copy of a marginal log likelihood whose model has only so many random rows of its data.
+
+    None for a model that it is not known how to take rows of: one with a batch, or with noises of its own making.
+    """
+    model = mll.model
+    inputs, targets = model.train_inputs, model.train_targets
+    outputs = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
+    if not isinstance(model.likelihood, _KNOWN) or any(x.dim() != 2 for x in inputs) or targets.dim() != outputs:
+        return None
+    seen = (~torch.isnan(targets.reshape(len(targets), -1))).any(dim=1).nonzero().squeeze(-1).cpu()
+    order = torch.randperm(len(seen), generator=generator(seed, "rows of a subset to start a fit from"))
+    chosen = seen[order[:rows]].sort().values.to(targets.device)
+    twin = in_float64(mll)
+    twin.model.set_train_data(
+        tuple(x[chosen] for x in twin.model.train_inputs), twin.model.train_targets[chosen], strict=False
+    )
+    if isinstance(twin.model.likelihood, FixedNoiseGaussianLikelihood):
+        noise = twin.model.likelihood.noise_covar
+        noise.noise = noise.noise[..., chosen]
+    return twin

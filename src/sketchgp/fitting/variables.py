@@ -1,0 +1,101 @@
+"""The parameters of a model as one vector of variables, and what bounds them.
+
+What a constraint keeps positive is moved by its logarithm (above the least value of the constraint): lengthscales of
+inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .objective import Objective
+
+_LEAST, _MOST = 1e-5, 1e5  # of a positive value, as scikit-learn has it
+_ABOVE = 1e-8  # of what is above a constraint's least value
+_ROOM = 1e3  # about where a model starts, should that be outside
+
+
+class Variables:
+    """Of the parameters of an objective.
+
+    :ivar lower: ``(p,)``, and ``upper``: bounds.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._logs = [_positive(constraint) for constraint in objective._constraints()]
+        parts = [self._bounds(*pair) for pair in enumerate(objective._constraints())]
+        self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
+
+    def _bounds(self, index: int, constraint: Any) -> tuple[np.ndarray, np.ndarray]:
+        size = self.objective.parameters[index].numel()
+        ends: tuple[Any, Any] = (-math.inf, math.inf)
+        if self._logs[index]:
+            least = _LEAST if float(constraint.lower_bound.max()) == 0 else _ABOVE
+            now = self._of(index)
+            return np.minimum(math.log(least), now - math.log(_ROOM)), np.maximum(
+                math.log(_MOST), now + math.log(_ROOM)
+            )
+        if constraint is not None and not constraint.enforced:
+            ends = constraint.lower_bound, constraint.upper_bound
+        lower, upper = (torch.as_tensor(end, dtype=torch.float64).detach().cpu().reshape(-1).numpy() for end in ends)
+        return np.broadcast_to(lower, size), np.broadcast_to(upper, size)
+
+    def _of(self, index: int) -> np.ndarray:
+        """Those of one parameter."""
+        parameter = self.objective.parameters[index].detach().to("cpu", torch.float64)
+        if self._logs[index]:
+            constraint = self.objective._constraints()[index]
+            above = constraint.transform(parameter) - constraint.lower_bound.to(parameter)
+            parameter = above.clamp(min=torch.finfo(torch.float64).tiny).log()
+        return parameter.reshape(-1).numpy()
+
+    def __call__(self) -> np.ndarray:
+        """``(p,)`` float64: what they are."""
+        return np.clip(np.concatenate([self._of(i) for i in range(len(self._logs))]), self.lower, self.upper)
+
+    def put(self, vector: np.ndarray) -> None:
+        """Give the parameters these values."""
+        with torch.no_grad():
+            for parameter, part in zip(self.objective.parameters, self._raw(torch.from_numpy(vector)), strict=True):
+                parameter.copy_(part)
+
+    def gradient(self, vector: np.ndarray) -> np.ndarray:
+        """``(p,)`` float64, at these values: by the chain rule from those that parameters have."""
+        variables = torch.from_numpy(vector).clone().requires_grad_()
+        with torch.enable_grad():
+            raw = self._raw(variables)
+            total = torch.zeros((), dtype=torch.float64)
+            for parameter, part in zip(self.objective.parameters, raw, strict=True):
+                if parameter.grad is not None:
+                    total = total + (part * parameter.grad.to("cpu", torch.float64)).sum()
+            if not total.requires_grad:
+                return np.zeros_like(vector)
+            (found,) = torch.autograd.grad(total, variables)
+        return found.numpy()
+
+    def _raw(self, vector: Tensor) -> list[Tensor]:
+        sizes = [p.numel() for p in self.objective.parameters]
+        found = []
+        for index, part in enumerate(vector.split(sizes)):
+            values = part.reshape(self.objective.parameters[index].shape)
+            if self._logs[index]:
+                constraint = self.objective._constraints()[index]
+                values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))
+            found.append(values)
+        return found
+
+
+def _positive(constraint: Any) -> bool:
+    """Whether it keeps values above a bound by a transform, and below none."""
+    return (
+        constraint is not None
+        and constraint.enforced
+        and bool(torch.isfinite(constraint.lower_bound).all())
+        and bool(torch.isinf(constraint.upper_bound).all())
+    )

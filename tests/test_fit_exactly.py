@@ -1,0 +1,178 @@
+"""``fit`` with defaults: exact losses, L-BFGS, starts from a subset; compared with dense GPyTorch and scikit-learn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal, relative
+
+pytestmark = TORCH_WARNINGS
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_losses_and_gradients_are_exact(name: str) -> None:
+    """Of every form of model, by another route: GPyTorch's own factorization, differentiated by autograd."""
+    model, _ = SOLVED[name].build()
+    with dense():
+        value, gradient = marginal(model)
+    model, _ = SOLVED[name].build()
+    history = sketchgp.fit(sketchgp.accelerate(model), optimizer="adam", iterations=1)
+    expected = math.sqrt(sum(float(part.square().sum()) for part in gradient.values()))
+    assert history.objective == "exact"
+    assert abs(history.losses[0] + float(value.sum())) < 1e-9
+    assert abs(history.gradients[0] - expected) < 1e-8 * expected
+
+
+def regression(n: int = 120, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Two inputs that matter and one that does not."""
+    x, y, _ = data(n=n, d=3)
+    return x.to(dtype), ((y - y.mean()) / y.std()).to(dtype)
+
+
+def ard(x: Tensor, y: Tensor, noise: float = 1e-5) -> Any:
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[1]))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(noise))
+    return sketchgp.accelerate(Plain(x, y, likelihood, kernel).to(x.dtype))
+
+
+def scikit_learn(x: Tensor, y: Tensor) -> float:
+    """The loss a row that scikit-learn ends at."""
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+
+    kernel = ConstantKernel() * Matern(np.ones(x.shape[1]), nu=2.5) + WhiteKernel(0.5)
+    found = GaussianProcessRegressor(kernel, n_restarts_optimizer=2, random_state=0).fit(x.numpy(), y.numpy())
+    return -found.log_marginal_likelihood_value_ / len(y)
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ends_where_scikit_learn_does(dtype: torch.dtype) -> None:
+    x, y = regression(dtype=dtype)
+    model = ard(x, y)
+    history = sketchgp.fit(model)
+    assert history.reason == "the loss has settled"
+    assert history.converged
+    assert history.best_loss < scikit_learn(x.double(), y.double()) + 1e-3  # whose mean is zero
+    assert all(later <= before for before, later in zip(history.losses, history.losses[1:], strict=False))
+    assert history.evaluations < 100
+    assert str(history).startswith("fit by lbfgs (exact): loss ")
+    model = ard(x, y)
+    assert sketchgp.fit(model).losses == history.losses, "nothing is random"
+
+
+def test_what_does_not_matter_stays_within_bounds() -> None:
+    """Without a bound a lengthscale underflows, or ends beyond every number of float32."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(80, 4, generator=generator)
+    x[:, 0] = torch.randint(0, 3, (80,), generator=generator).float()  # groups
+    y = x[:, 0].square() - x[:, 0] + 1e-4 * torch.randn(80, generator=generator)
+    model = ard(x, y)
+    sketchgp.fit(model)
+    lengthscale = model.covar_module.base_kernel.lengthscale.detach()
+    assert float(lengthscale.min()) >= 0.99e-5
+    assert float(lengthscale.max()) <= 1.01e5
+    found = sketchgp.predict(model, x[:5])
+    assert bool(torch.isfinite(found.mean).all())
+
+
+def test_goes_on_from_the_subset() -> None:
+    """Here the subset is all rows, so that nothing is left to do; the first step of a search stays near."""
+    x, y = regression()
+    alone = ard(x, y, noise=1e-3)
+    best = sketchgp.fit(alone).best_loss
+    model = ard(x, y, noise=1e-3)
+    with iterative(tol=1e-6):
+        history = sketchgp.fit(model, start="subset", num_probes=50)
+    assert history.subset is not None
+    assert history.subset.rows == len(y)
+    assert history.subset.best_loss == best
+    assert "started from 120 rows" in str(history)
+    assert history.objective == "probes"
+    assert abs(history.losses[0] - best) < 0.02
+    assert history.evaluations < 25
+    assert relative(model.covar_module.outputscale.detach(), alone.covar_module.outputscale.detach()) < 0.5
+
+
+@pytest.mark.parametrize("name", ["fixed-noise", "hadamard", "lcm"])
+def test_rows_of_other_models(name: str) -> None:
+    model, test = SOLVED[name].build()
+    if name == "fixed-noise":
+        model.train_targets[::9] = torch.nan
+    sketchgp.accelerate(model)
+    with gpytorch.settings.observation_nan_policy("mask"):
+        history = sketchgp.fit(model, start="subset", iterations=5)
+    assert history.subset is not None
+    assert history.subset.rows == int((~model.train_targets.reshape(len(model.train_targets), -1).isnan()).any(1).sum())
+    assert history.losses[0] == pytest.approx(history.subset.best_loss * history.subset.rows / history.rows, rel=1e-3)
+
+
+def test_a_batch_has_no_subset() -> None:
+    model = sketchgp.accelerate(SOLVED["batch"].build()[0])
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(sketchgp.InputError, match="without a batch"):
+        sketchgp.fit(model, start="subset")
+    assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    assert model.training
+
+
+@pytest.mark.parametrize("why", ["solver", "threshold", "memory"])
+def test_not_where_the_user_decided_otherwise(why: str) -> None:
+    x, y = regression()
+    model = ard(x, y)
+    if why == "solver":
+        sketchgp.accelerate(model, solver=sketchgp.ConjugateGradients())
+    threshold = gpytorch.settings.max_cholesky_size(20 if why == "threshold" else 800)
+    memory = sketchgp.settings.memory_budget(10**4 if why == "memory" else 10**9)
+    with threshold, memory:
+        assert sketchgp.fit(model, iterations=2).objective == "probes"
+
+
+def test_parameters_in_bounds_that_no_transform_enforces() -> None:
+    x, y = regression()
+    model = ard(x, y)
+    kernel = model.covar_module.base_kernel
+    bounds = gpytorch.constraints.Interval(0.3, 0.7, transform=None, initial_value=0.5)
+    kernel.register_constraint("raw_lengthscale", bounds)
+    kernel.initialize(raw_lengthscale=torch.full((1, 3), 0.5))
+    history = sketchgp.fit(model)
+    assert history.converged
+    lengthscale = kernel.lengthscale.detach()
+    assert float(lengthscale.min()) >= 0.3
+    assert float(lengthscale.max()) == pytest.approx(0.7)
+
+
+def test_what_modules_learn_beside_parameters_is_kept() -> None:
+    class Deep(Plain):
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            self.net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(self.net(x))
+
+    x, y = regression(dtype=torch.float32)
+    model = sketchgp.accelerate(Deep(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()))
+    sketchgp.fit(model, iterations=3)
+    assert float(model.net[1].running_mean.abs().max()) > 0
+
+
+def test_the_bound_of_an_inducing_point_model() -> None:
+    x, y = regression()
+    found = {}
+    for optimizer in ("lbfgs", "adam"):
+        parts = gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.ConstantMean(), kernels.RBFKernel()
+        model = sketchgp.InducingPointGP(x, y, *parts, x[::6]).double()
+        found[optimizer] = sketchgp.fit(model, optimizer=optimizer, tol=1e-6)
+    assert found["lbfgs"].objective == "bound"
+    assert found["lbfgs"].converged
+    assert found["lbfgs"].best_loss < found["adam"].best_loss + 1e-4
