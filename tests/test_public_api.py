@@ -145,8 +145,10 @@ SIGNATURES = {
     "fit": {
         "model": ...,
         "mll": None,
-        "iterations": 50,
-        "learning_rate": 0.1,
+        "optimizer": "auto",
+        "start": "auto",
+        "iterations": None,
+        "learning_rate": None,
         "num_probes": 10,
         "seed": 0,
         "progress": None,

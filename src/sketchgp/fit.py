@@ -34,6 +34,7 @@ from .settings import memory_budget
 
 _EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
 _SUBSET = 2000  # rows of a subset to start from
+_MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
 _SPAN = {"exact": 10, "bound": 10, "probes": 3, "given": 3}  # steps of L-BFGS over which a loss is judged
 
@@ -65,8 +66,8 @@ def fit(
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
         where a ``learning_rate`` is given.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
-        exactly; ``"auto"`` does so where losses of all rows are estimated, by L-BFGS, and it is known how to take rows
-        of the model (a Gaussian likelihood and no batch).
+        exactly; ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a
+        Gaussian likelihood and no batch).
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors of the log determinant.
@@ -117,8 +118,8 @@ def fit(
         objective = own if twin is None else Objective(twin.model, twin, exact=True)
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
-        many = optimizer == "lbfgs" and history.objective == "probes" and history.rows > 2 * _SUBSET
-        if start == "subset" or (start == "auto" and many):
+        many = history.rows > _MANY and history.objective in ("exact", "probes")
+        if start == "subset" or (start == "auto" and many and optimizer == "lbfgs"):
             inverse = _from_subset(mll, objective, history, seed, tol, show, began, asked=start == "subset")
         limit = iterations or _ITERATIONS[optimizer]
         with (

@@ -34,7 +34,7 @@ def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: 
     :param y: ``(n,)``, standardised.
     :param kernel: a key of ``regression.KERNELS``.
     :param subset: number of rows to tune on; all when n is not larger.
-    :param iterations: steps of Adam.
+    :param iterations: the most steps of L-BFGS.
     :param seed: of the subset and of the probes.
     :returns: the model, accelerated, in eval mode and conditioned on all rows.
     """
@@ -43,18 +43,10 @@ def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: 
     model = Regression(x[rows], y[rows], kernel)
     accelerate(model)
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
-    print(f"tuning the hyperparameters by marginal likelihood on {which} ...")
+    print(f"tuning the hyperparameters by marginal likelihood on {which} (seconds to minutes) ...")
     start = time.perf_counter()
 
-    ends: list[float] = []
-
-    def estimate(step: int, loss: float) -> None:
-        ends.append(time.perf_counter())
-        if step == 1:  # the first step pays for what is done once
-            seconds = ends[1] - ends[0]
-            print(f"  a step takes {seconds:.2g} s; {iterations} at the most, so about {iterations * seconds:.0f} s")
-
-    history = fit(model, iterations=iterations, seed=seed, callback=estimate)
+    history = fit(model, iterations=iterations, seed=seed)
     print(
         f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
