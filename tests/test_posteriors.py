@@ -389,3 +389,35 @@ def test_predictions_go_on_from_what_a_call_has_solved():
     assert found.report is solves[0]
     assert torch.allclose(found.mean, mean)
     assert torch.allclose(found.variance, variance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("noise", ["one", "fixed"])
+def test_few_points_in_float32_are_as_right_as_many(noise):
+    """The noise lies seven digits below the kernel's scale: a factor in float32 does not exist."""
+    x, y, test = (part.float() for part in data(n=200, m=30))
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-6))
+    likelihood.noise = 1e-4
+    if noise == "fixed":
+        likelihood = FixedNoiseGaussianLikelihood(torch.full((200,), 1e-4))
+    kernel = gpytorch.kernels.ScaleKernel(MaternKernel(nu=2.5))
+    kernel.outputscale = 800.0
+    model = Plain(x, y, likelihood, kernel).eval()
+    exact = copy.deepcopy(model).double()
+    sketchgp.accelerate(model)
+    test.requires_grad_()
+    found = model(test)
+    spread = float(y.std())
+    with dense():
+        twin = test.detach().double().requires_grad_()
+        expected = exact(twin)
+        assert float((found.mean - expected.mean).detach().abs().max()) < 1e-5 * spread
+        assert torch.allclose(found.variance.double(), expected.variance, rtol=2e-3, atol=1e-7)
+        covariances = found.covariance_matrix.double(), expected.covariance_matrix
+        assert torch.allclose(*covariances, rtol=2e-3, atol=1e-6)
+        (of_found,) = torch.autograd.grad(found.variance.sum(), test)
+        (of_expected,) = torch.autograd.grad(expected.variance.sum(), twin)
+        assert float((of_found - of_expected).norm()) < 1e-2 * float(of_expected.norm())
+    with sketchgp.record_solves() as solves:
+        predicted = sketchgp.predict(model, test.detach())
+    assert torch.allclose(predicted.variance, found.variance.detach(), rtol=2e-3, atol=1e-7)
+    assert all(solve.columns > 1 for solve in solves), "the mean is not solved again"

@@ -36,7 +36,8 @@ _EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factoriz
 _SUBSET = 2000  # rows of a subset to start from
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
-_SPAN = {"exact": 10, "bound": 10, "probes": 3, "given": 3}  # steps of L-BFGS over which a loss is judged
+_SPAN = {"exact": 10, "bound": 10, "probes": 3, "given": 3}  # steps of L-BFGS over which a loss is judged,
+_NEAR = 4  # and at the most where it starts from a subset's optimum
 
 
 def fit(
@@ -72,8 +73,8 @@ def fit(
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors of the log determinant.
     :param seed: of the probe vectors and the subset.
-    :param tol: the loss has settled when ten steps of L-BFGS together improved it by less than this (three, where it is
-        estimated), or the mean of five steps of Adam over the five before.
+    :param tol: the loss has settled when ten steps of L-BFGS together improved it by less than this (four after a
+        subset, three where it is estimated), or the mean of five steps of Adam over the five before.
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
@@ -130,7 +131,8 @@ def fit(
                 steps = Steps(objective, history, limit, bar, callback, adam_settled, tol, began)
                 adam(objective, steps, learning_rate or 0.1)
             else:
-                settled = partial(lbfgs_settled, span=_SPAN[history.objective])
+                span = _SPAN[history.objective]
+                settled = partial(lbfgs_settled, span=span if inverse is None else min(span, _NEAR))
                 steps = Steps(objective, history, limit, bar, callback, settled, tol, began)
                 lbfgs(objective, steps, inverse)
     except KeyboardInterrupt:

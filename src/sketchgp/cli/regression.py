@@ -32,9 +32,7 @@ class Regression(gpytorch.models.ExactGP):
     """
 
     def __init__(self, x: Tensor, y: Tensor, kernel: str = "matern52"):
-        # GPyTorch's own bound of the noise, 1e-4, is more than what some data have
-        least = gpytorch.constraints.GreaterThan(1e-5)
-        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood(noise_constraint=least))
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
         self.mean_module = gpytorch.means.ConstantMean()
         self.covar_module = gpytorch.kernels.ScaleKernel(KERNELS[kernel](x.shape[-1]))
         # Standardised rows are about sqrt(2 d) apart: start with lengthscales of that order.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from linear_operator.operators import AddedDiagLinearOperator
@@ -70,7 +71,10 @@ class AcceleratedModel(_Accelerated):
         small = covariance.shape[-1] <= cholesky_points() and not computing_exactly()
         if not small:
             check_products(super().forward, args, covariance)  # type: ignore[misc]
-        if prior.islazy and type(prior) is MultivariateNormal and acceleration.matmul != "gpytorch" and not small:
+        # few points in less than float64 are factorized in it, from kernels that can be evaluated so
+        accurate = not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
+        ours = acceleration.matmul != "gpytorch" and (not small or accurate)
+        if prior.islazy and type(prior) is MultivariateNormal and ours:
             converted = as_kernel_matrix(covariance, acceleration.matmul, acceleration.matmul_precision)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)

@@ -23,6 +23,7 @@ from ...operators.access import accurate_matmul
 from ...report import SolveReport, merged, own_solves
 from .acceleration import choices_of
 from .added_diag import solved_by_us
+from .factorized import conditioned, root_of
 from .mean_solve import mean_solve
 from .missing import observed_part, observed_rows
 from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
@@ -41,11 +42,16 @@ class _Posteriors(DefaultPredictionStrategy):
 
     def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
         observed = observed_rows(self.train_labels)
-        if settings.skip_posterior_variances.on() or (observed is None and not solved_by_us(noisy)):
+        if settings.skip_posterior_variances.on():
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        root = None if observed is not None or solved_by_us(noisy) else self._root()
+        if observed is None and root is None and not solved_by_us(noisy):
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
         if observed is not None:
             noisy, cross = self._of_observed(noisy, observed), cross[..., :, observed.nonzero().squeeze(-1)]
+        if root is not None:
+            return conditioned(prior, cross, root)
         if not solved_by_us(noisy):
             dense = cross.to_dense()
             return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
@@ -59,10 +65,18 @@ class _Posteriors(DefaultPredictionStrategy):
 
     def _noisy(self) -> Any:
         """``K + noise`` of the training data, evaluated."""
+        noisy = self._unevaluated().evaluate_kernel()
+        return noisy.detach() if settings.detach_test_caches.on() else noisy
+
+    def _unevaluated(self) -> Any:
         prior = self.train_prior_dist
         zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
-        noisy = self.likelihood(zero, self.train_inputs).lazy_covariance_matrix.evaluate_kernel()
-        return noisy.detach() if settings.detach_test_caches.on() else noisy
+        return self.likelihood(zero, self.train_inputs).lazy_covariance_matrix
+
+    def _root(self) -> Tensor | None:
+        """The factor of few training points in less than float64."""
+        root = root_of(self._unevaluated())
+        return root.detach() if root is not None and settings.detach_test_caches.on() else root
 
 
 class AcceleratedPredictionStrategy(_Posteriors):
@@ -86,7 +100,7 @@ class AcceleratedPredictionStrategy(_Posteriors):
     @property
     def weights(self) -> Any:
         """``(K + noise)^-1 (y - mean)``, ``(..., n)``, NaN where targets are missing; in float64 where it is
-        sketchgp's solution, else in the model's dtype."""
+        sketchgp's solution, or of few points, else in the model's dtype."""
         with self._lock(), mean_solve(), own_solves() as solves:
             weights = self._weights(settings.observation_nan_policy.value())
         if solves:
@@ -111,13 +125,17 @@ class AcceleratedPredictionStrategy(_Posteriors):
         covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
         if observed is not None:
             covariance = self._of_observed(covariance, observed)
-        dtype = torch.float64 if solved_by_us(covariance) else self.train_labels.dtype
+        root = None
+        if not solved_by_us(covariance):
+            root = root_of(covariance if observed is not None else marginal.lazy_covariance_matrix)
+        exact = root is not None or solved_by_us(covariance)
+        dtype = torch.float64 if exact else self.train_labels.dtype
         residual = self.train_labels.to(dtype) - marginal.loc.to(dtype)
+        kept = (residual if observed is None else residual[..., observed]).unsqueeze(-1)
+        found = (covariance.solve(kept) if root is None else torch.cholesky_solve(kept, root)).squeeze(-1)
+        weights = found if observed is None else torch.full_like(residual, torch.nan)
         if observed is not None:
-            weights = torch.full_like(residual, torch.nan)
-            weights[..., observed] = covariance.solve(residual[..., observed].unsqueeze(-1)).squeeze(-1)
-        else:
-            weights = covariance.solve(residual.unsqueeze(-1)).squeeze(-1)
+            weights[..., observed] = found
         if settings.detach_test_caches.on():
             return weights.detach()
         if weights.grad_fn is not None:  # as GPyTorch has it: a backward pass makes the cache useless
@@ -127,7 +145,7 @@ class AcceleratedPredictionStrategy(_Posteriors):
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
         """Posterior mean and covariance.  GPyTorch evaluates those of few points first, in their own dtype."""
         noisy = self._noisy()
-        if not solved_by_us(noisy):
+        if not solved_by_us(noisy) and self.weights.dtype == self.train_labels.dtype:
             return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
         mean = self.exact_predictive_mean(test_mean, test_train_covar)
         return mean, self._posterior(test_test_covar, test_train_covar, noisy)
@@ -142,7 +160,8 @@ class AcceleratedPredictionStrategy(_Posteriors):
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # as GPyTorch has it
         weights = torch.where(weights.isnan(), 0, weights) if missing else weights
         weights = weights.to(torch.float64).unsqueeze(-1)
-        product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
+        cross = to_linear_operator(test_train_covar)
+        product = accurate_matmul(cross, weights).squeeze(-1)
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
