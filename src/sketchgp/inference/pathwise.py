@@ -109,6 +109,7 @@ class ErrorPaths(_Deviations):
         millionth or so of the prior's, where it hangs on frequencies that are seldom drawn.
     :param solve: gives the solution of a problem with targets ``(n, S)``.
     :param seed: of functions and noises.
+    :param frequencies: of each function; None is 1024.
     :raises InputError: for a kernel without random features.
 
     :ivar solution: the weights ``(m, S)`` and the report of the solve.
@@ -123,8 +124,9 @@ class ErrorPaths(_Deviations):
         samples: int,
         solve: Callable[[InducingPointProblem], Solution],
         seed: int = 0,
+        frequencies: int | None = None,
     ) -> None:
-        super().__init__(kernel, z, samples, seed, "functions and noises of pathwise variances")
+        super().__init__(kernel, z, samples, seed, "functions and noises of pathwise variances", frequencies)
         targets = self._targets(x, noise)
         self.solution = solve(InducingPointProblem(kernel, x, targets.to(x.dtype), noise, z))
         self.weights = self.solution.value

@@ -13,8 +13,10 @@ circles.  Frequencies of factors add, functions of terms are independent.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ class PriorPaths:
             )
         prepared = self._prepare(self.origin)
         self._terms = [
-            _Waves(
+            _Waves.drawn(
                 [(index, expression.atoms[index], prepared.features[index]) for index in term],
                 samples,
                 self.frequencies,
@@ -73,6 +75,13 @@ class PriorPaths:
             )
             for term in expression.terms
         ]
+
+    def part(self, which: slice) -> PriorPaths:
+        """Some of the functions, which share memory with all."""
+        found = copy.copy(self)
+        found._terms = [waves.part(which) for waves in self._terms]
+        found.samples = found._terms[0].samples
+        return found
 
     def _prepare(self, x: Tensor) -> Prepared:
         """The features of x, counted from the origin, are on the left; differentiable in x only."""
@@ -93,31 +102,58 @@ class PriorPaths:
             parts.append(total)
         return torch.cat(parts) if parts else x.new_zeros(0, self.samples, dtype=torch.float64)
 
+    def each(self, x: Tensor) -> Tensor:
+        """Every function at points of its own, x ``(S, p, d)``: ``(S, p)``, float64, differentiable in x."""
+        parts = []
+        for span in spans(x.shape[1], max(1, _INPUTS // (self.samples * max(1, x.shape[2])))):
+            prepared = self._prepare(x[:, span].reshape(-1, x.shape[2]))
+            total = x.new_zeros(self.samples, span.stop - span.start, dtype=torch.float64)
+            for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
+                total = total + coefficient.sqrt() * waves.each(prepared.features, x.dtype)
+            parts.append(total)
+        return torch.cat(parts, dim=1) if parts else x.new_zeros(self.samples, 0, dtype=torch.float64)
 
+
+@dataclass(frozen=True)
 class _Waves:
     """S functions of one term, ``prod_a phi_a``; constants where there is no factor.
 
-    :param factors: index, atom and features (at any point) of each factor.
+    :ivar length: L, of one function.
+    :ivar weights: of each factor its index and ``(S L, features)`` frequencies, in turns.
+    :ivar phases: ``(S L,)`` in turns; of constants ``(S,)``, their values.
     """
 
-    def __init__(
-        self,
+    samples: int
+    length: int
+    weights: tuple[tuple[int, Tensor], ...]
+    phases: Tensor
+
+    @classmethod
+    def drawn(
+        cls,
         factors: list[tuple[int, Atom, Features]],
         samples: int,
         frequencies: int,
         generator: torch.Generator,
         device: torch.device,
-    ) -> None:
-        self.samples, self.length, count = samples, frequencies, samples * frequencies
-        self.weights: list[tuple[int, Tensor]] = []  # (S L, features)
+    ) -> _Waves:
+        """:param factors: index, atom and features (at any point) of each factor."""
+        weights, count = [], samples * frequencies
         for index, atom, features in factors:
-            drawn = _frequencies(atom, features, count, generator).div_(2 * math.pi)  # turns
-            self.weights.append((index, drawn.to(device)))
+            drawn = _frequencies(atom, features, count, generator).div_(2 * math.pi)
+            weights.append((index, drawn.to(device)))
         if factors:
             phases = torch.rand(count, dtype=torch.float64, generator=generator)
-        else:  # of a constant, its value
+        else:
             phases = torch.randn(samples, dtype=torch.float64, generator=generator)
-        self.phases = phases.to(device)
+        return cls(samples, frequencies, tuple(weights), phases.to(device))
+
+    def part(self, which: slice) -> _Waves:
+        """Some of the functions."""
+        start, stop, _ = which.indices(self.samples)
+        waves = slice(start * self.length, stop * self.length)
+        weights = tuple((index, of_all[waves]) for index, of_all in self.weights)
+        return _Waves(stop - start, self.length, weights, self.phases[waves if weights else which])
 
     def __call__(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
         """``(p, S)``, or ``(S,)`` of constants."""
@@ -125,6 +161,17 @@ class _Waves:
             return self.phases
         sums = _Sums.apply(self, dtype, *(features[index].left for index, _ in self.weights))
         return sums * math.sqrt(2 / self.length)
+
+    def each(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
+        """Every function at rows of its own, one function's after the other's: ``(S, p)``, or ``(S, 1)``."""
+        if not self.weights:
+            return self.phases.unsqueeze(1)
+        points = [features[index].left.unflatten(0, (self.samples, -1)).unbind() for index, _ in self.weights]
+        sums = [
+            _Sums.apply(self.part(slice(s, s + 1)), dtype, *own).squeeze(1)
+            for s, own in enumerate(zip(*points, strict=True))
+        ]
+        return torch.stack(sums) * math.sqrt(2 / self.length)
 
     def tiles(self, points: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice, slice, Tensor]]:
         """Rows, functions, their waves, and the turns ``(rows, waves)`` less whole ones, float64."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import found, refusal
 from ..errors import InputError
 from ..operators import KernelMatrix
-from ..operators.generic_tiles import parameters_of
+from ..operators.generic_tiles import of_all_dims, parameters_of
 from ..report import SolveReport, conclude, own_solves
 from .problem import FullProblem, Solution, System
 
@@ -131,13 +131,10 @@ def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tu
 
 def _full_problem(matrix: KernelMatrix, y: Tensor, noise: Tensor) -> FullProblem:
     """The problem that a kernel matrix is of; its inputs are those of the kernel's active dimensions already."""
-    kernel, own = matrix.kernel, parameters_of(matrix.kernel)
+    own = parameters_of(matrix.kernel)
     if any(not torch.equal(own[name], value) for name, value in zip(matrix.names, matrix.parameters, strict=True)):
         raise InputError(
             "The kernel's parameters changed since its matrix was made; call model.train() and model.eval(), then "
             "the model again."
         )
-    if kernel.active_dims is not None:
-        kernel, whole = object.__new__(type(kernel)), kernel
-        kernel.__dict__.update(whole.__dict__, _buffers={**whole._buffers, "active_dims": None})
-    return FullProblem(kernel, matrix.x1.detach(), y, noise)
+    return FullProblem(of_all_dims(matrix.kernel), matrix.x1.detach(), y, noise)
