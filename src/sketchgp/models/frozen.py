@@ -45,8 +45,9 @@ class FrozenPrior:
         assert found is not None
         return prior.mean, found
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Means ``(p, t)`` in float64, and of each output the points ``(p, d')`` as its kernel sees them."""
+    def __call__(self, x: Tensor, outputs: int) -> tuple[Tensor, list[Tensor]]:
+        """Means ``(p, t)`` in float64, or ``(p, 1)`` of all outputs, and of each output the points ``(p, d')`` as its
+        kernel sees them."""
         z = x
         if self.transformed:
             z = self.model.transform_inputs(x)
@@ -54,9 +55,9 @@ class FrozenPrior:
                 raise InputError("An input_transform that makes other points is not known to posterior samples.")
         mean, matrix = self.matrix(z)
         if not self.batch:
-            return mean.to(torch.float64).unsqueeze(-1), (matrix.x1,)
+            return mean.to(torch.float64).unsqueeze(-1), [matrix.x1] * outputs
         mean, points = (t.expand(*self.batch, *t.shape[1:]) for t in (mean, matrix.x1))
-        return mean.to(torch.float64).mT, points.unbind()
+        return mean.to(torch.float64).mT, list(points.unbind())
 
     def check(self, x: Any, least: int) -> Tensor:
         """Points of at least so many dimensions."""
