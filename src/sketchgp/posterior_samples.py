@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
 from .models.accelerated.conditioning import Conditioning
 from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import calls_its_own_way
-from .models.accelerated.sample_solve import solve_for_samples
+from .models.accelerated.sample_solve import SampleSolve
 from .models.frozen import FrozenPrior
 from .operators import KernelMatrix
 from .operators.expression import recognise
@@ -45,8 +44,9 @@ def sample_posterior(
 
     with X the training inputs, D the noises and xi normal.  Means and covariances of such functions are those of the
     posterior, whatever the number of frequencies, and for what the solve leaves out; they are normal as frequencies
-    grow.  The solve has ``num_samples`` columns and is by the solver of the model's mean, to its tolerance; p(X) takes
-    ``n num_samples frequencies`` cosines a term of the kernel.
+    grow.  The solve has ``num_samples`` columns and is by the solver of the model's mean, to its tolerance; where that
+    was left open, until samples are some percent of a posterior deviation off at the most, in the root mean square
+    over training points.  p(X) takes ``n num_samples frequencies`` cosines a term of the kernel.
 
     :param model: one that :func:`accelerate` was called on, whose covariance is one plain kernel (of several outputs of
         BoTorch's too: a kernel each), or an :class:`InducingPointGP`, whose samples spread as its pathwise variances
@@ -217,18 +217,20 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
     _solution_report(model)
     of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
     for index, part in zip(indices, parts, strict=True):
+        solve = SampleSolve(noisy, index)
         deviations = PosteriorDeviations(
             of_all_dims(part.kernel),
             part.x1.clone(),
             noisy._noise_vector().expand(*batch, -1)[index],
             samples,
-            partial(solve_for_samples, noisy, index=index),
+            solve,
             salted(seed, f"functions of output {index[0]}") if index else seed,
             frequencies,
         )
-        weights = of_mean[index].unsqueeze(1) - deviations.weights
+        weights, report = solve.refined(deviations)
+        weights = of_mean[index].unsqueeze(1) - weights
         outputs.append(_Output(deviations.prior, deviations.kernel, deviations.points, weights))
-        reports.append(deviations.report)
+        reports.append(report)
     return PosteriorSamples(prior, outputs, several, merged(reports), _name(model))
 
 
