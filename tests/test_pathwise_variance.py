@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpytorch.kernels import (
     ConstantKernel,
+    CosineKernel,
     LinearKernel,
     MaternKernel,
     PeriodicKernel,
@@ -19,6 +20,7 @@ from gpytorch.kernels import (
     RBFKernel,
     RQKernel,
     ScaleKernel,
+    SpectralMixtureKernel,
 )
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ConstantMean, ZeroMean
@@ -37,6 +39,7 @@ from sketchgp import (
     record_solves,
 )
 from sketchgp.inference.pathwise import ErrorPaths
+from sketchgp.operators import KernelMatrix
 from sketchgp.operators.random_features import PriorPaths
 
 N, M = 40, 8
@@ -54,6 +57,9 @@ KERNELS = {
     "twice": lambda: ScaleKernel(MaternKernel(nu=2.5)) * LaplaceKernel() + RBFKernel(),
     "rational-quadratic": lambda: ScaleKernel(RQKernel()),
     "periodic": lambda: PeriodicKernel() * RBFKernel(),
+    "spectral-mixture": lambda: ScaleKernel(SpectralMixtureKernel(num_mixtures=2, ard_num_dims=3)),
+    "mixture": lambda: SpectralMixtureKernel(num_mixtures=3, active_dims=(1,)) * RBFKernel() + ConstantKernel(),
+    "cosines": lambda: CosineKernel(active_dims=(0,)) * CosineKernel(active_dims=(2,)) * MaternKernel(nu=1.5),
     "constant": lambda: ConstantKernel() + ScaleKernel(RBFKernel()),
 }
 TEST = points(11, seed=4)
@@ -72,6 +78,13 @@ def _kernel(name, lengthscale=0.5):
             part.constant = torch.tensor(0.8)
         if isinstance(part, RQKernel):
             part.alpha = 0.7
+        if isinstance(part, CosineKernel):
+            part.period_length = 1.6
+        if isinstance(part, SpectralMixtureKernel):
+            k, d = part.mixture_means.shape[-3], part.mixture_means.shape[-1]
+            part.mixture_weights = torch.linspace(0.9, 0.5, k)
+            part.mixture_means = torch.linspace(0.4, 0.1, k * d).reshape(k, 1, d)
+            part.mixture_scales = torch.linspace(0.1, 0.3, k * d).reshape(k, 1, d)
     return kernel
 
 
@@ -480,6 +493,26 @@ def test_kernels_without_random_features(kernel):
     assert predict(model, TEST, variance=None).variance is None
     model.variance = "dtc"
     assert predict(model, TEST).variance_method == "dtc"
+
+
+def test_a_cosine_of_several_dimensions_is_no_covariance():
+    with pytest.raises(InputError, match="CosineKernel of 3 dimensions is no covariance"):
+        PriorPaths(CosineKernel().double(), points(1), 2, torch.Generator())
+
+
+def test_functions_of_one_mixture_of_a_batch():
+    """As for an output of a model with several."""
+    batch = SpectralMixtureKernel(num_mixtures=2, ard_num_dims=3, batch_shape=torch.Size([2])).double()
+    batch.mixture_weights = torch.tensor([[0.9, 0.2], [0.3, 0.6]])
+    batch.mixture_means = torch.linspace(0.4, 0.1, 12).reshape(2, 2, 1, 3)
+    batch.mixture_scales = torch.linspace(0.1, 0.3, 12).reshape(2, 2, 1, 3)
+    x, samples = points(5, seed=1), 100_000
+    for number in range(2):
+        kernel = KernelMatrix.of(batch, x.expand(2, 5, 3)).element((number,)).kernel
+        f = PriorPaths(kernel, points(1, seed=2), samples, torch.Generator().manual_seed(5), frequencies=2)(x)
+        wanted = batch(x.expand(2, 5, 3)).to_dense()[number].detach()
+        error = (f @ f.mT / samples - wanted).abs().max() / wanted[0, 0]
+        assert float(error) < 4.5 * math.sqrt(2 / samples)
 
 
 def test_structured_kernels_are_refused_as_ever():

@@ -58,8 +58,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         m x m matrix (:class:`sketchgp.inference.pathwise.ErrorPaths`).  It has no bias, a relative standard deviation
         of ``sqrt(2 / variance_samples)``, and lies above the variance of the exact posterior but for that.  It is not
         the formula of DTC, which takes the data for drawn from q: where q differs from k the two differ, and DTC's is
-        often the larger.  It knows kernels with random features: RBF, Matern, rational quadratic, periodic, Laplace
-        and constant kernels, their sums and products.
+        often the larger.  It knows kernels with random features: RBF, Matern, rational quadratic, periodic, Laplace,
+        spectral mixture, cosine and constant kernels, their sums and products.
       - ``"auto"``: DTC while its matrices fit into the free memory, and samples beyond.
     - Nothing n x m is ever stored, and k(test, train) is never formed.
     - Several outputs: targets ``(n, t)`` share kernel, noise and inducing points; predictions are then a
@@ -202,7 +202,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.variance
         if "method" not in self._kept:  # decided once, as the memory that is free differs from call to call
             fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= available_memory(self._x.device)
-            self._kept["method"] = "pathwise" if not fits and recognise(self.covar_module) is not None else "dtc"
+            features = recognise(self.covar_module, waves=True) is not None
+            self._kept["method"] = "pathwise" if features and not fits else "dtc"
         return self._kept["method"]
 
     @property

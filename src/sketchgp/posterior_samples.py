@@ -58,7 +58,7 @@ def sample_posterior(
     :returns: the functions; ``samples(x)`` is ``(S, ..., p)`` for x ``(..., p, d)``.
     :raises InputError: for a model that is not accelerated, has no data or missing targets, a batch of models, several
         tasks, and for kernels without random features.  Those are known of RBF, Matern, rational quadratic, periodic,
-        Laplace and constant kernels, scaled, added and multiplied.
+        Laplace, spectral mixture, cosine and constant kernels, scaled, added and multiplied.
 
     Wilson, Borovitskiy, Terenin, Mostowsky, Deisenroth, "Efficiently sampling functions from Gaussian process
     posteriors" (ICML 2020).
@@ -187,11 +187,11 @@ class _Output:
 
 
 def _check_kernel(model: Any, kernel: Any) -> None:
-    if recognise(kernel) is None:
+    if recognise(kernel, waves=True) is None:
         raise InputError(
             f"{_OWNER}: the kernel of {_name(model)} has no random features; they are known of RBF, Matern, "
-            "rational quadratic, periodic, LaplaceKernel and constant kernels, scaled, added and multiplied. "
-            "model(x).rsample() draws values at given points."
+            "rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant kernels, scaled, added "
+            "and multiplied. model(x).rsample() draws values at given points."
         )
 
 

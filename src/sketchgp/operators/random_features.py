@@ -8,7 +8,8 @@ Shinozuka (1971) for waves of one height, whose covariances vary less than with 
 Spectral densities are known of what :mod:`~sketchgp.operators.expression` makes of kernels: a factor is a function of
 features of the inputs, Gaussian (normal frequencies), Matern (multivariate t), rational quadratic (normal with a gamma
 distributed precision) or l1 Laplace (Cauchy, one for each dimension).  A periodic kernel is a Gaussian of points on
-circles.  Frequencies of factors add, functions of terms are independent.
+circles.  A spectral mixture's are normal about the means of its components, in each dimension for itself; a cosine has
+one.  Frequencies of factors add, functions of terms are independent.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpytorch.kernels import CosineKernel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
-from .expression import Atom, Features, Prepared
+from .expression import Expression, Features, Prepared, recognise
 from .kernel_matrix import KernelMatrix
-from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC
+from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
 from .tall import constant
 from .tiles import spans
 
@@ -57,17 +59,18 @@ class PriorPaths:
     ) -> None:
         self.kernel, self.origin, self.samples = kernel, origin.detach(), samples
         self.frequencies = _FREQUENCIES if frequencies is None else frequencies
-        expression = KernelMatrix.of(kernel, self.origin, engine="tiled").expression
+        expression = recognise(kernel, waves=True)
         if expression is None:
             raise InputError(
                 f"{type(kernel).__name__} has no random features here, which variances by samples need; they are known "
-                "of RBF, Matern, rational quadratic, periodic, LaplaceKernel and constant kernels, scaled, added and "
-                "multiplied. The mean needs no variance: predict(model, x, variance=None)."
+                "of RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant "
+                "kernels, scaled, added and multiplied. The mean needs no variance: predict(model, x, variance=None)."
             )
+        self._expression = expression
         prepared = self._prepare(self.origin)
         self._terms = [
             _Waves.drawn(
-                [(index, expression.atoms[index], prepared.features[index]) for index in term],
+                [(index, expression, prepared.features[index]) for index in term],
                 samples,
                 self.frequencies,
                 generator,
@@ -86,6 +89,7 @@ class PriorPaths:
     def _prepare(self, x: Tensor) -> Prepared:
         """The features of x, counted from the origin, are on the left; differentiable in x only."""
         matrix = constant(KernelMatrix.of(self.kernel, x, self.origin, engine="tiled")).double()
+        matrix.expression = self._expression
         return matrix.prepare(list(matrix._args), False)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -131,16 +135,16 @@ class _Waves:
     @classmethod
     def drawn(
         cls,
-        factors: list[tuple[int, Atom, Features]],
+        factors: list[tuple[int, Expression, Features]],
         samples: int,
         frequencies: int,
         generator: torch.Generator,
         device: torch.device,
     ) -> _Waves:
-        """:param factors: index, atom and features (at any point) of each factor."""
+        """:param factors: index in an expression, that, and the features (at any point) of each factor."""
         weights, count = [], samples * frequencies
-        for index, atom, features in factors:
-            drawn = _frequencies(atom, features, count, generator).div_(2 * math.pi)
+        for index, expression, features in factors:
+            drawn = _frequencies(expression, index, features, count, generator).div_(2 * math.pi)
             weights.append((index, drawn.to(device)))
         if factors:
             phases = torch.rand(count, dtype=torch.float64, generator=generator)
@@ -213,8 +217,12 @@ class _Sums(torch.autograd.Function):
         return (None, None, *found)
 
 
-def _frequencies(atom: Atom, features: Features, count: int, generator: torch.Generator) -> Tensor:
-    """``(count, p)`` draws of the spectral density of ``phi(q)`` for features ``(..., p)``, float64."""
+def _frequencies(
+    expression: Expression, index: int, features: Features, count: int, generator: torch.Generator
+) -> Tensor:
+    """``(count, p)`` draws of the spectral density of the factor ``phi(q)`` of this index for features ``(..., p)``,
+    float64."""
+    atom = expression.atoms[index]
 
     def normal(width: int) -> Tensor:
         return torch.randn(count, width, dtype=torch.float64, generator=generator)
@@ -229,7 +237,31 @@ def _frequencies(atom: Atom, features: Features, count: int, generator: torch.Ge
         assert alpha is not None
         shape = alpha.detach().reshape(1, 1).cpu().expand(count, 1)
         return drawn * (torch._standard_gamma(shape.contiguous(), generator=generator) / shape).sqrt()
+    if atom.profile is WAVES:
+        return _waves_of(expression, atom.leaves[0].kernel, drawn, generator)
     # Matern: features are sqrt(2 nu) x / lengthscale, so that the t with 2 nu degrees of freedom is a normal over the
     # root of a chi square
     freedom = round(2 * atom.leaves[0].kernel.nu)
     return drawn / normal(freedom).norm(dim=-1, keepdim=True)
+
+
+def _waves_of(expression: Expression, kernel: Any, normal: Tensor, generator: torch.Generator) -> Tensor:
+    """Of a spectral mixture or a cosine kernel, of either sign in every dimension.
+
+    :param normal: ``(count, p)`` normal numbers.
+    :raises InputError: for a cosine of the distance in several dimensions, which is no covariance.
+    """
+    count, p = normal.shape
+    signs = torch.randint(2, normal.shape, generator=generator) * 2 - 1
+    if isinstance(kernel, CosineKernel):
+        if p > 1:
+            raise InputError(f"A CosineKernel of {p} dimensions is no covariance; give each its own by active_dims.")
+        period = expression.own(kernel.period_length, 2).detach().to("cpu", torch.float64)
+        return math.pi / period * signs
+    means, scales = (
+        expression.own(t, 3).detach().to("cpu", torch.float64).reshape(-1, p)
+        for t in (kernel.mixture_means, kernel.mixture_scales)
+    )
+    weights = expression.own(kernel.mixture_weights, 1).detach().to("cpu", torch.float64)
+    which = torch.multinomial(weights, count * p, replacement=True, generator=generator).reshape(count, p)
+    return (means.gather(0, which) + scales.gather(0, which) * normal) * signs * (2 * math.pi)
