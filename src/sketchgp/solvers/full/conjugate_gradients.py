@@ -20,7 +20,7 @@ from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
-from ..energy import Explaining
+from ..energy import Goal
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
 from .gradients import Gradients
@@ -132,7 +132,7 @@ class ConjugateGradients(Budgeted):
         held_out: HeldOut | None = None,
         progress: bool | None = None,
         keep_interrupted: bool = False,
-        goal: Explaining | None = None,
+        goal: Goal | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 

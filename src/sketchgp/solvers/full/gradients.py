@@ -13,7 +13,7 @@ from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
 from ..conjugate_step import NAN, descend, turn
-from ..energy import Explaining, RemainingEnergy
+from ..energy import Goal, RemainingEnergy
 from ..lanczos import tridiagonal
 from ..loop import Method, Outcome
 from ..problem import System
@@ -44,7 +44,7 @@ class Gradients(Method):
         rhs: Tensor,
         preconditioner: LowRankPlusDiagonal | None,
         lanczos_columns: int,
-        goal: Explaining | None,
+        goal: Goal | None,
     ) -> None:
         super().__init__()
         self.goal, self.energy = goal, RemainingEnergy()
@@ -116,7 +116,7 @@ class Gradients(Method):
         if self.cycling:
             return None
         open_columns = ~self._done(self.residual)
-        if not bool(open_columns.any()) and not self.exact and self.goal is not None:
+        if not bool(open_columns.any()) and not self.exact and self.goal is not None and self.goal.careful:
             self._doubt()
             open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
         if not bool(open_columns.any()):
