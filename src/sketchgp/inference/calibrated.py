@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..lowrank import rpcholesky
+from ..operators import KernelMatrix
 from ..operators.access import Access
 from ..operators.tall import constant
 from ..random_streams import generator
@@ -24,7 +24,7 @@ from .predictive_variance import LowRankVariance
 
 _RANK = 100
 _NEIGHBOURS = 128
-_POINTS = 32
+_POINTS = 24
 _FEW = 0.25  # of the points, that are below a typical variance
 _FLOOR = 0.02  # of the noise: latent variances below it are not compared as ratios
 
@@ -37,11 +37,12 @@ class Calibrated:
     :param leave_out: gives the exact latent variances ``(p,)``, float64, at training points with these indices that are
         left out.
 
-    :ivar factor: s; :ivar scatter: the relative standard error of a variance; 0 where all points are neighbours.
+    :ivar factor: s; :ivar scatter: the relative standard error of a variance; 0 where
+        there are so few points that it is exact.
     :ivar typical: ``()`` a latent variance that few points are below.
     """
 
-    def __init__(self, matrix: Any, noise: Tensor, leave_out: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, matrix: KernelMatrix, noise: Tensor, leave_out: Callable[[Tensor], Tensor]) -> None:
         self.matrix, noise = constant(matrix), noise.detach().to(torch.float64)
         n, self.factor, self.scatter = len(noise), 1.0, 0.0
         with torch.no_grad():
@@ -53,10 +54,11 @@ class Calibrated:
             ).pivots
             assert pivots is not None
             x = self.matrix.x1
-            self.low_rank = LowRankVariance(self.block, x, noise, x[pivots], _NEIGHBOURS)
-            if n <= _NEIGHBOURS:
+            if n <= _NEIGHBOURS:  # all points as inducing points
+                self.low_rank = LowRankVariance(self.block, x, noise, x)
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
+            self.low_rank = LowRankVariance(self.block, x, noise, x[pivots], _NEIGHBOURS)
             others = torch.ones(n, dtype=torch.bool, device=x.device).index_fill_(0, pivots, False).nonzero().squeeze(1)
             some = torch.randperm(len(others), generator=generator(0, "points that variances are calibrated at"))
             points = others[some[:_POINTS].to(x.device)]
@@ -69,11 +71,19 @@ class Calibrated:
             self.scatter = float(logs.std()) * math.sqrt(1 + 1 / len(points))
 
     def block(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None; a and b as the kernel sees them."""
-        if b is None:
-            return self.matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-        return self.matrix._with(a, b, False).type(torch.float64).to_dense()
+        """:func:`block` of the matrix."""
+        return block(self.matrix, a, b)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it; float64, differentiable in x."""
         return self.factor * self.low_rank(x)
+
+
+def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:
+    """``k(a, b)`` in float64 by the kernel of a matrix, or the diagonal ``k(a_i, a_i)`` where b is None.
+
+    :param a: ``(..., p, d)`` and :param b: ``(..., q, d)``, as the kernel sees them.
+    """
+    if b is None:
+        return matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
+    return matrix._with(a, b, False).type(torch.float64).to_dense()

@@ -44,8 +44,8 @@ class LowRankVariance:
     Set-up costs ``n r^2`` operations; each test point ``r^2``, and with M neighbours ``n`` entries of the kernel to
     find them, ``M^2`` more and ``M^2 (M / 3 + r)`` operations.  Memory ``r^2`` beside tiles, with neighbours ``n r``.
 
-    :param block: ``block(a, b)`` gives ``k(a, b)`` for inputs (..., p, d) and (..., q, d), dense; ``block(a, None)`` the
-        diagonal ``k(a_i, a_i)``.
+    :param block: ``block(a, b)`` gives ``k(a, b)`` for inputs (..., p, d) and (..., q, d), dense; ``block(a, None)``
+        the diagonal ``k(a_i, a_i)``.
     :param x: training inputs ``(n, d)``.
     :param noise: ``(n,)`` variances.
     :param inducing_points: ``(r, d)``.

@@ -121,6 +121,32 @@ class Energy:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Two goals: one of the first columns, the other of those after them.
+
+    :ivar columns: of the first.
+    """
+
+    first: Goal
+    second: Goal
+    columns: int
+    share: float = 1.0
+
+    @property
+    def least(self) -> Tensor:
+        return self.first.least
+
+    @property
+    def careful(self) -> bool:
+        return self.first.careful or self.second.careful
+
+    def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(t,)``, each over its own goal's share."""
+        parts = ((self.first, slice(None, self.columns)), (self.second, slice(self.columns, None)))
+        return torch.cat([goal.error(taken[part], remaining[part]) / goal.share for goal, part in parts])
+
+
+@dataclass(frozen=True)
 class Explaining:
     """What a solve for ``c^T A^-1 c`` is to come to: no posterior variance ``prior - c^T A^-1 c`` off by more than a
     share of itself, or of a hundredth of the noise where that is more.

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, InputError, warn
-from ...inference.calibrated import Calibrated
+from ...inference.calibrated import Calibrated, block
 from ...inference.explained import Explained
 from ...inference.pathwise import PosteriorDeviations
 from ...operators import KernelMatrix
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
-from ...solvers.energy import Energy, Explaining, LeavingOut
+from ...solvers.energy import Beside, Energy, Explaining, Goal, LeavingOut
 from ...solvers.solver import kernel_of
 
 VARIANCES = ("auto", "exact", "samples", "low_rank")
@@ -42,6 +42,8 @@ class Approximate:
 
     def __init__(self, side: Any) -> None:
         self.side, self.matrix, self.noise = side, side.system.operator, side.system.noise
+        self._checked_at = self.matrix.x1[:0]
+        self._exact: Tensor | None = None  # at these points
 
     @staticmethod
     def serves(noisy: Any) -> bool:
@@ -70,13 +72,19 @@ class Approximate:
 
     # --- what they are made of ------------------------------------------------------------------------------
 
-    @property
-    def low_rank(self) -> Calibrated:
-        """Kept, or found now by a solve with some tens of columns."""
+    def prepare(self, x: Tensor) -> None:
+        """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
+        with some tens of columns; nothing where it was found before."""
         kept = self.side.kept
         if kept.low_rank is None:
+            self._checked_at = x[self._some(x)]
             kept.low_rank = Calibrated(self.matrix, self.noise, self._left_out)
-        return kept.low_rank
+
+    @property
+    def low_rank(self) -> Calibrated:
+        """Found by :meth:`prepare`."""
+        assert self.side.kept.low_rank is not None
+        return self.side.kept.low_rank
 
     @property
     def deviations(self) -> PosteriorDeviations:
@@ -100,37 +108,48 @@ class Approximate:
     def _goal(self) -> Energy:
         """Of samples: what they leave out of the energy of targets, n in expectation, is as little a share of it as
         would be of a variance, were it spread evenly."""
-        prior = self.low_rank.block(self.matrix.x1[:_ROWS], None).mean()
+        prior = block(self.matrix, self.matrix.x1[:_ROWS], None).mean()
         typical = self.low_rank.typical
         return Energy(len(self.noise) * (typical / prior).clamp(max=1), self.noise.amin().to(torch.float64).reshape(1))
 
     def _left_out(self, indices: Tensor) -> Tensor:
-        """Exact latent variances at training points that are left out."""
-        noise, n = self.noise.to(torch.float64), len(self.noise)
+        """Exact latent variances at training points that are left out; and, beside them, at points to be checked."""
+        noise, n, points = self.noise.to(torch.float64), len(self.noise), self._checked_at
         units = torch.zeros(n, len(indices), dtype=torch.float64, device=noise.device)
         units[indices, torch.arange(len(indices), device=noise.device)] = 1
+        c, prior = block(self.matrix, self.matrix.x1, points), block(self.matrix, points, None)
+        both = torch.cat([units, c], dim=1)
         goal = LeavingOut(noise[indices], noise.amin().reshape(1))
-        weights, _ = self.side.solve_block(units, goal)
-        q = Explained(weights, self.side.system.accurate_product(weights)).diagonal(units)
-        return (1 / q - noise[indices]).clamp(min=0)
+        explained = self._explained(both, Beside(goal, self._explaining(prior), len(indices)))
+        self._exact = (prior - explained[len(indices) :]).clamp(min=0)
+        return (1 / explained[: len(indices)] - noise[indices]).clamp(min=0)
+
+    def _explained(self, c: Tensor, goal: Goal) -> Tensor:
+        """``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
+        weights, _ = self.side.solve_block(c, goal)
+        return Explained(weights, self.side.system.accurate_product(weights)).diagonal(c)
+
+    def _explaining(self, prior: Tensor) -> Explaining:
+        """Variances that are right to a hundredth."""
+        return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.01, careful=False)
 
     # --- variances ------------------------------------------------------------------------------------------
 
-    def __call__(self, x: Tensor, method: str) -> tuple[Tensor, Tensor]:
-        """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it, float64, and their relative standard errors.
+    def __call__(self, x: Tensor, method: str) -> Tensor:
+        """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it, float64.
 
         Differentiable in x, with all that is the training side's as constants.
 
         :param method: ``"low_rank"`` or ``"samples"``.
         """
+        self.prepare(x.detach())
         low_rank, parts = self.low_rank, []
         for rows in spans(len(x), _ROWS):
             found = low_rank(x[rows])
             if method == "samples":
                 found = self._weighed(self.deviations(x[rows]), found)
             parts.append(found)
-        variance = torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
-        return variance, torch.full_like(variance, self.error(method), requires_grad=False)
+        return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
     def error(self, method: str) -> float:
         """The relative standard error of a variance."""
@@ -149,29 +168,30 @@ class Approximate:
         squares = deviations.square().mean(dim=-1)
         return (of_samples * squares + of_low_rank * low_rank) / (of_samples + of_low_rank)
 
-    def exact(self, x: Tensor) -> Tensor:
-        """Latent variances ``(m,)`` at a few points, right to a fiftieth."""
-        block = self.low_rank.block
-        c, prior = block(self.matrix.x1, x), block(x, None)
-        least = self.noise.amin().to(torch.float64).reshape(1)
-        weights, _ = self.side.solve_block(c, Explaining(prior, least, share=0.01, careful=False))
-        found = Explained(weights, self.side.system.accurate_product(weights))
-        return (prior - found.diagonal(c)).clamp(min=0)
+    # --- a look at a few of them ----------------------------------------------------------------------------
+
+    @staticmethod
+    def _some(x: Tensor) -> Tensor:
+        some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECKED]
+        return some.to(x.device)
 
     @torch.no_grad()
-    def check(self, x: Tensor, variance: Tensor, method: str, points: int = _CHECKED) -> tuple[Tensor, Tensor]:
-        """Indices of a few of the test points x, and exact variances there; warns where those that were found are off by
+    def check(self, x: Tensor, variance: Tensor, method: str) -> tuple[Tensor, Tensor]:
+        """Indices of 8 of the test points x, and exact variances there; warns where those that were found are off by
         more than their standard error says."""
-        some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:points].to(x.device)
-        exact, floor = self.exact(x[some]), 0.02 * float(self.noise.amin())
+        some = self._some(x)
+        at, floor, error = x[some], 0.02 * float(self.noise.amin()), self.error(method)
+        if self._exact is None or not torch.equal(at, self._checked_at):
+            c, prior = block(self.matrix, self.matrix.x1, at), block(self.matrix, at, None)
+            self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
+        exact = self._exact
         logs = ((variance[some] + floor) / (exact + floor)).log()
-        error = self.error(method)
         typical, worst = float(logs.median().abs()), float(logs.abs().max())
         if typical > 0.1 + 3 * error / math.sqrt(len(some)) or worst > 0.2 + 4 * error:
             warn(
-                f"Variances by {method!r} are off by {math.expm1(typical):.0%} in the median of {len(some)} test points, "
-                f"and by up to {math.expm1(worst):.0%}; their standard error says {error:.0%}. Use variance='exact', or "
-                "'samples' with more variance_samples.",
+                f"Variances by {method!r} are off by {math.expm1(typical):.0%} in the median of {len(some)} test "
+                f"points, and by up to {math.expm1(worst):.0%}; their standard error says {error:.0%}. Use "
+                "variance='exact', or 'samples' with more variance_samples.",
                 ConvergenceWarning,
             )
         return some, exact

@@ -31,8 +31,8 @@ from ...operators.access import SUMS
 from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
-from ...settings import memory_budget
 from ...report import SolveReport
+from ...settings import memory_budget
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
 from ...solvers.solver import solve_system
@@ -124,20 +124,24 @@ class TrainingSide:
         """Variances of many points."""
         return Approximate(self)
 
-    def method(self, points: int, differentiated: bool) -> str:
-        """How so many variances are computed: ``"exact"``, ``"low_rank"`` or ``"samples"``.
+    def method(self, chosen: str, x: Tensor, differentiated: bool) -> str:
+        """How variances at x ``(m, d)``, as the kernel sees it, are computed: ``"exact"``, ``"low_rank"`` or
+        ``"samples"``.
 
+        :param chosen: one of these, or ``"auto"``.
         :param differentiated: whether gradients in the points may be asked for.
         :raises InputError: where the model has not what was chosen.
         """
-        chosen, serves = self.acceleration.variance, Approximate.serves(self.noisy)
+        serves = Approximate.serves(self.noisy)
         if chosen in ("low_rank", "samples") and not serves:
             raise refuse(chosen)
         if chosen != "auto":
             return chosen
-        live = differentiated or any(tensor.requires_grad for tensor in self.noisy.representation())
-        if live or not serves or isinstance(self.solver, Cholesky) or self.approximate.exact_is_cheap(points):
+        hyperparameters = self.gradients and any(tensor.requires_grad for tensor in self.noisy.representation())
+        live = differentiated or hyperparameters
+        if live or not serves or isinstance(self.solver, Cholesky) or self.approximate.exact_is_cheap(len(x)):
             return "exact"
+        self.approximate.prepare(x)
         return self.approximate.best()
 
     @torch.no_grad()
@@ -265,22 +269,22 @@ class PosteriorCovariance(LazyCovariance):
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _variance(self) -> Tensor:
-        points = self.cross.x1 if isinstance(self.cross, KernelMatrix) else None
-        if points is not None and self.shape[-1]:
-            differentiated = torch.is_grad_enabled() and points.requires_grad
-            method = self.side.method(self.shape[:-1].numel(), differentiated)
+        chosen = self.side.acceleration.variance
+        if isinstance(self.cross, KernelMatrix) and self.shape[-1]:
+            x = self.cross.x1.reshape(-1, self.cross.x1.shape[-1])
+            method = self.side.method(chosen, x.detach(), torch.is_grad_enabled() and x.requires_grad)
             if method != "exact":
-                return self._approximate(points, method)
-        elif self.side.acceleration.variance in ("low_rank", "samples"):
-            raise refuse(self.side.acceleration.variance)
+                return self._approximate(x, method, chosen == "auto")
+        elif chosen in ("low_rank", "samples"):
+            raise refuse(chosen)
         return self._exact_variance()
 
-    def _approximate(self, points: Tensor, method: str) -> Tensor:
-        flat, approximate = points.reshape(-1, points.shape[-1]), self.side.approximate
-        found, _ = approximate(flat, method)
-        if self.side.acceleration.variance == "auto" and method not in self.side.kept.checked:
-            approximate.check(flat.detach(), found.detach(), method)
-            self.side.kept.checked.add(method)
+    def _approximate(self, x: Tensor, method: str, checked: bool) -> Tensor:
+        approximate, kept = self.side.approximate, self.side.kept
+        found = approximate(x, method)
+        if checked and method not in kept.checked:
+            approximate.check(x.detach(), found.detach(), method)
+            kept.checked.add(method)
         return found.reshape(self.shape[:-1])
 
     def _exact_variance(self) -> Tensor:
