@@ -67,14 +67,14 @@ def accelerate(
 
         - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.
         - ``"low_rank"``: conditioned on the 128 nearest training points and 100 inducing points, times a factor that
-          makes exact variances of 32 training points that are left out right on the average; one solve with 32 columns
+          makes exact variances of 12 training points that are left out right on the average; one solve with 16 columns
           for any number of test points.  What they scatter by is known.
         - ``"samples"``: the mean square of ``variance_samples`` draws of the posterior about its mean
           (:class:`sketchgp.inference.pathwise.PosteriorDeviations`), averaged with the low-rank variance by the inverse
           of their squared standard errors; one solve with as many columns more.  For kernels with random features:
           RBF, Matern, rational quadratic, periodic, Laplace and constant kernels, their sums and products.
         - ``"auto"``: exact while that costs no more; else low-rank where its standard error is at most a tenth, and
-          samples where it is not.  It compares 8 test points with exact variances once, and warns where it is off by
+          samples where it is not.  It compares 4 test points with exact variances once, and warns where it is off by
           more than the standard errors say.  Where gradients may be asked for, and for all but one plain kernel
           without batch, it is exact.
     :param variance_samples: of ``"samples"``, whose relative standard error is below ``sqrt(2 / variance_samples)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -72,11 +73,11 @@ def predict(
     Unlike ``model(x)`` it never makes an m x n or m x m array: the mean goes by chunks of tiles, and so do variances.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose variances are
-        those of DTC or pathwise as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
+        those of DTC or by samples as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
         mode.
     :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
     :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
-        compared with exact variances at 8 test points, with a warning where they are off by more than their standard
+        compared with exact variances at 4 test points, with a warning where they are off by more than their standard
         errors say; ``"auto"`` is what the model was told; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
     :param progress: show a progress bar (default: only in a terminal).
@@ -134,7 +135,8 @@ def predict(
             assert isinstance(conditioning, PlainConditioning)
             latent, check, error = _approximate_variance(conditioning, x, method, batch_size or _MEAN_ROWS, show)
         noise = _noise(model, x, latent)
-        return Prediction(mean, latent, None if noise is None else latent + noise, method, check, report, error)
+        observed = None if noise is None else latent + noise
+        return Prediction(mean, latent, observed, method, check, report, error)
 
 
 def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Tensor) -> str:
@@ -150,7 +152,7 @@ def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Ten
 def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
     """Of a model on inducing points, which knows how variances are computed."""
     if variance not in (None, "auto"):
-        raise InputError(f"The variance of an InducingPointGP is that of DTC or pathwise, as the model was told; "
+        raise InputError(f"The variance of an InducingPointGP is that of DTC or by samples, as the model was told; "
                          f"variance expects 'auto' or None, got {variance!r}.")  # fmt: skip
     means, variances = [], []
     with own_solves() as solves:
@@ -169,7 +171,9 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         latent = torch.cat(variances)
         noise = _noise(model, x, latent)
         observed = None if noise is None else latent + noise
-        return Prediction(mean, latent, observed, model.variance_method, None, report)
+        method = model.variance_method
+        error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
+        return Prediction(mean, latent, observed, method, None, report, error)
 
 
 def _solution_report(model: Any) -> SolveReport | None:

@@ -68,8 +68,8 @@ def solve(
     """
     noise = (system.noise if noise is None else noise).to(torch.float64)
     goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
-    weights, _, _ = solver.run(system, c, preconditioner, name=name, initial=initial, goal=goal)
-    return Explained(weights, system.accurate_product(weights))
+    weights, product, _ = solver.explain(system, c, preconditioner, goal, name=name, initial=initial)
+    return Explained(weights, product)
 
 
 class Factors:

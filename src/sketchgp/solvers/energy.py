@@ -92,7 +92,7 @@ class LeavingOut:
 
     noise: Tensor
     least: Tensor
-    share: float = 0.01
+    share: float = 0.02
     careful: bool = False
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:

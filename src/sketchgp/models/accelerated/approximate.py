@@ -1,6 +1,6 @@
 """Variances of many test points, for a price that hardly depends on how many: low-rank ones, and samples.
 
-What they are made of takes one solve with some tens of columns (low-rank ones), and one with as many as there are
+What they are made of takes one solve with 16 columns (low-rank ones), and one with as many as there are
 samples.  It is kept with the factor of the training covariance.
 """
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ...errors import ConvergenceWarning, InputError, warn
 from ...inference.calibrated import Calibrated, block
-from ...inference.explained import Explained
 from ...inference.pathwise import PosteriorDeviations
 from ...operators import KernelMatrix
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
+from ...report import SolveReport
 from ...solvers.energy import Beside, Energy, Explaining, Goal, LeavingOut
 from ...solvers.solver import kernel_of
 
@@ -27,10 +27,10 @@ VARIANCES = ("auto", "exact", "samples", "low_rank")
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
 _FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which it does
 _FEW = 32  # test points for which solves cost no more than what others are made of
-_BLOCK_WORK = 1700  # operations over n^2 that a solve with tens of columns takes the time of
+_BLOCK_WORK = 1700  # operations over n^2 that a solve with 16 columns takes the time of
 _POINT_WORK = 1.5e7  # and a low-rank variance
 _SCATTER = 0.1  # of low-rank variances beyond which "auto" draws samples
-_CHECKED = 8  # test points at which "auto" looks for itself
+_CHECKED = 4  # test points at which "auto" looks for itself
 _ROWS = 4096  # test points at once
 
 
@@ -74,7 +74,7 @@ class Approximate:
 
     def prepare(self, x: Tensor) -> None:
         """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
-        with some tens of columns; nothing where it was found before."""
+        with 16 columns; nothing where it was found before."""
         kept = self.side.kept
         if kept.low_rank is None:
             self._checked_at = x[self._some(x)]
@@ -95,15 +95,15 @@ class Approximate:
         kept, samples = self.side.kept, self.side.acceleration.variance_samples
         if kept.deviations is None or kept.deviations.samples != samples:
             with torch.no_grad():
+                kernel, seed = kernel_of(self.matrix), salted(0, "samples of variances")
                 kept.deviations = PosteriorDeviations(
-                    kernel_of(self.matrix),
-                    self.matrix.x1,
-                    self.noise,
-                    samples,
-                    lambda targets: self.side.solve_block(targets, self._goal()),
-                    seed=salted(0, "samples of variances"),
+                    kernel, self.matrix.x1, self.noise, samples, self._solve, seed=seed
                 )
         return kept.deviations
+
+    def _solve(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
+        found, report = self.side.solve_block(targets, self._goal())
+        return found.weights, report
 
     def _goal(self) -> Energy:
         """Of samples: what they leave out of the energy of targets, n in expectation, is as little a share of it as
@@ -126,12 +126,12 @@ class Approximate:
 
     def _explained(self, c: Tensor, goal: Goal) -> Tensor:
         """``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
-        weights, _ = self.side.solve_block(c, goal)
-        return Explained(weights, self.side.system.accurate_product(weights)).diagonal(c)
+        found, _ = self.side.solve_block(c, goal)
+        return found.diagonal(c)
 
     def _explaining(self, prior: Tensor) -> Explaining:
         """Variances that are right to a hundredth."""
-        return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.01, careful=False)
+        return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.02, careful=False)
 
     # --- variances ------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Approximate:
 
     @torch.no_grad()
     def check(self, x: Tensor, variance: Tensor, method: str) -> tuple[Tensor, Tensor]:
-        """Indices of 8 of the test points x, and exact variances there; warns where those that were found are off by
+        """Indices of 4 of the test points x, and exact variances there; warns where those that were found are off by
         more than their standard error says."""
         some = self._some(x)
         at, floor, error = x[some], 0.02 * float(self.noise.amin()), self.error(method)

@@ -145,23 +145,21 @@ class TrainingSide:
         return self.approximate.best()
 
     @torch.no_grad()
-    def solve_block(self, b: Tensor, goal: Goal) -> tuple[Tensor, SolveReport]:
-        """``A^-1 b`` for b ``(n, t)`` float64 by the solver of the mean: with conjugate gradients to the goal, with
-        others to their tolerance.
-
-        :returns: the weights in float64, and the report.
-        """
+    def solve_block(self, b: Tensor, goal: Goal) -> tuple[explained.Explained, SolveReport]:
+        """``A w = b`` for b ``(n, t)`` float64 by the solver of the mean: with conjugate gradients to the goal, with
+        others to their tolerance; and the report."""
         solver, _ = self.acceleration.mean_solver(self.system.n, b.device)
         if not isinstance(solver, ConjugateGradients):
             if isinstance(solver, Budgeted):
                 solver = dataclasses.replace(solver, max_seconds=None, checkpoint=None)
-            return solve_system(solver, self.system, b)
+            weights, report = solve_system(solver, self.system, b)
+            return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)
         choice = None if self.preconditioner is None else self.acceleration.preconditioner
-        value, report, _ = dataclasses.replace(self.solver, tol=_LOOSE).run(
-            self.system, b, self.preconditioner, name="none" if choice is None else choice.name, goal=goal
+        weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
+            self.system, b, self.preconditioner, goal, name="none" if choice is None else choice.name
         )
-        return value, report
+        return explained.Explained(weights, product), report
 
     @cached_property
     def kept(self) -> explained.Factor:

@@ -172,6 +172,12 @@ class Gradients(Method):
             facts["variance_error"] = error.masked_fill(self.residual <= _EXACT, 0).reshape(-1).cpu()
         return Outcome(self.best, residual, converged, reason, facts)
 
+    def product_of(self, value: Tensor) -> Tensor | None:
+        """A times a value, in float64, where the latest true residual is of it."""
+        if not self.verified or self.cycling or not torch.equal(value, self.value):
+            return None
+        return self.b - self.r
+
     def _product(self, vectors: Tensor) -> Tensor:
         return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
 
