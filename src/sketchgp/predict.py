@@ -125,12 +125,9 @@ def predict(
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
         if method == "none":
             return Prediction(mean, None, None, method, None, report)
+        check, error = None, None
         if method == "exact":
-            latent, check, error = (
-                _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show),
-                None,
-                None,
-            )
+            latent = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show)
         else:
             assert isinstance(conditioning, PlainConditioning)
             latent, check, error = _approximate_variance(conditioning, x, method, batch_size or _MEAN_ROWS, show)

@@ -1883,8 +1883,8 @@ BREAKS = (
     ),
     Break(
         "predict.py",
-        "observed = None if noise is None else latent + noise\n        return Prediction(mean, latent, observed, method, check",
-        "observed = None if noise is None else latent\n        return Prediction(mean, latent, observed, method, check",
+        "latent + noise\n        return Prediction(mean, latent, observed, method, check",
+        "latent\n        return Prediction(mean, latent, observed, method, check",
         ("test_predict.py",),
         "observations have the variance of the function",
     ),
