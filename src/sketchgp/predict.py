@@ -132,8 +132,8 @@ def predict(
             assert isinstance(conditioning, PlainConditioning)
             latent, check, error = _approximate_variance(conditioning, x, method, batch_size or _MEAN_ROWS, show)
         noise = _noise(model, x, latent)
-        observed = None if noise is None else latent + noise
-        return Prediction(mean, latent, observed, method, check, report, error)
+        observation = None if noise is None else latent + noise
+        return Prediction(mean, latent, observation, method, check, report, error)
 
 
 def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Tensor) -> str:
