@@ -97,7 +97,7 @@ def _model(
     likelihood.noise = noise
     z = points(M, seed=9) if z is None else z
     kernel = _kernel(kernel) if isinstance(kernel, str) else kernel
-    choices = {"variance": "pathwise", "variance_samples": S} | choices
+    choices = {"variance": "samples", "variance_samples": S} | choices
     model = InducingPointGP(x.to(dtype), y.to(dtype), likelihood.to(dtype), ConstantMean().to(dtype), kernel.to(dtype),
                             z.to(dtype), solver=solver, **choices)  # fmt: skip
     return model.eval()
@@ -219,7 +219,7 @@ def test_variances_of_a_noise_for_each_point(few_frequencies):
     noise = torch.cat([torch.full((N // 2,), 0.01), torch.full((N // 2,), 2.0)]).double()
     x = points(N)[points(N)[:, 0].argsort()]  # half of the space is noisy
     model = InducingPointGP(x, normal(N), FixedNoiseGaussianLikelihood(noise), ZeroMean(), _kernel("matern32-ard"),
-                            points(M, seed=9), variance="pathwise", variance_samples=S).eval()  # fmt: skip
+                            points(M, seed=9), variance="samples", variance_samples=S).eval()  # fmt: skip
     _agree(model)
 
 
@@ -412,13 +412,13 @@ def test_auto_where_memory_is_short(monkeypatch, few_frequencies):
     monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: free[0])
     assert model.variance_method == "dtc"  # once chosen
     short = _model(variance="auto", variance_samples=20)
-    assert short.variance_method == "pathwise"
+    assert short.variance_method == "samples"
     assert relative(short(TEST).variance, _model(variance_samples=20)(TEST).variance) < 1e-12
     plain = _model(PolynomialKernel(power=2), variance="auto")
     with pytest.raises(InputError, match="Variances of DTC take"):  # there is no other way
         plain(TEST).variance  # noqa: B018
     free[0] = 57 * M**2
-    assert short.variance_method == "pathwise"
+    assert short.variance_method == "samples"
     assert _model(variance="auto").variance_method == "dtc"
 
 
@@ -433,7 +433,7 @@ def test_predict(columns, few_frequencies):
     found = predict(model, TEST, batch_size=4)
     assert relative(found.variance, wanted) < 1e-12
     assert relative(found.observation_variance, wanted + 0.1) < 1e-6
-    assert (found.variance_method, found.report) == ("pathwise", alone.report)
+    assert (found.variance_method, found.report) == ("samples", alone.report)
     assert model.variance_solution.report.columns == 20
     assert predict(_model(columns=columns, variance_samples=20), TEST).report.columns == (columns or 1)
     with pytest.raises(InputError, match="as the model was told"):
@@ -462,7 +462,7 @@ def test_one_sample(few_frequencies):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"variance": "exact"}, "variance expects one of 'auto', 'dtc', 'pathwise', got 'exact'"),
+        ({"variance": "exact"}, "variance expects one of 'auto', 'dtc', 'samples', got 'exact'"),
         ({"variance": None}, "variance expects"),
         ({"variance_samples": 0}, "variance_samples expects a positive integer, got 0"),
         ({"variance_samples": 64.0}, "positive integer, got 64.0"),

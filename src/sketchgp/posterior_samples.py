@@ -49,7 +49,7 @@ def sample_posterior(
     over training points.  p(X) takes ``n num_samples frequencies`` cosines a term of the kernel.
 
     :param model: one that :func:`accelerate` was called on, whose covariance is one plain kernel (of several outputs of
-        BoTorch's too: a kernel each), or an :class:`InducingPointGP`, whose samples spread as its pathwise variances
+        BoTorch's too: a kernel each), or an :class:`InducingPointGP`, whose samples spread as its variances by samples
         do: ``mean(x) + p_s(x) - k(x, z) W_s`` with W the solver's weights for p(X) and noises.  It is put into eval
         mode.  The samples keep copies of what they need: what becomes of the model later does not matter to them.
     :param num_samples: S.
