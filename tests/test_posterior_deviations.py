@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from gpytorch.kernels import PolynomialKernel, MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 
 from problems import points, relative, set_scales
 from sketchgp import Cholesky, FullProblem, InputError

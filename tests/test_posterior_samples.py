@@ -22,6 +22,7 @@ from sketchgp import (
     Cholesky,
     ConjugateGradients,
     ConvergenceWarning,
+    FullProblem,
     InducingPointGP,
     InputError,
     PosteriorSamples,
@@ -162,6 +163,30 @@ def test_a_tolerance_that_was_chosen_is_kept():
         model = _model("rbf", n=300, noise=1e-4, solver=ConjugateGradients(tol=1e-2))
         report = sample_posterior(model, 5).report
     assert report.tol == 1e-2 and 1e-4 < report.max_residual < 1e-2
+
+
+class _OwnSolver:
+    """Keeps the protocol, and no more."""
+
+    problem_type = FullProblem
+    name = "my own"
+
+    def validate(self, problem):
+        pass
+
+    def solve(self, problem):
+        solution = Cholesky().solve(problem)
+        solution.report.solver = self.name
+        return solution
+
+
+@pytest.mark.parametrize("kernel", ["matern52-active-dims", "spectral-mixture"])
+def test_a_solver_of_ones_own(kernel):
+    model = _model(kernel, n=60, solver=_OwnSolver())
+    with iterative():
+        samples = sample_posterior(model, 4000, frequencies=8)
+    assert samples.report.solver == "my own" and samples.report.columns == 4000
+    _agree(samples(TEST), *_dense(model))
 
 
 def test_a_noise_for_each_point():
