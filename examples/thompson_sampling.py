@@ -53,11 +53,11 @@ def tuned(x, y):
 
 
 def report(what, x, new):
-    """What the function is without noise at the last ``new`` points, and at the best of all."""
-    values = hartmann(x)
+    """What the function is without noise at the last ``new`` points."""
+    values = hartmann(x[-new:])
     print(
-        f"{what}: the {new} new points have values of {values[-new:].mean():.2f} on average; the best of {len(x)} "
-        f"has {values.max():.3f}, of {hartmann.optimal_value:.3f} there is"
+        f"{what}: values of {values.mean():.2f} on average and {values.max():.3f} at best, "
+        f"of {hartmann.optimal_value:.3f} there is"
     )
 
 
@@ -71,7 +71,8 @@ def main():
     x = torch.rand(arguments.points, 6, dtype=torch.float64)
     y = evaluate(x)
     hyperparameters = tuned(x, y)
-    report("at random", x, len(x))
+    report(f"{len(x)} points at random", x, len(x))
+    start = x, y
 
     # Thompson sampling: draw eight functions from the posterior and go to the maximum of each.
     for step in range(arguments.rounds):
@@ -80,10 +81,11 @@ def main():
         paths = PosteriorPathModel(samples, (8,))
         candidates, _ = optimize_posterior_samples(paths, hartmann.bounds, raw_samples=512, num_restarts=4)
         x, y = torch.cat([x, candidates]), torch.cat([y, evaluate(candidates)])
-        report(f"Thompson sampling, round {step + 1}", x, len(candidates))
+        report(f"Thompson sampling, round {step + 1}, {len(candidates)} points", x, len(candidates))
     print(samples.report)
 
-    # Expected improvement of two points together, by BoTorch's optimizer, over what the model thinks is best.
+    # From the same start: expected improvement of two points together over what the model thinks is best of the data.
+    x, y = start
     for step in range(arguments.rounds):
         model = accelerated(x, y, hyperparameters)
         best = y.topk(50, dim=0).indices.flatten()
@@ -95,7 +97,7 @@ def main():
             acquisition, hartmann.bounds, q=2, num_restarts=3, raw_samples=64, options={"maxiter": 50}
         )
         x, y = torch.cat([x, candidates]), torch.cat([y, evaluate(candidates)])
-        report(f"expected improvement, round {step + 1}", x, len(candidates))
+        report(f"expected improvement, round {step + 1}, {len(candidates)} points", x, len(candidates))
 
 
 if __name__ == "__main__":
