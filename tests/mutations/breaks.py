@@ -1549,6 +1549,13 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/sample_solve.py",
+        "if report.max_residual <= wanted or not report.converged:",
+        "if report.max_residual <= 1e-3 or not report.converged:",
+        ("test_posterior_samples.py",),
+        "samples stop at a residual that says nothing where the noise is small",
+    ),
+    Break(
+        "models/accelerated/sample_solve.py",
         "residual=second.residual * left.to(second.residual),",
         "residual=second.residual,",
         ("test_posterior_samples.py",),
