@@ -234,11 +234,23 @@ def test_gradients_in_the_points(method):
     assert float((found * direction).sum()) == pytest.approx(float(moved[0] - moved[1]) / (2 * step), rel=1e-5)
 
 
+def test_gradients_in_hyperparameters_are_refused():
+    model = build(variance="low_rank")
+    variance = model(TEST).variance
+    with pytest.raises(sketchgp.InputError, match="no gradients"):
+        variance.sum().backward()
+
+
 @pytest.mark.parametrize("method", ["low_rank", "samples"])
 def test_covariance_matrices_stay_exact(method):
     model = build(variance=method)
     with torch.no_grad():
         found = model(TEST[:9])
+        noisy = model.likelihood(model(TEST[:9]))
+        assert relative(noisy.variance, found.variance + 0.01) < 1e-6
+        assert relative(noisy.stddev, noisy.variance.sqrt()) < 1e-12
+        assert relative(found.variance, found.stddev.square()) < 1e-12
+        assert relative(found.variance, exact(model, TEST[:9])) > 1e-4
         assert relative(found.covariance_matrix.diagonal(), exact(model, TEST[:9])) < 1e-3
 
 
@@ -305,7 +317,10 @@ def test_auto_looks_for_itself(many, monkeypatch):
             model(TEST).variance  # noqa: B018
         model(TEST + 0.1).variance  # noqa: B018
         with pytest.warns(sketchgp.ConvergenceWarning, match="low_rank"):
-            sketchgp.predict(model, TEST)
+            assert sketchgp.predict(model, TEST).variance_check["median_ratio"] > 2
+        assert sketchgp.predict(model, TEST).variance_check is None
+        with pytest.warns(sketchgp.ConvergenceWarning, match="low_rank"):
+            sketchgp.predict(model, TEST, variance="low_rank")
 
 
 @pytest.mark.parametrize(

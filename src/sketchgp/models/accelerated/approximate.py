@@ -197,6 +197,21 @@ class Approximate:
         return some, exact
 
 
+class Refusing(torch.autograd.Function):
+    """A value, which requires gradients where one of some tensors does, and refuses to give any."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, method: str, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.method = method
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        raise InputError(
+            f"Variances by {ctx.method!r} have no gradients in the hyperparameters; use variance='exact', or .detach()."
+        )
+
+
 def refuse(method: str) -> InputError:
     """The error for an approximation that a model does not have."""
     return InputError(f"variance={method!r} expects a plain kernel and one set of training inputs; use 'exact'.")

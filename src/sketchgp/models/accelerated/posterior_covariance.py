@@ -37,7 +37,7 @@ from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
 from ...solvers.solver import solve_system
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .approximate import Approximate, refuse
+from .approximate import Approximate, Refusing, refuse
 from .lazy_covariance import LazyCovariance
 from .threshold import threshold_untouched
 
@@ -283,7 +283,13 @@ class PosteriorCovariance(LazyCovariance):
         if checked and method not in kept.checked:
             approximate.check(x.detach(), found.detach(), method)
             kept.checked.add(method)
+        if not x.requires_grad:  # what the model's other answers have gradients in
+            found = Refusing.apply(found, method, *self._parts())
         return found.reshape(self.shape[:-1])
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The tensors behind the prior's and the cross covariance."""
+        return (*self.prior.representation(), *self.cross.representation())
 
     def _exact_variance(self) -> Tensor:
         prior = float64(self.prior, diagonal=True)
