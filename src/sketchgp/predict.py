@@ -20,13 +20,15 @@ from .checks import count, flag, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
 from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
-from .models.accelerated.approximate import VARIANCES, refuse
+from .models.accelerated.approximate import refuse
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.posterior import mean_at, strategy_of
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .report import SolveReport, merged, own_solves
+from .settings import VARIANCES
+from .settings import variance as variance_setting
 
 _KEY, _REPORT = "_sketchgp_key", "_sketchgp_report"  # of its solution, on the prediction strategy that keeps it
 _MEAN_ROWS = 8192
@@ -142,7 +144,7 @@ def predict(
 
 def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Tensor) -> str:
     """How variances of test points are computed."""
-    chosen = acceleration_of(model).variance if variance == "auto" else variance
+    chosen = variance_setting.value(acceleration_of(model).variance) if variance == "auto" else variance
     if isinstance(conditioning, PlainConditioning):
         return conditioning.variance_method(chosen, x)
     if chosen in ("low_rank", "samples"):

@@ -32,7 +32,7 @@ from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
 from ...report import SolveReport
-from ...settings import memory_budget
+from ...settings import memory_budget, variance
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
 from ...solvers.solver import solve_system
@@ -267,7 +267,7 @@ class PosteriorCovariance(LazyCovariance):
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _variance(self) -> Tensor:
-        chosen = self.side.acceleration.variance
+        chosen = variance.value(self.side.acceleration.variance)
         if isinstance(self.cross, KernelMatrix) and self.shape[-1]:
             x = self.cross.x1.reshape(-1, self.cross.x1.shape[-1])
             method = self.side.method(chosen, x.detach(), torch.is_grad_enabled() and x.requires_grad)
