@@ -73,7 +73,7 @@ def test_calibration():
         floor = 0.02 * noise[which]
         wanted = ((1 / inverse - noise)[which] + floor).log() - (made.low_rank.left_out(which) + floor).log()
         assert made.factor == pytest.approx(math.exp(float(wanted.mean())))
-        assert made.scatter == pytest.approx(float(wanted.std()) * math.sqrt(1 + 1 / 12))
+        assert made.scatter == pytest.approx(float(wanted.std()) * math.sqrt(1 + 1 / 28))
         assert 0.8 < made.factor < 1 and 0.001 < made.scatter < 0.1
         assert relative(made(TEST), made.factor * made.low_rank(TEST)) < 1e-12
         rest = [torch.arange(N) != i for i in which[:3].tolist()]
@@ -168,7 +168,7 @@ def test_every_solver_of_the_mean(solver):
     model = build(noise=0.1, variance="samples", solver=solver)
     with torch.no_grad(), sketchgp.record_solves() as solves:
         found = model(TEST).variance
-    assert [(solve.solver, solve.columns) for solve in solves] == [(solver.name, columns) for columns in (1, 16, 128)]
+    assert [(solve.solver, solve.columns) for solve in solves] == [(solver.name, columns) for columns in (1, 32, 128)]
     assert float((found / exact(model)).log().abs().max()) < 0.5
 
 
@@ -208,7 +208,7 @@ def test_what_was_found_is_kept(method):
         found = sketchgp.predict(model, TEST)
         first = model(TEST).variance
         few = model(TEST[:3]).variance
-    wanted = [1, 16, 128] if method == "samples" else [1, 16]
+    wanted = [1, 32, 128] if method == "samples" else [1, 32]
     assert [solve.columns for solve in solves] == wanted
     assert relative(few, first[:3]) < 1e-12
     assert found.variance_method == method and relative(found.variance, first) < 1e-12
@@ -234,11 +234,23 @@ def test_gradients_in_the_points(method):
     assert float((found * direction).sum()) == pytest.approx(float(moved[0] - moved[1]) / (2 * step), rel=1e-5)
 
 
+def test_gradients_in_hyperparameters_are_refused():
+    model = build(variance="low_rank")
+    variance = model(TEST).variance
+    with pytest.raises(sketchgp.InputError, match="no gradients"):
+        variance.sum().backward()
+
+
 @pytest.mark.parametrize("method", ["low_rank", "samples"])
 def test_covariance_matrices_stay_exact(method):
     model = build(variance=method)
     with torch.no_grad():
         found = model(TEST[:9])
+        noisy = model.likelihood(model(TEST[:9]))
+        assert relative(noisy.variance, found.variance + 0.01) < 1e-6
+        assert relative(noisy.stddev, noisy.variance.sqrt()) < 1e-12
+        assert relative(found.variance, found.stddev.square()) < 1e-12
+        assert relative(found.variance, exact(model, TEST[:9])) > 1e-4
         assert relative(found.covariance_matrix.diagonal(), exact(model, TEST[:9])) < 1e-3
 
 
@@ -261,6 +273,25 @@ def test_kernels_without_random_features():
     assert float(ratio.log().square().mean().sqrt()) < 0.1
 
 
+def test_the_setting():
+    """It goes before what the model was told, and is that of the call."""
+    model = build(variance="low_rank")
+    with torch.no_grad():
+        with sketchgp.settings.variance("exact"):
+            inside = model(TEST)
+            found = sketchgp.predict(model, TEST)
+            with sketchgp.settings.variance("auto"):
+                assert relative(model(TEST).variance, exact(model)) < 1e-3
+        assert found.variance_method == "exact"
+        assert relative(inside.variance, exact(model)) < 1e-3
+        outside = model(TEST).variance
+        assert relative(outside, exact(model)) > 1e-3
+        with sketchgp.settings.variance("exact"):
+            assert relative(sketchgp.predict(model, TEST, variance="low_rank").variance, outside) < 1e-12
+    with pytest.raises(sketchgp.InputError, match="method"):
+        sketchgp.settings.variance("fast")
+
+
 # --- auto -------------------------------------------------------------------------------------------------------
 
 
@@ -277,9 +308,9 @@ def _method(model, x=TEST):
 
 
 def test_auto(many):
-    assert _method(build()) == [16], "4 points to check beside 12 that are left out"
-    assert _method(build("rbf", 1e-4)) == [16, 128], "scatters too much: samples"
-    assert _method(build("compact", 1e-4)) == [16], "has no random features"
+    assert _method(build()) == [32], "4 points to check beside 28 that are left out"
+    assert _method(build("rbf", 1e-4)) == [32, 128], "scatters too much: samples"
+    assert _method(build("compact", 1e-4)) == [32], "has no random features"
     assert _method(build(), TEST[:32]) == [32], "few points, exact"
     model, x = build(), TEST.clone().requires_grad_()
     with sketchgp.record_solves() as solves:
@@ -305,7 +336,10 @@ def test_auto_looks_for_itself(many, monkeypatch):
             model(TEST).variance  # noqa: B018
         model(TEST + 0.1).variance  # noqa: B018
         with pytest.warns(sketchgp.ConvergenceWarning, match="low_rank"):
-            sketchgp.predict(model, TEST)
+            assert sketchgp.predict(model, TEST).variance_check["median_ratio"] > 2
+        assert sketchgp.predict(model, TEST).variance_check is None
+        with pytest.warns(sketchgp.ConvergenceWarning, match="low_rank"):
+            sketchgp.predict(model, TEST, variance="low_rank")
 
 
 @pytest.mark.parametrize(

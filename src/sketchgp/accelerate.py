@@ -11,7 +11,6 @@ from gpytorch.models import ExactGP
 from .checks import count, found, word
 from .errors import InputError
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
-from .models.accelerated.approximate import VARIANCES
 from .models.accelerated.mixins import (
     AcceleratedLikelihood,
     AcceleratedModel,
@@ -22,6 +21,7 @@ from .models.accelerated.mixins import (
 from .models.accelerated.targets import check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
+from .settings import VARIANCES
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
 from .solvers.solver import check_solver
 
@@ -67,7 +67,7 @@ def accelerate(
 
         - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.
         - ``"low_rank"``: conditioned on the 128 nearest training points and 100 inducing points, times a factor that
-          makes exact variances of 12 training points that are left out right on the average; one solve with 16 columns
+          makes exact variances of 28 training points that are left out right on the average; one solve with 32 columns
           for any number of test points.  What they scatter by is known.
         - ``"samples"``: the mean square of ``variance_samples`` draws of the posterior about its mean
           (:class:`sketchgp.inference.pathwise.PosteriorDeviations`), averaged with the low-rank variance by the inverse
@@ -77,6 +77,8 @@ def accelerate(
           samples where it is not.  It compares 4 test points with exact variances once, and warns where it is off by
           more than the standard errors say.  Where gradients may be asked for, and for all but one plain kernel
           without batch, it is exact.
+
+        For a moment, ``with sketchgp.settings.variance("exact"):`` says otherwise.
     :param variance_samples: of ``"samples"``, whose relative standard error is below ``sqrt(2 / variance_samples)``.
     :returns: the model.
     :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets

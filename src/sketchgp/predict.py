@@ -20,13 +20,15 @@ from .checks import count, flag, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
 from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
-from .models.accelerated.approximate import VARIANCES, refuse
+from .models.accelerated.approximate import refuse
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.posterior import mean_at, strategy_of
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .report import SolveReport, merged, own_solves
+from .settings import VARIANCES
+from .settings import variance as variance_setting
 
 _KEY, _REPORT = "_sketchgp_key", "_sketchgp_report"  # of its solution, on the prediction strategy that keeps it
 _MEAN_ROWS = 8192
@@ -42,7 +44,8 @@ class Prediction:
     ``"low_rank"`` or ``"samples"`` (see :func:`sketchgp.accelerate`), ``"dtc"`` (of an
     :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), or ``"none"``.
     ``variance_standard_error`` is the relative one of ``variance``, None where it is not by samples or low-rank.
-    ``variance_check`` compares those with exact ones at ``points`` test points: ``min_ratio``, ``median_ratio``,
+    ``variance_check`` compares those with exact ones at ``points`` test points (None where ``"auto"`` did so in an
+    earlier prediction): ``min_ratio``, ``median_ratio``,
     ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with the noise added.
     ``report`` is of the solve behind the mean, also where that had been done before; None where there was none: up to
     800 points the matrix is factorized by GPyTorch, and a saved model brings its solution.
@@ -78,7 +81,7 @@ def predict(
     :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
     :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
         compared with exact variances at 4 test points, with a warning where they are off by more than their standard
-        errors say; ``"auto"`` is what the model was told; None gives the mean alone.
+        errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
     :param progress: show a progress bar (default: only in a terminal).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
@@ -130,7 +133,10 @@ def predict(
             latent = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show)
         else:
             assert isinstance(conditioning, PlainConditioning)
-            latent, check, error = _approximate_variance(conditioning, x, method, batch_size or _MEAN_ROWS, show)
+            looked = variance != "auto" or conditioning.look(method)
+            latent, check, error = _approximate_variance(
+                conditioning, x, method, batch_size or _MEAN_ROWS, show, looked
+            )
         noise = _noise(model, x, latent)
         observation = None if noise is None else latent + noise
         return Prediction(mean, latent, observation, method, check, report, error)
@@ -138,7 +144,7 @@ def predict(
 
 def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Tensor) -> str:
     """How variances of test points are computed."""
-    chosen = acceleration_of(model).variance if variance == "auto" else variance
+    chosen = variance_setting.value(acceleration_of(model).variance) if variance == "auto" else variance
     if isinstance(conditioning, PlainConditioning):
         return conditioning.variance_method(chosen, x)
     if chosen in ("low_rank", "samples"):
@@ -245,15 +251,17 @@ def _exact_variance(model: Any, conditioning: Conditioning | None, x: Tensor, ro
 
 
 def _approximate_variance(
-    conditioning: PlainConditioning, x: Tensor, method: str, rows: int, show: bool
-) -> tuple[Tensor, dict[str, Any], float]:
-    """Low-rank variances or those by samples, how they compare with exact ones at a few of the points, and their
-    relative standard error."""
+    conditioning: PlainConditioning, x: Tensor, method: str, rows: int, show: bool, looked: bool
+) -> tuple[Tensor, dict[str, Any] | None, float]:
+    """Low-rank variances or those by samples, how they compare with exact ones at a few of the points if that is to be
+    looked at, and their relative standard error."""
     approximate, inputs, parts = conditioning.approximate, conditioning.inputs(x), []
     approximate.prepare(inputs)
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show or len(x) <= rows, leave=False):
         parts.append(approximate(inputs[part], method))
     latent = torch.cat(parts)
+    if not looked:
+        return latent.to(x.dtype), None, approximate.error(method)
     some, exact = approximate.check(inputs, latent, method)
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, x[some], latent[some])

@@ -24,7 +24,7 @@ from .predictive_variance import LowRankVariance
 
 _RANK = 100
 _NEIGHBOURS = 128
-_POINTS = 12
+_POINTS = 28
 _FEW = 0.25  # of the points, that are below a typical variance
 _FLOOR = 0.02  # of the noise: latent variances below it are not compared as ratios
 

@@ -1,6 +1,6 @@
 """Variances of many test points, for a price that hardly depends on how many: low-rank ones, and samples.
 
-What they are made of takes one solve with 16 columns (low-rank ones), and one with as many as there are
+What they are made of takes one solve with 32 columns (low-rank ones), and one with as many as there are
 samples.  It is kept with the factor of the training covariance.
 """
 
@@ -23,11 +23,10 @@ from ...report import SolveReport
 from ...solvers.energy import Beside, Energy, Explaining, Goal, LeavingOut
 from ...solvers.solver import kernel_of
 
-VARIANCES = ("auto", "exact", "samples", "low_rank")
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
 _FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which it does
 _FEW = 32  # test points for which solves cost no more than what others are made of
-_BLOCK_WORK = 1700  # operations over n^2 that a solve with 16 columns takes the time of
+_BLOCK_WORK = 1700  # operations over n^2 that a solve with 32 columns takes the time of
 _POINT_WORK = 1.5e7  # and a low-rank variance
 _SCATTER = 0.1  # of low-rank variances beyond which "auto" draws samples
 _CHECKED = 4  # test points at which "auto" looks for itself
@@ -74,7 +73,7 @@ class Approximate:
 
     def prepare(self, x: Tensor) -> None:
         """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
-        with 16 columns; nothing where it was found before."""
+        with 32 columns; nothing where it was found before."""
         kept = self.side.kept
         if kept.low_rank is None:
             self._checked_at = x[self._some(x)]
@@ -96,9 +95,7 @@ class Approximate:
         if kept.deviations is None or kept.deviations.samples != samples:
             with torch.no_grad():
                 kernel, seed = kernel_of(self.matrix), salted(0, "samples of variances")
-                kept.deviations = PosteriorDeviations(
-                    kernel, self.matrix.x1, self.noise, samples, self._solve, seed=seed
-                )
+                kept.deviations = PosteriorDeviations(kernel, self.matrix.x1, self.noise, samples, self._solve, seed)
         return kept.deviations
 
     def _solve(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
@@ -109,8 +106,9 @@ class Approximate:
         """Of samples: what they leave out of the energy of targets, n in expectation, is as little a share of it as
         would be of a variance, were it spread evenly."""
         prior = block(self.matrix, self.matrix.x1[:_ROWS], None).mean()
-        typical = self.low_rank.typical
-        return Energy(len(self.noise) * (typical / prior).clamp(max=1), self.noise.amin().to(torch.float64).reshape(1))
+        least = self.noise.amin().to(torch.float64).reshape(1)
+        typical = torch.maximum(self.low_rank.typical, 0.02 * least[0])
+        return Energy(len(self.noise) * (typical / prior).clamp(max=1), least)
 
     def _left_out(self, indices: Tensor) -> Tensor:
         """Exact latent variances at training points that are left out; and, beside them, at points to be checked."""
@@ -130,7 +128,7 @@ class Approximate:
         return found.diagonal(c)
 
     def _explaining(self, prior: Tensor) -> Explaining:
-        """Variances that are right to a hundredth."""
+        """Variances that are right to some hundredths."""
         return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.02, careful=False)
 
     # --- variances ------------------------------------------------------------------------------------------
@@ -195,6 +193,21 @@ class Approximate:
                 ConvergenceWarning,
             )
         return some, exact
+
+
+class Refusing(torch.autograd.Function):
+    """A value, which requires gradients where one of some tensors does, and refuses to give any."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, method: str, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.method = method
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        raise InputError(
+            f"Variances by {ctx.method!r} have no gradients in the hyperparameters; use variance='exact', or .detach()."
+        )
 
 
 def refuse(method: str) -> InputError:

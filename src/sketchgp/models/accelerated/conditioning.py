@@ -158,6 +158,13 @@ class PlainConditioning(Conditioning):
         """How variances at x ``(m, d)`` are computed."""
         return self._side.method(chosen, self.inputs(x), differentiated=False)
 
+    def look(self, method: str) -> bool:
+        """Whether nobody has compared such variances with exact ones; from now on somebody has."""
+        checked = self._side.kept.checked
+        new = method not in checked
+        checked.add(method)
+        return new
+
     def block(self, a: Tensor, b: Tensor | None) -> Tensor:
         """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None; a and b as the kernel sees them."""
         return block(self.matrix, a, b)

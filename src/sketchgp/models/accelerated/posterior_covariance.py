@@ -32,12 +32,12 @@ from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
 from ...report import SolveReport
-from ...settings import memory_budget
+from ...settings import memory_budget, variance
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
 from ...solvers.solver import solve_system
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .approximate import Approximate, refuse
+from .approximate import Approximate, Refusing, refuse
 from .lazy_covariance import LazyCovariance
 from .threshold import threshold_untouched
 
@@ -267,7 +267,7 @@ class PosteriorCovariance(LazyCovariance):
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _variance(self) -> Tensor:
-        chosen = self.side.acceleration.variance
+        chosen = variance.value(self.side.acceleration.variance)
         if isinstance(self.cross, KernelMatrix) and self.shape[-1]:
             x = self.cross.x1.reshape(-1, self.cross.x1.shape[-1])
             method = self.side.method(chosen, x.detach(), torch.is_grad_enabled() and x.requires_grad)
@@ -283,7 +283,13 @@ class PosteriorCovariance(LazyCovariance):
         if checked and method not in kept.checked:
             approximate.check(x.detach(), found.detach(), method)
             kept.checked.add(method)
+        if not x.requires_grad:  # what the model's other answers have gradients in
+            found = Refusing.apply(found, method, *self._parts())
         return found.reshape(self.shape[:-1])
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The tensors behind the prior's and the cross covariance."""
+        return (*self.prior.representation(), *self.cross.representation())
 
     def _exact_variance(self) -> Tensor:
         prior = float64(self.prior, diagonal=True)
