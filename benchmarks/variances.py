@@ -2,17 +2,25 @@
 
 Four sets, 2,000 training and 200 test points (seed 0), standardised, Matern-3/2 with lengthscale sqrt(d), output scale
 1, float32, at noise 0.1, 1e-2 and 1e-4; the exact variances are by dense float64.  What is compared is the variance of
-an observation, the noise added.  Accelerated: the call that a user types, with defaults, and once more with conjugate
-gradients in place of the factorization that the default takes; and the low-rank variance of ``predict``.  GPyTorch: its
-default (conjugate gradients to its own tolerance, or as far as they come in 1,000 iterations) and ``fast_pred_var``.
+an observation, the noise added.  Accelerated: the call that a user types, with defaults, which is exact for so few
+points; once more with conjugate gradients in place of the factorization that the default takes; and with what is taken
+where exact variances are not cheap, ``variance="low_rank"`` and ``"samples"``.  GPyTorch: its default (conjugate
+gradients to its own tolerance, or as far as they come in 1,000 iterations) and ``fast_pred_var``.
 
-    python benchmarks/variances.py --data DIRECTORY            # some ten minutes on two cores; resumes
-    python benchmarks/variances.py --data DIRECTORY --quick    # one set, 1,000 points, no GPyTorch default
-    python benchmarks/variances.py --report                    # the table again, nothing measured
+With ``--large``: the default call with 36,000 training and 4,000 test points of two sets, where no factor fits;
+processor seconds to the mean and from there to the variance, and ratios to exact variances (conjugate gradients) at 50
+of the test points.
+
+    python benchmarks/variances.py --data DIRECTORY                     # some ten minutes on two cores; resumes
+    python benchmarks/variances.py --data DIRECTORY --large             # and the large ones, half an hour
+    python benchmarks/variances.py --data DIRECTORY --large --rows 8000 # the large ones with fewer rows
+    python benchmarks/variances.py --data DIRECTORY --quick             # one set, 1,000 points, no GPyTorch default
+    python benchmarks/variances.py --report                             # table and picture again, nothing measured
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +40,9 @@ from runner import Benchmark, Group
 SETS = ("kin8nm", "cod_rna", "diamonds", "california_housing")
 NOISES = (1e-1, 1e-2, 1e-4)
 ROWS, TESTS = 2000, 200
+LARGE_SETS = ("uci_kin40k", "diamonds")
+LARGE_ROWS, LARGE_TESTS, COMPARED = 36_000, 4_000, 50
+BUDGET = 2**30  # bytes of a stored matrix in the large part: neither kernel matrix nor Cholesky factor fits
 
 
 class Model(gpytorch.models.ExactGP):
@@ -45,9 +56,9 @@ class Model(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-def load(directory: Path, name: str, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def load(directory: Path, name: str, rows: int, tests: int = TESTS) -> tuple[Tensor, Tensor, Tensor]:
     """Training inputs and targets, test inputs, float32."""
-    x, y = subsample(load_arrays(directory, name), rows + TESTS, seed=0)
+    x, y = subsample(load_arrays(directory, name), rows + tests, seed=0)
     x, y = (torch.as_tensor(part).float() for part in (*standardise(x), *standardise(y)))
     return x[:rows], y[:rows].reshape(-1), x[rows:]
 
@@ -72,74 +83,146 @@ def exact(data: tuple[Tensor, Tensor, Tensor], noise: float) -> tuple[Tensor, Te
         return c.mT @ w[:, 0], 1 - (c * w[:, 1:]).sum(dim=0)
 
 
-def called(model: Model, test: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """Mean and variance by ``model(x)``, and the seconds to either."""
-    start = time.perf_counter()
+def called(model: Model, test: Tensor) -> dict[str, Any]:
+    """Mean and variance by ``model(x)``, and the seconds and processor seconds to either."""
+    start, began = time.perf_counter(), time.process_time()
     posterior = model(test)
     mean = posterior.mean
-    middle = time.perf_counter()
+    middle, halfway = time.perf_counter(), time.process_time()
     variance = posterior.variance
-    return mean, variance, middle - start, time.perf_counter() - middle
+    return {"mean": mean, "variance": variance, "seconds_mean": middle - start,
+            "seconds_variance": time.perf_counter() - middle, "cpu_mean": halfway - began,
+            "cpu_variance": time.process_time() - halfway}  # fmt: skip
 
 
-def accelerated(solver: Any, data: Any, noise: float) -> tuple[Tensor, Tensor, float, float]:
-    return called(sketchgp.accelerate(build(data, noise), solver=solver), data[2])
+def accelerated(solver: Any, variance: str, data: Any, noise: float) -> dict[str, Any]:
+    return called(sketchgp.accelerate(build(data, noise), solver=solver, variance=variance), data[2])
 
 
-def low_rank(data: Any, noise: float) -> tuple[Tensor, Tensor, float, float]:
-    model = sketchgp.accelerate(build(data, noise))
-    start = time.perf_counter()
-    sketchgp.predict(model, data[2], variance=None, progress=False)
-    middle = time.perf_counter()
-    found = sketchgp.predict(model, data[2], variance="low_rank", progress=False)
-    assert found.variance is not None
-    return found.mean, found.variance, middle - start, time.perf_counter() - middle
-
-
-def plain(fast: bool, data: Any, noise: float) -> tuple[Tensor, Tensor, float, float]:
+def plain(fast: bool, data: Any, noise: float) -> dict[str, Any]:
     with gpytorch.settings.fast_pred_var(fast):
         return called(build(data, noise), data[2])
 
 
-METHODS: dict[str, Callable[[Any, float], tuple[Tensor, Tensor, float, float]]] = {
-    "sketchgp, model(x)": partial(accelerated, "auto"),
-    "sketchgp, model(x), ConjugateGradients": partial(accelerated, sketchgp.ConjugateGradients()),
-    "sketchgp, predict, low_rank": low_rank,
+METHODS: dict[str, Callable[[Any, float], dict[str, Any]]] = {
+    "sketchgp, model(x)": partial(accelerated, "auto", "auto"),
+    "sketchgp, model(x), ConjugateGradients": partial(accelerated, sketchgp.ConjugateGradients(), "auto"),
+    "sketchgp, low_rank": partial(accelerated, "auto", "low_rank"),
+    "sketchgp, samples": partial(accelerated, "auto", "samples"),
     "GPyTorch, fast_pred_var": partial(plain, True),
     "GPyTorch, default": partial(plain, False),
 }
+COLOURS = dict(zip(SETS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
+
+
+def quantiles(found: Tensor, wanted: Tensor, noise: float) -> list[float]:
+    """Least, 5%, median, 95% and most of the ratios of variances of an observation."""
+    ratio = (found.double() + noise) / (wanted.double() + noise)
+    return ratio.quantile(torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=torch.float64)).tolist()
 
 
 def perform(data: tuple[Tensor, Tensor, Tensor], task: tuple[str, float, str]) -> dict[str, Any]:
     name, noise, method = task
+    if method == "large":
+        return large(data, name, noise)
     mean, variance = exact(data, noise)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
-        found_mean, found, to_mean, to_variance = METHODS[method](data, noise)
-    ratio = ((found.double() + noise) / (variance + noise)).quantile(
-        torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=torch.float64)
-    )
-    error = float((found_mean.double() - mean).abs().max() / mean.std())
-    return {"set": name, "noise": noise, "method": method, "ratios": ratio.tolist(), "mean_error": error,
-            "seconds_mean": to_mean, "seconds_variance": to_variance, "warned": bool(caught)}  # fmt: skip
+        found = METHODS[method](data, noise)
+    error = float((found.pop("mean").double() - mean).abs().max() / mean.std())
+    return {"set": name, "noise": noise, "method": method, "ratios": quantiles(found.pop("variance"), variance, noise),
+            "mean_error": error, **found, "warned": bool(caught)}  # fmt: skip
+
+
+def large(data: tuple[Tensor, Tensor, Tensor], name: str, noise: float) -> dict[str, Any]:
+    """The default call where no factor fits."""
+    some = torch.randperm(len(data[2]), generator=torch.Generator().manual_seed(1))[:COMPARED]
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.no_grad(),
+        sketchgp.settings.memory_budget(BUDGET),
+    ):
+        warnings.simplefilter("always")
+        with sketchgp.record_solves() as solves:
+            found = called(sketchgp.accelerate(build(data, noise)), data[2])
+        model = sketchgp.accelerate(build(data, noise), solver=sketchgp.ConjugateGradients(), variance="exact")
+        wanted = model(data[2][some]).variance
+    del found["mean"]
+    ratios = quantiles(found.pop("variance")[some], wanted, noise)
+    return {"set": name, "rows": len(data[0]), "tests": len(data[2]), "noise": noise, "ratios": ratios, **found,
+            "columns": [solve.columns for solve in solves], "warned": bool(caught),
+            "iterations": [solve.work.get("iterations") for solve in solves]}  # fmt: skip
+
+
+def spread(run: dict[str, Any]) -> list[str]:
+    """Median, 5% to 95%, all."""
+    least, low, middle, high, most = (f"{value:.3g}" for value in run["ratios"])
+    return [middle, f"{low} to {high}", f"{least} to {most}"]
 
 
 def report(results: dict[str, Any]) -> str:
     rows = []
     for run in results["runs"].values():
-        least, low, middle, high, most = (f"{value:.3g}" for value in run["ratios"])
         seconds = (f"{run[f'seconds_{what}']:.1f}" for what in ("mean", "variance"))
-        spread = (middle, f"{low} to {high}", f"{least} to {most}", f"{run['mean_error']:.1e}")
-        rows.append([run["set"], f"{run['noise']:g}", run["method"], *spread, *seconds])
+        rows.append(
+            [run["set"], f"{run['noise']:g}", run["method"], *spread(run), f"{run['mean_error']:.1e}", *seconds]
+        )
     head = ["set", "noise", "method", "median", "5% to 95%", "all", "error of the mean", "s mean", "s variance"]
     problem = results["problem"]
-    return "\n".join([
+    lines = [
         "# Predictive variances over exact ones", "", describe(results["machine"]), "",
         f"{problem['rows']:,} training and {problem['tests']} test points, float32. Variance of an observation over "
         "the exact one; the largest error of the mean over its spread; seconds to the mean, and from there to the "
         "variance.",
         "", table(head, rows), "",
-    ])  # fmt: skip
+    ]  # fmt: skip
+    if results.get("large"):
+        rows = []
+        for run in results["large"].values():
+            work = ", ".join(f"{c} x {i}" for c, i in zip(run["columns"], run["iterations"], strict=True))
+            cpu = run["cpu_mean"], run["cpu_variance"], run["cpu_variance"] / run["cpu_mean"]
+            size = f"{run['rows']:,} x {run['tests']:,}"
+            rows.append([run["set"], size, f"{run['noise']:g}", *spread(run), work, *(f"{one:.3g}" for one in cpu)])
+        head = ["set", "training x test", "noise", "median", "5% to 95%", "all", "columns x iterations", "CPU s mean",
+                "CPU s variance", "ratio"]  # fmt: skip
+        lines += [
+            "## Where no factor fits", "",
+            f"`model(x)` with defaults, float32, at most {BUDGET / 2**30:.0f} GiB for a stored matrix; ratios at "
+            f"{COMPARED} of the test points, exact variances by conjugate gradients; processor seconds to the mean, "
+            "and from there to the variance.",
+            "", table(head, rows), "",
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def picture(results: dict[str, Any], path: Path) -> None:
+    """Medians, and lines from 5% to 95%, of every method and set; a column for each noise."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(NOISES), figsize=(12, 4.4), sharey=True, layout="constrained")
+    for axis, noise in zip(axes, NOISES, strict=True):
+        for run in results["runs"].values():
+            if run["noise"] != noise:
+                continue
+            _, low, middle, high, _ = run["ratios"]
+            place = -list(METHODS).index(run["method"]) + 0.16 * (1.5 - SETS.index(run["set"]))
+            colour = COLOURS[run["set"]]
+            axis.plot([low, high], [place, place], color=colour, linewidth=2, solid_capstyle="butt")
+            axis.plot([middle], [place], "o", color=colour, markersize=4, label=run["set"])
+        axis.axvspan(0.8, 1.25, color="0.92", zorder=0)
+        axis.axvline(1, color="0.5", linewidth=0.8)
+        axis.set(xscale="log", title=f"noise {noise:g}", xlabel="variance over the exact one")
+        axis.set_yticks([-place for place in range(len(METHODS))], list(METHODS))
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(SETS), frameon=False)
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    plt.close(figure)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--large", action="store_true", help="the large problems, too")
+    parser.add_argument("--rows", type=int, default=LARGE_ROWS, help="training rows of the large ones")
 
 
 def problem(options: Any) -> dict[str, Any]:
@@ -151,6 +234,10 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
     for name in SETS[: 1 if options.quick else None]:
         tasks = [(f"{name}, {noise:g}, {method}", (name, noise, method)) for noise in NOISES for method in methods]
         yield Group(("runs",), tasks, load=partial(load, directory, name, problem(options)["rows"]), needs=(name,))
+    for name in LARGE_SETS if options.large else ():
+        tasks = [(f"{name}, {options.rows}, {noise:g}", (name, noise, "large")) for noise in NOISES]
+        tests = min(LARGE_TESTS, options.rows)
+        yield Group(("large",), tasks, load=partial(load, directory, name, options.rows, tests), needs=(name,))
 
 
 BENCHMARK = Benchmark(
@@ -161,6 +248,8 @@ BENCHMARK = Benchmark(
     groups=groups,
     perform=perform,
     report=report,
+    picture=picture,
+    options=add_options,
 )
 
 

@@ -37,6 +37,8 @@ FLOORS = {
     "inducing_point_gp": 6,
     "one_hot": 6,
     "predict": 6,
+    "posterior_samples": 6,
+    "botorch": 6,
     "cli": 7,
     "__main__": 7,
     "plotting": 7,

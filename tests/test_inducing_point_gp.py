@@ -459,7 +459,7 @@ def test_prior_mode():
         )
 
 
-@pytest.mark.parametrize("variance", ["dtc", "pathwise"])
+@pytest.mark.parametrize("variance", ["dtc", "samples"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_conversions_leave_the_model_alone(variance, dtype):
     model = _model(dtype)[0].eval()
@@ -481,7 +481,7 @@ def test_conversions_leave_the_model_alone(variance, dtype):
 
 
 @pytest.mark.parametrize("columns", [None, 2])
-@pytest.mark.parametrize("variance", ["dtc", "pathwise"])
+@pytest.mark.parametrize("variance", ["dtc", "samples"])
 def test_noisy_samples_at_many_points(variance, columns):
     """More than GPyTorch factorizes: its Lanczos root would leave a fifth of the noise out."""
     model = _model(noise=0.5, columns=columns)[0].eval()

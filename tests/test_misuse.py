@@ -157,6 +157,13 @@ OF_ONE_CALL: dict[tuple[str, str], list[Any]] = {  # where a name means somethin
         *(v for v in NOT_POINTS[:11] if not torch.is_tensor(v) or v.dim() < 3),
         *OF_OTHERS["points"],
     ],
+    **{
+        (f"PosteriorSamples.{name}", "x"): [
+            *(v for v in NOT_POINTS[:11] if not torch.is_tensor(v) or v.dim() < 3),
+            *(points(N, d, dtype=t).reshape(2, -1, d) for d, t in ((D + 1, torch.float64), (D, torch.float32))),
+        ]
+        for name in ("__call__", "each")
+    },
     ("choose_inducing_points", "noise"): NOT_NUMBERS,
     **{(f"{name}", "preconditioner"): NOT_WORDS for name in ("EigenPro3", "EigenPro4")},
 }
@@ -298,12 +305,23 @@ def _sparse() -> sketchgp.InducingPointGP:
     return sketchgp.InducingPointGP(X, Y, GaussianLikelihood(), ConstantMean(), _kernel(), Z).double().eval()
 
 
+def _samples() -> sketchgp.PosteriorSamples:
+    return sketchgp.sample_posterior(_accelerated(), 2)
+
+
 CALLS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], dict[str, Any]]]] = {
     "accelerate": (lambda: sketchgp.accelerate, lambda: {"model": _plain()}),
     "restore": (lambda: sketchgp.restore, lambda: {"model": _accelerated()}),
     "fit": (lambda: sketchgp.fit, lambda: {"model": _accelerated(), "iterations": 1}),
     "predict": (lambda: sketchgp.predict, lambda: {"model": _accelerated(), "x": points(3, D)}),
     "predict with inducing points": (lambda: sketchgp.predict, lambda: {"model": _sparse(), "x": points(3, D)}),
+    "sample_posterior": (lambda: sketchgp.sample_posterior, lambda: {"model": _accelerated(), "num_samples": 2}),
+    "sample_posterior with inducing points": (
+        lambda: sketchgp.sample_posterior,
+        lambda: {"model": _sparse(), "num_samples": 2},
+    ),
+    "PosteriorSamples.__call__": (lambda: _samples().__call__, lambda: {"x": points(3, D)}),
+    "PosteriorSamples.each": (lambda: _samples().each, lambda: {"x": points(4, D).reshape(2, 2, D)}),
     "InducingPointGP.__call__": (lambda: _sparse().__call__, lambda: {"x": points(3, D)}),
     "choose_inducing_points": (lambda: sketchgp.choose_inducing_points, lambda: {"kernel": _kernel(), "x": X, "m": 3}),
     "OneHot.encode": (lambda: sketchgp.OneHot(torch.arange(3)).encode, lambda: {"labels": torch.arange(3)}),

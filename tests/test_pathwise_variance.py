@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpytorch.kernels import (
     ConstantKernel,
+    CosineKernel,
     LinearKernel,
     MaternKernel,
     PeriodicKernel,
@@ -19,6 +20,7 @@ from gpytorch.kernels import (
     RBFKernel,
     RQKernel,
     ScaleKernel,
+    SpectralMixtureKernel,
 )
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ConstantMean, ZeroMean
@@ -37,6 +39,7 @@ from sketchgp import (
     record_solves,
 )
 from sketchgp.inference.pathwise import ErrorPaths
+from sketchgp.operators import KernelMatrix
 from sketchgp.operators.random_features import PriorPaths
 
 N, M = 40, 8
@@ -54,6 +57,9 @@ KERNELS = {
     "twice": lambda: ScaleKernel(MaternKernel(nu=2.5)) * LaplaceKernel() + RBFKernel(),
     "rational-quadratic": lambda: ScaleKernel(RQKernel()),
     "periodic": lambda: PeriodicKernel() * RBFKernel(),
+    "spectral-mixture": lambda: ScaleKernel(SpectralMixtureKernel(num_mixtures=2, ard_num_dims=3)),
+    "mixture": lambda: SpectralMixtureKernel(num_mixtures=3, active_dims=(1,)) * RBFKernel() + ConstantKernel(),
+    "cosines": lambda: CosineKernel(active_dims=(0,)) * CosineKernel(active_dims=(2,)) * MaternKernel(nu=1.5),
     "constant": lambda: ConstantKernel() + ScaleKernel(RBFKernel()),
 }
 TEST = points(11, seed=4)
@@ -72,6 +78,13 @@ def _kernel(name, lengthscale=0.5):
             part.constant = torch.tensor(0.8)
         if isinstance(part, RQKernel):
             part.alpha = 0.7
+        if isinstance(part, CosineKernel):
+            part.period_length = 1.6
+        if isinstance(part, SpectralMixtureKernel):
+            k, d = part.mixture_means.shape[-3], part.mixture_means.shape[-1]
+            part.mixture_weights = torch.linspace(0.9, 0.5, k)
+            part.mixture_means = torch.linspace(0.4, 0.1, k * d).reshape(k, 1, d)
+            part.mixture_scales = torch.linspace(0.1, 0.3, k * d).reshape(k, 1, d)
     return kernel
 
 
@@ -84,7 +97,7 @@ def _model(
     likelihood.noise = noise
     z = points(M, seed=9) if z is None else z
     kernel = _kernel(kernel) if isinstance(kernel, str) else kernel
-    choices = {"variance": "pathwise", "variance_samples": S} | choices
+    choices = {"variance": "samples", "variance_samples": S} | choices
     model = InducingPointGP(x.to(dtype), y.to(dtype), likelihood.to(dtype), ConstantMean().to(dtype), kernel.to(dtype),
                             z.to(dtype), solver=solver, **choices)  # fmt: skip
     return model.eval()
@@ -206,7 +219,7 @@ def test_variances_of_a_noise_for_each_point(few_frequencies):
     noise = torch.cat([torch.full((N // 2,), 0.01), torch.full((N // 2,), 2.0)]).double()
     x = points(N)[points(N)[:, 0].argsort()]  # half of the space is noisy
     model = InducingPointGP(x, normal(N), FixedNoiseGaussianLikelihood(noise), ZeroMean(), _kernel("matern32-ard"),
-                            points(M, seed=9), variance="pathwise", variance_samples=S).eval()  # fmt: skip
+                            points(M, seed=9), variance="samples", variance_samples=S).eval()  # fmt: skip
     _agree(model)
 
 
@@ -399,13 +412,13 @@ def test_auto_where_memory_is_short(monkeypatch, few_frequencies):
     monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: free[0])
     assert model.variance_method == "dtc"  # once chosen
     short = _model(variance="auto", variance_samples=20)
-    assert short.variance_method == "pathwise"
+    assert short.variance_method == "samples"
     assert relative(short(TEST).variance, _model(variance_samples=20)(TEST).variance) < 1e-12
     plain = _model(PolynomialKernel(power=2), variance="auto")
     with pytest.raises(InputError, match="Variances of DTC take"):  # there is no other way
         plain(TEST).variance  # noqa: B018
     free[0] = 57 * M**2
-    assert short.variance_method == "pathwise"
+    assert short.variance_method == "samples"
     assert _model(variance="auto").variance_method == "dtc"
 
 
@@ -420,7 +433,7 @@ def test_predict(columns, few_frequencies):
     found = predict(model, TEST, batch_size=4)
     assert relative(found.variance, wanted) < 1e-12
     assert relative(found.observation_variance, wanted + 0.1) < 1e-6
-    assert (found.variance_method, found.report) == ("pathwise", alone.report)
+    assert (found.variance_method, found.report) == ("samples", alone.report)
     assert model.variance_solution.report.columns == 20
     assert predict(_model(columns=columns, variance_samples=20), TEST).report.columns == (columns or 1)
     with pytest.raises(InputError, match="as the model was told"):
@@ -449,7 +462,7 @@ def test_one_sample(few_frequencies):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"variance": "exact"}, "variance expects one of 'auto', 'dtc', 'pathwise', got 'exact'"),
+        ({"variance": "exact"}, "variance expects one of 'auto', 'dtc', 'samples', got 'exact'"),
         ({"variance": None}, "variance expects"),
         ({"variance_samples": 0}, "variance_samples expects a positive integer, got 0"),
         ({"variance_samples": 64.0}, "positive integer, got 64.0"),
@@ -480,6 +493,26 @@ def test_kernels_without_random_features(kernel):
     assert predict(model, TEST, variance=None).variance is None
     model.variance = "dtc"
     assert predict(model, TEST).variance_method == "dtc"
+
+
+def test_a_cosine_of_several_dimensions_is_no_covariance():
+    with pytest.raises(InputError, match="CosineKernel of 3 dimensions is no covariance"):
+        PriorPaths(CosineKernel().double(), points(1), 2, torch.Generator())
+
+
+def test_functions_of_one_mixture_of_a_batch():
+    """As for an output of a model with several."""
+    batch = SpectralMixtureKernel(num_mixtures=2, ard_num_dims=3, batch_shape=torch.Size([2])).double()
+    batch.mixture_weights = torch.tensor([[0.9, 0.2], [0.3, 0.6]])
+    batch.mixture_means = torch.linspace(0.4, 0.1, 12).reshape(2, 2, 1, 3)
+    batch.mixture_scales = torch.linspace(0.1, 0.3, 12).reshape(2, 2, 1, 3)
+    x, samples = points(5, seed=1), 100_000
+    for number in range(2):
+        kernel = KernelMatrix.of(batch, x.expand(2, 5, 3)).element((number,)).kernel
+        f = PriorPaths(kernel, points(1, seed=2), samples, torch.Generator().manual_seed(5), frequencies=2)(x)
+        wanted = batch(x.expand(2, 5, 3)).to_dense()[number].detach()
+        error = (f @ f.mT / samples - wanted).abs().max() / wanted[0, 0]
+        assert float(error) < 4.5 * math.sqrt(2 / samples)
 
 
 def test_structured_kernels_are_refused_as_ever():

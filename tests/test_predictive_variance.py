@@ -1,4 +1,4 @@
-"""FITC variances (``LowRankVariance``) against the formula and against exact variances."""
+"""Low-rank variances, FITC ones and with neighbours, against the formulas and against exact variances."""
 
 from __future__ import annotations
 
@@ -115,3 +115,52 @@ def test_refuses_what_is_not_positive_definite():
     noise = torch.full((5,), 0.1, dtype=torch.float64)
     with pytest.raises(NumericalError, match="not positive definite"):
         LowRankVariance(lambda a, b: normal(len(a), len(a) if b is None else len(b)) - 3, points(5), noise, points(5))
+
+
+def _with_neighbours(kernel, x, noise, inducing, z, count):
+    """The formula of the module, one test point at a time, with dense inverses."""
+    core = torch.linalg.inv(dense(kernel, inducing))
+
+    def low_rank(a, b):
+        return dense(kernel, a, inducing) @ core @ dense(kernel, inducing, b)
+
+    own = noise + (dense(kernel, x) - low_rank(x, x)).diagonal()
+    features = dense(kernel, inducing, x)
+    learned = torch.linalg.inv(dense(kernel, inducing) + (features / own) @ features.mT)
+    found = []
+    for point in z.split(1):
+        near = dense(kernel, point, x)[0].topk(count).indices
+        some = x[near]
+        between = dense(kernel, some) - low_rank(some, some) + noise[near].diag()
+        b = torch.linalg.solve(between, dense(kernel, some, point) - low_rank(some, point))
+        rest = dense(kernel, point) - low_rank(point, point)
+        rest = rest - (dense(kernel, some, point) - low_rank(some, point)).mT @ b
+        g = dense(kernel, inducing, point) - dense(kernel, inducing, some) @ b
+        found.append(rest + g.mT @ learned @ g)
+    return torch.cat(found).squeeze(1)
+
+
+@pytest.mark.parametrize("entries", [2**8, 2**22])
+@pytest.mark.parametrize("name", ["rbf", "matern32"])
+def test_neighbours_against_the_formula(name, entries, monkeypatch):
+    monkeypatch.setattr(predictive_variance, "_ENTRIES", entries)
+    kernel, x, z = _kernel(name), points(60, seed=1), points(13, seed=2) * 1.5
+    noise = torch.linspace(0.01, 1, 60, dtype=torch.float64)
+    found = LowRankVariance(_block(kernel), x, noise, x[::10], neighbours=7)(z)
+    assert relative(found, _with_neighbours(kernel, x, noise, x[::10], z, 7)) < 1e-7
+    exact = _exact(kernel, x, noise, z)
+    most = LowRankVariance(_block(kernel), x, noise, x[::10], neighbours=99)(z)
+    assert relative(most, _with_neighbours(kernel, x, noise, x[::10], z, 60)) < 1e-7
+    assert float((found - exact).abs().sum()) < 0.5 * float((_fitc(kernel, x, noise, x[::10], z) - exact).abs().sum())
+
+
+def test_points_that_are_left_out():
+    """As if the data were without them: the low-rank part too."""
+    kernel, x = _kernel("matern32"), points(60, seed=1)
+    noise = torch.linspace(0.01, 1, 60, dtype=torch.float64)
+    low_rank, which = LowRankVariance(_block(kernel), x, noise, x[::10], neighbours=7), torch.tensor([3, 17, 58])
+    expected = []
+    for i in which.tolist():
+        rest = torch.arange(60) != i
+        expected.append(_with_neighbours(kernel, x[rest], noise[rest], x[::10], x[i : i + 1], 7))
+    assert relative(low_rank.left_out(which), torch.cat(expected)) < 1e-7

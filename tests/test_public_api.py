@@ -34,6 +34,7 @@ NAMES = {
     "Nystrom",
     "NystromEigenPro",
     "OneHot",
+    "PosteriorSamples",
     "Prediction",
     "QR",
     "RPCholesky",
@@ -49,6 +50,7 @@ NAMES = {
     "predict",
     "record_solves",
     "restore",
+    "sample_posterior",
     "settings",
 }
 
@@ -155,6 +157,7 @@ SIGNATURES = {
         "callback": None,
     },
     "predict": {"model": ..., "x": ..., "variance": "auto", "batch_size": None, "progress": None},
+    "sample_posterior": {"model": ..., "num_samples": ..., "seed": 0, "frequencies": None},
 }
 REPORT_FIELDS = {
     "solver",

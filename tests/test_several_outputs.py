@@ -182,7 +182,7 @@ def test_fit_of_one_column():
 # --- the likelihood -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variance", ["dtc", "pathwise"])
+@pytest.mark.parametrize("variance", ["dtc", "samples"])
 @pytest.mark.parametrize("columns", [1, T])
 def test_noisy_predictions(columns, variance):
     model = _model(_targets(columns), variance=variance).eval()

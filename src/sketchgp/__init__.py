@@ -13,6 +13,7 @@ from .inducing_points import InducingPoints, choose_inducing_points
 from .kernels import LaplaceKernel
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 from .one_hot import OneHot
+from .posterior_samples import PosteriorSamples, sample_posterior
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
 from .report import SolveReport, record_solves
@@ -62,6 +63,7 @@ __all__ = [
     "NystromEigenPro",
     "NystromPCG",
     "OneHot",
+    "PosteriorSamples",
     "Prediction",
     "RPCholesky",
     "SketchGPError",
@@ -75,5 +77,6 @@ __all__ = [
     "predict",
     "record_solves",
     "restore",
+    "sample_posterior",
     "settings",
 ]

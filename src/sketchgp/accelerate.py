@@ -8,7 +8,7 @@ import torch
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
-from .checks import found, word
+from .checks import count, found, word
 from .errors import InputError
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
@@ -21,6 +21,7 @@ from .models.accelerated.mixins import (
 from .models.accelerated.targets import check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
+from .settings import VARIANCES
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
 from .solvers.solver import check_solver
 
@@ -34,6 +35,8 @@ def accelerate(
     solver: Solver[FullProblem] | str = "auto",
     matmul: str = "auto",
     matmul_precision: str = "float32",
+    variance: str = "auto",
+    variance_samples: int = 128,
 ) -> Model:
     """Give a GPyTorch model sketchgp's preconditioner, solver and kernel products, in place.
 
@@ -60,11 +63,28 @@ def accelerate(
         covariances made in ``forward`` is stored wherever it fits.)
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x3"``, ``"tf32"`` or
         ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
+    :param variance: how ``model(x).variance`` is computed (covariance matrices and draws are exact in any case):
+
+        - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.
+        - ``"low_rank"``: conditioned on the 128 nearest training points and 100 inducing points, times a factor that
+          makes exact variances of 28 training points that are left out right on the average; one solve with 32 columns
+          for any number of test points.  What they scatter by is known.
+        - ``"samples"``: the mean square of ``variance_samples`` draws of the posterior about its mean
+          (:class:`sketchgp.inference.pathwise.PosteriorDeviations`), averaged with the low-rank variance by the inverse
+          of their squared standard errors; one solve with as many columns more.  For kernels with random features:
+          RBF, Matern, rational quadratic, periodic, Laplace and constant kernels, their sums and products.
+        - ``"auto"``: exact while that costs no more; else low-rank where its standard error is at most a tenth, and
+          samples where it is not.  It compares 4 test points with exact variances once, and warns where it is off by
+          more than the standard errors say.  Where gradients may be asked for, and for all but one plain kernel
+          without batch, it is exact.
+
+        For a moment, ``with sketchgp.settings.variance("exact"):`` says otherwise.
+    :param variance_samples: of ``"samples"``, whose relative standard error is below ``sqrt(2 / variance_samples)``.
     :returns: the model.
     :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets
         ``(n, 1)`` of a model of one output, NaN among the inputs); the model is then as it was.
     """
-    return install(model, preconditioner, solver, matmul, matmul_precision)
+    return install(model, preconditioner, solver, matmul, matmul_precision, variance, variance_samples)
 
 
 def install(
@@ -73,6 +93,8 @@ def install(
     solver: Solver[FullProblem] | str,
     matmul: str,
     matmul_precision: str,
+    variance: str,
+    variance_samples: int,
     built: bool = True,
 ) -> Model:
     """What :func:`accelerate` does.
@@ -96,12 +118,14 @@ def install(
         )
     check_solver(owner, solver, FULL_SOLVERS)
     word(owner, "matmul", matmul, _MATMULS)
+    word(owner, "variance", variance, VARIANCES)
+    variance_samples = count(owner, "variance_samples", variance_samples, least=2)
     check_choice(owner, "auto" if matmul == "gpytorch" else matmul, matmul_precision)
     _check_data(model, preconditioner, solver, built)
     if model.train_inputs is not None:
         check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
 
-    acceleration = Acceleration(preconditioner, solver, matmul, matmul_precision)
+    acceleration = Acceleration(preconditioner, solver, matmul, matmul_precision, variance, variance_samples)
     for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
         if not is_accelerated(module):
             module.__class__ = accelerated_class(type(module), mixin)  # the same for one that type(model)(...) made

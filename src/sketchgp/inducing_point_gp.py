@@ -35,7 +35,7 @@ from .solvers.solver import check_solver, solve_checked
 
 _DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _STATISTICS_BYTES = 56  # times m^2
-_VARIANCES = ("auto", "dtc", "pathwise")
+_VARIANCES = ("auto", "dtc", "samples")
 
 
 class InducingPointGP(gpytorch.models.ExactGP):
@@ -53,13 +53,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
       - ``"dtc"``: ``k(x, x) - q(x, x) + k(x, z) (Kzz + Kzx D^-1 Kxz)^-1 k(z, x)``, from one sweep over the data
         (``n m^2`` operations, ``O(m^2)`` memory).
-      - ``"pathwise"``: the mean squared error of the predictor ``k(., z) W`` under the prior, an average over
+      - ``"samples"``: the mean squared error of the predictor ``k(., z) W`` under the prior, an average over
         ``variance_samples`` functions drawn from the prior that the solver is given in place of the data, with no
         m x m matrix (:class:`sketchgp.inference.pathwise.ErrorPaths`).  It has no bias, a relative standard deviation
         of ``sqrt(2 / variance_samples)``, and lies above the variance of the exact posterior but for that.  It is not
         the formula of DTC, which takes the data for drawn from q: where q differs from k the two differ, and DTC's is
-        often the larger.  It knows kernels with random features: RBF, Matern, rational quadratic, periodic, Laplace
-        and constant kernels, their sums and products.
+        often the larger.  It knows kernels with random features: RBF, Matern, rational quadratic, periodic, Laplace,
+        spectral mixture, cosine and constant kernels, their sums and products.
       - ``"auto"``: DTC while its matrices fit into the free memory, and samples beyond.
     - Nothing n x m is ever stored, and k(test, train) is never formed.
     - Several outputs: targets ``(n, t)`` share kernel, noise and inducing points; predictions are then a
@@ -74,8 +74,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         ``EigenPro4(...)``, or one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``: QR up to 1,000 points,
         KRILL while its matrices fit into half of the free memory, Nystrom PCG beyond.  EigenPro has no tolerance: its
         mean is as near as its epochs take it.
-    :param variance: ``"auto"``, ``"dtc"`` or ``"pathwise"``.
-    :param variance_samples: functions that pathwise variances are an average over.
+    :param variance: ``"auto"``, ``"dtc"`` or ``"samples"``.
+    :param variance_samples: functions that variances by samples are an average over.
     :raises InputError: for wrong shapes, dtypes or devices, NaN, an unknown solver or variance.
     """
 
@@ -190,7 +190,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
     @property
     def variance_method(self) -> str:
-        """What variances are of the present parameters and data: ``"dtc"`` or ``"pathwise"``."""
+        """What variances are of the present parameters and data: ``"dtc"`` or ``"samples"``."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
         return self._variance_method()
@@ -202,12 +202,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.variance
         if "method" not in self._kept:  # decided once, as the memory that is free differs from call to call
             fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= available_memory(self._x.device)
-            self._kept["method"] = "pathwise" if not fits and recognise(self.covar_module) is not None else "dtc"
+            features = recognise(self.covar_module, waves=True) is not None
+            self._kept["method"] = "samples" if features and not fits else "dtc"
         return self._kept["method"]
 
     @property
     def variance_solution(self) -> Solution:
-        """The :class:`sketchgp.Solution` behind pathwise variances: weights ``(m, variance_samples)`` and the report.
+        """The :class:`sketchgp.Solution` behind variances by samples: weights ``(m, variance_samples)`` and the report.
 
         :raises InputError: for a kernel without random features.
         """
@@ -241,7 +242,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
                 if _STATISTICS_BYTES * m**2 > free:
                     raise InputError(
                         f"Variances of DTC take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
-                        f"{free / 2**30:.1f} GiB are free; variance='pathwise' does without, and the mean is there: "
+                        f"{free / 2**30:.1f} GiB are free; variance='samples' does without, and the mean is there: "
                         "predict(model, x, variance=None)."
                     )
                 noise = self.noise().to(torch.float64)
@@ -310,7 +311,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         mean = self._mean(x)
         state = self._kept["state"]
         covariance: Any
-        if self._variance_method() == "pathwise":
+        if self._variance_method() == "samples":
             covariance = PathwisePosterior(x, errors=lambda: self._errors(state))
         else:
             covariance = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +18,17 @@ from .accelerate import acceleration_of
 from .checks import count, flag, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
 from .inducing_point_gp import InducingPointGP
-from .inference import LowRankVariance
+from .models.accelerated.approximate import refuse
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.posterior import mean_at, present_strategy, strategy_of
 from .operators.tiles import spans
-from .random_streams import generator
 from .report import SolveReport, merged, own_solves
+from .settings import VARIANCES
+from .settings import variance as variance_setting
 
-_VARIANCES = ("auto", "exact", "low_rank")
-_CHECK_POINTS = 16
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
-_EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
-_FACTOR_WORK = {"cpu": 2e12, "cuda": 2e15}  # operations of a factorization up to which it does
 
 
 @dataclass(repr=False)
@@ -39,11 +37,12 @@ class Prediction:
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
     ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
-    ``"low_rank"`` (:class:`sketchgp.inference.LowRankVariance`), ``"dtc"`` or ``"pathwise"`` (of an
-    :class:`sketchgp.InducingPointGP`; the latter by samples, whose solve ``model.variance_solution.report`` is of), or
-    ``"none"``.  ``variance_check`` compares low-rank variances with exact ones at ``points`` test points:
-    ``min_ratio``, ``median_ratio``, ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with
-    the noise added.
+    ``"low_rank"`` or ``"samples"`` (see :func:`sketchgp.accelerate`), ``"dtc"`` (of an
+    :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), or ``"none"``.
+    ``variance_standard_error`` is the relative one of ``variance``, None where it is not by samples or low-rank.
+    ``variance_check`` compares those with exact ones at ``points`` test points (None where ``"auto"`` did so in an
+    earlier prediction): ``min_ratio``, ``median_ratio``,
+    ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with the noise added.
     ``report`` is of the solve behind the mean, also where that had been done before; None where there was none: up to
     800 points the matrix is factorized by GPyTorch, and a saved model brings its solution.
     """
@@ -54,6 +53,7 @@ class Prediction:
     variance_method: str
     variance_check: dict[str, Any] | None
     report: SolveReport | None
+    variance_standard_error: float | None = None
 
     def __repr__(self) -> str:
         solve = "solved before" if self.report is None else f"solved by {self.report}"
@@ -72,24 +72,22 @@ def predict(
     Unlike ``model(x)`` it never makes an m x n or m x m array: the mean goes by chunks of tiles, and so do variances.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose variances are
-        those of DTC or pathwise as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
+        those of DTC or by samples as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
         mode.
     :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
-    :param variance: ``"exact"`` solves for every test point; ``"low_rank"`` uses the preconditioner's pivots as
-        inducing points (FITC, which lies above the exact variance nearly always, at small noise by many times) and
-        compares it with exact ones at 16 test points; ``"auto"`` takes ``"exact"`` while ``n^2 m`` is at most
-        1e10 (CUDA: 1e13), or a factorization takes at most ``n^3 / 3 + 2 n^2 m = 2e12`` operations (CUDA: 2e15) and
-        fits the memory budget, and for every model but those with one plain kernel; None gives the mean alone.
-    :param batch_size: test points at once (default 8192 for the mean, 256 for exact variances).
+    :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
+        compared with exact variances at 4 test points, with a warning where they are off by more than their standard
+        errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
+    :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
     :param progress: show a progress bar (default: only in a terminal).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
-        asked of any model but one with one plain kernel and no batch.
+        or samples asked of any model but one with one plain kernel and no batch.
 
     A solve that does not reach its tolerance warns, and one behind a mean does so at every prediction that uses it.
     """
     if not isinstance(model, InducingPointGP):
         acceleration_of(model, "predict")
-    word("predict", "variance", variance, _VARIANCES, optional=True)
+    word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
     if model.train_inputs is None or model.train_targets is None:
@@ -117,35 +115,38 @@ def predict(
     with torch.no_grad():
         report = _solution_report(model)
         conditioning = None if variance is None else Conditioning.of(model)
-        if variance == "auto":
-            cheap = not isinstance(conditioning, PlainConditioning) or _affordable(conditioning, len(x))
-            variance = "exact" if cheap else "low_rank"
-        if variance == "low_rank" and not isinstance(conditioning, PlainConditioning):
-            raise InputError('variance="low_rank" expects a plain kernel and one set of training inputs; use "exact".')
+        method = "none" if variance is None else _method(model, conditioning, variance, x)
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
-        if variance is None:
-            return Prediction(mean, None, None, "none", None, report)
-        if variance == "exact":
-            latent, check = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show), None
+        if method == "none":
+            return Prediction(mean, None, None, method, None, report)
+        check, error = None, None
+        if method == "exact":
+            latent = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show)
         else:
             assert isinstance(conditioning, PlainConditioning)
-            latent, check = _low_rank_variance(conditioning, x)
+            looked = variance != "auto" or conditioning.look(method)
+            latent, check, error = _approximate_variance(
+                conditioning, x, method, batch_size or _MEAN_ROWS, show, looked
+            )
         noise = _noise(model, x, latent)
-        return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
+        observation = None if noise is None else latent + noise
+        return Prediction(mean, latent, observation, method, check, report, error)
 
 
-def _affordable(conditioning: PlainConditioning, m: int) -> bool:
-    """Whether ``"auto"`` takes exact variances of m test points."""
-    n, kind = conditioning.noisy.shape[-1], conditioning.noise.device.type
-    if n * n * m <= _EXACT_WORK.get(kind, 1e10):
-        return True
-    return conditioning.factorizes(m) and n**3 / 3 + 2 * n * n * m <= _FACTOR_WORK.get(kind, 2e12)
+def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Tensor) -> str:
+    """How variances of test points are computed."""
+    chosen = variance_setting.value(acceleration_of(model).variance) if variance == "auto" else variance
+    if isinstance(conditioning, PlainConditioning):
+        return conditioning.variance_method(chosen, x)
+    if chosen in ("low_rank", "samples"):
+        raise refuse(chosen)
+    return "exact"
 
 
 def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
     """Of a model on inducing points, which knows how variances are computed."""
     if variance not in (None, "auto"):
-        raise InputError(f"The variance of an InducingPointGP is that of DTC or pathwise, as the model was told; "
+        raise InputError(f"The variance of an InducingPointGP is that of DTC or by samples, as the model was told; "
                          f"variance expects 'auto' or None, got {variance!r}.")  # fmt: skip
     means, variances = [], []
     with own_solves() as solves:
@@ -164,7 +165,9 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         latent = torch.cat(variances)
         noise = _noise(model, x, latent)
         observed = None if noise is None else latent + noise
-        return Prediction(mean, latent, observed, model.variance_method, None, report)
+        method = model.variance_method
+        error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
+        return Prediction(mean, latent, observed, method, None, report, error)
 
 
 def _solution_report(model: Any) -> SolveReport | None:
@@ -219,30 +222,28 @@ def _exact_variance(model: Any, conditioning: Conditioning | None, x: Tensor, ro
     return torch.cat(parts, dim=dim)
 
 
-def _low_rank_variance(conditioning: PlainConditioning, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Low-rank variances, and how they compare with exact ones at a few of the points."""
-    matrix, noise = conditioning.matrix, conditioning.noise
-    acceleration = acceleration_of(conditioning.model)
-    pivots = None if acceleration.cache is None else acceleration.cache.pivots(matrix, noise)
-    if pivots is None:
-        count = min(matrix.shape[-1], int(10 * matrix.shape[-1] ** 0.5))
-        pivots = torch.randperm(matrix.shape[-1], generator=generator(0, "rows of a low-rank variance"))[:count].to(
-            x.device
-        )
-    low_rank = LowRankVariance(conditioning.block, matrix.x1, noise.double(), matrix.x1[pivots])
-    latent = low_rank(conditioning.inputs(x))
-    some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECK_POINTS].to(x.device)
-    conditioning.expect(len(some))
-    exact = conditioning.exact_variance(x[some])
+def _approximate_variance(
+    conditioning: PlainConditioning, x: Tensor, method: str, rows: int, show: bool, looked: bool
+) -> tuple[Tensor, dict[str, Any] | None, float]:
+    """Low-rank variances or those by samples, how they compare with exact ones at a few of the points if that is to be
+    looked at, and their relative standard error."""
+    approximate, inputs, parts = conditioning.approximate, conditioning.inputs(x), []
+    approximate.prepare(inputs)
+    for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show or len(x) <= rows, leave=False):
+        parts.append(approximate(inputs[part], method))
+    latent = torch.cat(parts)
+    if not looked:
+        return latent.to(x.dtype), None, approximate.error(method)
+    some, exact = approximate.check(inputs, latent, method)
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, x[some], latent[some])
     if of_new is not None:
         check |= _ratios(latent[some] + of_new, exact + of_new, "observation_")
-    return latent.to(x.dtype), check
+    return latent.to(x.dtype), check, approximate.error(method)
 
 
-def _ratios(low_rank: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:
-    ratio = low_rank / exact.clamp_min(torch.finfo(exact.dtype).tiny)
+def _ratios(found: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:
+    ratio = found / exact.clamp_min(torch.finfo(exact.dtype).tiny)
     values = {"min": ratio.min(), "median": ratio.median(), "max": ratio.max()}
     return {f"{prefix}{name}_ratio": float(value) for name, value in values.items()}
 

@@ -8,9 +8,11 @@ from types import TracebackType
 
 import torch
 
-from .checks import number
+from .checks import number, word
 from .memory import available_memory
 
+VARIANCES = ("auto", "exact", "samples", "low_rank")
+_variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
 
 
@@ -42,3 +44,31 @@ class memory_budget(AbstractContextManager):
         """The budget in force, in bytes."""
         budgets = _budgets.get()
         return budgets[-1] if budgets else available_memory(device) // 4
+
+
+class variance(AbstractContextManager):
+    """How variances of accelerated models are computed that are called inside, whatever ``accelerate`` was told.
+
+    It holds for the thread that opened it, and for what is read later of a prediction that was made inside.
+
+    :param method: ``"auto"``, ``"exact"``, ``"samples"`` or ``"low_rank"``, as :func:`sketchgp.accelerate` has them.
+    :raises InputError: for anything else.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.method = word("variance", "method", method, VARIANCES)
+
+    def __enter__(self) -> variance:
+        _variances.set((*_variances.get(), self.method))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _variances.set(_variances.get()[:-1])
+
+    @classmethod
+    def value(cls, otherwise: str) -> str:
+        """The method in force; :param otherwise: that of a model, where there is none."""
+        methods = _variances.get()
+        return methods[-1] if methods else otherwise

@@ -22,6 +22,8 @@ from ..settings import memory_budget
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.energy import Explaining
 from ..solvers.full.cholesky import factor_bytes
+from .calibrated import Calibrated
+from .pathwise import PosteriorDeviations
 
 _COLUMNS = 90  # rows of a system for each right-hand side, up to which a factorization is the cheaper
 
@@ -66,8 +68,8 @@ def solve(
     """
     noise = (system.noise if noise is None else noise).to(torch.float64)
     goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
-    weights, _, _ = solver.run(system, c, preconditioner, name=name, initial=initial, goal=goal)
-    return Explained(weights, system.accurate_product(weights))
+    weights, product, _ = solver.explain(system, c, preconditioner, goal, name=name, initial=initial)
+    return Explained(weights, product)
 
 
 class Factors:
@@ -92,12 +94,24 @@ class Factor:
     """The Cholesky factor of one system, kept for many right-hand sides, once they are so many that it is the cheaper.
 
     A factorization takes ``n^3 / 3`` operations; conjugate gradients ``2 n^2`` an iteration and column, faster ones.
+
+    :ivar low_rank: what low-rank variances of the system are made of, :ivar deviations: and those by samples, where
+        they were found; kept with it.
+    :ivar checked: which of them were compared with exact ones, by ``"low_rank"`` and ``"samples"``.
     """
 
     def __init__(self) -> None:
         self.columns = 0  # that were solved for, or are about to be
+        self.low_rank: Calibrated | None = None
+        self.deviations: PosteriorDeviations | None = None
+        self.checked: set[str] = set()
         self._root: Tensor | None = None
         self._failed = False
+
+    @property
+    def there(self) -> bool:
+        """Whether it was factorized."""
+        return self._root is not None
 
     def pays(self, system: System, more: int) -> bool:
         """Whether to factorize: there are enough columns with ``more``, and it fits the memory budget."""

@@ -1,13 +1,14 @@
-"""Variances by samples: what the predictor of an inducing-point model makes of functions that are known.
+"""Samples of posteriors, of functions that are drawn from the prior and corrected by a solve.
 
-Draw S functions f from the prior and noises e, solve the inducing-point problem for the targets ``f(x_i) + e_i`` as
-for the data, and look at the errors ``f(x) - k(x, z) W`` at test points.  Their mean square estimates the mean squared
-error that the predictor has under the prior, without bias and without an m x m matrix.
+Draw S functions f from the prior and noises e, and solve for the targets ``f(x_i) + e_i`` as for the data.  The errors
+``f - f^`` of what is predicted of them are draws of the error that a prediction has: for a full problem those of the
+posterior about its mean, whatever the data are; for inducing points those of a predictor that is not the best one.
+Their mean square estimates a variance without bias, at any number of test points.
 
 Wilson, Borovitskiy, Terenin, Mostowsky, Deisenroth, "Efficiently sampling functions from Gaussian process posteriors"
-(ICML 2020), for functions that are corrected by a solve; Lin, Antoran, Padhy, Janz, Hernandez-Lobato, Terenin,
-"Sampling from Gaussian process posteriors using stochastic gradient descent" (NeurIPS 2023), for inducing points and
-solvers without a factor; Rahimi and Recht, "Random features for large-scale kernel machines" (NeurIPS 2007).
+(ICML 2020); Lin, Antoran, Padhy, Janz, Hernandez-Lobato, Terenin, "Sampling from Gaussian process posteriors using
+stochastic gradient descent" (NeurIPS 2023), for inducing points and solvers without a factor; Rahimi and Recht, "Random
+features for large-scale kernel machines" (NeurIPS 2007).
 """
 
 from __future__ import annotations
@@ -21,14 +22,77 @@ from torch import Tensor
 from ..operators import KernelMatrix
 from ..operators.random_features import PriorPaths
 from ..operators.tall import constant
-from ..operators.tiles import spans
 from ..random_streams import generator
+from ..report import SolveReport
 from ..solvers import InducingPointProblem, Solution
 
-_ENTRIES = 2**22  # of k(x, z) held at once
+
+class _Deviations:
+    """``f_s(x) - k(x, points) W_s`` of S functions from the prior.
+
+    :param points: ``(m, d)``, whose mean phases are counted from.
+    :param purpose: of the random numbers; :param frequencies: of a function, None for 1024.
+
+    :ivar weights: ``(m, S)``, float64.
+    """
+
+    weights: Tensor
+
+    def __init__(
+        self, kernel: Any, points: Tensor, samples: int, seed: int, purpose: str, frequencies: int | None = None
+    ) -> None:
+        self._stream = generator(seed, purpose)
+        self.kernel, self.points, self.samples = kernel, points, samples
+        self.prior = PriorPaths(kernel, points.mean(dim=0, keepdim=True), samples, self._stream, frequencies)
+
+    def _targets(self, x: Tensor, noise: Tensor) -> Tensor:
+        """``f(x) + noise^(1/2) xi``, ``(n, S)`` float64."""
+        targets = self.prior(x)
+        unit = torch.randn(targets.shape, dtype=torch.float64, generator=self._stream).to(x.device)
+        return targets + unit.mul_(noise.to(torch.float64).sqrt().unsqueeze(1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The deviations at x ``(..., p, d)``: ``(..., p, S)``, float64, differentiable in x."""
+        flat = x.reshape(-1, x.shape[-1])
+        found = self.prior(flat) - expansion(self.kernel, flat, self.points, self.weights)
+        return found.reshape(*x.shape[:-1], self.samples)
 
 
-class ErrorPaths:
+class PosteriorDeviations(_Deviations):
+    """``d_s(x) = f_s(x) - k(x, X) v_s`` with ``v_s = (K + D)^-1 (f_s(X) + D^(1/2) xi_s)``: what S samples of the
+    posterior differ from its mean by, so that ``E d d^T`` is its covariance.
+
+    One solve with S columns and ``n S L`` cosines a term of the kernel (:class:`PriorPaths`); ``O((n + L d) S)`` memory
+    beside tiles and what the solver needs.  A solve that ends early adds to the variance the mean square of what its
+    weights are off by there.
+
+    :param kernel: a GPyTorch kernel without batch.
+    :param x: ``(n, d)`` training inputs.
+    :param noise: ``(n,)`` variances.
+    :param samples: S.  A mean square of them has a relative standard deviation of ``sqrt(2 / S)``.
+    :param solve: gives the weights ``(n, S)`` of targets ``(n, S)``, both float64, and the report of the solve.
+    :param seed: of functions and noises.
+    :param frequencies: of each function; None is 1024.
+    :raises InputError: for a kernel without random features.
+
+    :ivar weights: v, ``(n, S)`` float64; :ivar report: of the solve.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        x: Tensor,
+        noise: Tensor,
+        samples: int,
+        solve: Callable[[Tensor], tuple[Tensor, SolveReport]],
+        seed: int = 0,
+        frequencies: int | None = None,
+    ) -> None:
+        super().__init__(kernel, x, samples, seed, "functions and noises of posterior samples", frequencies)
+        self.weights, self.report = solve(self._targets(x, noise))
+
+
+class ErrorPaths(_Deviations):
     """Errors ``e_s(x) = f_s(x) - k(x, z) W_s`` of S samples; ``E e e^T`` is the covariance of the predictor's error.
 
     With ``G = k(., z) (Kzx D^-1 Kxz + Kzz)^-1 Kzx D^-1`` the predictor, D the noises and K the prior covariance, it is
@@ -45,6 +109,7 @@ class ErrorPaths:
         millionth or so of the prior's, where it hangs on frequencies that are seldom drawn.
     :param solve: gives the solution of a problem with targets ``(n, S)``.
     :param seed: of functions and noises.
+    :param frequencies: of each function; None is 1024.
     :raises InputError: for a kernel without random features.
 
     :ivar solution: the weights ``(m, S)`` and the report of the solve.
@@ -59,29 +124,17 @@ class ErrorPaths:
         samples: int,
         solve: Callable[[InducingPointProblem], Solution],
         seed: int = 0,
+        frequencies: int | None = None,
     ) -> None:
-        stream = generator(seed, "functions and noises of pathwise variances")
-        self.kernel, self.z, self.samples = kernel, z, samples
-        self.prior = PriorPaths(kernel, z.mean(dim=0, keepdim=True), samples, stream)
-        targets = self.prior(x)
-        unit = torch.randn(targets.shape, dtype=torch.float64, generator=stream).to(x.device)
-        targets += unit.mul_(noise.sqrt().unsqueeze(1))
+        super().__init__(kernel, z, samples, seed, "functions and noises of pathwise variances", frequencies)
+        targets = self._targets(x, noise)
         self.solution = solve(InducingPointProblem(kernel, x, targets.to(x.dtype), noise, z))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The errors at x ``(..., p, d)``: ``(..., p, S)``, float64, differentiable in x."""
-        flat = x.reshape(-1, x.shape[-1])
-        errors = self.prior(flat) - expansion(self.kernel, flat, self.z, self.solution.value)
-        return errors.reshape(*x.shape[:-1], self.samples)
+        self.weights = self.solution.value
 
 
 def expansion(kernel: Any, x: Tensor, z: Tensor, weights: Tensor) -> Tensor:
     """``k(x, z) W`` for x ``(..., p, d)``, z ``(m, d)`` and float64 W ``(m, t)``: ``(..., p, t)``, float64.
 
-    Differentiable in x, with the kernel's parameters as constants.
+    Differentiable in x, with the kernel's parameters as constants; the matrix is evaluated in float64, by tiles.
     """
-    parts = []
-    for span in spans(x.shape[-2], max(1, _ENTRIES // (len(z) * x.shape[:-2].numel()))):
-        block = constant(KernelMatrix.of(kernel, x[..., span, :], z, engine="tiled")).double().to_dense()
-        parts.append(block @ weights)
-    return torch.cat(parts, dim=-2)
+    return constant(KernelMatrix.of(kernel, x, z, engine="tiled")).double() @ weights

@@ -20,6 +20,7 @@ import torch
 from gpytorch.kernels import (
     AdditiveKernel,
     ConstantKernel,
+    CosineKernel,
     Kernel,
     MaternKernel,
     PeriodicKernel,
@@ -27,13 +28,14 @@ from gpytorch.kernels import (
     RBFKernel,
     RQKernel,
     ScaleKernel,
+    SpectralMixtureKernel,
 )
 from torch import Tensor
 
 from ..kernels import LaplaceKernel
 from .batch_element import BatchElement
 from .centre import Centre
-from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, Profile
+from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, WAVES, Profile
 
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
 
@@ -150,8 +152,7 @@ class Expression:
         for scales in self.scales:
             c = torch.ones((), dtype=dtype, device=x1.device)
             for kernel in scales:
-                scale = kernel.outputscale if isinstance(kernel, ScaleKernel) else kernel.constant.squeeze(-1)
-                c = c * self.own(scale, 0)
+                c = c * self.own(_scale(kernel), 0)
             coefficients.append(c.to(dtype).expand(batch).flatten() if len(batch) else c.to(dtype).reshape(()))
         return Prepared(tuple(features), torch.stack(coefficients, dim=-1))
 
@@ -161,6 +162,10 @@ class Expression:
         weights: list[Tensor | None] = []
         for leaf in atom.leaves:
             z, c = (x, centre) if leaf.dims is None else (x[..., list(leaf.dims)], centre[..., list(leaf.dims)])
+            if atom.profile is WAVES:
+                parts.append(z - c)
+                weights.append(None)
+                continue
             lengthscale = self.own(leaf.kernel.lengthscale, 2)
             if type(leaf.kernel) is PeriodicKernel:
                 # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.
@@ -185,16 +190,28 @@ class Expression:
         return left, torch.cat([w.expand(*batch, *w.shape[-2:]) for w in known], dim=-1)
 
 
-def recognise(kernel: Kernel) -> Expression | None:
+def _scale(kernel: Kernel) -> Tensor:
+    """What a module multiplies its term by, ``(*b,)``."""
+    if isinstance(kernel, ScaleKernel):
+        return kernel.outputscale
+    if isinstance(kernel, SpectralMixtureKernel):  # a product over dimensions of sums over mixtures
+        return kernel.mixture_weights.sum(dim=-1) ** kernel.mixture_means.shape[-1]
+    return kernel.constant.squeeze(-1)
+
+
+def recognise(kernel: Kernel, waves: bool = False) -> Expression | None:
     """The expression of a kernel made of scaled RBF, Matern, rational quadratic, periodic, l1 Laplace and constant
     kernels by sums and products; None for any other.
 
     Exact types only: a subclass may compute something else.
+
+    :param waves: whether spectral mixture and cosine kernels are as good, as atoms of the profile ``WAVES``: of these
+        only frequencies are known (:mod:`.random_features`), no tiles.
     """
     if type(kernel) is BatchElement:
-        whole = recognise(kernel.whole)
+        whole = recognise(kernel.whole, waves)
         return None if whole is None else replace(whole, element=kernel)
-    terms = _terms(kernel, None)
+    terms = _terms(kernel, None, waves)
     if terms is None or len(terms) > _MOST:
         return None
     atoms: list[Atom] = []
@@ -214,17 +231,20 @@ def recognise(kernel: Kernel) -> Expression | None:
 Term = tuple[tuple[Kernel, ...], tuple[Leaf, ...]]  # what scales it, what it is a product of
 
 
-def _terms(kernel: Kernel, dims: tuple[int, ...] | None) -> list[Term] | None:
+def _terms(kernel: Kernel, dims: tuple[int, ...] | None, waves: bool) -> list[Term] | None:
     """The kernel multiplied out; None where a part is not recognised."""
     if type(kernel) is ScaleKernel:  # calls its base kernel's forward: active dimensions were selected already
-        inner = _terms(kernel.base_kernel, dims)
+        inner = _terms(kernel.base_kernel, dims, waves)
         return None if inner is None else [((kernel, *scales), leaves) for scales, leaves in inner]
     if type(kernel) is ConstantKernel:
         return [((kernel,), ())]
     if type(kernel) in (AdditiveKernel, ProductKernel):
-        parts = [_terms(part, _select(dims, part.active_dims)) for part in kernel.kernels]
+        parts = [_terms(part, _select(dims, part.active_dims), waves) for part in kernel.kernels]
+    elif waves and type(kernel) is SpectralMixtureKernel:
+        return [((kernel,), (Leaf(kernel, dims),))]
     else:
-        return None if profile_of(kernel) is None else [((), (Leaf(kernel, dims),))]
+        known = profile_of(kernel) is not None or (waves and type(kernel) is CosineKernel)
+        return [((), (Leaf(kernel, dims),))] if known else None
     if any(part is None for part in parts):
         return None
     if type(kernel) is AdditiveKernel:
@@ -263,8 +283,8 @@ def _merge(leaves: tuple[Leaf, ...]) -> list[Atom]:
         if merged:
             atoms.append(Atom(profile, merged))
     for leaf in leaves:
-        own = profile_of(leaf.kernel)
-        if own is not None and own not in (GAUSS, LAPLACE):
+        own = profile_of(leaf.kernel) or WAVES
+        if own not in (GAUSS, LAPLACE):
             atoms.append(Atom(own, (leaf,)))
     return atoms
 

@@ -53,6 +53,15 @@ def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
         return dict(kernel.named_parameters())
 
 
+def of_all_dims(kernel: Kernel) -> Kernel:
+    """The kernel for inputs whose active dimensions were selected already; it shares parameters with the one given."""
+    if kernel.active_dims is None:
+        return kernel
+    found = object.__new__(type(kernel))
+    found.__dict__.update(kernel.__dict__, _buffers={**kernel._buffers, "active_dims": None})
+    return found
+
+
 def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, centre: Centre, **options: Any) -> Tensor:
     """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already.
 

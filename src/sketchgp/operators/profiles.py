@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -136,7 +137,14 @@ RATIONAL_QUADRATIC = Profile(
     "rational_quadratic", False, 0.5, 1.0, -0.5, _rational_quadratic, _rational_quadratic_derivative
 )
 LAPLACE = Profile("laplace", True, -LOG2E, 1.0, -1.0, _gauss, _gauss_derivative)
-_ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE)}
+
+
+def _refused(*_: object) -> NoReturn:
+    raise NotImplementedError("A kernel that is known by its frequencies has no tiles of its own.")
+
+
+WAVES = Profile("waves", False, 1.0, 1.0, 1.0, _refused, _refused)  # what only random features are made of
+_ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE, WAVES)}
 
 
 def _by_name(name: str) -> Profile:

@@ -8,23 +8,27 @@ Shinozuka (1971) for waves of one height, whose covariances vary less than with 
 Spectral densities are known of what :mod:`~sketchgp.operators.expression` makes of kernels: a factor is a function of
 features of the inputs, Gaussian (normal frequencies), Matern (multivariate t), rational quadratic (normal with a gamma
 distributed precision) or l1 Laplace (Cauchy, one for each dimension).  A periodic kernel is a Gaussian of points on
-circles.  Frequencies of factors add, functions of terms are independent.
+circles.  A spectral mixture's are normal about the means of its components, in each dimension for itself; a cosine has
+one.  Frequencies of factors add, functions of terms are independent.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpytorch.kernels import CosineKernel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
-from .expression import Atom, Features, Prepared
+from .expression import Expression, Features, Prepared, recognise
 from .kernel_matrix import KernelMatrix
-from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC
+from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
 from .tall import constant
 from .tiles import spans
 
@@ -55,17 +59,18 @@ class PriorPaths:
     ) -> None:
         self.kernel, self.origin, self.samples = kernel, origin.detach(), samples
         self.frequencies = _FREQUENCIES if frequencies is None else frequencies
-        expression = KernelMatrix.of(kernel, self.origin, engine="tiled").expression
+        expression = recognise(kernel, waves=True)
         if expression is None:
             raise InputError(
                 f"{type(kernel).__name__} has no random features here, which variances by samples need; they are known "
-                "of RBF, Matern, rational quadratic, periodic, LaplaceKernel and constant kernels, scaled, added and "
-                "multiplied. The mean needs no variance: predict(model, x, variance=None)."
+                "of RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant "
+                "kernels, scaled, added and multiplied. The mean needs no variance: predict(model, x, variance=None)."
             )
+        self._expression = expression
         prepared = self._prepare(self.origin)
         self._terms = [
-            _Waves(
-                [(index, expression.atoms[index], prepared.features[index]) for index in term],
+            _Waves.drawn(
+                [(index, expression, prepared.features[index]) for index in term],
                 samples,
                 self.frequencies,
                 generator,
@@ -74,9 +79,17 @@ class PriorPaths:
             for term in expression.terms
         ]
 
+    def part(self, which: slice) -> PriorPaths:
+        """Some of the functions, which share memory with all."""
+        found = copy.copy(self)
+        found._terms = [waves.part(which) for waves in self._terms]
+        found.samples = found._terms[0].samples
+        return found
+
     def _prepare(self, x: Tensor) -> Prepared:
         """The features of x, counted from the origin, are on the left; differentiable in x only."""
         matrix = constant(KernelMatrix.of(self.kernel, x, self.origin, engine="tiled")).double()
+        matrix.expression = self._expression
         return matrix.prepare(list(matrix._args), False)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,31 +106,58 @@ class PriorPaths:
             parts.append(total)
         return torch.cat(parts) if parts else x.new_zeros(0, self.samples, dtype=torch.float64)
 
+    def each(self, x: Tensor) -> Tensor:
+        """Every function at points of its own, x ``(S, p, d)``: ``(S, p)``, float64, differentiable in x."""
+        parts = []
+        for span in spans(x.shape[1], max(1, _INPUTS // (self.samples * max(1, x.shape[2])))):
+            prepared = self._prepare(x[:, span].reshape(-1, x.shape[2]))
+            total = x.new_zeros(self.samples, span.stop - span.start, dtype=torch.float64)
+            for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
+                total = total + coefficient.sqrt() * waves.each(prepared.features, x.dtype)
+            parts.append(total)
+        return torch.cat(parts, dim=1) if parts else x.new_zeros(self.samples, 0, dtype=torch.float64)
 
+
+@dataclass(frozen=True)
 class _Waves:
     """S functions of one term, ``prod_a phi_a``; constants where there is no factor.
 
-    :param factors: index, atom and features (at any point) of each factor.
+    :ivar length: L, of one function.
+    :ivar weights: of each factor its index and ``(S L, features)`` frequencies, in turns.
+    :ivar phases: ``(S L,)`` in turns; of constants ``(S,)``, their values.
     """
 
-    def __init__(
-        self,
-        factors: list[tuple[int, Atom, Features]],
+    samples: int
+    length: int
+    weights: tuple[tuple[int, Tensor], ...]
+    phases: Tensor
+
+    @classmethod
+    def drawn(
+        cls,
+        factors: list[tuple[int, Expression, Features]],
         samples: int,
         frequencies: int,
         generator: torch.Generator,
         device: torch.device,
-    ) -> None:
-        self.samples, self.length, count = samples, frequencies, samples * frequencies
-        self.weights: list[tuple[int, Tensor]] = []  # (S L, features)
-        for index, atom, features in factors:
-            drawn = _frequencies(atom, features, count, generator).div_(2 * math.pi)  # turns
-            self.weights.append((index, drawn.to(device)))
+    ) -> _Waves:
+        """:param factors: index in an expression, that, and the features (at any point) of each factor."""
+        weights, count = [], samples * frequencies
+        for index, expression, features in factors:
+            drawn = _frequencies(expression, index, features, count, generator).div_(2 * math.pi)
+            weights.append((index, drawn.to(device)))
         if factors:
             phases = torch.rand(count, dtype=torch.float64, generator=generator)
-        else:  # of a constant, its value
+        else:
             phases = torch.randn(samples, dtype=torch.float64, generator=generator)
-        self.phases = phases.to(device)
+        return cls(samples, frequencies, tuple(weights), phases.to(device))
+
+    def part(self, which: slice) -> _Waves:
+        """Some of the functions."""
+        start, stop, _ = which.indices(self.samples)
+        waves = slice(start * self.length, stop * self.length)
+        weights = tuple((index, of_all[waves]) for index, of_all in self.weights)
+        return _Waves(stop - start, self.length, weights, self.phases[waves if weights else which])
 
     def __call__(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
         """``(p, S)``, or ``(S,)`` of constants."""
@@ -125,6 +165,17 @@ class _Waves:
             return self.phases
         sums = _Sums.apply(self, dtype, *(features[index].left for index, _ in self.weights))
         return sums * math.sqrt(2 / self.length)
+
+    def each(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
+        """Every function at rows of its own, one function's after the other's: ``(S, p)``, or ``(S, 1)``."""
+        if not self.weights:
+            return self.phases.unsqueeze(1)
+        points = [features[index].left.unflatten(0, (self.samples, -1)).unbind() for index, _ in self.weights]
+        sums = [
+            _Sums.apply(self.part(slice(s, s + 1)), dtype, *own).squeeze(1)
+            for s, own in enumerate(zip(*points, strict=True))
+        ]
+        return torch.stack(sums) * math.sqrt(2 / self.length)
 
     def tiles(self, points: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice, slice, Tensor]]:
         """Rows, functions, their waves, and the turns ``(rows, waves)`` less whole ones, float64."""
@@ -166,8 +217,12 @@ class _Sums(torch.autograd.Function):
         return (None, None, *found)
 
 
-def _frequencies(atom: Atom, features: Features, count: int, generator: torch.Generator) -> Tensor:
-    """``(count, p)`` draws of the spectral density of ``phi(q)`` for features ``(..., p)``, float64."""
+def _frequencies(
+    expression: Expression, index: int, features: Features, count: int, generator: torch.Generator
+) -> Tensor:
+    """``(count, p)`` draws of the spectral density of the factor ``phi(q)`` of this index for features ``(..., p)``,
+    float64."""
+    atom = expression.atoms[index]
 
     def normal(width: int) -> Tensor:
         return torch.randn(count, width, dtype=torch.float64, generator=generator)
@@ -182,7 +237,31 @@ def _frequencies(atom: Atom, features: Features, count: int, generator: torch.Ge
         assert alpha is not None
         shape = alpha.detach().reshape(1, 1).cpu().expand(count, 1)
         return drawn * (torch._standard_gamma(shape.contiguous(), generator=generator) / shape).sqrt()
+    if atom.profile is WAVES:
+        return _waves_of(expression, atom.leaves[0].kernel, drawn, generator)
     # Matern: features are sqrt(2 nu) x / lengthscale, so that the t with 2 nu degrees of freedom is a normal over the
     # root of a chi square
     freedom = round(2 * atom.leaves[0].kernel.nu)
     return drawn / normal(freedom).norm(dim=-1, keepdim=True)
+
+
+def _waves_of(expression: Expression, kernel: Any, normal: Tensor, generator: torch.Generator) -> Tensor:
+    """Of a spectral mixture or a cosine kernel, of either sign in every dimension.
+
+    :param normal: ``(count, p)`` normal numbers.
+    :raises InputError: for a cosine of the distance in several dimensions, which is no covariance.
+    """
+    count, p = normal.shape
+    signs = torch.randint(2, normal.shape, generator=generator) * 2 - 1
+    if isinstance(kernel, CosineKernel):
+        if p > 1:
+            raise InputError(f"A CosineKernel of {p} dimensions is no covariance; give each its own by active_dims.")
+        period = expression.own(kernel.period_length, 2).detach().to("cpu", torch.float64)
+        return math.pi / period * signs
+    means, scales = (
+        expression.own(t, 3).detach().to("cpu", torch.float64).reshape(-1, p)
+        for t in (kernel.mixture_means, kernel.mixture_scales)
+    )
+    weights = expression.own(kernel.mixture_weights, 1).detach().to("cpu", torch.float64)
+    which = torch.multinomial(weights, count * p, replacement=True, generator=generator).reshape(count, p)
+    return (means.gather(0, which) + scales.gather(0, which) * normal) * signs * (2 * math.pi)

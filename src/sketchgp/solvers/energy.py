@@ -10,6 +10,7 @@ An estimate: directions in which nothing has happened yet are not seen.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ _GROWTH = 1.5  # of one span of iterations over the one before
 _LEAST = 6  # iterations before an estimate is made
 _MOST = 100  # terms like the last one that may be to come
 _FLOOR = 0.01  # of the noise: a latent variance below it is right to a share of that
+_LATENT = 0.02  # of an observation's variance left out: a latent one below it is right to a share of that
 _RECENT = 0.25  # of the iterations: an estimate is the largest of these
 
 
@@ -58,6 +60,92 @@ class RemainingEnergy:
         return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
 
 
+class Goal(Protocol):
+    """What the columns of a solve are to come to, by their energy.
+
+    :ivar least: ``(..., 1)`` below the eigenvalues of A, or 0 where it is not known.
+    :ivar share: that an error may come to.
+    :ivar careful: whether what float32 products say is confirmed with float64 ones.
+    """
+
+    @property
+    def least(self) -> Tensor: ...
+    @property
+    def share(self) -> float: ...
+    @property
+    def careful(self) -> bool: ...
+
+    def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(..., t)``: the error over what ``share`` is of, from what was taken off the energy and an estimate of what
+        is still to come."""
+        ...
+
+
+@dataclass(frozen=True)
+class LeavingOut:
+    """What a solve for ``q = e_i^T A^-1 e_i`` is to come to: no latent variance ``1 / q - noise_i`` at a training point
+    that is left out, which leaves q, off by more than a share of itself, or of a fiftieth of ``1 / q`` where that is
+    more.
+
+    :ivar noise: ``(t,)``, of each point; :ivar least: ``(1,)`` noise of all.
+    """
+
+    noise: Tensor
+    least: Tensor
+    share: float = 0.02
+    careful: bool = False
+
+    def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(t,)``."""
+        q = taken + torch.where(remaining.isfinite(), remaining, 0)
+        of = q * (1 - self.noise * q).clamp(min=_LATENT)
+        return torch.where(remaining == 0, 0, remaining / of)
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What a solve for samples is to come to: no more of a column's energy ``b^T A^-1 b`` left than a share of
+    :attr:`of`.
+
+    :ivar of: ``()``; :ivar least: ``(1,)`` noise of all.
+    """
+
+    of: Tensor
+    least: Tensor
+    share: float = 0.02
+    careful: bool = False
+
+    def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(t,)``."""
+        return remaining / self.of
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two goals: one of the first columns, the other of those after them.
+
+    :ivar columns: of the first.
+    """
+
+    first: Goal
+    second: Goal
+    columns: int
+    share: float = 1.0
+
+    @property
+    def least(self) -> Tensor:
+        return self.first.least
+
+    @property
+    def careful(self) -> bool:
+        return self.first.careful or self.second.careful
+
+    def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(t,)``, each over its own goal's share."""
+        parts = ((self.first, slice(None, self.columns)), (self.second, slice(self.columns, None)))
+        return torch.cat([goal.error(taken[part], remaining[part]) / goal.share for goal, part in parts])
+
+
 @dataclass(frozen=True)
 class Explaining:
     """What a solve for ``c^T A^-1 c`` is to come to: no posterior variance ``prior - c^T A^-1 c`` off by more than a
@@ -72,10 +160,10 @@ class Explaining:
     least: Tensor
     below_noise: bool = False
     share: float = 0.0025  # a quarter of a hundredth, as estimates may be low
+    careful: bool = True
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
-        """``(..., t)``: the error over what ``share`` is of, from what was taken off the energy and an estimate of what
-        is still to come."""
+        """``(..., t)``."""
         of = self.prior - taken - torch.where(remaining.isfinite(), remaining, 0)
         if self.below_noise:
             of = torch.where(self.least > 0, torch.minimum(of, self.least), of)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import found, refusal
 from ..errors import InputError
 from ..operators import KernelMatrix
-from ..operators.generic_tiles import parameters_of
+from ..operators.generic_tiles import of_all_dims, parameters_of
 from ..report import SolveReport, conclude, own_solves
 from .problem import FullProblem, Solution, System
 
@@ -130,14 +130,18 @@ def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tu
 
 
 def _full_problem(matrix: KernelMatrix, y: Tensor, noise: Tensor) -> FullProblem:
-    """The problem that a kernel matrix is of; its inputs are those of the kernel's active dimensions already."""
+    return FullProblem(kernel_of(matrix), matrix.x1.detach(), y, noise)
+
+
+def kernel_of(matrix: KernelMatrix) -> Any:
+    """The kernel of a kernel matrix, for inputs like its own, which are those of the active dimensions already.
+
+    :raises InputError: where the kernel's parameters are not the matrix's any more.
+    """
     kernel, own = matrix.kernel, parameters_of(matrix.kernel)
     if any(not torch.equal(own[name], value) for name, value in zip(matrix.names, matrix.parameters, strict=True)):
         raise InputError(
             "The kernel's parameters changed since its matrix was made; call model.train() and model.eval(), then "
             "the model again."
         )
-    if kernel.active_dims is not None:
-        kernel, whole = object.__new__(type(kernel)), kernel
-        kernel.__dict__.update(whole.__dict__, _buffers={**whole._buffers, "active_dims": None})
-    return FullProblem(kernel, matrix.x1.detach(), y, noise)
+    return of_all_dims(kernel)

@@ -31,6 +31,7 @@ class Acceleration:
 
     :ivar solver: the solver of the posterior mean, or "auto"; conjugate gradients (or the :class:`Cholesky` that it is)
         solve everything else.
+    :ivar variance: how variances are computed, :ivar variance_samples: and of how many samples.
     :ivar lock: held by ``predict`` while it looks for the model's solution, or solves for it.
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
@@ -40,6 +41,8 @@ class Acceleration:
     solver: Solver[FullProblem] | str
     matmul: str
     matmul_precision: str = "float32"
+    variance: str = "auto"
+    variance_samples: int = 128
     probe_seed: int | None = None
     probe_count: int | None = None
     cache: PreconditionerCache | None = field(init=False, repr=False)

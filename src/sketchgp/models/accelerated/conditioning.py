@@ -21,12 +21,14 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...inference import explained
+from ...inference.calibrated import block
 from ...operators import KernelMatrix
 from ...operators.access import SUMS, float64, terms
 from ...operators.lazies import adopt_kernels
 from ...solvers import ConjugateGradients, System
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
+from .approximate import Approximate
 from .missing import observed_part, observed_rows
 from .mixins import AcceleratedModel
 from .posterior import calls_its_own_way, strategy_of
@@ -162,11 +164,25 @@ class PlainConditioning(Conditioning):
         """``(n,)``."""
         return self.noisy._noise_vector()
 
+    @property
+    def approximate(self) -> Approximate:
+        """Variances of many points."""
+        return self._side.approximate
+
+    def variance_method(self, chosen: str, x: Tensor) -> str:
+        """How variances at x ``(m, d)`` are computed."""
+        return self._side.method(chosen, self.inputs(x), differentiated=False)
+
+    def look(self, method: str) -> bool:
+        """Whether nobody has compared such variances with exact ones; from now on somebody has."""
+        checked = self._side.kept.checked
+        new = method not in checked
+        checked.add(method)
+        return new
+
     def block(self, a: Tensor, b: Tensor | None) -> Tensor:
         """``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None; a and b as the kernel sees them."""
-        if b is None:
-            return self.matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-        return self.matrix._with(a, b, False).type(torch.float64).to_dense()
+        return block(self.matrix, a, b)
 
     def inputs(self, x: Tensor) -> Tensor:
         """x as the kernel sees it (its active dimensions selected)."""

@@ -7,6 +7,7 @@ tensors behind the matrix.  What is looked at later is what would have been comp
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import cached_property
@@ -24,13 +25,18 @@ from ...operators.access import float64
 from ...operators.first_order import first_order
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
-from ...settings import memory_budget
-from ...solvers import Cholesky, System
+from ...report import SolveReport
+from ...settings import memory_budget, variance
+from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
+from ...solvers.energy import Goal
+from ...solvers.solver import solve_system
 from .added_diag import AcceleratedAddedDiagLinearOperator
+from .approximate import Approximate, Refusing, refuse
 from .lazy_covariance import LazyCovariance
 from .threshold import threshold_untouched
 
 _ROWS = 256  # test points solved for at once
+_LOOSE = 0.5  # relative residual, where the goal is of energies
 _VECTORS = 8  # float64 vectors that a solve holds for each of them
 _FACTOR = "_sketchgp_factor"  # of a prediction strategy
 T = TypeVar("T")
@@ -87,25 +93,67 @@ class TrainingSide:
             return self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
 
     @cached_property
-    def _kept(self) -> explained.Factor:
+    def approximate(self) -> Approximate:
+        """Variances of many points."""
+        return Approximate(self)
+
+    def method(self, chosen: str, x: Tensor, differentiated: bool) -> str:
+        """How variances at x ``(m, d)``, as the kernel sees it, are computed: ``"exact"``, ``"low_rank"`` or
+        ``"samples"``.
+
+        :param chosen: one of these, or ``"auto"``.
+        :param differentiated: whether gradients in the points may be asked for.
+        :raises InputError: where the model has not what was chosen.
+        """
+        serves = Approximate.serves(self.noisy)
+        if chosen in ("low_rank", "samples") and not serves:
+            raise refuse(chosen)
+        if chosen != "auto":
+            return chosen
+        hyperparameters = self.gradients and any(tensor.requires_grad for tensor in self.noisy.representation())
+        live = differentiated or hyperparameters
+        if live or not serves or isinstance(self.solver, Cholesky) or self.approximate.exact_is_cheap(len(x)):
+            return "exact"
+        self.approximate.prepare(x)
+        return self.approximate.best()
+
+    @torch.no_grad()
+    def solve_block(self, b: Tensor, goal: Goal) -> tuple[explained.Explained, SolveReport]:
+        """``A w = b`` for b ``(n, t)`` float64 by the solver of the mean: with conjugate gradients to the goal, with
+        others to their tolerance; and the report."""
+        solver, _ = self.acceleration.mean_solver(self.system.n, b.device)
+        if not isinstance(solver, ConjugateGradients):
+            if isinstance(solver, Budgeted):
+                solver = dataclasses.replace(solver, max_seconds=None, checkpoint=None)
+            weights, report = solve_system(solver, self.system, b)
+            return explained.Explained(weights, self.system.accurate_product(weights)), report
+        assert isinstance(self.solver, ConjugateGradients)
+        choice = None if self.preconditioner is None else self.acceleration.preconditioner
+        weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
+            self.system, b, self.preconditioner, goal, name="none" if choice is None else choice.name
+        )
+        return explained.Explained(weights, product), report
+
+    @cached_property
+    def kept(self) -> explained.Factor:
         return self._factors.of((operator_key(self.system.operator), tensor_key(self.system.noise)))
 
     def factorizes(self, columns: int) -> bool:
         """Whether so many more test points will be solved for by a factorization."""
-        return isinstance(self.solver, Cholesky) or (self._free and self._kept.pays(self.system, columns))
+        return isinstance(self.solver, Cholesky) or (self._free and self.kept.pays(self.system, columns))
 
     def expect(self, columns: int) -> None:
         """So many test points are about to be solved for."""
         if self._free:
-            self._kept.columns += columns
+            self.kept.columns += columns
 
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool) -> explained.Explained:
         """:param c: ``(..., n, m)`` float64; :param prior: ``(..., m)``; :param below_noise: as errors are to be."""
         if isinstance(self.solver, Cholesky):
-            return self._kept.solve(self.system, c)
+            return self.kept.solve(self.system, c)
         if self.factorizes(0):
             try:
-                return self._kept.solve(self.system, c)
+                return self.kept.solve(self.system, c)
             except NumericalError:
                 pass  # by iterations then
         choice = None if self.preconditioner is None else self.acceleration.preconditioner
@@ -192,6 +240,31 @@ class PosteriorCovariance(LazyCovariance):
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _variance(self) -> Tensor:
+        chosen = variance.value(self.side.acceleration.variance)
+        if isinstance(self.cross, KernelMatrix) and self.shape[-1]:
+            x = self.cross.x1.reshape(-1, self.cross.x1.shape[-1])
+            method = self.side.method(chosen, x.detach(), torch.is_grad_enabled() and x.requires_grad)
+            if method != "exact":
+                return self._approximate(x, method, chosen == "auto")
+        elif chosen in ("low_rank", "samples"):
+            raise refuse(chosen)
+        return self._exact_variance()
+
+    def _approximate(self, x: Tensor, method: str, checked: bool) -> Tensor:
+        approximate, kept = self.side.approximate, self.side.kept
+        found = approximate(x, method)
+        if checked and method not in kept.checked:
+            approximate.check(x.detach(), found.detach(), method)
+            kept.checked.add(method)
+        if not x.requires_grad:  # what the model's other answers have gradients in
+            found = Refusing.apply(found, method, *self._parts())
+        return found.reshape(self.shape[:-1])
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The tensors behind the prior's and the cross covariance."""
+        return (*self.prior.representation(), *self.cross.representation())
+
+    def _exact_variance(self) -> Tensor:
         prior = float64(self.prior, diagonal=True)
         self._expect()
         lean = isinstance(self.cross, KernelMatrix)

@@ -20,8 +20,8 @@ from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
-from ..energy import Explaining
-from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
+from ..energy import Goal
+from ..loop import Budget, Checkpoint, HeldOut, Outcome, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
 from .gradients import Gradients
 from .held_out import full_held_out
@@ -132,7 +132,7 @@ class ConjugateGradients(Budgeted):
         held_out: HeldOut | None = None,
         progress: bool | None = None,
         keep_interrupted: bool = False,
-        goal: Explaining | None = None,
+        goal: Goal | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
@@ -144,6 +144,45 @@ class ConjugateGradients(Budgeted):
         :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
+        outcome, report, method = self._run(
+            system, rhs, preconditioner, name, setup_seconds, initial, lanczos_columns, callback, held_out, progress,
+            keep_interrupted, goal,
+        )  # fmt: skip
+        return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
+
+    def explain(
+        self,
+        system: System,
+        c: Tensor,
+        preconditioner: LowRankPlusDiagonal | None,
+        goal: Goal,
+        *,
+        name: str = "none",
+        initial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, SolveReport]:
+        """Solve ``A w = c``, c ``(..., n, t)`` float64, to a goal, and record the report.
+
+        :returns: w; A times it, which the last true residual is of; and the report.
+        """
+        outcome, report, method = self._run(system, c, preconditioner, name, initial=initial, goal=goal)
+        product = method.product_of(outcome.value)
+        return outcome.value, system.accurate_product(outcome.value) if product is None else product, report
+
+    def _run(
+        self,
+        system: System,
+        rhs: Tensor,
+        preconditioner: LowRankPlusDiagonal | None,
+        name: str,
+        setup_seconds: float = 0.0,
+        initial: Tensor | None = None,
+        lanczos_columns: int = 0,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: HeldOut | None = None,
+        progress: bool | None = None,
+        keep_interrupted: bool = False,
+        goal: Goal | None = None,
+    ) -> tuple[Outcome, SolveReport, Gradients]:
         with torch.no_grad():
             method = Gradients(
                 self.tol or 1e-3, self.precision == "float64", system, rhs, preconditioner, lanczos_columns, goal
@@ -168,7 +207,7 @@ class ConjugateGradients(Budgeted):
             remedies={Reason.ITERATIONS: remedy},
         )
         conclude(report)
-        return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
+        return outcome, report, method
 
     def _checkpoint(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None) -> Checkpoint | None:
         if self.checkpoint is None:

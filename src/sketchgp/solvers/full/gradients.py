@@ -13,7 +13,7 @@ from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
 from ..conjugate_step import NAN, descend, turn
-from ..energy import Explaining, RemainingEnergy
+from ..energy import Goal, RemainingEnergy
 from ..lanczos import tridiagonal
 from ..loop import Method, Outcome
 from ..problem import System
@@ -44,7 +44,7 @@ class Gradients(Method):
         rhs: Tensor,
         preconditioner: LowRankPlusDiagonal | None,
         lanczos_columns: int,
-        goal: Explaining | None,
+        goal: Goal | None,
     ) -> None:
         super().__init__()
         self.goal, self.energy = goal, RemainingEnergy()
@@ -116,7 +116,7 @@ class Gradients(Method):
         if self.cycling:
             return None
         open_columns = ~self._done(self.residual)
-        if not bool(open_columns.any()) and not self.exact and self.goal is not None:
+        if not bool(open_columns.any()) and not self.exact and self.goal is not None and self.goal.careful:
             self._doubt()
             open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
         if not bool(open_columns.any()):
@@ -171,6 +171,12 @@ class Gradients(Method):
             error = self.goal.error(self.taken, self.remaining)
             facts["variance_error"] = error.masked_fill(self.residual <= _EXACT, 0).reshape(-1).cpu()
         return Outcome(self.best, residual, converged, reason, facts)
+
+    def product_of(self, value: Tensor) -> Tensor | None:
+        """A times a value, in float64, where the latest true residual is of it."""
+        if not self.verified or self.cycling or not torch.equal(value, self.value):
+            return None
+        return self.b - self.r
 
     def _product(self, vectors: Tensor) -> Tensor:
         return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)

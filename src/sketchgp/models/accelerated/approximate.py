@@ -1,0 +1,215 @@
+"""Variances of many test points, for a price that hardly depends on how many: low-rank ones, and samples.
+
+What they are made of takes one solve with 32 columns (low-rank ones), and one with as many as there are
+samples.  It is kept with the factor of the training covariance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConvergenceWarning, InputError, warn
+from ...inference.calibrated import Calibrated, block
+from ...inference.pathwise import PosteriorDeviations
+from ...operators import KernelMatrix
+from ...operators.expression import recognise
+from ...operators.tiles import spans
+from ...random_streams import generator, salted
+from ...report import SolveReport
+from ...solvers.energy import Beside, Energy, Explaining, Goal, LeavingOut
+from ...solvers.solver import kernel_of
+
+_EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
+_FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which it does
+_FEW = 32  # test points for which solves cost no more than what others are made of
+_BLOCK_WORK = 1700  # operations over n^2 that a solve with 32 columns takes the time of
+_POINT_WORK = 1.5e7  # and a low-rank variance
+_SCATTER = 0.1  # of low-rank variances beyond which "auto" draws samples
+_CHECKED = 4  # test points at which "auto" looks for itself
+_ROWS = 4096  # test points at once
+
+
+class Approximate:
+    """Of one training side with a plain kernel and no batch.
+
+    :param side: a :class:`~.posterior_covariance.TrainingSide`.
+    """
+
+    def __init__(self, side: Any) -> None:
+        self.side, self.matrix, self.noise = side, side.system.operator, side.system.noise
+        self._checked_at = self.matrix.x1[:0]
+        self._exact: Tensor | None = None  # at these points
+
+    @staticmethod
+    def serves(noisy: Any) -> bool:
+        """Whether there are such variances of a training covariance plus noise."""
+        matrix = noisy._linear_op
+        return isinstance(matrix, KernelMatrix) and not noisy.batch_shape and matrix.x1.dim() == 2
+
+    # --- which ----------------------------------------------------------------------------------------------
+
+    def exact_is_cheap(self, m: int) -> bool:
+        """Whether exact variances of m test points take no longer than others, or no time worth saving."""
+        n, kind, side = self.matrix.shape[-1], self.noise.device.type, self.side
+        if m <= _FEW or n * n * m <= _EXACT_WORK.get(kind, 1e10):
+            return True
+        if not side.factorizes(m):
+            return False
+        work = 2.0 * n * n * m + (0 if side.kept.there else n**3 / 3)
+        others = _POINT_WORK * m + (0 if side.kept.low_rank is not None else _BLOCK_WORK * n * n)
+        return work <= max(_FACTOR_WORK.get(kind, 2e11), others)
+
+    def best(self) -> str:
+        """The word of the better approximation: samples where low-rank variances scatter too much."""
+        if self.low_rank.scatter > _SCATTER and recognise(self.matrix.kernel, waves=True) is not None:
+            return "samples"
+        return "low_rank"
+
+    # --- what they are made of ------------------------------------------------------------------------------
+
+    def prepare(self, x: Tensor) -> None:
+        """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
+        with 32 columns; nothing where it was found before."""
+        kept = self.side.kept
+        if kept.low_rank is None:
+            self._checked_at = x[self._some(x)]
+            kept.low_rank = Calibrated(self.matrix, self.noise, self._left_out)
+
+    @property
+    def low_rank(self) -> Calibrated:
+        """Found by :meth:`prepare`."""
+        assert self.side.kept.low_rank is not None
+        return self.side.kept.low_rank
+
+    @property
+    def deviations(self) -> PosteriorDeviations:
+        """Kept, or found now by a solve with a column for each sample.
+
+        :raises InputError: for a kernel without random features.
+        """
+        kept, samples = self.side.kept, self.side.acceleration.variance_samples
+        if kept.deviations is None or kept.deviations.samples != samples:
+            with torch.no_grad():
+                kernel, seed = kernel_of(self.matrix), salted(0, "samples of variances")
+                kept.deviations = PosteriorDeviations(kernel, self.matrix.x1, self.noise, samples, self._solve, seed)
+        return kept.deviations
+
+    def _solve(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
+        found, report = self.side.solve_block(targets, self._goal())
+        return found.weights, report
+
+    def _goal(self) -> Energy:
+        """Of samples: what they leave out of the energy of targets, n in expectation, is as little a share of it as
+        would be of a variance, were it spread evenly."""
+        prior = block(self.matrix, self.matrix.x1[:_ROWS], None).mean()
+        least = self.noise.amin().to(torch.float64).reshape(1)
+        typical = torch.maximum(self.low_rank.typical, 0.02 * least[0])
+        return Energy(len(self.noise) * (typical / prior).clamp(max=1), least)
+
+    def _left_out(self, indices: Tensor) -> Tensor:
+        """Exact latent variances at training points that are left out; and, beside them, at points to be checked."""
+        noise, n, points = self.noise.to(torch.float64), len(self.noise), self._checked_at
+        units = torch.zeros(n, len(indices), dtype=torch.float64, device=noise.device)
+        units[indices, torch.arange(len(indices), device=noise.device)] = 1
+        c, prior = block(self.matrix, self.matrix.x1, points), block(self.matrix, points, None)
+        both = torch.cat([units, c], dim=1)
+        goal = LeavingOut(noise[indices], noise.amin().reshape(1))
+        explained = self._explained(both, Beside(goal, self._explaining(prior), len(indices)))
+        self._exact = (prior - explained[len(indices) :]).clamp(min=0)
+        return (1 / explained[: len(indices)] - noise[indices]).clamp(min=0)
+
+    def _explained(self, c: Tensor, goal: Goal) -> Tensor:
+        """``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
+        found, _ = self.side.solve_block(c, goal)
+        return found.diagonal(c)
+
+    def _explaining(self, prior: Tensor) -> Explaining:
+        """Variances that are right to some hundredths."""
+        return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.02, careful=False)
+
+    # --- variances ------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Tensor, method: str) -> Tensor:
+        """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it, float64.
+
+        Differentiable in x, with all that is the training side's as constants.
+
+        :param method: ``"low_rank"`` or ``"samples"``.
+        """
+        self.prepare(x.detach())
+        low_rank, parts = self.low_rank, []
+        for rows in spans(len(x), _ROWS):
+            found = low_rank(x[rows])
+            if method == "samples":
+                found = self._weighed(self.deviations(x[rows]), found)
+            parts.append(found)
+        return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+
+    def error(self, method: str) -> float:
+        """The relative standard error of a variance."""
+        scatter = self.low_rank.scatter
+        if method == "low_rank":
+            return scatter
+        return 0.0 if scatter == 0 else 1 / math.sqrt(self.deviations.samples / 2 + 1 / scatter**2)
+
+    def _weighed(self, deviations: Tensor, low_rank: Tensor) -> Tensor:
+        """The mean square of samples, whose relative variance is ``2 / S``, and the low-rank variance, each by the
+        inverse of its relative variance."""
+        scatter = self.low_rank.scatter
+        if scatter == 0:
+            return low_rank
+        of_samples, of_low_rank = deviations.shape[-1] / 2, 1 / scatter**2
+        squares = deviations.square().mean(dim=-1)
+        return (of_samples * squares + of_low_rank * low_rank) / (of_samples + of_low_rank)
+
+    # --- a look at a few of them ----------------------------------------------------------------------------
+
+    @staticmethod
+    def _some(x: Tensor) -> Tensor:
+        some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECKED]
+        return some.to(x.device)
+
+    @torch.no_grad()
+    def check(self, x: Tensor, variance: Tensor, method: str) -> tuple[Tensor, Tensor]:
+        """Indices of 4 of the test points x, and exact variances there; warns where those that were found are off by
+        more than their standard error says."""
+        some = self._some(x)
+        at, floor, error = x[some], 0.02 * float(self.noise.amin()), self.error(method)
+        if self._exact is None or not torch.equal(at, self._checked_at):
+            c, prior = block(self.matrix, self.matrix.x1, at), block(self.matrix, at, None)
+            self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
+        exact = self._exact
+        logs = ((variance[some] + floor) / (exact + floor)).log()
+        typical, worst = float(logs.median().abs()), float(logs.abs().max())
+        if typical > 0.1 + 3 * error / math.sqrt(len(some)) or worst > 0.2 + 4 * error:
+            warn(
+                f"Variances by {method!r} are off by {math.expm1(typical):.0%} in the median of {len(some)} test "
+                f"points, and by up to {math.expm1(worst):.0%}; their standard error says {error:.0%}. Use "
+                "variance='exact', or 'samples' with more variance_samples.",
+                ConvergenceWarning,
+            )
+        return some, exact
+
+
+class Refusing(torch.autograd.Function):
+    """A value, which requires gradients where one of some tensors does, and refuses to give any."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, method: str, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.method = method
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        raise InputError(
+            f"Variances by {ctx.method!r} have no gradients in the hyperparameters; use variance='exact', or .detach()."
+        )
+
+
+def refuse(method: str) -> InputError:
+    """The error for an approximation that a model does not have."""
+    return InputError(f"variance={method!r} expects a plain kernel and one set of training inputs; use 'exact'.")

@@ -1,0 +1,130 @@
+"""The solve behind samples of a posterior: a column for each sample, whose targets are drawn, not given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from linear_operator import settings
+from torch import Tensor
+
+from ...inference.pathwise import PosteriorDeviations
+from ...operators.tiles import logger
+from ...random_streams import generator
+from ...report import SolveReport
+from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
+from ...solvers.solver import solve_system
+from .acceleration import Acceleration
+from .added_diag import AcceleratedAddedDiagLinearOperator
+from .mean_solve import evaluating
+from .threshold import why_iterative
+
+_SHARE = 0.04  # of a posterior deviation: the error of samples, in the root mean square over training points
+_NORMAL = 1.8874  # exp((log 2 + Euler's gamma) / 2): the standard deviation of a normal over its geometric mean
+_LEAST = 1e-10  # residual that is asked for
+_ROUNDS = 3
+_POINTS = 64  # at which the spread of samples is looked at
+
+
+class SampleSolve:
+    """``(K + noise)^-1 targets`` by the solver of the model's mean, and on until samples are right.
+
+    ``K (K + D)^-1`` shortens every vector, so that a residual r puts a sample off by at most ``|r| / sqrt(n)`` in the
+    root mean square over training points.  Where a solver's tolerance was left open, residuals are solved for in turn
+    until that is a twenty-fifth of the typical spread of samples about their mean.  A checkpoint is the mean's alone.
+    What GPyTorch would factorize is factorized in float64.
+
+    :param noisy: the training covariance with noise, evaluated, ``(..., n, n)``.
+    :param index: which one of a batch.
+    """
+
+    def __init__(self, noisy: AcceleratedAddedDiagLinearOperator, index: tuple[int, ...] = ()) -> None:
+        assert noisy.acceleration is not None
+        self.acceleration: Acceleration = noisy.acceleration
+        system = System(noisy._linear_op, noisy._noise_vector())
+        self.system = system.element(index, system.batch_shape) if system.batch_shape else system
+        self.solver, self.why = self._chosen(noisy)
+        self.targets: Tensor | None = None
+
+    def _chosen(self, noisy: AcceleratedAddedDiagLinearOperator) -> tuple[Any, str]:
+        if noisy._factorized(settings.fast_computations.solves):
+            return Cholesky(), ""
+        with evaluating():
+            solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
+        if isinstance(solver, Budgeted):
+            solver = dataclasses.replace(solver, checkpoint=None)
+        return solver, "; ".join(filter(None, (why, why_iterative(self.system.n))))
+
+    @property
+    def _open(self) -> bool:
+        """Whether it is left to us when the solver ends."""
+        given = self.acceleration.solver
+        return getattr(self.solver, "tol", None) is not None and (
+            isinstance(given, str) or getattr(given, "tol", 0) is None
+        )
+
+    def __call__(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
+        """The weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
+        self.targets = targets if self._open else None
+        return self._solve(self.solver, targets)
+
+    @torch.no_grad()
+    def refined(self, deviations: PosteriorDeviations) -> tuple[Tensor, SolveReport]:
+        """The weights ``(n, S)`` that this gave samples, solved for further where they need it, and the report."""
+        weights, report = deviations.weights, deviations.report
+        if self.targets is None:
+            return weights, report
+        size, n = self.targets.norm(dim=0), self.system.n
+        some = torch.randperm(n, generator=generator(0, "points of the spread of samples"))[:_POINTS]
+        points = deviations.points[some.to(deviations.points.device)]
+        for _ in range(_ROUNDS):
+            spread = typical(deviations(points))
+            wanted = max(_LEAST, float(_SHARE * spread * n**0.5 / size.mean()))
+            if report.max_residual <= wanted or not report.converged:
+                break
+            residual = self.targets - self.system.accurate_product(weights)
+            tol = min(0.5, float((wanted * size / residual.norm(dim=0)).min()))
+            correction, more = self._solve(dataclasses.replace(self.solver, tol=tol), residual)
+            weights = weights + correction
+            report = _both(report, more, residual.norm(dim=0) / size, wanted)
+            deviations.weights = weights
+        self.targets = None
+        return weights, report
+
+    @torch.no_grad()
+    def _solve(self, solver: Any, targets: Tensor) -> tuple[Tensor, SolveReport]:
+        if isinstance(solver, Cholesky):
+            return solver.run(self.system, targets)[:2]
+        if isinstance(solver, ConjugateGradients):
+            built = self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
+            seconds = 0.0 if self.acceleration.cache is None else self.acceleration.cache.take_seconds()
+            name = "none" if built is None else self.acceleration.preconditioner_name
+            value, report, _ = solver.run(self.system, targets, built, name=name, setup_seconds=seconds)
+        else:
+            value, report = solve_system(solver, self.system, targets)
+        if self.why and self.why not in report.notes:
+            report.notes.append(self.why)
+            logger.info(self.why)
+        return value, report
+
+
+def typical(deviations: Tensor) -> Tensor:
+    """A standard deviation of normal numbers with different ones: their geometric mean, in which small ones count."""
+    size = deviations.abs()
+    return _NORMAL * size.clamp_min(1e-6 * size.max()).log().mean().exp()
+
+
+def _both(first: SolveReport, second: SolveReport, left: Tensor, tol: float) -> SolveReport:
+    """Of a solve and one for the residual of it; :param left: the first's residuals, :param tol: wanted of both."""
+    note = f"solved for residuals until they were {tol:.1e}, so that samples are right to some percent of a deviation"
+    return dataclasses.replace(
+        second,
+        residual=second.residual * left.to(second.residual),
+        history=torch.cat([first.history, second.history * left.to(second.history)]),
+        tol=tol,
+        seconds=first.seconds + second.seconds,
+        setup_seconds=first.setup_seconds + second.setup_seconds,
+        work={name: count + first.work.get(name, 0) for name, count in second.work.items()},
+        notes=[*(text for text in first.notes if not text.startswith("solved for residuals")), note],
+    )

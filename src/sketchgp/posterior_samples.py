@@ -1,0 +1,255 @@
+"""``sample_posterior(model, num_samples)``: functions drawn from a posterior, to be evaluated anywhere later."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from .accelerate import acceleration_of
+from .checks import count
+from .checks import seed as checked_seed
+from .errors import InputError
+from .inducing_point_gp import InducingPointGP
+from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
+from .models.accelerated.conditioning import Conditioning
+from .models.accelerated.mixins import plain_class
+from .models.accelerated.posterior import calls_its_own_way
+from .models.accelerated.sample_solve import SampleSolve
+from .models.frozen import FrozenPrior
+from .operators import KernelMatrix
+from .operators.expression import recognise
+from .operators.generic_tiles import of_all_dims
+from .operators.random_features import PriorPaths
+from .predict import _solution_report
+from .random_streams import salted
+from .report import SolveReport, merged
+
+_OWNER = "sample_posterior"
+
+
+def sample_posterior(
+    model: ExactGP, num_samples: int, seed: int = 0, frequencies: int | None = None
+) -> PosteriorSamples:
+    """Functions ``f_s`` drawn from the posterior of a model: evaluated anywhere, at any number of points, at any time.
+
+    A prior function, a sum of waves with random frequencies of the kernel's spectral density, is corrected by one
+    solve (Matheron's rule):
+
+        ``f_s(x) = mean(x) + p_s(x) - k(x, X) (K + D)^-1 (p_s(X) + D^(1/2) xi_s)``
+
+    with X the training inputs, D the noises and xi normal.  Means and covariances of such functions are those of the
+    posterior, whatever the number of frequencies, and for what the solve leaves out; they are normal as frequencies
+    grow.  The solve has ``num_samples`` columns and is by the solver of the model's mean, to its tolerance; where that
+    was left open, until samples are some percent of a posterior deviation off at the most, in the root mean square
+    over training points.  p(X) takes ``n num_samples frequencies`` cosines a term of the kernel.
+
+    :param model: one that :func:`accelerate` was called on, whose covariance is one plain kernel (of several outputs of
+        BoTorch's too: a kernel each), or an :class:`InducingPointGP`, whose samples spread as its variances by samples
+        do: ``mean(x) + p_s(x) - k(x, z) W_s`` with W the solver's weights for p(X) and noises.  It is put into eval
+        mode.  The samples keep copies of what they need: what becomes of the model later does not matter to them.
+    :param num_samples: S.
+    :param seed: of functions and noises; the same functions for the same seed, model and software.
+    :param frequencies: of each function; None is 1024.
+    :returns: the functions; ``samples(x)`` is ``(S, ..., p)`` for x ``(..., p, d)``.
+    :raises InputError: for a model that is not accelerated, has no data or missing targets, a batch of models, several
+        tasks, and for kernels without random features.  Those are known of RBF, Matern, rational quadratic, periodic,
+        Laplace, spectral mixture, cosine and constant kernels, scaled, added and multiplied.
+
+    Wilson, Borovitskiy, Terenin, Mostowsky, Deisenroth, "Efficiently sampling functions from Gaussian process
+    posteriors" (ICML 2020).
+    """
+    if not isinstance(model, InducingPointGP):
+        acceleration_of(model, _OWNER)
+    num_samples = count(_OWNER, "num_samples", num_samples)
+    seed = checked_seed(_OWNER, "seed", seed)
+    frequencies = count(_OWNER, "frequencies", frequencies, optional=True)
+    if model.train_inputs is None or model.train_targets is None:
+        raise InputError(f"{_OWNER}: model expects training data, got none.")
+    if len(model.train_inputs) != 1:
+        raise InputError(f"{_OWNER}: model expects to have one tensor of inputs, got {len(model.train_inputs)}.")
+    if bool(torch.isnan(model.train_targets).any()):
+        raise InputError(
+            f"{_OWNER}: the training targets hold NaN; give the model the observed rows by set_train_data."
+        )
+    model.eval()
+    make = _of_inducing_points if isinstance(model, InducingPointGP) else _of_accelerated
+    with torch.inference_mode(False), torch.no_grad():
+        return make(model, num_samples, seed, frequencies)
+
+
+class PosteriorSamples:
+    """Functions drawn from a posterior; what :func:`sample_posterior` makes.
+
+    ``samples(x)`` is differentiable in x, once: differentiating the gradient again is an error.  Each evaluation takes
+    ``p S frequencies`` cosines a term of the kernel and one product with ``k(x, X)``, in tiles.  ``samples[2:5]`` are
+    some of the functions, and ``samples[3]`` is ``samples[3:4]``.  They can be pickled where the model's class can be.
+
+    :ivar report: the :class:`SolveReport` of the solve behind them, whose columns are the functions.
+    :ivar several: whether values have a dimension for outputs.
+    """
+
+    def __init__(
+        self, prior: FrozenPrior, outputs: list[_Output], several: bool, report: SolveReport, name: str
+    ) -> None:
+        self._prior, self._outputs, self._name = prior, outputs, name
+        self.several, self.report = several, report
+
+    @property
+    def outputs(self) -> int:
+        """How many there are."""
+        return len(self._outputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Every function at x ``(..., p, d)``: ``(S, ..., p)``, or ``(S, ..., p, t)`` of t outputs, in x's dtype.
+
+        :raises InputError: for points that do not fit the training inputs.
+        """
+        x = self._points(x, 2)
+        mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
+        values = torch.stack([out(z).mT for out, z in zip(self._outputs, features, strict=True)], dim=-1)  # (S, p, t)
+        values = (values + mean).to(x.dtype)
+        return self._finished(values.reshape(len(self), *x.shape[:-1], values.shape[-1]))
+
+    def each(self, x: Tensor) -> Tensor:
+        """Every function at points of its own, x ``(S, ..., p, d)``: ``(S, ..., p)``, or ``(S, ..., p, t)``.
+
+        :raises InputError: for points that do not fit the training inputs, or are not as many sets as functions.
+        """
+        x = self._points(x, 3)
+        if len(x) != len(self):
+            raise InputError(f"each: x expects points for each of {len(self)} functions, got {len(x)} sets.")
+        mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
+        own = [out.each(z.unflatten(0, (len(x), -1))) for out, z in zip(self._outputs, features, strict=True)]
+        values = (torch.stack(own, dim=-1).flatten(0, 1) + mean).to(x.dtype)  # (S p, t)
+        return self._finished(values.reshape(*x.shape[:-1], values.shape[-1]))
+
+    def _points(self, x: Any, least: int) -> Tensor:
+        return self._prior.check(x, least)
+
+    def _finished(self, values: Tensor) -> Tensor:
+        """:param values: ``(..., p, t)``."""
+        values = self._prior.untransformed(values)
+        return values if self.several else values.squeeze(-1)
+
+    def __len__(self) -> int:
+        return self._outputs[0].prior.samples
+
+    def __getitem__(self, index: int | slice) -> PosteriorSamples:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+        else:
+            start = range(len(self))[index]
+            stop, step = start + 1, 1
+        if step != 1 or stop <= start:
+            raise InputError(f"samples[...] expects a slice without step, of at least one of {len(self)}; got {index}.")
+        found = copy.copy(self)
+        found._outputs = [out.part(slice(start, stop)) for out in self._outputs]
+        return found
+
+    def __repr__(self) -> str:
+        first = self._outputs[0]
+        outputs = f" of {len(self._outputs)} outputs" if self.several else ""
+        return (
+            f"<PosteriorSamples: {len(self)} functions{outputs} of the {self._name}, {first.prior.frequencies} "
+            f"frequencies each; solved by {self.report}>"
+        )
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Functions of one output, less the prior mean: ``prior(z) + k(z, points) weights``.
+
+    :ivar points: ``(n, d)``; :ivar weights: ``(n, S)`` float64.
+    """
+
+    prior: PriorPaths
+    kernel: Any
+    points: Tensor
+    weights: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """At z ``(p, d)``: ``(p, S)``, float64."""
+        return self.prior(z) + expansion(self.kernel, z, self.points, self.weights)
+
+    def each(self, z: Tensor) -> Tensor:
+        """Each function at its own z ``(S, p, d)``: ``(S, p)``, float64."""
+        all_of_them = expansion(self.kernel, z.flatten(0, 1), self.points, self.weights).unflatten(0, z.shape[:2])
+        return self.prior.each(z) + all_of_them.diagonal(dim1=0, dim2=2).mT
+
+    def part(self, which: slice) -> _Output:
+        """Some of the functions."""
+        return replace(self, prior=self.prior.part(which), weights=self.weights[:, which])
+
+
+def _check_kernel(model: Any, kernel: Any) -> None:
+    if recognise(kernel, waves=True) is None:
+        raise InputError(
+            f"{_OWNER}: the kernel of {_name(model)} has no random features; they are known of RBF, Matern, "
+            "rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant kernels, scaled, added "
+            "and multiplied. model(x).rsample() draws values at given points."
+        )
+
+
+def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
+    if calls_its_own_way(model):
+        raise InputError(f"{_OWNER}: {_name(model)} has a __call__ of its own, which may compute anything.")
+    conditioning = Conditioning.of(model)
+    noisy = None if conditioning is None else conditioning.noisy
+    batch = () if noisy is None else tuple(noisy.batch_shape)
+    several = getattr(model, "num_outputs", 1) > 1 and batch == (model.num_outputs,)
+    if not isinstance(getattr(noisy, "_linear_op", None), KernelMatrix) or (batch and not several):
+        raise InputError(
+            f"{_OWNER}: model expects one plain kernel and no batch (or independent outputs of BoTorch's), which "
+            f"{_name(model)} has not. Draw from a model of each output, or by model(x).rsample() at given points."
+        )
+    assert noisy is not None
+    prior, outputs, reports = FrozenPrior(model), [], []
+    _, matrix = prior.matrix(model.train_inputs[0])
+    indices = [(number,) for number in range(batch[0])] if batch else [()]
+    parts = [matrix.element(index) if batch else matrix for index in indices]
+    for part in parts:
+        _check_kernel(model, part.kernel)
+    _solution_report(model)
+    of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
+    for index, part in zip(indices, parts, strict=True):
+        solve = SampleSolve(noisy, index)
+        deviations = PosteriorDeviations(
+            of_all_dims(part.kernel),
+            part.x1.clone(),
+            noisy._noise_vector().expand(*batch, -1)[index],
+            samples,
+            solve,
+            salted(seed, f"functions of output {index[0]}") if index else seed,
+            frequencies,
+        )
+        weights, report = solve.refined(deviations)
+        weights = of_mean[index].unsqueeze(1) - weights
+        outputs.append(_Output(deviations.prior, deviations.kernel, deviations.points, weights))
+        reports.append(report)
+    return PosteriorSamples(prior, outputs, several, merged(reports), _name(model))
+
+
+def _name(model: Any) -> str:
+    """Of its class, as the user knows it."""
+    return plain_class(type(model)).__name__
+
+
+def _of_inducing_points(model: InducingPointGP, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
+    prior = FrozenPrior(model)
+    (_, x), (_, z) = (prior.matrix(points) for points in (model.train_inputs[0], model.inducing_points))
+    kernel, several = of_all_dims(z.kernel), model.train_targets.dim() > 1
+    _check_kernel(model, kernel)
+    mean_weights = model.solution.value.reshape(len(z.x1), -1)
+    columns = samples * mean_weights.shape[1]
+    errors = ErrorPaths(kernel, x.x1, z.x1.clone(), model.noise().to(torch.float64), columns, model._solve, seed)
+    outputs = []
+    for number, own in enumerate(mean_weights.unbind(1)):
+        which = slice(number * samples, (number + 1) * samples)
+        weights = own.unsqueeze(1) - errors.weights[:, which]
+        outputs.append(_Output(errors.prior.part(which), kernel, errors.points, weights))
+    return PosteriorSamples(prior, outputs, several, errors.solution.report, _name(model))
