@@ -32,6 +32,7 @@ FLOORS = {
     "models": 6,
     "accelerate": 6,
     "fit": 6,
+    "leave_one_out": 6,
     "exact_gp": 6,
     "inducing_point_gp": 6,
     "one_hot": 6,

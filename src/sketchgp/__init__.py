@@ -11,6 +11,7 @@ from .fit import FitHistory, fit
 from .inducing_point_gp import InducingPointGP
 from .inducing_points import InducingPoints, choose_inducing_points
 from .kernels import LaplaceKernel
+from .leave_one_out import LeaveOneOut, leave_one_out
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 from .one_hot import OneHot
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
@@ -57,6 +58,7 @@ __all__ = [
     "InducingPoints",
     "InputError",
     "LaplaceKernel",
+    "LeaveOneOut",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",
@@ -72,6 +74,7 @@ __all__ = [
     "accelerate",
     "choose_inducing_points",
     "fit",
+    "leave_one_out",
     "predict",
     "record_solves",
     "restore",

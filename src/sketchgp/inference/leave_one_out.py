@@ -1,0 +1,165 @@
+"""Leave-one-out predictions from ``w = A^-1 r`` and the diagonal of ``A^-1``, exact or by probes.
+
+With ``A = K + D``, r the targets less their prior means and ``a_i = (A^-1)_ii``, the prediction for row i without its
+target has the residual ``w_i / a_i`` and, the noise included, the variance ``1 / a_i`` (Rasmussen and Williams,
+"Gaussian processes for machine learning", equation 5.12).
+
+Of probes z of random signs, ``z_i (A^-1 z)_i`` has the mean a_i and the variance ``sum_{j != i} (A^-1)_ij^2``; less
+``z_i (B^-1 z)_i - (B^-1)_ii`` for some B near A it has less (Hutchinson; Bekas, Kokiopoulou, Saad, "An estimator for the
+diagonal of a matrix", 2007).  The preconditioner is no such B where the noise is small: ``P^-1`` is then mostly
+``D^-1``, far above ``A^-1`` (fifty times the variance, measured).  :class:`.full_scale.FullScale` is.
+
+What is computed from the a_i is not linear in them, so it is expanded at the values ``f_i`` of a fit through all rows,
+to second order, where the mean is known: that of ``(x_i - f_i)^2`` is ``(a_i - f_i)^2`` and the variance of x_i.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..operators.tiles import spans
+from ..random_streams import generator
+from ..report import SolveReport
+from ..solvers import Cholesky, System
+
+_COLUMNS = 512  # of an inverse at once
+_ROUNDS = 20  # of a fit
+_STEP = 2.0  # of the logarithm in a round, at most
+
+
+@torch.no_grad()
+def exact_diagonal(system: System, residual: Tensor) -> tuple[Tensor, Tensor, SolveReport]:
+    """w ``(n,)``, the diagonal of ``A^-1`` ``(n,)``, and the report of the factorization, by Cholesky in float64.
+
+    :param residual: r, ``(n,)`` float64.
+    :raises InputError: if the matrix does not fit in memory; :raises NumericalError: if it is not positive definite.
+    """
+    weights, report, root = Cholesky().factorize(system, residual.unsqueeze(1))
+    diagonal = torch.empty_like(residual)
+    for columns in spans(len(residual), _COLUMNS):  # of L^-1: the rows above the first of them are zero
+        lower = root[columns.start :, columns.start :]
+        unit = torch.zeros(len(lower), columns.stop - columns.start, dtype=root.dtype, device=root.device)
+        unit.diagonal().fill_(1)
+        half = torch.linalg.solve_triangular(lower, unit, upper=False)
+        diagonal[columns] = half.square().sum(dim=0)
+    return weights.squeeze(1), diagonal, report
+
+
+def signs(n: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """Probes ``(n, count)`` of random signs, float64."""
+    stream = generator(seed, "probe vectors of leave-one-out predictions")
+    bits = torch.randint(0, 2, (n, count), generator=stream)
+    return (2 * bits - 1).to(device, torch.float64)
+
+
+@torch.no_grad()
+def fitted(values: Tensor, *features: Tensor) -> Tensor:
+    """The fit ``exp(b_0 + b_1 log u + ...)`` to noisy values ``(..., n)`` by features u ``(..., n)``, all positive.
+
+    Values may be negative, their sum may not: the equations ``sum (values / fit - 1) log u = 0`` are linear in them, so
+    that noise of mean zero leaves the fit where it is (a generalised linear model with constant coefficient of
+    variation and logarithmic link).
+    """
+    columns = [torch.ones_like(values)]
+    for feature in features:
+        log = feature.log().expand_as(values)
+        log = log - log.mean(dim=-1, keepdim=True)
+        columns.append(log / log.norm(dim=-1, keepdim=True).clamp(min=1e-8) * math.sqrt(values.shape[-1]))
+    design = torch.stack(columns, dim=-1)
+    gram = design.mT @ design
+    gram.diagonal(dim1=-2, dim2=-1).add_(1e-9 * values.shape[-1])
+    root = torch.linalg.cholesky(gram)
+    link, target = torch.zeros_like(values), torch.maximum(values, 0.05 * values.mean(dim=-1, keepdim=True)).log()
+    for _ in range(_ROUNDS):
+        step = torch.cholesky_solve(design.mT @ target.unsqueeze(-1), root)
+        change = (design @ step).squeeze(-1)
+        link = link + change
+        if float(change.abs().max()) < 1e-10:
+            break
+        target = (values * (-link).exp() - 1).clamp(-_STEP, _STEP)
+    return link.exp()
+
+
+@dataclass
+class ProbedDiagonal:
+    """Estimates of the diagonal of ``A^-1``.
+
+    :ivar samples: ``(n, S)``, unbiased, one column a probe.
+    :ivar fit: ``(n,)``, by :func:`fitted`.
+    :ivar least: ``(n,)`` and :ivar most: ``(n,)``, what the values certainly lie between.
+    """
+
+    samples: Tensor
+    fit: Tensor
+    least: Tensor
+    most: Tensor
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """``(n,)``, unbiased."""
+        return self.samples.mean(dim=1)
+
+    @cached_property
+    def variance_of_mean(self) -> Tensor:
+        """``(n,)``, unbiased."""
+        return self.samples.var(dim=1) / self.samples.shape[1]
+
+    @cached_property
+    def _spread(self) -> Tensor:
+        """The mean square of ``values / fit - 1``, of the true values."""
+        relative, noise = self.mean / self.fit - 1, self.variance_of_mean / self.fit.square()
+        return (relative.square() - noise).mean().clamp(min=1e-12)
+
+    @cached_property
+    def shrunk(self) -> tuple[Tensor, Tensor]:
+        """Values ``(n,)`` and their standard errors: what a row's own probes say, and what the fit says, each by its
+        precision."""
+        noise = self.variance_of_mean / self.fit.square()
+        share = self._spread / (self._spread + noise)
+        value = self.fit * (1 + share * (self.mean / self.fit - 1))
+        return value.clamp(self.least, self.most), self.fit * (share * noise).sqrt()
+
+    def total(self, value: Tensor, first: Tensor, second: Tensor) -> tuple[float, float]:
+        """The mean over rows of some function of the a_i, and its standard error.
+
+        :param value: of the function at the fit; :param first: the fit times its derivative; :param second: the
+            square of the fit times its second derivative; ``(n,)`` each.
+        """
+        count = self.samples.shape[1]
+        relative = self.samples / self.fit.unsqueeze(1) - 1
+
+        def expanded(mean: Tensor, noise: Tensor) -> Tensor:
+            parts = [first @ mean, 0.5 * second @ (mean.square() - noise)]
+            return value.mean() + sum(parts) / len(value)
+
+        total, squares = relative.sum(dim=1, keepdim=True), relative.square().sum(dim=1, keepdim=True)
+        mean = total / count
+        whole = expanded(mean, (squares / count - mean.square()) / (count - 1))
+        left = count - 1  # each probe left out in turn
+        mean = (total - relative) / left
+        noise = ((squares - relative.square()) / left - mean.square()) / max(left - 1, 1)
+        each = expanded(mean, noise)
+        error = (left / count * (each - each.mean()).square().sum()).sqrt()
+        return float(whole), float(error)
+
+
+def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:
+    """Log predictive densities ``(...)`` of targets left out, from a_i and w_i."""
+    return 0.5 * (diagonal.log() - weights.square() / diagonal - math.log(2 * math.pi))
+
+
+def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Mean squared error and mean log predictive density, left one out; with standard errors.
+
+    :param weights: w, ``(n,)``.
+    """
+    fit = probed.fit
+    square, ratio = (weights / fit).square(), weights.square() / fit
+    error = probed.total(square, -2 * square, 6 * square)
+    density = probed.total(log_density(fit, weights), 0.5 * (1 + ratio), -0.5 - ratio)
+    return error, density
