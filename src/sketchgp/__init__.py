@@ -12,6 +12,7 @@ from .inducing_point_gp import InducingPointGP
 from .inducing_points import InducingPoints, choose_inducing_points
 from .kernels import LaplaceKernel
 from .leave_one_out import LeaveOneOut, leave_one_out
+from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 from .one_hot import OneHot
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
@@ -59,6 +60,7 @@ __all__ = [
     "InputError",
     "LaplaceKernel",
     "LeaveOneOut",
+    "LeaveOneOutPseudoLikelihood",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",

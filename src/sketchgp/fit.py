@@ -21,6 +21,7 @@ from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError, NumericalError, warn
 from .inducing_point_gp import InducingPointGP
+from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 
 
@@ -65,7 +66,8 @@ def fit(
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose bound is
         computed without probes (``num_probes`` and ``seed`` then change nothing).  It is left in eval mode with the
         parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
-    :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``).
+    :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``), or
+        ``LeaveOneOutPseudoLikelihood``.
     :param iterations: the most steps.
     :param learning_rate: Adam's step size, in the unconstrained parameters.
     :param num_probes: probe vectors of the log determinant.
@@ -99,6 +101,8 @@ def fit(
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
     elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
         mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
+    elif type(mll) is gpytorch.mlls.LeaveOneOutPseudoLikelihood:  # the same, by sketchgp's solves
+        mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
     history, best, before = FitHistory(reason="ran all iterations"), _copy(parameters), _Before(model)
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     progress = sys.stderr.isatty() if progress is None else progress

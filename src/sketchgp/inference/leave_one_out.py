@@ -163,3 +163,18 @@ def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float]
     error = probed.total(square, -2 * square, 6 * square)
     density = probed.total(log_density(fit, weights), 0.5 * (1 + ratio), -0.5 - ratio)
     return error, density
+
+
+def expected_log_density(samples: Tensor, fit: Tensor, weights: Tensor) -> Tensor:
+    """The sum over rows of the log predictive densities, ``(...)``; differentiable in samples and weights.
+
+    The same expansion as that of :func:`totals`: what it leaves out is of third order in the distance of the a_i from
+    the fit, which is why the fit may be taken for a constant.
+
+    :param samples: ``(..., n, S)`` of the a_i, S at least 2; :param fit: ``(..., n)``; :param weights: ``(..., n)``.
+    """
+    relative = samples / fit.unsqueeze(-1) - 1
+    mean, noise = relative.mean(dim=-1), relative.var(dim=-1) / samples.shape[-1]
+    ratio = weights.square() / fit
+    each = log_density(fit, weights) + 0.5 * (1 + ratio) * mean - 0.5 * (0.5 + ratio) * (mean.square() - noise)
+    return each.sum(dim=-1)
