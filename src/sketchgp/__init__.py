@@ -14,6 +14,7 @@ from .kernels import LaplaceKernel
 from .leave_one_out import LeaveOneOut, leave_one_out
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from .noise_path import NoisePath, noise_path
 from .one_hot import OneHot
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
@@ -61,6 +62,7 @@ __all__ = [
     "LaplaceKernel",
     "LeaveOneOut",
     "LeaveOneOutPseudoLikelihood",
+    "NoisePath",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",
@@ -77,6 +79,7 @@ __all__ = [
     "choose_inducing_points",
     "fit",
     "leave_one_out",
+    "noise_path",
     "predict",
     "record_solves",
     "restore",
