@@ -25,7 +25,7 @@ from .operators.tiles import spans
 from .predict import _solution_report
 from .report import SolveReport
 from .settings import memory_budget
-from .solvers import Cholesky, ConjugateGradients, System
+from .solvers import Cholesky, System
 from .solvers.full.cholesky import factor_bytes
 
 _ALWAYS = 800  # rows up to which a factorization is taken whatever it costs
@@ -159,7 +159,8 @@ def _probed(
     else:
         samples = z * found
         fit = fitted(samples.mean(dim=1), rest)
-    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise), report
+    left = float(report.residual.square().mean().sqrt())
+    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, left), report
 
 
 def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:

@@ -84,9 +84,9 @@ def noise_path(
 ) -> NoisePath:
     """Leave-one-out error and marginal likelihood of a model for each of some noises, its kernel as it is.
 
-    One low-rank factor serves every noise, and the solutions of some noises start those of the others: least and
-    largest first, then between them.  The marginal likelihood comes from bounds where these are near each other, else
-    from probes.  The model is left as it was; ``model.likelihood.noise = path.best["mean_log_density"]`` takes one.
+    One low-rank factor serves every noise, and the solutions of larger noises start those of smaller ones.  The
+    marginal likelihood comes from bounds where these are near each other, else from probes.  The model is left as it
+    was; ``model.likelihood.noise = path.best["mean_log_density"]`` takes one.
 
     :param model: one that :func:`accelerate` was called on, with one output, no batch and one noise for all points; it
         is put into eval mode.
@@ -103,8 +103,8 @@ def noise_path(
     owner = "noise_path"
     if isinstance(model, InducingPointGP):
         raise InputError(
-            f"{owner}: model expects one that accelerate was called on; an InducingPointGP is fitted in closed form for "
-            "each noise by leave_one_out."
+            f"{owner}: model expects one that accelerate was called on; an InducingPointGP has a closed form, "
+            "leave_one_out, for each noise."
         )
     acceleration = acceleration_of(model, owner)
     grid = _grid(owner, noises)
@@ -136,16 +136,14 @@ def noise_path(
             built,
             shift,
             below=choice is None or choice.pivoted or built is None,
-            solver=dataclasses.replace(
-                acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None
-            ),
+            solver=dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None),
             probes=num_probes,
             seed=seed,
             name=acceleration.preconditioner_name,
         )
         found: dict[float, AtNoise] = {}
         show = sys.stderr.isatty() if show is None else show
-        for value in tqdm(_ends_first(sorted(set(grid))), desc="noise path", disable=not show, leave=False):
+        for value in tqdm(sorted(set(grid), reverse=True), desc="noise path", disable=not show, leave=False):
             found[value] = path.at(value)
         return _result([found[value] for value in grid], False)
 
@@ -157,18 +155,6 @@ def _grid(owner: str, noises: Any) -> list[float]:
     if not grid:
         raise InputError(f"{owner}: noises expects at least one, got none.")
     return [checks.number(owner, f"noises[{i}]", one, above=0, finite=True) for i, one in enumerate(grid)]
-
-
-def _ends_first(grid: list[float]) -> list[float]:
-    """The least, the largest, then the middle of each gap, so that most lie between two that are known."""
-    order, gaps = [grid[0], *grid[1:][-1:]], [(0, len(grid) - 1)]
-    while gaps:
-        low, high = gaps.pop(0)
-        if high - low > 1:
-            middle = (low + high) // 2
-            order.append(grid[middle])
-            gaps += [(low, middle), (middle, high)]
-    return order
 
 
 def _result(points: list[AtNoise], exact: bool) -> NoisePath:

@@ -6,8 +6,8 @@ Then ``B = F F^T + (G^T G)^-1`` is near A in both ranges, and with ``H = G F`` a
 
     B^-1 = G^T (I - H C^-1 H^T) G.
 
-Gyger, Furrer, Sigrist, "Iterative methods for full-scale Gaussian process approximations for large spatial data" (2024);
-Vecchia, "Estimation and model identification for continuous spatial processes" (1988).
+Gyger, Furrer, Sigrist, "Iterative methods for full-scale Gaussian process approximations for large spatial data"
+(2024); Vecchia, "Estimation and model identification for continuous spatial processes" (1988).
 """
 
 from __future__ import annotations

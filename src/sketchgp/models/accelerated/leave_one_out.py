@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import gpytorch
@@ -14,10 +15,11 @@ from ...inference.leave_one_out import expected_log_density, fitted, signs
 from ...inference.neighbours import conditional_variances, nearest
 from ...operators import KernelMatrix
 from ...operators.access import Access
+from ...solvers import System
 from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
 from .targets import check_value
 
-_NEIGHBOURS = 64
+_NEIGHBOURS = 32
 
 
 class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
@@ -77,8 +79,14 @@ def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> t
 @torch.no_grad()
 def _fit(operator: AcceleratedAddedDiagLinearOperator, values: Tensor) -> Tensor:
     """A fit to estimates of the diagonal of ``A^-1``, by what the neighbours of a point leave open."""
-    matrix, noise = operator._linear_op.detach(), operator._noise_vector().detach().to(torch.float64)
-    if isinstance(matrix, KernelMatrix) and not operator.batch_shape and not matrix.batch_shape:
-        near = nearest(matrix, min(_NEIGHBOURS, matrix.shape[-1] - 1))
-        return fitted(values, conditional_variances(matrix, noise, near))
-    return fitted(values, Access(matrix).diagonal() + noise)
+    system, batch = System(operator._linear_op, operator._noise_vector()), values.shape[:-1]
+    known = torch.empty_like(values)
+    for index in itertools.product(*(range(size) for size in batch)):
+        one = system.element(index, batch) if batch else system
+        noise = one.noise.to(torch.float64)
+        if isinstance(one.operator, KernelMatrix):
+            near = nearest(one.operator, min(_NEIGHBOURS, one.n - 1))
+            known[index] = conditional_variances(one.operator, noise, near)
+        else:
+            known[index] = Access(one.operator).diagonal() + noise
+    return fitted(values, known)

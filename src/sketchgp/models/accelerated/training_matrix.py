@@ -61,8 +61,8 @@ class TrainingMatrix:
             noisy = None if conditioning is None else conditioning.noisy
             if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.shape != (len(inputs), len(inputs)):
                 raise InputError(
-                    f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is inverted "
-                    "by its structure (a linear, inducing-point or Kronecker kernel)."
+                    f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
+                    "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
                 )
             mean = strategy_of(model).train_prior_dist.mean
             residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
