@@ -221,6 +221,8 @@ def test_neighbours_are_the_most_correlated_and_bound_the_variance() -> None:
     near = nearest(matrix, 5)
     right = matrix.to_dense().detach().fill_diagonal_(-1).topk(5).indices
     assert torch.equal(near.sort().values, right.sort().values)
+    many = KernelMatrix.of(matrix.kernel, points(3100, 1))  # more than are looked at together
+    assert not bool((nearest(many, 2) == torch.arange(3100).unsqueeze(1)).any())
     exact = 1 / torch.linalg.inv(dense_matrix).diagonal()
     assert relative(conditional_variances(matrix, noise, nearest(matrix, 89)), exact) < 1e-9
     assert bool((conditional_variances(matrix, noise, near) >= exact * (1 - 1e-12)).all())

@@ -2049,8 +2049,8 @@ BREAKS = (
     ),
     Break(
         "inference/noise_path.py",
-        "self.columns + (noise - other) * value for other, value in self.known",
-        "self.columns - (noise - other) * value for other, value in self.known",
+        "(products + noise * weights).movedim(0, 1)",
+        "(products - noise * weights).movedim(0, 1)",
         NOISE_PATH,
         "starts along the path are of another noise",
     ),

@@ -2,8 +2,8 @@
 
 Up to some size by one eigendecomposition ``K = Q diag(l) Q^T``, which has everything in closed form.  Beyond, one
 factor F gives the preconditioner ``F F^T + s I`` of every noise from one ``F^T F``, and the solutions at noises done
-before make a good start: their span is a rational Krylov space, and ``(K + s I) w_j = b + (s - s_j) w_j`` is known
-without a product, so that the combination of the least residual costs none either.  Where ``0 <= F F^T <= K``,
+before make a good start: their span is a rational Krylov space, and with ``K w_j`` kept, a product each, the
+combination of the least residual at any noise costs none.  Where ``0 <= F F^T <= K``,
 
     log det P <= log det A <= log det P + n log(1 + tr(K - F F^T) / (n s)),
     q <= b^T A^-1 b <= q + r^T P^-1 r,   q = 2 b^T w - w^T A w,  r = b - A w
@@ -111,7 +111,7 @@ class NoisePath:
         self.left = float((self.prior - torch.linalg.vector_norm(self.factor, dim=1).square()).clamp(min=0).sum())
         self.z = signs(self.n, probes, seed, residual.device)
         self.columns = torch.cat([residual.unsqueeze(1), self.z], dim=1)
-        self.known: list[tuple[float, Tensor]] = []
+        self.known: list[tuple[Tensor, Tensor]] = []  # solutions W of earlier noises, and K W
         plain = isinstance(operator, KernelMatrix)
         self.near = nearest(operator, min(_NEIGHBOURS, self.n - 1)) if plain else None  # type: ignore[arg-type]
 
@@ -129,9 +129,8 @@ class NoisePath:
         """The combination of earlier solutions of the least residual at this noise, ``(n, 1 + S)``."""
         if not self.known:
             return None
-        weights = torch.stack([weights for _, weights in self.known], dim=-1)  # (n, 1 + S, k)
-        products = torch.stack([self.columns + (noise - other) * value for other, value in self.known], dim=-1)
-        target, basis = self.columns.mT.unsqueeze(-1), products.movedim(0, 1)
+        weights, products = (torch.stack(part, dim=-1) for part in zip(*self.known, strict=True))  # (n, 1 + S, k)
+        target, basis = self.columns.mT.unsqueeze(-1), (products + noise * weights).movedim(0, 1)
         share = torch.linalg.lstsq(basis.cpu(), target.cpu(), driver="gelsd").solution.to(target.device)
         return (weights.movedim(0, 1) @ share).squeeze(-1).mT.contiguous()
 
@@ -145,7 +144,8 @@ class NoisePath:
         solved, report, _ = self.rough.run(system, self.columns, use, name=name, initial=start)
         right, first = self.columns[:, :1], solved[:, :1]
         weights, refined, _ = self.solver.run(system, right, use, name=name, initial=first)
-        self.known.append((noise, torch.cat([weights, solved[:, 1:]], dim=1)))
+        found = torch.cat([weights, solved[:, 1:]], dim=1)
+        self.known.append((found, system.product(found) - noise * found))
         remainder = right - system.accurate_product(weights)
         quadratic = float((weights * (right + remainder)).sum())
         missing = float((remainder * built.apply_inverse(remainder)).sum())
