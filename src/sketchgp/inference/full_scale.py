@@ -22,12 +22,14 @@ from ..operators.tiles import spans
 from ..random_streams import generator
 
 _ENTRIES = 2**23  # of a block that is worked on at once
+_CACHED = 2**16  # of one that is to stay in a CPU's cache
 
 
 class FullScale:
     """B^-1 of one kernel matrix; all in float64.
 
-    Set-up: half of K once, ``n m^2 r`` operations for the neighbours, ``3 n r^2`` for the rest; one n x r array.
+    Set-up: half of K once, ``2 n m^2 r`` operations for the neighbours, ``2 n r^2`` for the rest and as many for the
+    diagonal; one n x r array, two for the diagonal.
 
     :param matrix: K, ``(n, n)`` without batch.
     :param noise: ``(n,)`` variances, D.
@@ -57,15 +59,17 @@ class FullScale:
     def _apply(self, vectors: Tensor) -> Tensor:
         """``G v``, ``(n, t)``."""
         found = self._own.unsqueeze(1) * vectors
-        for near, value in zip(self._near.unbind(dim=1), self._others.unbind(dim=1), strict=True):
-            found.addcmul_(value.unsqueeze(1), vectors[near])
+        for rows in spans(len(vectors), max(1, _CACHED // max(1, vectors.shape[1]))):
+            for near, value in zip(self._near[rows].unbind(dim=1), self._others[rows].unbind(dim=1), strict=True):
+                found[rows].addcmul_(value.unsqueeze(1), vectors[near])
         return found
 
     def _apply_t(self, vectors: Tensor) -> Tensor:
         """``G^T v``, ``(n, t)``."""
         found = self._own.unsqueeze(1) * vectors
-        for near, value in zip(self._near.unbind(dim=1), self._others.unbind(dim=1), strict=True):
-            found.index_add_(0, near, value.unsqueeze(1) * vectors)
+        for rows in spans(len(vectors), max(1, _CACHED // max(1, vectors.shape[1]))):
+            for near, value in zip(self._near[rows].unbind(dim=1), self._others[rows].unbind(dim=1), strict=True):
+                found.index_add_(0, near, value.unsqueeze(1) * vectors[rows])
         return found
 
     @torch.no_grad()
@@ -81,11 +85,10 @@ class FullScale:
         near = self._own.square()
         for index, value in zip(self._near.unbind(dim=1), self._others.unbind(dim=1), strict=True):
             near.index_add_(0, index, value.square())
-        far, rank = torch.zeros_like(near), len(self._root)
-        identity = torch.eye(rank, dtype=near.dtype, device=near.device)
-        turned = torch.linalg.solve_triangular(self._root, identity, upper=False).mT
-        for columns in spans(rank, max(1, _ENTRIES // len(near))):
-            far += self._apply_t(self._half @ turned[:, columns]).square().sum(dim=1)
+        far, turned = torch.zeros_like(near), self._apply_t(self._half)
+        for rows in spans(len(near), max(1, _ENTRIES // max(1, len(self._root)))):
+            half = torch.linalg.solve_triangular(self._root, turned[rows].mT, upper=False)
+            far[rows] = half.square().sum(dim=0)
         return (near - far).clamp(min=torch.finfo(near.dtype).eps * near)
 
 
@@ -97,9 +100,9 @@ def _earlier(matrix: KernelMatrix, order: Tensor, count: int) -> tuple[Tensor, T
     scale = matrix.diagonal(dim1=-1, dim2=-2).clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
     for rows in spans(n, max(1, _ENTRIES // n)):
         here, before = order[rows], order[: rows.stop]
-        tile = matrix.block(here, before).abs() * scale[before]
-        place = torch.arange(rows.stop, device=order.device)
-        tile.masked_fill_(place >= place[rows].unsqueeze(1), -1)
+        tile = matrix.block(here, before).abs_().mul_(scale[before])
+        last = tile[:, rows.start :]  # of the rows themselves: of each only those before it
+        last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu(), -1)
         top = tile.topk(min(count, rows.stop), dim=1, sorted=False)
         near[here, : top.indices.shape[1]] = before[top.indices]
         known[here, : top.indices.shape[1]] = top.values >= 0
