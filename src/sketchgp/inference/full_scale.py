@@ -100,7 +100,7 @@ def _earlier(matrix: KernelMatrix, order: Tensor, count: int) -> tuple[Tensor, T
     scale = matrix.diagonal(dim1=-1, dim2=-2).clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
     for rows in spans(n, max(1, _ENTRIES // n)):
         here, before = order[rows], order[: rows.stop]
-        tile = matrix.block(here, before).abs_().mul_(scale[before])
+        tile = matrix.rows(here, before).to_dense().abs_().mul_(scale[before])
         last = tile[:, rows.start :]  # of the rows themselves: of each only those before it
         last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu(), -1)
         top = tile.topk(min(count, rows.stop), dim=1, sorted=False)

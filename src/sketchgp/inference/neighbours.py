@@ -23,7 +23,7 @@ def nearest(matrix: KernelMatrix, count: int) -> Tensor:
     near = rows_of_all.new_empty(n, count)
     scale = matrix.diagonal(dim1=-1, dim2=-2).clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
     for rows in spans(n, max(1, _ENTRIES // n)):
-        tile = matrix.block(rows_of_all[rows], rows_of_all).abs_().mul_(scale)
+        tile = matrix.rows(rows_of_all[rows]).to_dense().abs_().mul_(scale)
         tile.diagonal(offset=rows.start).fill_(-1)
         near[rows] = tile.topk(count, dim=1, sorted=False).indices
     return near
