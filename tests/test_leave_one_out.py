@@ -83,6 +83,7 @@ def test_exact_in_float32_is_as_good_as_its_dtype() -> None:
         ("bare-matern", {"preconditioner": sketchgp.RPCholesky(rank=20)}),
         ("fixed-noise", {"preconditioner": sketchgp.Nystrom(rank=30)}),
         ("additive-forward", {}),
+        ("ski", {}),
     ],
 )
 def test_probes_are_as_near_as_they_say(name: str, choices: dict[str, Any]) -> None:

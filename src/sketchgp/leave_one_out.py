@@ -18,6 +18,8 @@ from .inducing_point_gp import InducingPointGP
 from .inference.full_scale import FullScale
 from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
 from .models.accelerated.mean_solve import evaluating
+from .models.accelerated.posterior import strategy_of
+from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .models.accelerated.training_matrix import TrainingMatrix, check_model
 from .operators import KernelMatrix
 from .operators.access import Access
@@ -120,8 +122,7 @@ def leave_one_out(
         if exact:
             weights, diagonal, report = exact_diagonal(data.system, data.residual)
             return _result(model, data, weights, diagonal, None, report, None)
-        mean_report = _solution_report(model)
-        weights = model.prediction_strategy.weights[data.observed].to(torch.float64)
+        weights, mean_report = _weights(model, data)
         probed, report = _probed(data, num_probes, seed, progress)
         return _result(model, data, weights, probed.shrunk[0], probed, report, mean_report)
 
@@ -130,6 +131,20 @@ def _affordable(system: System) -> bool:
     n, device = system.n, system.noise.device
     cheap = n**3 <= _EXACT_WORK.get(device.type, 2e11) and factor_bytes(n, 1) <= memory_budget.value(device)
     return n <= _ALWAYS or cheap
+
+
+def _weights(model: Any, data: TrainingMatrix) -> tuple[Tensor, SolveReport | None]:
+    """w ``(n,)`` float64 as the model's mean has it, and the report of its solve."""
+    if isinstance(strategy_of(model), AcceleratedPredictionStrategy):
+        report = _solution_report(model)
+        return model.prediction_strategy.weights[data.observed].to(torch.float64), report
+    # an interpolated kernel's, which keeps something else
+    system, acceleration = data.system, data.acceleration
+    built = acceleration.build(system.operator, system.noise, differentiable=False)
+    solver = dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+    name = acceleration.preconditioner_name if built is not None else "none"
+    weights, report, _ = solver.run(system, data.residual.unsqueeze(1), built, name=name)
+    return weights.squeeze(1), report
 
 
 def _probed(
