@@ -128,6 +128,17 @@ def test_probes_take_the_weights_that_the_model_has() -> None:
     assert torch.equal(first.variance, again.variance) and "probes" in repr(first)
 
 
+def test_parameters_that_changed_since_a_prediction_count() -> None:
+    model, fresh = build("bare-matern"), build("bare-matern")
+    with iterative():
+        sketchgp.predict(model, model.train_inputs[0][:3], variance=None)
+        for one in (model, fresh):
+            one.mean_module.constant, one.covar_module.lengthscale, one.likelihood.noise = 0.7, 0.5, 0.02
+        for exact in (True, False):
+            found, right = (sketchgp.leave_one_out(one, exact=exact) for one in (model, fresh))
+            assert relative(found.mean, right.mean) < 1e-6 and relative(found.variance, right.variance) < 1e-6
+
+
 def test_a_cholesky_model_is_exact_at_any_size() -> None:
     with iterative():
         assert sketchgp.leave_one_out(build(solver=sketchgp.Cholesky())).exact

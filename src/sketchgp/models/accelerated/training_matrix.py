@@ -14,7 +14,7 @@ from ...solvers import System
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .conditioning import Conditioning
-from .posterior import calls_its_own_way, strategy_of
+from .posterior import calls_its_own_way
 
 
 @dataclass
@@ -64,7 +64,7 @@ class TrainingMatrix:
                     f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
                     "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
                 )
-            mean = strategy_of(model).train_prior_dist.mean
+            mean = model.forward(inputs).mean  # a prediction strategy may hold an earlier one
             residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
             noisy = noisy if bool(observed.all()) else noisy.masked(observed)
             return cls(System(noisy._linear_op, noisy._noise_vector()), residual, observed, acceleration)
