@@ -33,6 +33,8 @@ FLOORS = {
     "accelerate": 6,
     "fit": 6,
     "fitting": 6,
+    "leave_one_out": 6,
+    "noise_path": 6,
     "exact_gp": 6,
     "inducing_point_gp": 6,
     "one_hot": 6,

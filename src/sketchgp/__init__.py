@@ -11,7 +11,10 @@ from .fit import FitHistory, fit
 from .inducing_point_gp import InducingPointGP
 from .inducing_points import InducingPoints, choose_inducing_points
 from .kernels import LaplaceKernel
+from .leave_one_out import LeaveOneOut, leave_one_out
+from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from .noise_path import NoisePath, noise_path
 from .one_hot import OneHot
 from .posterior_samples import PosteriorSamples, sample_posterior
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
@@ -58,6 +61,9 @@ __all__ = [
     "InducingPoints",
     "InputError",
     "LaplaceKernel",
+    "LeaveOneOut",
+    "LeaveOneOutPseudoLikelihood",
+    "NoisePath",
     "NumericalError",
     "Nystrom",
     "NystromEigenPro",
@@ -74,6 +80,8 @@ __all__ = [
     "accelerate",
     "choose_inducing_points",
     "fit",
+    "leave_one_out",
+    "noise_path",
     "predict",
     "record_solves",
     "restore",

@@ -28,6 +28,7 @@ from .fitting.start import in_float64, on_subset
 from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import Acceleration
+from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 from .models.accelerated.threshold import threshold_untouched
 from .settings import memory_budget
@@ -63,7 +64,8 @@ def fit(
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval
         mode with the parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
-    :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``).
+    :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``), or
+        ``LeaveOneOutPseudoLikelihood``.
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
         where a ``learning_rate`` is given.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
@@ -106,6 +108,8 @@ def fit(
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
     elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
         mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
+    elif type(mll) is gpytorch.mlls.LeaveOneOutPseudoLikelihood:  # the same, by sketchgp's solves
+        mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
     if optimizer == "auto":
         optimizer = "lbfgs" if learning_rate is None else "adam"
     began, before = time.perf_counter(), _Before(model)
@@ -158,7 +162,8 @@ def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:
     """How losses are computed."""
     if acceleration is None:
         return "bound"
-    if not isinstance(mll, gpytorch.mlls.ExactMarginalLogLikelihood):
+    pseudo = isinstance(mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood)
+    if pseudo or not isinstance(mll, gpytorch.mlls.ExactMarginalLogLikelihood):
         return "given"
     event = 2 if isinstance(model.likelihood, gpytorch.likelihoods.MultitaskGaussianLikelihood) else 1
     shape = model.train_targets.shape

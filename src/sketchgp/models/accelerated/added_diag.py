@@ -213,15 +213,20 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return None
         return super()._solve_preconditioner()
 
-    def _probe_vectors_and_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.acceleration is None:
-            return None, None
+    def probe_choice(self) -> tuple[int | None, int]:
+        """The seed of fixed probes, or None for fresh ones; and how many there are."""
+        assert self.acceleration is not None
         seed = self.acceleration.probe_seed
         if seed is None and settings.deterministic_probes.on():
             seed = 0
+        return seed, self.acceleration.probe_count or settings.num_trace_samples.value()
+
+    def _probe_vectors_and_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.acceleration is None:
+            return None, None
+        seed, count = self.probe_choice()
         if seed is None:
             return None, None
-        count = self.acceleration.probe_count or settings.num_trace_samples.value()
         stream = generator(seed, "probe vectors of log determinants")
 
         def normal(rows: int) -> Tensor:

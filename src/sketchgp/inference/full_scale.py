@@ -1,0 +1,134 @@
+"""An approximate inverse of ``K + D`` that knows what is far by a low-rank factor and what is near by neighbours.
+
+With ``F F^T`` a low-rank part of K, the rest ``T = K - F F^T + D`` is short-ranged.  Vecchia's approximation writes its
+inverse as ``G^T G``: in a random order each row is regressed on the m earlier rows that the kernel ties it to most.
+Then ``B = F F^T + (G^T G)^-1`` is near A in both ranges, and with ``H = G F`` and ``C = I + H^T H``
+
+    B^-1 = G^T (I - H C^-1 H^T) G.
+
+Gyger, Furrer, Sigrist, "Iterative methods for full-scale Gaussian process approximations for large spatial data"
+(2024); Vecchia, "Estimation and model identification for continuous spatial processes" (1988).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import NumericalError
+from ..operators import KernelMatrix
+from ..operators.access import Access
+from ..operators.tiles import spans
+from ..random_streams import generator
+
+_ENTRIES = 2**23  # of a block that is worked on at once
+_CACHED = 2**16  # of one that is to stay in a CPU's cache
+
+
+class FullScale:
+    """B^-1 of one kernel matrix; all in float64.
+
+    Set-up: half of K once, ``2 n m^2 r`` operations for the neighbours, ``2 n r^2`` for the rest and as many for the
+    diagonal; one n x r array, two for the diagonal.
+
+    :param matrix: K, ``(n, n)`` without batch.
+    :param noise: ``(n,)`` variances, D.
+    :param factor: F, ``(n, r)`` with ``F F^T <= K``; r may be 0.
+    :param neighbours: m.
+    :param seed: of the order.
+    :raises NumericalError: if C is not positive definite in float64.
+
+    :ivar rest: the diagonal of T, ``(n,)``.
+    """
+
+    def __init__(
+        self, matrix: KernelMatrix, noise: Tensor, factor: Tensor, neighbours: int = 16, seed: int = 0
+    ) -> None:
+        with torch.no_grad():
+            n = matrix.shape[-1]
+            order = torch.randperm(n, generator=generator(seed, "order of a full-scale approximation"))
+            self._near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
+            self._own, self._others, self.rest = _regressions(matrix, noise.double(), factor, self._near, known)
+            self._half = self._apply(factor)
+            inner = self._half.mT @ self._half
+            inner.diagonal().add_(1)
+            self._root, failed = torch.linalg.cholesky_ex(inner)
+            if int(failed) or not bool(torch.isfinite(self._root).all()):
+                raise NumericalError("The full-scale approximation is not positive definite in float64.")
+
+    def _apply(self, vectors: Tensor) -> Tensor:
+        """``G v``, ``(n, t)``."""
+        found = self._own.unsqueeze(1) * vectors
+        for rows in spans(len(vectors), max(1, _CACHED // max(1, vectors.shape[1]))):
+            for near, value in zip(self._near[rows].unbind(dim=1), self._others[rows].unbind(dim=1), strict=True):
+                found[rows].addcmul_(value.unsqueeze(1), vectors[near])
+        return found
+
+    def _apply_t(self, vectors: Tensor) -> Tensor:
+        """``G^T v``, ``(n, t)``."""
+        found = self._own.unsqueeze(1) * vectors
+        for rows in spans(len(vectors), max(1, _CACHED // max(1, vectors.shape[1]))):
+            for near, value in zip(self._near[rows].unbind(dim=1), self._others[rows].unbind(dim=1), strict=True):
+                found.index_add_(0, near, value.unsqueeze(1) * vectors[rows])
+        return found
+
+    @torch.no_grad()
+    def apply_inverse(self, vectors: Tensor) -> Tensor:
+        """``B^-1 v`` for v ``(n, t)``, float64."""
+        near = self._apply(vectors)
+        far = self._half @ torch.cholesky_solve(self._half.mT @ near, self._root)
+        return self._apply_t(near - far)
+
+    @torch.no_grad()
+    def inverse_diagonal(self) -> Tensor:
+        """The diagonal of B^-1, ``(n,)``, positive."""
+        near = self._own.square()
+        for index, value in zip(self._near.unbind(dim=1), self._others.unbind(dim=1), strict=True):
+            near.index_add_(0, index, value.square())
+        far, turned = torch.zeros_like(near), self._apply_t(self._half)
+        for rows in spans(len(near), max(1, _ENTRIES // max(1, len(self._root)))):
+            half = torch.linalg.solve_triangular(self._root, turned[rows].mT, upper=False)
+            far[rows] = half.square().sum(dim=0)
+        return (near - far).clamp(min=torch.finfo(near.dtype).eps * near)
+
+
+def _earlier(matrix: KernelMatrix, order: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The rows ``(n, count)`` before each one in the order that have the largest correlations with it, and which of
+    these there are."""
+    n = len(order)
+    near, known = order.new_zeros(n, count), torch.zeros(n, count, dtype=torch.bool, device=order.device)
+    scale = matrix.diagonal(dim1=-1, dim2=-2).clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+    for rows in spans(n, max(1, _ENTRIES // n)):
+        here, before = order[rows], order[: rows.stop]
+        tile = matrix.rows(here, before).to_dense().abs_().mul_(scale[before])
+        last = tile[:, rows.start :]  # of the rows themselves: of each only those before it
+        last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu(), -1)
+        top = tile.topk(min(count, rows.stop), dim=1, sorted=False)
+        near[here, : top.indices.shape[1]] = before[top.indices]
+        known[here, : top.indices.shape[1]] = top.values >= 0
+    return near, known
+
+
+def _regressions(
+    matrix: KernelMatrix, noise: Tensor, factor: Tensor, near: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of G: the entry of the row itself ``(n,)`` and of its neighbours ``(n, m)``; the diagonal of T."""
+    n, m = near.shape
+    access = Access(matrix)
+    own, others, rest = torch.empty_like(noise), torch.empty_like(near, dtype=noise.dtype), torch.empty_like(noise)
+    for rows in spans(n, max(1, _ENTRIES // ((m + 1) * max(factor.shape[1], m + 1)))):
+        index = torch.cat([torch.arange(rows.start, rows.stop, device=near.device).unsqueeze(1), near[rows]], dim=1)
+        there = torch.cat([known.new_ones(len(index), 1), known[rows]], dim=1)
+        part = factor[index]
+        block = access.block(index, index) - part @ part.mT
+        block.diagonal(dim1=-2, dim2=-1).clamp_(min=0).add_(noise[index])
+        rest[rows] = block[:, 0, 0]
+        block = block * (there.unsqueeze(1) & there.unsqueeze(2)) + torch.diag_embed((~there).to(block.dtype))
+        root, failed = torch.linalg.cholesky_ex(block[:, 1:, 1:])
+        cross = block[:, 1:, :1]
+        weights = torch.cholesky_solve(cross, root)
+        weights = torch.where((failed > 0)[:, None, None], 0, weights)
+        left = block[:, 0, 0] - (weights * cross).sum(dim=(1, 2))
+        own[rows] = torch.maximum(left, noise[rows]).rsqrt()
+        others[rows] = -own[rows].unsqueeze(1) * weights.squeeze(2)
+    return own, others, rest

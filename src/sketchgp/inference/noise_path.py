@@ -1,0 +1,194 @@
+"""Leave-one-out errors and marginal likelihoods of ``K + s I`` for many noises s, from one factor of K.
+
+Up to some size by one eigendecomposition ``K = Q diag(l) Q^T``, which has everything in closed form.  Beyond, one
+factor F gives the preconditioner ``F F^T + s I`` of every noise from one ``F^T F``, and the solutions at noises done
+before make a good start: their span is a rational Krylov space, and with ``K w_j`` kept, a product each, the
+combination of the least residual at any noise costs none.  Where ``0 <= F F^T <= K``,
+
+    log det P <= log det A <= log det P + n log(1 + tr(K - F F^T) / (n s)),
+    q <= b^T A^-1 b <= q + r^T P^-1 r,   q = 2 b^T w - w^T A w,  r = b - A w
+
+(Artemev, Burt, van der Wilk, "Tighter bounds on the log marginal likelihood of Gaussian process regression using
+conjugate gradients", 2021).  Where the first bracket is too wide, the log determinant is estimated by Lanczos
+quadrature from probes N(0, P) (Gardner et al., arXiv:1809.11165).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..operators import KernelMatrix, LowRankPlusDiagonal
+from ..operators.access import Access
+from ..random_streams import generator
+from ..report import SolveReport
+from ..solvers import ConjugateGradients, System
+from .leave_one_out import ProbedDiagonal, fitted, log_density, signs, totals
+from .neighbours import conditional_variances, nearest
+
+_NEIGHBOURS = 32
+_WIDE = 0.005  # of a log marginal likelihood over n: half a bracket up to which no probes are taken
+_TOLERANCE = 1e-2  # of the probes' solves
+
+
+@dataclass
+class AtNoise:
+    """What is known at one noise; the marginal likelihood and its bounds are divided by n.
+
+    Errors are standard errors; ``lower`` and ``upper`` are certain in exact arithmetic, or infinite.
+    """
+
+    noise: float
+    error: tuple[float, float]
+    density: tuple[float, float]
+    likelihood: tuple[float, float]
+    lower: float = -math.inf
+    upper: float = math.inf
+    reports: list[SolveReport] = field(default_factory=list)
+
+
+@torch.no_grad()
+def exact_path(system: System, residual: Tensor, noises: list[float]) -> list[AtNoise]:
+    """By one eigendecomposition in float64: ``9 n^3`` operations for all noises.
+
+    :param system: whose operator is K; its noise is not looked at.
+    :param residual: b, ``(n,)`` float64.
+    """
+    n = system.n
+    matrix = Access(system.operator).columns(torch.arange(n, device=residual.device))
+    values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    values = values.clamp(min=0)  # rounding errors may be negative
+    turned, squares = vectors.mT @ residual, vectors.square()
+    found = []
+    for noise in noises:
+        inverse = 1 / (values + noise)
+        weights, diagonal = vectors @ (inverse * turned), squares @ inverse
+        likelihood = _likelihood(turned @ (inverse * turned), (values + noise).log().sum(), n)
+        error, density = (weights / diagonal).square().mean(), log_density(diagonal, weights).mean()
+        found.append(
+            AtNoise(noise, (float(error), 0.0), (float(density), 0.0), (likelihood, 0.0), likelihood, likelihood)
+        )
+    return found
+
+
+def _likelihood(quadratic: Tensor | float, log_determinant: Tensor | float, n: int) -> float:
+    return -0.5 * float(quadratic + log_determinant + n * math.log(2 * math.pi)) / n
+
+
+class NoisePath:
+    """Solves along a grid of noises.
+
+    :param operator: K, ``(n, n)``; :param residual: b, ``(n,)`` float64.
+    :param built: a preconditioner of K plus some noise, :param shift: what its diagonal has beside that noise; None
+        for none.
+    :param below: whether its ``F F^T`` is at most K.
+    :param solver: of b; those of probes go to a residual of 1e-2.
+    """
+
+    def __init__(
+        self,
+        operator: object,
+        residual: Tensor,
+        built: LowRankPlusDiagonal | None,
+        shift: Tensor | float,
+        below: bool,
+        solver: ConjugateGradients,
+        probes: int,
+        seed: int,
+        name: str,
+    ) -> None:
+        self.operator, self.residual, self.solver, self.name = operator, residual, solver, name
+        self.rough = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
+        self.n, self.probes, self.seed = len(residual), probes, seed
+        self.factor = residual.new_zeros(self.n, 0) if built is None else built.factor
+        self.gram, self.shift, self.below = self.factor.mT @ self.factor, shift, below
+        access = Access(operator)  # type: ignore[arg-type]
+        self.prior = access.diagonal()
+        self.left = float((self.prior - torch.linalg.vector_norm(self.factor, dim=1).square()).clamp(min=0).sum())
+        self.z = signs(self.n, probes, seed, residual.device)
+        self.columns = torch.cat([residual.unsqueeze(1), self.z], dim=1)
+        self.known: list[tuple[Tensor, Tensor]] = []  # solutions W of earlier noises, and K W
+        plain = isinstance(operator, KernelMatrix)
+        self.near = nearest(operator, min(_NEIGHBOURS, self.n - 1)) if plain else None  # type: ignore[arg-type]
+
+    def preconditioner(self, noise: float) -> LowRankPlusDiagonal:
+        """``F F^T + (noise + shift) I``, whose capacitance matrix is made from the one ``F^T F``."""
+        diagonal = torch.full_like(self.residual, noise) + self.shift
+        built = LowRankPlusDiagonal(self.factor, diagonal)
+        inner = self.gram / diagonal[0]
+        inner.diagonal().add_(1)
+        root, failed = torch.linalg.cholesky_ex(inner)
+        built._root_cache = None if int(failed) else root  # which then is made, or refused, the usual way
+        return built
+
+    def start(self, noise: float) -> Tensor | None:
+        """The combination of earlier solutions of the least residual at this noise, ``(n, 1 + S)``."""
+        if not self.known:
+            return None
+        weights, products = (torch.stack(part, dim=-1) for part in zip(*self.known, strict=True))  # (n, 1 + S, k)
+        target, basis = self.columns.mT.unsqueeze(-1), (products + noise * weights).movedim(0, 1)
+        share = torch.linalg.lstsq(basis.cpu(), target.cpu(), driver="gelsd").solution.to(target.device)
+        return (weights.movedim(0, 1) @ share).squeeze(-1).mT.contiguous()
+
+    @torch.no_grad()
+    def at(self, noise: float) -> AtNoise:
+        """Everything at this noise."""
+        system = System(self.operator, torch.full_like(self.residual, noise))
+        built, start = self.preconditioner(noise), self.start(noise)
+        name = self.name if self.factor.shape[1] else "none"
+        use = built if self.factor.shape[1] else None
+        solved, report, _ = self.rough.run(system, self.columns, use, name=name, initial=start)
+        right, first = self.columns[:, :1], solved[:, :1]
+        weights, refined, _ = self.solver.run(system, right, use, name=name, initial=first)
+        found = torch.cat([weights, solved[:, 1:]], dim=1)
+        self.known.append((found, system.product(found) - noise * found))
+        remainder = right - system.accurate_product(weights)
+        quadratic = float((weights * (right + remainder)).sum())
+        missing = float((remainder * built.apply_inverse(remainder)).sum())
+        low = float(built.log_determinant())
+        high = low + self.n * math.log1p(self.left / (self.n * noise))
+        reports, deviation = [report, refined], 0.0
+        if self.below and high - low <= 4 * _WIDE * self.n:
+            log_determinant = 0.5 * (low + high)
+        else:
+            beyond, deviation, one = self._quadrature(system, built, name)
+            log_determinant = low + beyond
+            log_determinant = min(max(log_determinant, low), high) if self.below else log_determinant
+            reports.append(one)
+        lower = _likelihood(quadratic + missing, high, self.n) if self.below else -math.inf
+        upper = _likelihood(quadratic, low, self.n) if self.below else math.inf
+        error, density = totals(self._probed(noise, solved[:, 1:]), weights.squeeze(1))
+        likelihood = _likelihood(quadratic, log_determinant, self.n)
+        return AtNoise(noise, error, density, (likelihood, 0.5 * deviation / self.n), lower, upper, reports)
+
+    def _probed(self, noise: float, solved: Tensor) -> ProbedDiagonal:
+        samples = self.z * solved
+        variances = torch.full_like(self.residual, noise)
+        if self.near is None:
+            guess = self.prior + noise
+        else:
+            guess = conditional_variances(self.operator, variances, self.near)  # type: ignore[arg-type]
+        return ProbedDiagonal(samples, fitted(samples.mean(dim=1), guess), 1 / (self.prior + noise), 1 / variances)
+
+    def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
+        """``log det A - log det P``, its standard error, and the report of the solve."""
+        stream = generator(self.seed, "probe vectors of log determinants")
+        count = max(2, self.probes // 2)  # an error of half as many is small beside that of leave-one-out
+        normal = [torch.randn(rows, count, dtype=torch.float64, generator=stream) for rows in (built.rank, self.n)]
+        u = built.sample(*(part.to(self.residual.device) for part in normal))
+        use = built if built.rank else None
+        _, report, matrices = self.rough.run(system, u, use, name=name, lanczos_columns=count)
+        assert matrices is not None
+        values, vectors = torch.linalg.eigh(matrices)
+        logs = (vectors[:, 0].square() * values.clamp(min=1e-300).log()).sum(dim=1)
+        if use is None:  # the Lanczos matrices are of A itself, and u has the covariance s I
+            scale = built.diagonal_part[0]
+            logs, squares = logs - scale.log(), u.square().sum(dim=0) / scale
+        else:
+            squares = (u * built.apply_inverse(u)).sum(dim=0)
+        each = squares * logs
+        return float(each.mean()), float(each.std() / count**0.5), report

@@ -1,0 +1,259 @@
+"""``leave_one_out(model)``: every training point predicted from all others, by one factorization or one block solve."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from . import checks
+from .accelerate import acceleration_of
+from .errors import InputError
+from .inducing_point_gp import InducingPointGP
+from .inference.full_scale import FullScale
+from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
+from .models.accelerated.mean_solve import evaluating
+from .models.accelerated.posterior import strategy_of
+from .models.accelerated.strategy import AcceleratedPredictionStrategy
+from .models.accelerated.training_matrix import TrainingMatrix, check_model
+from .operators import KernelMatrix
+from .operators.access import Access
+from .operators.tiles import spans
+from .predict import _solution_report
+from .report import SolveReport
+from .settings import memory_budget
+from .solvers import Cholesky, System
+from .solvers.full.cholesky import factor_bytes
+
+_ALWAYS = 800  # rows up to which a factorization is taken whatever it costs
+_EXACT_WORK = {"cpu": 2e11, "cuda": 2e15}  # n^3 up to which it is the default
+_TOLERANCE = 1e-2  # of the probes' solves, whose own noise is larger
+_ROWS = 4096
+
+
+@dataclass(repr=False)
+class LeaveOneOut:
+    """Predictions for the training points, each from all others, with the hyperparameters that were fitted to all.
+
+    Tensors are ``(n,)`` in the dtype of the targets, with NaN where a target is missing.  ``mean`` predicts the target,
+    ``variance`` is that of an observation (the noise is in it), ``residual`` is the target less the mean, and
+    ``log_density`` the log predictive density of the target.  ``mean_squared_error`` and ``mean_log_density`` are
+    averages over the rows.
+
+    Standard errors are those of the probes, 0 where ``exact``; what the tolerance of the model's mean left out is not
+    in them.  ``num_probes`` were used, 0 where ``exact``.  ``report`` is of the solve for the probes, or of the
+    factorization; ``mean_report`` of the solve behind the model's mean, where that was used.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    residual: Tensor
+    log_density: Tensor
+    variance_standard_error: Tensor
+    residual_standard_error: Tensor
+    mean_squared_error: float
+    mean_squared_error_standard_error: float
+    mean_log_density: float
+    mean_log_density_standard_error: float
+    exact: bool
+    num_probes: int
+    report: SolveReport | None
+    mean_report: SolveReport | None
+
+    def __repr__(self) -> str:
+        how = "exact" if self.exact else f"{self.num_probes} probes"
+        error, density = (
+            f"{value:.6g}" + ("" if self.exact else f" +- {deviation:.1g}")
+            for value, deviation in (
+                (self.mean_squared_error, self.mean_squared_error_standard_error),
+                (self.mean_log_density, self.mean_log_density_standard_error),
+            )
+        )
+        return f"<LeaveOneOut of {len(self.mean)} points, {how}: mean squared error {error}, log density {density}>"
+
+
+def leave_one_out(
+    model: ExactGP,
+    exact: bool | None = None,
+    num_probes: int = 32,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> LeaveOneOut:
+    """Predict every training point from all others, without fitting anything again.
+
+    With ``A = K + noise``, ``w = A^-1 (y - prior mean)`` and ``a_i = (A^-1)_ii``: residual ``w_i / a_i``, variance
+    ``1 / a_i`` (Rasmussen and Williams 2006, equation 5.12).  Exact by one factorization, ``n^3`` operations; else the
+    w of the model's mean are used and the a_i are estimated by probes, one block solve to a residual of 1e-2 with as
+    many columns.  Beside the probes a row's value has what a low-rank and nearest-neighbour approximation of ``A^-1``
+    (:class:`sketchgp.inference.full_scale.FullScale`, for models with one plain kernel) says of it, calibrated by all
+    of them.
+
+    :param model: one that :func:`accelerate` was called on, with one output and no batch, or an
+        :class:`InducingPointGP` (exact, with its inducing points as they are: ``n m^2`` operations); it is put into
+        eval mode.
+    :param exact: whether to factorize; None does so up to 800 points, and beyond while ``n^3`` is at most 2e11 (CUDA:
+        2e15) and the matrix fits the memory budget, or the model's solver is :class:`Cholesky`.
+    :param num_probes: at least 2.
+    :param seed: of the probes.
+    :param progress: show a progress bar of the probes' solve (default: only in a terminal).
+    :raises InputError: for a model that is not one of these, targets that are missing outside of
+        ``observation_nan_policy("mask")`` (inside, their rows are left out), or memory that does not suffice.
+
+    A solve that does not reach its tolerance warns.
+    """
+    owner = "leave_one_out"
+    sparse = isinstance(model, InducingPointGP)
+    acceleration = None if sparse else acceleration_of(model, owner)
+    exact = checks.flag(owner, "exact", exact, optional=True)
+    num_probes = checks.count(owner, "num_probes", num_probes, least=2)
+    seed = checks.seed(owner, "seed", seed)
+    checks.flag(owner, "progress", progress, optional=True)
+    if acceleration is None:
+        return _inducing(model, exact)
+    data = TrainingMatrix.of(owner, model, acceleration)
+    with torch.no_grad(), evaluating():
+        if exact is None:
+            exact = _affordable(data.system) or isinstance(acceleration.solver, Cholesky)
+        if exact:
+            weights, diagonal, report = exact_diagonal(data.system, data.residual)
+            return _result(model, data, weights, diagonal, None, report, None)
+        weights, mean_report = _weights(model, data)
+        probed, report = _probed(data, num_probes, seed, progress)
+        return _result(model, data, weights, probed.shrunk[0], probed, report, mean_report)
+
+
+def _affordable(system: System) -> bool:
+    n, device = system.n, system.noise.device
+    cheap = n**3 <= _EXACT_WORK.get(device.type, 2e11) and factor_bytes(n, 1) <= memory_budget.value(device)
+    return n <= _ALWAYS or cheap
+
+
+def _weights(model: Any, data: TrainingMatrix) -> tuple[Tensor, SolveReport | None]:
+    """w ``(n,)`` float64 as the model's mean has it, and the report of its solve."""
+    if isinstance(strategy_of(model), AcceleratedPredictionStrategy):
+        report = _solution_report(model)
+        return model.prediction_strategy.weights[data.observed].to(torch.float64), report
+    # an interpolated kernel's, which keeps something else
+    system, acceleration = data.system, data.acceleration
+    built = acceleration.build(system.operator, system.noise, differentiable=False)
+    solver = dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+    name = acceleration.preconditioner_name if built is not None else "none"
+    weights, report, _ = solver.run(system, data.residual.unsqueeze(1), built, name=name)
+    return weights.squeeze(1), report
+
+
+def _probed(
+    data: TrainingMatrix, num_probes: int, seed: int, progress: bool | None
+) -> tuple[ProbedDiagonal, SolveReport]:
+    """Estimates of the diagonal of the inverse, and the report of their solve."""
+    system, acceleration = data.system, data.acceleration
+    solver = acceleration.conjugate_gradients()
+    limit = max(_TOLERANCE, solver.tol or 0.0)
+    solver = dataclasses.replace(solver, tol=limit, max_seconds=None, checkpoint=None)
+    built = acceleration.build(system.operator, system.noise, differentiable=False)
+    noise = system.noise.to(torch.float64)
+    z = signs(system.n, num_probes, seed, noise.device)
+    name = acceleration.preconditioner_name if built is not None else "none"
+    found, report, _ = solver.run(system, z, built, name=name, progress=progress)
+    prior = Access(system.operator).diagonal()
+    factor = noise.new_zeros(system.n, 0) if built is None else built.factor
+    rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
+    rest = torch.maximum(rest, 1e-6 * prior) + noise
+    if isinstance(system.operator, KernelMatrix):
+        low = acceleration.preconditioner is not None and acceleration.preconditioner.pivoted
+        near = FullScale(system.operator, noise, factor if low else factor[:, :0], seed=seed)
+        samples = z * (found - near.apply_inverse(z))
+        guess = near.inverse_diagonal()
+        samples += guess.unsqueeze(1)
+        fit = fitted(samples.mean(dim=1), guess, near.rest)
+    else:
+        samples = z * found
+        fit = fitted(samples.mean(dim=1), rest)
+    left = float(report.residual.square().mean().sqrt())
+    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, left), report
+
+
+def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:
+    """By the formula of DTC: ``A = Q + D``, whose inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its
+    diagonal; the variance of a prediction is ``k - q`` larger than that of a model with the covariance Q."""
+    check_model("leave_one_out", model)
+    if exact is False:
+        raise InputError("leave_one_out: an InducingPointGP is always exact; exact expects True or None, got False.")
+    if model.train_targets.dim() != 1:
+        raise InputError(
+            f"leave_one_out: model expects one output, targets (n,), got {tuple(model.train_targets.shape)}."
+        )
+    if bool(torch.isnan(model.train_targets).any()):
+        raise InputError("The training targets hold NaN; give the model the observed rows by set_train_data.")
+    model.eval()
+    with torch.no_grad():
+        statistics, x = model._statistics(), model.train_inputs[0]
+        prior = Access(KernelMatrix.of(model.covar_module, x, engine="tiled")).diagonal()
+        noise, targets = statistics.noise, model.train_targets.to(torch.float64)
+        diagonal, weights, beyond = (torch.empty_like(targets) for _ in range(3))
+        for rows in spans(len(x), _ROWS):
+            half, inner = statistics.half(x[rows])
+            diagonal[rows] = (1 - inner.square().sum(dim=0) / noise[rows]) / noise[rows]
+            weights[rows] = (statistics.residual[rows, 0] - inner.mT @ statistics.projected[:, 0]) / noise[rows]
+            beyond[rows] = (prior[rows] - half.square().sum(dim=0)).clamp(min=0)
+        residual, variance = weights / diagonal, 1 / diagonal + beyond
+        density = -0.5 * (variance.log() + residual.square() / variance + math.log(2 * math.pi))
+        zero, dtype = torch.zeros_like(targets).to(model.train_targets.dtype), model.train_targets.dtype
+        return LeaveOneOut(
+            mean=(targets - residual).to(dtype),
+            variance=variance.to(dtype),
+            residual=residual.to(dtype),
+            log_density=density.to(dtype),
+            variance_standard_error=zero,
+            residual_standard_error=zero.clone(),
+            mean_squared_error=float(residual.square().mean()),
+            mean_squared_error_standard_error=0.0,
+            mean_log_density=float(density.mean()),
+            mean_log_density_standard_error=0.0,
+            exact=True,
+            num_probes=0,
+            report=None,
+            mean_report=None,
+        )
+
+
+def _result(
+    model: Any,
+    data: TrainingMatrix,
+    weights: Tensor,
+    diagonal: Tensor,
+    probed: ProbedDiagonal | None,
+    report: SolveReport,
+    mean_report: SolveReport | None,
+) -> LeaveOneOut:
+    dtype, targets = model.train_targets.dtype, model.train_targets.to(torch.float64)
+    relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
+    variance = (1 + relative.square()) / diagonal  # the mean of 1 / a for an a that is uncertain
+    residual = weights * variance
+    density = log_density(diagonal, weights)
+    if probed is None:
+        error, likely = (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
+    else:
+        error, likely = totals(probed, weights)
+    residual_of_all = data.spread(residual)
+    return LeaveOneOut(
+        mean=(targets - residual_of_all).to(dtype),
+        variance=data.spread(variance).to(dtype),
+        residual=residual_of_all.to(dtype),
+        log_density=data.spread(density).to(dtype),
+        variance_standard_error=data.spread(variance * relative).to(dtype),
+        residual_standard_error=data.spread(residual.abs() * relative).to(dtype),
+        mean_squared_error=error[0],
+        mean_squared_error_standard_error=error[1],
+        mean_log_density=likely[0],
+        mean_log_density_standard_error=likely[1],
+        exact=probed is None,
+        num_probes=0 if probed is None else probed.samples.shape[1],
+        report=report,
+        mean_report=mean_report,
+    )

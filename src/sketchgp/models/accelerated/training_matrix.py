@@ -1,0 +1,87 @@
+"""``A = K + noise`` of one output's training data, for what looks at all of it: leave-one-out, paths of noises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch import settings
+from torch import Tensor
+
+from ...errors import InputError
+from ...solvers import System
+from .acceleration import Acceleration
+from .added_diag import AcceleratedAddedDiagLinearOperator
+from .conditioning import Conditioning
+from .posterior import calls_its_own_way
+
+
+@dataclass
+class TrainingMatrix:
+    """The observed rows of a model's training data.
+
+    :ivar system: A, without batch.
+    :ivar residual: targets less prior means, ``(n,)`` float64.
+    :ivar observed: which of all rows these are, bool.
+    """
+
+    system: System
+    residual: Tensor
+    observed: Tensor
+    acceleration: Acceleration
+
+    @classmethod
+    def of(cls, owner: str, model: Any, acceleration: Acceleration) -> TrainingMatrix:
+        """:param owner: who asks.
+        :param model: an accelerated one; it is put into eval mode.
+
+        :raises InputError: for a model without data, with several tensors of inputs, several outputs or a batch, with
+            BoTorch's transforms, with a ``__call__`` of its own, or whose matrix is inverted by its structure.
+        """
+        check_model(owner, model)
+        if calls_its_own_way(model):
+            raise InputError(
+                f"{owner}: model expects a __call__ that is GPyTorch's; {type(model).__name__} has its own."
+            )
+        inputs, targets = model.train_inputs[0], model.train_targets
+        if inputs.dim() != 2 or targets.dim() != 1:
+            raise InputError(
+                f"{owner}: model expects one output and no batch, training inputs (n, d) and targets (n,); got "
+                f"{tuple(inputs.shape)} and {tuple(targets.shape)}. Take one model for each."
+            )
+        observed = ~torch.isnan(targets)
+        if not bool(observed.all()) and settings.observation_nan_policy.value() != "mask":
+            raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+        if not bool(observed.any()):
+            raise InputError("The targets expect at least one that is not NaN.")
+        model.eval()
+        with torch.no_grad():
+            conditioning = Conditioning.of(model)
+            noisy = None if conditioning is None else conditioning.noisy
+            if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.shape != (len(inputs), len(inputs)):
+                raise InputError(
+                    f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
+                    "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
+                )
+            mean = model.forward(inputs).mean  # a prediction strategy may hold an earlier one
+            residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
+            noisy = noisy if bool(observed.all()) else noisy.masked(observed)
+            return cls(System(noisy._linear_op, noisy._noise_vector()), residual, observed, acceleration)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values ``(n,)`` of the observed rows among all rows, NaN elsewhere."""
+        whole = torch.full(self.observed.shape, torch.nan, dtype=values.dtype, device=values.device)
+        whole[self.observed] = values
+        return whole
+
+
+def check_model(owner: str, model: Any) -> None:
+    """:raises InputError: for a model without data, with several tensors of inputs, or with BoTorch's transforms."""
+    if model.train_inputs is None or model.train_targets is None:
+        raise InputError(f"{owner}: model expects training data, got none.")
+    if len(model.train_inputs) != 1:
+        raise InputError(f"{owner}: model expects to have one tensor of inputs, got {len(model.train_inputs)}.")
+    if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
+        raise InputError(f"{owner} knows no BoTorch transforms of inputs or outcomes; build the model on data that are "
+                         "transformed already.")  # fmt: skip
