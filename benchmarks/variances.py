@@ -112,6 +112,7 @@ METHODS: dict[str, Callable[[Any, float], dict[str, Any]]] = {
     "GPyTorch, fast_pred_var": partial(plain, True),
     "GPyTorch, default": partial(plain, False),
 }
+TICKS, WIDE_TICKS = (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5), (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 COLOURS = dict(zip(SETS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
 
 
@@ -212,6 +213,10 @@ def picture(results: dict[str, Any], path: Path) -> None:
         axis.axvspan(0.8, 1.25, color="0.92", zorder=0)
         axis.axvline(1, color="0.5", linewidth=0.8)
         axis.set(xscale="log", title=f"noise {noise:g}", xlabel="variance over the exact one")
+        least, most = axis.get_xlim()
+        ticks = [tick for tick in (WIDE_TICKS if most > 10 * least else TICKS) if least <= tick <= most]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xticks([], minor=True)
         axis.set_yticks([-place for place in range(len(METHODS))], list(METHODS))
         axis.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
