@@ -106,6 +106,10 @@ class SolveReport:
     ``variance_error`` estimates, where a variance was solved for, how much of it each column leaves out, over what it
     is to be a share of (:class:`sketchgp.solvers.energy.Explaining`).
 
+    ``error_bound`` is certain where it is not None: ``||value - A^-1 rhs||_A`` of the returned value is no larger,
+    column by column, rounding included (:mod:`sketchgp.solvers.certificate`).  The mean of a Gaussian process at x is
+    then within ``k(x, x)^1/2`` times it of the exact one.  Full problems have it, where the residual is of all rows.
+
     ``notes`` are words.  ``remedies`` say what to try for a reason to end, where the solver knows more about it than
     :meth:`advice` does.  ``peak_memory`` is in bytes: see :func:`sketchgp.memory.peak_memory`.
     """
@@ -129,6 +133,7 @@ class SolveReport:
     residual_rows: int | None = None
     deviations: Tensor | None = None
     variance_error: Tensor | None = None
+    error_bound: Tensor | None = None
     judged: str = "residual"
     held_out: list[HeldOutError] = field(default_factory=list)
     details: dict[str, float | str] = field(default_factory=dict)
@@ -233,7 +238,6 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         return reports[0]
     worst = next((report for report in reports if not report.converged), reports[0])
     rows = max(len(report.history) for report in reports)
-    known = [report.deviations for report in reports if report.deviations is not None]
     counted = [report.n for report in reports if report.n is not None]
     return replace(
         worst,
@@ -246,11 +250,19 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         seconds=sum(report.seconds for report in reports),
         setup_seconds=sum(report.setup_seconds for report in reports),
         peak_memory=max(report.peak_memory for report in reports),
-        deviations=torch.cat(known) if len(known) == len(reports) else None,
+        deviations=_together([report.deviations for report in reports]),
+        variance_error=_together([report.variance_error for report in reports]),
+        error_bound=_together([report.error_bound for report in reports]),
         held_out=[],
         details={k: v for k, v in worst.details.items() if all(one.details.get(k) == v for one in reports)},
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
     )
+
+
+def _together(parts: list[Tensor | None]) -> Tensor | None:
+    """The columns of all after each other; None where some are not known."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
 
 
 def _lengthened(history: Tensor, rows: int) -> Tensor:

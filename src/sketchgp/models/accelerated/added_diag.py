@@ -165,15 +165,17 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return super()._solve(rhs, preconditioner, num_tridiag)
         system = System(self._linear_op, self._noise_vector())
         solver, why = (acceleration.conjugate_gradients(), "") if num_tridiag else self._solver(acceleration)
-        name, seconds = "none", 0.0
+        name, below, seconds = "none", False, 0.0
         if isinstance(preconditioner, Inverse) and acceleration.cache is not None:
-            name, seconds = acceleration.preconditioner_name, acceleration.cache.take_seconds()
+            name, below = acceleration.preconditioner_name, acceleration.cache.choice.below
+            seconds = acceleration.cache.take_seconds()
         if isinstance(solver, ConjugateGradients):
             value, report, lanczos = solver.run(
                 system,
                 rhs,
                 preconditioner.built if isinstance(preconditioner, Inverse) else None,
                 name=name,
+                below=below,
                 setup_seconds=seconds,
                 lanczos_columns=num_tridiag or 0,
             )

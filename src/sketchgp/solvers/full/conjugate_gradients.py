@@ -19,6 +19,7 @@ from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
+from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Explaining
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
@@ -109,6 +110,7 @@ class ConjugateGradients(Budgeted):
             columns,
             built,
             name=choice.name if choice is not None else "none",
+            below=choice is not None and choice.below,
             setup_seconds=clock() - began,
             initial=None if initial is None else initial.reshape(columns.shape),
             callback=callback,
@@ -125,6 +127,7 @@ class ConjugateGradients(Budgeted):
         preconditioner: LowRankPlusDiagonal | None,
         *,
         name: str = "none",
+        below: bool = False,
         setup_seconds: float = 0.0,
         initial: Tensor | None = None,
         lanczos_columns: int = 0,
@@ -138,6 +141,8 @@ class ConjugateGradients(Budgeted):
 
         :param rhs: ``(..., n, t)``.
         :param goal: what every column is to come to beside the tolerance.
+        :param below: whether the preconditioner lies below the matrix (:attr:`Preconditioner.below`), which makes the
+            certified error small.
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
@@ -145,8 +150,16 @@ class ConjugateGradients(Budgeted):
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
         with torch.no_grad():
+            certificate = Certificate(system, preconditioner, below)
             method = Gradients(
-                self.tol or 1e-3, self.precision == "float64", system, rhs, preconditioner, lanczos_columns, goal
+                self.tol or 1e-3,
+                self.precision == "float64",
+                system,
+                rhs,
+                preconditioner,
+                lanczos_columns,
+                goal,
+                certificate,
             )
             run = Run(
                 method,

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
+from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Explaining, RemainingEnergy
 from ..lanczos import tridiagonal
@@ -32,7 +33,7 @@ class Gradients(Method):
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
-        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
+        "cycling", "verified", "bound", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
         "coefficients", "warm",
     )  # fmt: skip
 
@@ -45,9 +46,10 @@ class Gradients(Method):
         preconditioner: LowRankPlusDiagonal | None,
         lanczos_columns: int,
         goal: Explaining | None,
+        certificate: Certificate,
     ) -> None:
         super().__init__()
-        self.goal, self.energy = goal, RemainingEnergy()
+        self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
         self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
         self.tol, self.out_dtype = tol, rhs.dtype
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
@@ -97,6 +99,7 @@ class Gradients(Method):
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
+        self.bound = self._bound(self.value, self.r)
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
         self.remaining = self._at_most()
         return self.estimate()
@@ -165,6 +168,7 @@ class Gradients(Method):
         residual = self.best_residual.reshape(-1)
         dtype = str(self.system.dtype).removeprefix("torch.")
         facts = {"tol": self.tol, "dtype": dtype, "details": {"precision": "float64" if self.exact else dtype}}
+        facts["error_bound"] = self.bound.reshape(-1).cpu() if self.certificate.known else None
         converged = bool((residual <= self.tol).all())
         if self.goal is not None:
             converged = converged and bool(self._explained(self.residual).all())
@@ -197,7 +201,13 @@ class Gradients(Method):
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
         self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
+        self.bound = torch.where(better, self._bound(rounded, r[..., :width]), self.bound)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
+
+    def _bound(self, value: Tensor, r: Tensor) -> Tensor:
+        """What is certain of a value, by its residual; infinite where nothing is."""
+        certain = self.certificate
+        return certain.bound(self.b, value, r) if certain.known else torch.full_like(self.norm, torch.inf)
 
     def _open(self) -> None:
         """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""

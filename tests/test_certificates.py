@@ -1,0 +1,189 @@
+"""What is certain of an answer: compared with solutions in extended precision, which share no code with the library."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
+from linear_operator.operators import DenseLinearOperator
+
+import sketchgp
+from problems import identity, normal, points
+from sketchgp.report import merged
+from sketchgp.solvers import System
+
+WIDE = np.longdouble
+KINDS = ("rbf", "matern 1/2", "matern 3/2", "matern 5/2", "rational quadratic")
+
+
+def made(kind: str, lengthscale: float, scale: float) -> ScaleKernel:
+    base: Kernel = RBFKernel() if kind == "rbf" else RQKernel()
+    if kind.startswith("matern"):
+        base = MaternKernel(nu={"1/2": 0.5, "3/2": 1.5, "5/2": 2.5}[kind.split()[1]])
+    kernel = ScaleKernel(base).double()
+    base.lengthscale, kernel.outputscale = lengthscale, scale
+    if kind == "rational quadratic":
+        base.alpha = 1.0
+    return kernel
+
+
+def evaluated(kind: str, kernel: ScaleKernel, a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
+    """``k(a, b)`` in extended precision, from the formulas."""
+    left, right = (side.numpy().astype(WIDE) / WIDE(kernel.base_kernel.lengthscale.item()) for side in (a, b))
+    squares = ((left[:, None] - right[None]) ** 2).sum(axis=-1)
+    distances = np.sqrt(squares)
+    if kind == "rbf":
+        values = np.exp(-squares / 2)
+    elif kind == "rational quadratic":
+        values = 1 / (1 + squares / 2)
+    else:
+        nu = {"1/2": 1, "3/2": 3, "5/2": 5}[kind.split()[1]]
+        s = np.sqrt(WIDE(nu)) * distances
+        values = {1: 1, 3: 1 + s, 5: 1 + s + s**2 / 3}[nu] * np.exp(-s)
+    return WIDE(kernel.outputscale.item()) * values
+
+
+def solved(matrix: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """By Cholesky factorization, in the precision of its arguments."""
+    n = len(matrix)
+    root = np.zeros_like(matrix)
+    for j in range(n):
+        column = matrix[j:, j] - root[j:, :j] @ root[j, :j]
+        root[j:, j] = column / np.sqrt(column[0])
+    z, w = np.zeros_like(b), np.zeros_like(b)
+    for j in range(n):
+        z[j] = (b[j] - root[j, :j] @ z[:j]) / root[j, j]
+    for j in reversed(range(n)):
+        w[j] = (z[j] - root[j + 1 :, j] @ w[j + 1 :]) / root[j, j]
+    return w
+
+
+def preconditioners(n: int) -> list[sketchgp.preconditioners.Preconditioner | None]:
+    return [
+        None,
+        sketchgp.RPCholesky(),
+        sketchgp.RPCholesky(rank=max(1, n // 4)),
+        sketchgp.GreedyCholesky(rank=max(1, n // 3)),
+        sketchgp.Nystrom(rank=max(1, n // 5)),
+        sketchgp.Nystrom(rank=max(1, n // 2), sketch="uniform"),
+        sketchgp.NystromEigenPro(rank=max(1, n // 8)),
+    ]
+
+
+def random_problem(seed: int) -> tuple[str, ScaleKernel, sketchgp.FullProblem, np.random.Generator]:
+    """Of 2 to 80 points, some of them repeated, some far from the origin; noise of 1e-8 to 10 times the scale."""
+    stream = np.random.default_rng(seed)
+    n, d = int(np.exp(stream.uniform(np.log(2), np.log(80)))), int(stream.integers(1, 9))
+    x = torch.tensor(stream.normal(size=(n, d)))
+    if stream.random() < 0.2:
+        x = x + 100 * torch.tensor(stream.normal(size=d))
+    if stream.random() < 0.2:
+        x = x[stream.integers(0, n, n)]
+    kind, scale = str(stream.choice(KINDS)), float(np.exp(stream.uniform(-4, 4)))
+    kernel = made(kind, float(np.exp(stream.uniform(-1.5, 2))), scale)
+    noise = torch.full((n,), scale * 10 ** stream.uniform(-8, 1), dtype=torch.float64)
+    if stream.random() < 0.3:
+        noise = noise * torch.tensor(np.exp(stream.normal(size=n)))
+    y = torch.tensor(stream.normal(size=n)) if stream.random() < 0.5 else 10 * torch.sin(x.sum(dim=1))
+    return kind, kernel, sketchgp.FullProblem(kernel, x, y, noise), stream
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_bound_holds_at_every_point(seed):
+    kind, kernel, problem, stream = random_problem(seed)
+    n, which = len(problem.x), stream.random()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+        if which < 0.1:
+            solution = sketchgp.Cholesky().solve(problem)
+        elif which < 0.2:
+            solution = sketchgp.ASkotch(max_passes=float(stream.integers(1, 30))).solve(problem)
+        else:
+            solver = sketchgp.ConjugateGradients(
+                tol=10 ** stream.uniform(-13, -0.5), max_iterations=int(stream.integers(1, 60))
+            )
+            choices = preconditioners(n)
+            solution = solver.solve(problem, preconditioner=choices[stream.integers(0, len(choices))])
+    bound = float(solution.report.error_bound)
+    matrix = evaluated(kind, kernel, problem.x, problem.x) + np.diag(problem.noise_vector.numpy().astype(WIDE))
+    error = solution.value.numpy().astype(WIDE) - solved(matrix, problem.y.numpy().astype(WIDE))
+    assert np.sqrt(error @ (matrix @ error)) <= bound
+    x = torch.cat([problem.x, torch.tensor(stream.normal(size=(30, problem.x.shape[1])))])
+    off = np.abs(evaluated(kind, kernel, x, problem.x) @ error)
+    assert (off <= kernel.outputscale.item() ** 0.5 * bound).all()
+
+
+def stopped(preconditioner, dtype=torch.float64, noise=1e-2, iterations=4):
+    """A solve that ends early, its bound and its true error in the norm of the matrix."""
+    x, y = points(150, 3, dtype=dtype), normal(150, dtype=dtype)
+    kernel = made("rbf", 0.3, 2.0).to(dtype)
+    problem = sketchgp.FullProblem(kernel, x, y, noise)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+        solution = sketchgp.ConjugateGradients(tol=1e-9, max_iterations=iterations).solve(problem, preconditioner)
+    matrix = kernel.double()(x.double()).to_dense().detach() + noise * identity(150)
+    error = solution.value.double() - torch.linalg.solve(matrix, y.double())
+    return float(solution.report.error_bound), float((error @ matrix @ error).sqrt()), solution.report
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_factor_makes_the_bound_sharp(dtype):
+    bound, true, _ = stopped(sketchgp.RPCholesky(rank=120), dtype)
+    assert true <= bound <= 3 * true
+    loose, true, _ = stopped(sketchgp.NystromEigenPro(rank=30), dtype)
+    assert true <= loose
+
+
+def test_what_lies_above_the_matrix_is_not_taken_for_a_bound():
+    """EigenPro's preconditioner has more than the noise on its diagonal: its norm of the residual is too small."""
+    x, y = points(150, 3), normal(150)
+    kernel = made("rbf", 0.3, 2.0)
+    problem = sketchgp.FullProblem(kernel, x, y, 1e-2)
+    choice = sketchgp.NystromEigenPro(rank=5)
+    with pytest.warns(sketchgp.ConvergenceWarning):
+        solution = sketchgp.ConjugateGradients(tol=1e-9, max_iterations=2).solve(problem, choice)
+    r = y - kernel(x).to_dense().detach() @ solution.value - 1e-2 * solution.value
+    built = choice.build(problem.system().operator, problem.noise_vector)
+    wrong = float((r * built.apply_inverse(r[:, None])[:, 0]).sum().sqrt())
+    assert float(solution.report.error_bound) >= float((r.square() / 1e-2).sum().sqrt()) > 1.5 * wrong
+    assert sketchgp.RPCholesky().below and sketchgp.Nystrom().below and sketchgp.GreedyCholesky().below
+    assert not choice.below
+
+
+def test_nothing_is_certain_of_a_matrix_that_was_rounded_to_float32():
+    x = points(60)
+    matrix = (-(x[:, None] - x).square().sum(dim=-1)).exp().float()
+    rhs = normal(60, 2, dtype=torch.float32)
+    solver = sketchgp.ConjugateGradients(tol=1e-3)
+    _, report, _ = solver.run(System(DenseLinearOperator(matrix), torch.full((60,), 0.1)), rhs, None)
+    assert report.error_bound is None
+    noise = torch.full((60,), 0.1, dtype=torch.float64)
+    _, report, _ = solver.run(System(DenseLinearOperator(matrix.double()), noise), rhs.double(), None)
+    assert report.error_bound.shape == (2,)
+    _, report, _ = solver.run(System(DenseLinearOperator(matrix.double()), 1e-15 * noise), 0 * rhs.double(), None)
+    assert report.error_bound is None  # the roundoff of the matrix is as large as the noise
+
+
+def test_reports_together():
+    _, _, report = stopped(sketchgp.RPCholesky(rank=50))
+    both = merged([report, report])
+    assert torch.equal(both.error_bound, torch.cat([report.error_bound, report.error_bound]))
+    report.variance_error = torch.tensor([0.5])
+    assert torch.equal(merged([report, report]).variance_error, torch.tensor([0.5, 0.5]))
+    _, _, other = stopped(None)
+    other.error_bound = None
+    assert merged([report, other]).error_bound is None
+    assert merged([report, other]).variance_error is None
+
+
+def test_a_solution_in_float32_is_bounded_as_it_is_returned():
+    x, y = points(120, 3, dtype=torch.float32), normal(120, dtype=torch.float32)
+    problem = sketchgp.FullProblem(made("rbf", 0.3, 2.0).float(), x, y, 1e-2)
+    solution = sketchgp.ConjugateGradients(tol=1e-3).solve(problem)
+    exact = sketchgp.Cholesky().solve(sketchgp.FullProblem(problem.kernel.double(), x.double(), y.double(), 1e-2))
+    error = solution.value.double() - exact.value
+    matrix = problem.kernel(x.double()).to_dense().detach() + 1e-2 * identity(120)
+    assert float((error @ matrix @ error).sqrt()) <= float(solution.report.error_bound) <= 0.1
