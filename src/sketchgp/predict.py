@@ -22,7 +22,8 @@ from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.mean_solve import evaluating
-from .models.accelerated.posterior import mean_at, strategy_of
+from .models.accelerated.posterior import calls_its_own_way, mean_at, strategy_of
+from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .random_streams import generator
@@ -50,6 +51,11 @@ class Prediction:
     the noise added.
     ``report`` is of the solve behind the mean, also where that had been done before; None where there was none: up to
     800 points the matrix is factorized by GPyTorch, and a saved model brings its solution.
+    ``mean_error_bound`` ``(m,)`` float64 is certain: no mean is further than that from the one that exact arithmetic
+    makes of the same model.  It is ``k(x, x)^1/2`` times ``report.error_bound``, and the rounding of the mean itself.
+    ``mean_error_bound_deviations`` is it over the posterior deviation of an observation, where variances are exact.
+    Both are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
+    (docs/solvers.md, "How sure is the answer").
     """
 
     mean: Tensor
@@ -58,6 +64,8 @@ class Prediction:
     variance_method: str
     variance_check: dict[str, Any] | None
     report: SolveReport | None
+    mean_error_bound: Tensor | None = None
+    mean_error_bound_deviations: Tensor | None = None
 
     def __repr__(self) -> str:
         solve = "solved before" if self.report is None else f"solved by {self.report}"
@@ -132,15 +140,29 @@ def predict(
         if variance == "low_rank" and not isinstance(conditioning, PlainConditioning):
             raise InputError('variance="low_rank" expects a plain kernel and one set of training inputs; use "exact".')
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
+        bound = _certain(model, x, mean, report)
         if variance is None:
-            return Prediction(mean, None, None, "none", None, report)
+            return Prediction(mean, None, None, "none", None, report, bound)
         if variance == "exact":
             latent, check = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show), None
         else:
             assert isinstance(conditioning, PlainConditioning)
             latent, check = _low_rank_variance(conditioning, x)
         noise = _noise(model, x, latent)
-        return Prediction(mean, latent, None if noise is None else latent + noise, variance, check, report)
+        observed, relative = None if noise is None else latent + noise, None
+        if variance == "exact" and bound is not None and observed is not None:
+            relative = bound / observed.to(torch.float64).sqrt()
+        return Prediction(mean, latent, observed, variance, check, report, bound, relative)
+
+
+def _certain(model: Any, x: Tensor, mean: Tensor, report: SolveReport | None) -> Tensor | None:
+    """``mean_error_bound`` of a :class:`Prediction`."""
+    if report is None or report.error_bound is None or report.error_bound.numel() != 1 or calls_its_own_way(model):
+        return None
+    conditioning, strategy = Conditioning.of(model), strategy_of(model)
+    if not isinstance(conditioning, PlainConditioning) or not isinstance(strategy, AcceleratedPredictionStrategy):
+        return None
+    return conditioning.mean_error_bound(x, mean, strategy.weights, float(report.error_bound))
 
 
 def _affordable(conditioning: PlainConditioning, m: int) -> bool:
