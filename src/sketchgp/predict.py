@@ -21,8 +21,7 @@ from .fingerprint import module_key, tensor_key
 from .inducing_point_gp import InducingPointGP
 from .inference import LowRankVariance
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
-from .models.accelerated.mean_solve import evaluating
-from .models.accelerated.posterior import calls_its_own_way, mean_at, strategy_of
+from .models.accelerated.posterior import calls_its_own_way, mean_at, solve_for_mean, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
@@ -132,7 +131,7 @@ def predict(
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
     with torch.no_grad():
-        report = _solution_report(model)
+        report = _solution_report(model, x)
         conditioning = None if variance is None else Conditioning.of(model)
         if variance == "auto":
             cheap = not isinstance(conditioning, PlainConditioning) or _affordable(conditioning, len(x))
@@ -198,8 +197,10 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         return Prediction(mean, latent, observed, model.variance_method, None, report)
 
 
-def _solution_report(model: Any) -> SolveReport | None:
+def _solution_report(model: Any, x: Tensor) -> SolveReport | None:
     """Have the model keep the solution behind its mean, of the present parameters, data and settings; its report.
+
+    :param x: where the mean is wanted.
 
     A solution that fell short of its tolerance warns each time it is used.
     """
@@ -209,8 +210,8 @@ def _solution_report(model: Any) -> SolveReport | None:
         if not kept:
             model._clear_cache()
             strategy = strategy_of(model)
-        with own_solves() as solves, evaluating():
-            _ = strategy.mean_cache  # which other strategies than ours have, too
+        with own_solves() as solves:
+            solve_for_mean(model, x)
         if solves:
             strategy.__dict__[_REPORT] = merged(solves)
         strategy.__dict__[_KEY] = key

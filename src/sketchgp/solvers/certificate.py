@@ -76,9 +76,15 @@ class Certificate:
             squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
         return (squared.sqrt() + self._rounding(b, value, r)) / self.slack.sqrt()
 
-    def of(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor | None:
-        """The same for a report: of all systems one after the other, on the CPU; None where nothing is certain."""
-        return self.bound(b, value, r).reshape(-1).cpu() if self.known else None
+    def of(self, b: Tensor, value: Tensor, r: Tensor) -> dict[str, Tensor]:
+        """What a report has of it, by :meth:`facts`."""
+        return self.facts(self.bound(b, value, r)) if self.known else {}
+
+    def facts(self, bound: Tensor) -> dict[str, Tensor]:
+        """For a report: of all systems one after the other, on the CPU; nothing where nothing is certain."""
+        if not self.known:
+            return {}
+        return {"error_bound": bound.reshape(-1).cpu(), "certain_deviations": (bound * self.scale).reshape(-1).cpu()}
 
     def _rounding(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
         """``(..., t)``: at least the norm of the error of r in that of ``A^-1``."""

@@ -33,10 +33,11 @@ from ...operators.tiles import logger
 from ...random_streams import generator
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
+from ...solvers.full.followed import Followed
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
 from .lazy_covariance import LazyCovariance
-from .mean_solve import other_solves, solving_mean
+from .mean_solve import other_solves, predicted_points, solving_mean
 from .threshold import cholesky_points, why_iterative
 
 
@@ -170,6 +171,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             name, below = acceleration.preconditioner_name, acceleration.cache.choice.below
             seconds = acceleration.cache.take_seconds()
         if isinstance(solver, ConjugateGradients):
+            followed = None
+            if solver.tol == "posterior" and (points := predicted_points(system.n)) is not None:
+                followed = Followed.of(system, None if system.batch_shape else points)
             value, report, lanczos = solver.run(
                 system,
                 rhs,
@@ -178,6 +182,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
                 below=below,
                 setup_seconds=seconds,
                 lanczos_columns=num_tridiag or 0,
+                followed=followed,
             )
         else:
             (value, report), lanczos = solve_system(solver, system, rhs), None

@@ -8,6 +8,7 @@ instead, and the tolerance is a context variable.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from gpytorch.utils.warnings import GPInputWarning
 from torch import Tensor
 
 from ...errors import warn
+from ...random_streams import generator
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .mean_solve import evaluating
+from .mean_solve import evaluating, predicting
+from .posterior_covariance import float64
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
+_FOLLOWED = 16  # of the points that are predicted, if the solve follows predictions
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
@@ -73,8 +77,32 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
         mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
             train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
         )
-        mean, covariance = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
+        with predicting(partial(_some, model, inputs, kwargs)):
+            mean, covariance = strategy.exact_prediction(
+                test_mean=mean, test_test_covar=covariance, test_train_covar=cross
+            )
     return posterior(mean.view(*batch, *shape).contiguous(), covariance)
+
+
+def _some(model: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Of some of the points that are predicted: covariances with the training points ``(n, p)``, and prior variances
+    ``(p,)``, float64; None for several inputs, and for batches."""
+    if len(inputs) != 1 or inputs[0].dim() != 2:
+        return None
+    rows = torch.randperm(len(inputs[0]), generator=generator(0, "points that are predicted"))[:_FOLLOWED]
+    with torch.no_grad():
+        _, covariance, cross, *_ = model._get_test_prior_mean_and_covariances(
+            train_inputs=list(model.train_inputs), test_inputs=[inputs[0][rows.to(inputs[0].device)]], **kwargs
+        )
+        found = float64(cross)
+        return (found.mT, float64(covariance, diagonal=True)) if found.dim() == 2 else None
+
+
+def solve_for_mean(model: Any, x: Tensor) -> None:
+    """Have the strategy of a model in eval mode keep the weights behind its mean, which is wanted at x ``(m, d)``."""
+    strategy = strategy_of(model)
+    with evaluating(), predicting(partial(_some, model, [x], {})):
+        _ = strategy.mean_cache  # which other strategies than ours have, too
 
 
 def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:

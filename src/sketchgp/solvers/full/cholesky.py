@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Cholesky:
         report = direct.report(
             self.name, n, n, 1.0, residual, 1e-3, device,
             f"{system.dtype} cannot hold the solution; use a float64 model and data.",
-            dtype=str(system.dtype).removeprefix("torch."), error_bound=bound,
+            dtype=str(system.dtype).removeprefix("torch."), **bound,
         )  # fmt: skip
         return value, report, root
 
@@ -76,8 +76,8 @@ def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.dev
     return factor_bytes(n, matrices), device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
-def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, a certain bound, and the factor."""
+def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, dict[str, Any], Tensor]:
+    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, what is certain, and the factor."""
     operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
     matrix = columns(operator, torch.arange(system.n, device=rhs.device)).to(torch.float64)
     batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])

@@ -24,6 +24,7 @@ from ..choices import Budgeted
 from ..energy import Explaining
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
+from .followed import Followed
 from .gradients import Gradients
 from .held_out import full_held_out
 
@@ -39,7 +40,10 @@ class ConjugateGradients(Budgeted):
     are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
-        GPyTorch's ``cg_tolerance`` (``eval_cg_tolerance``) in a model where that is smaller.
+        GPyTorch's ``cg_tolerance`` (``eval_cg_tolerance``) in a model where that is smaller.  ``"posterior"``: go on
+        until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an
+        observation, by 32 points that are followed (:mod:`.aim`).  ``"certified"``: until it certainly is
+        (:attr:`SolveReport.error_bound`).  In a model both are for the mean; training keeps GPyTorch's tolerance.
     :param max_iterations: the most iterations; None is 1000, or GPyTorch's ``max_cg_iterations`` in a model.
     :param precision: ``"auto"`` as above, or ``"float64"`` for float64 products throughout.
 
@@ -50,12 +54,12 @@ class ConjugateGradients(Budgeted):
     problem_type: ClassVar[type[FullProblem]] = FullProblem
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_iterations")
 
-    tol: float | None = None
+    tol: float | str | None = None
     max_iterations: int | None = None
     precision: str = "auto"
 
     def __post_init__(self) -> None:
-        settle(self, tolerance, "tol", optional=True)
+        settle(self, tolerance, "tol", words=("posterior", "certified"), optional=True)
         settle(self, count, "max_iterations", optional=True)
         settle(self, word, "precision", allowed=("auto", "float64"))
         self._check_budget()
@@ -136,11 +140,13 @@ class ConjugateGradients(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
         goal: Explaining | None = None,
+        followed: Followed | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
-        :param goal: what every column is to come to beside the tolerance.
+        :param goal: what every column is to come to beside the tolerance, which is a residual then.
+        :param followed: points for ``tol="posterior"``; None for some of the system's own.
         :param below: whether the preconditioner lies below the matrix (:attr:`Preconditioner.below`), which makes the
             certified error small.
         :param setup_seconds: what making the preconditioner took.
@@ -151,8 +157,20 @@ class ConjugateGradients(Budgeted):
         """
         with torch.no_grad():
             certificate = Certificate(system, preconditioner, below)
+            tol: float | str = self.tol or 1e-3
+            weights = None
+            if goal is not None and isinstance(tol, str):
+                tol = 1e-3
+            elif tol == "certified" and not certificate.known:
+                raise InputError(
+                    "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
+                    "noise is at their rounding; use tol='posterior'."
+                )
+            elif tol == "posterior":
+                followed = followed or Followed.of(system)
+                weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
             method = Gradients(
-                self.tol or 1e-3,
+                tol,
                 self.precision == "float64",
                 system,
                 rhs,
@@ -160,6 +178,7 @@ class ConjugateGradients(Budgeted):
                 lanczos_columns,
                 goal,
                 certificate,
+                weights,
             )
             run = Run(
                 method,

@@ -55,7 +55,7 @@ class Refinement(Method):
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
         self.value: Tensor | None = None
-        self.bound: Tensor | None = None
+        self.certain: dict[str, Tensor] = {}
         self.residual = torch.empty(0)
         self.generator = generator(seed, "blocks of a solve")
 
@@ -195,7 +195,7 @@ class Refinement(Method):
         """
         self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(r))
         if not self.earlier_columns:
-            self.bound = Certificate(self.system.system, None).of(self.b, value.to(torch.float64), r)
+            self.certain = Certificate(self.system.system, None).of(self.b, value.to(torch.float64), r)
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that has not helped any column several times."""
@@ -242,7 +242,7 @@ class Refinement(Method):
             "tol": self.tol,
             "details": details,
             "residual_rows": self.sample,
-            "error_bound": self.bound,
+            **self.certain,
             "rank": self.method.rank,
             "dtype": str(self.system.dtype).removeprefix("torch."),
             "preconditioner": self.method.describe(),
