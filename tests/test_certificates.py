@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 
 import gpytorch
@@ -264,3 +265,153 @@ def test_no_bound_where_nothing_is_known():
     model, x = model_of(torch.float64), points(5, 3, seed=1)
     sketchgp.accelerate(model)
     assert sketchgp.predict(model, x).mean_error_bound is None  # GPyTorch factorizes a matrix of this size
+
+
+# --- solving until predictions are right ----------------------------------------------------------------------
+
+
+def error_in_deviations(problem, value, x):
+    """The largest error of the mean at x over the posterior deviation of an observation, by a dense solve."""
+    kernel = copy.deepcopy(problem.kernel).double()
+    train, x = problem.x.double(), x.double()
+    with torch.no_grad():
+        c = kernel(train, x).to_dense()
+        root = torch.linalg.cholesky(kernel(train).to_dense() + problem.noise_vector.diag())
+        exact = torch.cholesky_solve(problem.y.double().unsqueeze(1), root).squeeze(1)
+        explained = torch.linalg.solve_triangular(root, c, upper=False).square().sum(dim=0)
+        prior = kernel(x).to_dense().diagonal()
+        deviation = (prior - explained + problem.noise_vector.min()).sqrt()
+        return float(((c.mT @ (value.double() - exact)).abs() / deviation).max())
+
+
+def hard(dtype=torch.float64, noise=1e-4, n=400):
+    """A problem whose mean is far off at a residual of 1e-3: targets are a smooth function and a little noise."""
+    x = points(n, 4, dtype=dtype)
+    y = (torch.sin(7 * x[:, 0]) * x[:, 1] + 0.01 * normal(n)).to(dtype)
+    return sketchgp.FullProblem(made("rbf", 0.5, 1.0).to(dtype), x, y, noise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("noise", [1e-1, 1e-2, 1e-4])
+def test_the_estimate_of_the_error_of_predictions(dtype, noise):
+    problem, x = hard(dtype, noise), points(300, 4, seed=5, dtype=dtype)
+    choice = sketchgp.RPCholesky(rank=40)
+    system, columns = problem.system(), problem.y.double().unsqueeze(1)  # weights in float64, as a model has them
+    built = choice.build(system.operator, problem.noise_vector)
+    value, report, _ = sketchgp.ConjugateGradients(tol="posterior").run(system, columns, built, below=True)
+    assert report.converged and report.judged == "predictions" and report.tol == 0.01
+    found = error_in_deviations(problem, value[:, 0], x)
+    assert report.max_deviations <= 0.01 and found <= 0.02
+    assert found <= 2 * report.max_deviations <= 60 * found  # it is sharp
+    assert float(report.certain_deviations) >= found
+    assert "predictions within about" in str(report) and "certainly within" in str(report)
+
+
+def test_a_residual_does_not_say_so():
+    problem, x = hard(noise=1e-5, n=250), points(300, 4, seed=5)
+    choice = sketchgp.RPCholesky(rank=60)
+    plain = sketchgp.ConjugateGradients(tol=1e-3).solve(problem, choice)
+    found = sketchgp.ConjugateGradients(tol="posterior").solve(problem, choice)
+    assert error_in_deviations(problem, plain.value, x) > 0.05
+    assert error_in_deviations(problem, found.value, x) < 0.02
+    assert plain.report.deviations is None and plain.report.judged == "residual"
+
+
+def test_a_bound_is_met():
+    problem, x = hard(noise=1e-3), points(300, 4, seed=5)
+    solution = sketchgp.ConjugateGradients(tol="certified").solve(problem, sketchgp.RPCholesky(rank=100))
+    report = solution.report
+    assert report.converged and report.judged == "bound" and report.max_certain <= 0.01
+    assert error_in_deviations(problem, solution.value, x) <= report.max_certain
+    loose = sketchgp.ConjugateGradients(tol="posterior").solve(problem, sketchgp.RPCholesky(rank=100)).report
+    assert loose.iterations < report.iterations and loose.max_certain > 0.01
+
+
+@pytest.mark.parametrize(
+    ("tol", "said"), [("posterior", "predictions .* tolerance 1e-02"), ("certified", "certain to")]
+)
+def test_a_solve_that_ends_short_says_what_was_not_met(tol, said):
+    solver = sketchgp.ConjugateGradients(tol=tol, max_iterations=8)
+    with pytest.warns(sketchgp.ConvergenceWarning, match=said):
+        report = solver.solve(hard(), sketchgp.RPCholesky(rank=20)).report
+    assert not report.converged and report.reason == "ran out of iterations"
+
+
+def test_a_bound_that_rounding_does_not_allow():
+    with pytest.warns(sketchgp.ConvergenceWarning, match="certain to"):
+        report = (
+            sketchgp.ConjugateGradients(tol="certified").solve(hard(noise=1e-9), sketchgp.RPCholesky(rank=300)).report
+        )
+    assert not report.converged
+
+
+@pytest.mark.parametrize("tol", ["posterior", "certified"])
+def test_columns_and_starts(tol):
+    """Each column has its own tolerance; a start that is right takes no iteration; nothing is asked of zeros."""
+    problem = hard(noise=1e-2)
+    y = torch.stack([problem.y, torch.zeros_like(problem.y), 30 * normal(len(problem.y))], dim=1)
+    problem = sketchgp.FullProblem(problem.kernel, problem.x, y, 1e-2)
+    solution = sketchgp.ConjugateGradients(tol=tol).solve(problem)
+    assert solution.report.converged and bool((solution.value[:, 1] == 0).all())
+    again = sketchgp.ConjugateGradients(tol="certified").solve(
+        problem, initial=sketchgp.Cholesky().solve(problem).value
+    )
+    assert again.report.converged and again.report.iterations == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("tol", ["posterior", "certified"])
+def test_very_few_points(n, tol):
+    problem = sketchgp.FullProblem(made("rbf", 0.5, 1.0), points(n, 2), normal(n), 0.1)
+    for preconditioner in ("auto", None):
+        solution = sketchgp.ConjugateGradients(tol=tol).solve(problem, preconditioner)
+        assert solution.report.converged
+        exact = sketchgp.Cholesky().solve(problem).value
+        assert torch.allclose(solution.value, exact, atol=0.02)
+
+
+@pytest.mark.parametrize("tol", ["posterior", "certified"])
+def test_a_solve_that_was_interrupted_goes_on_to_the_same_bits(tol, tmp_path):
+    problem, choice = hard(noise=1e-3), sketchgp.RPCholesky(rank=20)
+    whole = sketchgp.ConjugateGradients(tol=tol).solve(problem, choice)
+    solver = sketchgp.ConjugateGradients(tol=tol, checkpoint=tmp_path / "solve", every=1e-9, max_iterations=9)
+    with pytest.warns(sketchgp.ConvergenceWarning):
+        solver.solve(problem, choice)
+    rest = dataclasses.replace(solver, max_iterations=None).solve(problem, choice)
+    assert torch.equal(rest.value, whole.value) and rest.report.iterations == whole.report.iterations
+    assert rest.report.max_deviations == whole.report.max_deviations
+
+
+def test_batches_are_followed_one_by_one():
+    x, scales = points(2 * 120, 3).reshape(2, 120, 3), (1.0, 9.0)
+    kernels = [made("rbf", 0.4, scale) for scale in scales]
+    matrix = torch.stack([kernel(part).to_dense().detach() for kernel, part in zip(kernels, x, strict=True)])
+    noise = torch.tensor([[1e-2], [1.0]], dtype=torch.float64).expand(2, 120)
+    rhs = normal(2, 120, 1)
+    solver, system = sketchgp.ConjugateGradients(tol="posterior"), System(DenseLinearOperator(matrix), noise)
+    value, report, _ = solver.run(system, rhs, None)
+    assert report.converged and report.deviations.shape == (2,)
+    for i, kernel in enumerate(kernels):
+        problem = sketchgp.FullProblem(kernel, x[i], rhs[i, :, 0], float(noise[i, 0]))
+        found = error_in_deviations(problem, value[i, :, 0], points(200, 3, seed=3))
+        assert found <= 0.02 and found <= 2 * float(report.deviations[i]) <= 60 * found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_model_solves_for_its_mean_until_it_is_right(dtype):
+    model, x = model_of(dtype, noise=1e-2, n=300), points(60, 3, seed=1, dtype=dtype)
+    solver = sketchgp.ConjugateGradients(tol="posterior")
+    sketchgp.accelerate(model, solver=solver, preconditioner=sketchgp.RPCholesky(rank=30))
+    with gpytorch.settings.max_cholesky_size(20), sketchgp.record_solves() as solves:
+        found = sketchgp.predict(model, x, variance=None)
+        assert found.report.judged == "predictions" and found.report.converged
+        model._clear_cache()
+        called = model(x).mean
+        assert [solve.judged for solve in solves] == ["predictions", "predictions"]
+        assert torch.equal(called, found.mean)
+        _ = model(x[:3]).variance  # other solves go to a residual
+        model.train()
+        loss = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+        loss(model(*model.train_inputs), model.train_targets).backward()
+    assert {solve.judged for solve in solves[2:]} == {"residual"}
+    assert float((found.mean.double() - exact_mean(model, x)).abs().max()) < 5e-3 * float(found.mean.std())
