@@ -338,7 +338,7 @@ def test_a_solve_that_ends_short_says_what_was_not_met(tol, said):
 
 
 def test_a_bound_that_rounding_does_not_allow():
-    with pytest.warns(sketchgp.ConvergenceWarning, match="certain to"):
+    with pytest.warns(sketchgp.ConvergenceWarning, match="certain to .* tol='posterior'"):
         report = (
             sketchgp.ConjugateGradients(tol="certified").solve(hard(noise=1e-9), sketchgp.RPCholesky(rank=300)).report
         )

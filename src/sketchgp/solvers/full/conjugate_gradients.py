@@ -194,10 +194,13 @@ class ConjugateGradients(Budgeted):
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if preconditioner is not None:
             remedy = f"Choose a preconditioner= of higher rank (now {preconditioner.rank}), or raise max_iterations."
+        remedies = {Reason.ITERATIONS: remedy}
+        if isinstance(tol, str):
+            remedies[Reason.STAGNATED] = "Rounding allows no less: raise the noise" + (
+                ", or ask for an estimate, tol='posterior'." if tol == "certified" else "."
+            )
         report = run.report(
-            preconditioner=name,
-            rank=0 if preconditioner is None else preconditioner.rank,
-            remedies={Reason.ITERATIONS: remedy},
+            preconditioner=name, rank=0 if preconditioner is None else preconditioner.rank, remedies=remedies
         )
         conclude(report)
         return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
