@@ -17,6 +17,7 @@ import sketchgp
 from problems import identity, normal, points
 from sketchgp.report import merged
 from sketchgp.solvers import System
+from sketchgp.solvers.full.followed import Followed
 
 WIDE = np.longdouble
 KINDS = ("rbf", "matern 1/2", "matern 3/2", "matern 5/2", "rational quadratic")
@@ -415,3 +416,31 @@ def test_a_model_solves_for_its_mean_until_it_is_right(dtype):
         loss(model(*model.train_inputs), model.train_targets).backward()
     assert {solve.judged for solve in solves[2:]} == {"residual"}
     assert float((found.mean.double() - exact_mean(model, x)).abs().max()) < 5e-3 * float(found.mean.std())
+
+
+def test_how_sure_a_model_is_where_it_is_followed():
+    """Of fewer points than are taken for neighbours the deviations are exact; a training point counts as if new."""
+    kernel, x, other = made("matern 3/2", 0.6, 2.0), points(200, 3), points(16, 3, seed=1)
+    noise = 0.01 + 0.05 * points(200, 1, seed=2)[:, 0]
+    system = sketchgp.FullProblem(kernel, x, normal(200), noise).system()
+    with torch.no_grad():
+        matrix, c = kernel(x).to_dense() + noise.diag(), kernel(x, other).to_dense()
+    followed = Followed.of(system, (c, torch.full((16,), 2.0, dtype=torch.float64)))
+    assert followed.covariances.shape == (200, 32) and len(followed.rows) == 16
+    found = followed.deviations(system)
+    inverse = torch.linalg.inv(matrix)
+    assert torch.allclose(found[16:], inverse.diagonal()[followed.rows].rsqrt(), rtol=1e-8)
+    nearest = noise[c.argmax(dim=0)]
+    exact = (2.0 - (c * (inverse @ c)).sum(dim=0) + nearest).sqrt()
+    assert torch.allclose(found[:16], exact, rtol=1e-3)  # the farthest of all points is left out
+    assert len(Followed.of(system).rows) == 32
+
+
+def test_deviations_from_neighbours_are_near_the_exact_ones():
+    kernel, x, other = made("rbf", 0.5, 1.0), points(1200, 3), points(16, 3, seed=1)
+    system = sketchgp.FullProblem(kernel, x, normal(1200), 1e-2).system()
+    with torch.no_grad():
+        matrix, c = kernel(x).to_dense() + 1e-2 * identity(1200), kernel(x, other).to_dense()
+    found = Followed.of(system, (c, torch.ones(16, dtype=torch.float64))).deviations(system)[:16]
+    exact = (1.01 - (c * torch.linalg.solve(matrix, c)).sum(dim=0)).sqrt()
+    assert bool((found >= 0.1).all()) and bool((found / exact > 0.8).all()) and bool((found / exact < 1.2).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 
-from .access import accurate_terms
+from .access import terms
 from .kernel_matrix import KernelMatrix
 from .profiles import MATERN
 
@@ -23,9 +23,9 @@ def entry_rounding(operator: LinearOperator) -> float | None:
     None where the entries were rounded to less than float64 when they were made: they are then no kernel's.
     """
     errors = []
-    for _, part in accurate_terms(operator.evaluate_kernel()):
+    for _, part in terms(operator):
         if isinstance(part, KernelMatrix):
-            errors.append(_of_kernel(part))
+            errors.append(_of_kernel(part.type(torch.float64)))
         elif part.dtype != torch.float64 or operator.dtype != torch.float64:
             return None
         else:
