@@ -115,6 +115,9 @@ def test_the_bound_holds_at_every_point(seed):
     matrix = evaluated(kind, kernel, problem.x, problem.x) + np.diag(problem.noise_vector.numpy().astype(WIDE))
     error = solution.value.numpy().astype(WIDE) - solved(matrix, problem.y.numpy().astype(WIDE))
     assert np.sqrt(error @ (matrix @ error)) <= bound
+    lower, upper = solution.report.quadratic_bounds[:, 0].tolist()
+    assert lower <= problem.y.numpy() @ solved(matrix, problem.y.numpy().astype(WIDE)) <= upper
+    assert upper - lower >= bound**2
     x = torch.cat([problem.x, torch.tensor(stream.normal(size=(30, problem.x.shape[1])))])
     off = np.abs(evaluated(kind, kernel, x, problem.x) @ error)
     assert (off <= kernel.outputscale.item() ** 0.5 * bound).all()

@@ -110,8 +110,9 @@ class SolveReport:
     ``error_bound`` is certain where it is not None: ``||value - A^-1 rhs||_A`` of the returned value is no larger,
     column by column, rounding included (:mod:`sketchgp.solvers.certificate`).  The mean of a Gaussian process at x is
     then within ``k(x, x)^1/2`` times it of the exact one.  Full problems have it, where the residual is of all rows.
-    ``certain_deviations`` is the same in posterior deviations of an observation: no prediction is further off, at any x
-    with k(x, x) no larger than that of all rows.
+    ``certain_deviations`` is the bound in posterior deviations of an observation: no prediction is further off, at any
+    x with k(x, x) no larger than that of all rows.  ``quadratic_bounds`` ``(2, columns)`` are below and above
+    ``rhs^T A^-1 rhs``.
 
     ``notes`` are words.  ``remedies`` say what to try for a reason to end, where the solver knows more about it than
     :meth:`advice` does.  ``peak_memory`` is in bytes: see :func:`sketchgp.memory.peak_memory`.
@@ -138,6 +139,7 @@ class SolveReport:
     variance_error: Tensor | None = None
     error_bound: Tensor | None = None
     certain_deviations: Tensor | None = None
+    quadratic_bounds: Tensor | None = None
     judged: str = "residual"
     held_out: list[HeldOutError] = field(default_factory=list)
     details: dict[str, float | str] = field(default_factory=dict)
@@ -271,6 +273,7 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         variance_error=_together([report.variance_error for report in reports]),
         error_bound=_together([report.error_bound for report in reports]),
         certain_deviations=_together([report.certain_deviations for report in reports]),
+        quadratic_bounds=_together([report.quadratic_bounds for report in reports]),
         held_out=[],
         details={k: v for k, v in worst.details.items() if all(one.details.get(k) == v for one in reports)},
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
@@ -280,7 +283,7 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
 def _together(parts: list[Tensor | None]) -> Tensor | None:
     """The columns of all after each other; None where some are not known."""
     known = [part for part in parts if part is not None]
-    return torch.cat(known) if len(known) == len(parts) else None
+    return torch.cat(known, dim=-1) if len(known) == len(parts) else None
 
 
 def _lengthened(history: Tensor, rows: int) -> Tensor:

@@ -61,8 +61,8 @@ class Certificate:
             shifted = (preconditioner.diagonal_part.unsqueeze(-1) > self.noise * (1 + 4 * _EPS)).any()
             self.factor = None if bool(shifted) else preconditioner
 
-    def bound(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
-        """``(..., t)``: at least ``||value - A^-1 b||_A``, column by column.
+    def bounds(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
+        """``(3, ..., t)``: at least ``||value - A^-1 b||_A``, column by column; and below and above ``b^T A^-1 b``.
 
         :param r: ``b - A value``, of one float64 product; ``(..., n, t)`` each, float64.
         """
@@ -74,21 +74,26 @@ class Certificate:
             by_factor = ((r + e) * z).sum(dim=-2) + (e.square() / self.noise).sum(dim=-2)
             size = (z.abs() * (r.abs() + self.root * inner.norm(dim=-2, keepdim=True))).sum(dim=-2)
             squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
-        return (squared.sqrt() + self._rounding(b, value, r)) / self.slack.sqrt()
+        rounding = self._rounding(b, value, r)
+        error = (squared.sqrt() + (rounding.square() / self.noise).sum(dim=-2).sqrt()) / self.slack.sqrt()
+        form = (value * (b + r)).sum(dim=-2)  # 2 b^T w - w^T A w, which the squared error is missing from
+        of_form = (value.abs() * (rounding + self.sums * (b.abs() + r.abs()))).sum(dim=-2)
+        return torch.stack([error, form - of_form, form + of_form + error.square()])
 
     def of(self, b: Tensor, value: Tensor, r: Tensor) -> dict[str, Tensor]:
         """What a report has of it, by :meth:`facts`."""
-        return self.facts(self.bound(b, value, r)) if self.known else {}
+        return self.facts(self.bounds(b, value, r)) if self.known else {}
 
-    def facts(self, bound: Tensor) -> dict[str, Tensor]:
+    def facts(self, bounds: Tensor) -> dict[str, Tensor]:
         """For a report: of all systems one after the other, on the CPU; nothing where nothing is certain."""
         if not self.known:
             return {}
-        return {"error_bound": bound.reshape(-1).cpu(), "certain_deviations": (bound * self.scale).reshape(-1).cpu()}
+        error, flat = bounds[0], bounds.flatten(1).cpu()
+        deviations = (error * self.scale).reshape(-1).cpu()
+        return {"error_bound": flat[0], "certain_deviations": deviations, "quadratic_bounds": flat[1:]}
 
     def _rounding(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
-        """``(..., t)``: at least the norm of the error of r in that of ``A^-1``."""
+        """``(..., n, t)``: at least the errors of r."""
         size = value.abs()
         of_product = self.root * (self.root * size).sum(dim=-2, keepdim=True)
-        error = (self.entries + self.sums) * of_product + 4 * _EPS * (self.noise * size + b.abs() + r.abs())
-        return (error.square() / self.noise).sum(dim=-2).sqrt()
+        return (self.entries + self.sums) * of_product + 4 * _EPS * (self.noise * size + b.abs() + r.abs())

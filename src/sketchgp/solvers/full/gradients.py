@@ -36,7 +36,7 @@ class Gradients(Method):
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
-        "cycling", "verified", "bound", "index", "s", "d", "p", "sz", "active", "target", "least_target", "least",
+        "cycling", "verified", "certain", "index", "s", "d", "p", "sz", "active", "target", "least_target", "least",
         "steps",
         "coefficients", "warm", "trail",
     )  # fmt: skip
@@ -121,7 +121,7 @@ class Gradients(Method):
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self.bound = self._bound(self.value, self.r)
+        self.certain = self._certain(self.value, self.r)
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
         if self.aim is not None:
             self.aim.begin(self.residual)
@@ -159,7 +159,7 @@ class Gradients(Method):
     def _done(self, residual: Tensor) -> Tensor:
         """Which columns are where they are to come to."""
         if self.aim is not None:
-            return self.aim.met(residual, self.bound)
+            return self.aim.met(residual, self.certain[0])
         return (residual <= self.tol) & self._explained(residual)
 
     def _explained(self, residual: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Gradients(Method):
     def _converged(self) -> bool:
         """Whether the value that is returned is what was asked for."""
         if self.aim is not None:
-            return bool(self.aim.met(self.best_residual, self.bound).all())
+            return bool(self.aim.met(self.best_residual, self.certain[0]).all())
         return bool((self.best_residual <= self.tol).all())
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
@@ -201,10 +201,10 @@ class Gradients(Method):
             reason = self._reached()
         residual = self.best_residual.reshape(-1)
         dtype = str(self.system.dtype).removeprefix("torch.")
-        facts: dict[str, Any] = {"tol": self.asked, "dtype": dtype, **self.certificate.facts(self.bound)}
+        facts: dict[str, Any] = {"tol": self.asked, "dtype": dtype, **self.certificate.facts(self.certain)}
         facts["details"] = {"precision": "float64" if self.exact else dtype}
         if self.aim is not None:
-            facts |= self.aim.facts(self.best_residual, self.bound)
+            facts |= self.aim.facts(self.best_residual, self.certain[0])
         converged = self._converged()
         if self.goal is not None:
             converged = converged and bool(self._explained(self.residual).all())
@@ -237,13 +237,15 @@ class Gradients(Method):
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
         self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
-        self.bound = torch.where(better, self._bound(rounded, r[..., :width]), self.bound)
+        self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
 
-    def _bound(self, value: Tensor, r: Tensor) -> Tensor:
-        """What is certain of a value, by its residual; infinite where nothing is."""
+    def _certain(self, value: Tensor, r: Tensor) -> Tensor:
+        """What is certain of a value, by its residual, ``(3, ..., t)``; infinite where nothing is."""
         certain = self.certificate
-        return certain.bound(self.b, value, r) if certain.known else torch.full_like(self.norm, torch.inf)
+        return (
+            certain.bounds(self.b, value, r) if certain.known else self.norm.new_full((3, *self.norm.shape), torch.inf)
+        )
 
     def _open(self) -> None:
         """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
