@@ -6,7 +6,7 @@ would, ``predict(model, x, variance=None)``, to a residual of 1e-3 and 1e-4, to 
 ``tol="certified"``.  The exact mean and variance are by dense float64.  Errors are the largest over the test points, in
 posterior deviations of an observation there.
 
-    python benchmarks/certificates.py --data DIRECTORY            # some five minutes on one core; resumes
+    python benchmarks/certificates.py --data DIRECTORY            # some ten minutes on one core; resumes
     python benchmarks/certificates.py --data DIRECTORY --quick    # one set
     python benchmarks/certificates.py --report                    # the table again, nothing measured
 """
