@@ -114,8 +114,13 @@ def numbers(owner: str, name: str, value: Any) -> tuple[float, ...]:
     return tuple(number(owner, f"{name}[{i}]", one) for i, one in enumerate(value))
 
 
-def tolerance(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
-    """A relative residual: a number between 0 and 1."""
+def tolerance(owner: str, name: str, value: Any, *, words: tuple[str, ...] = (), optional: bool = False) -> Any:
+    """A relative residual, a number between 0 and 1; or one of some words."""
+    if isinstance(value, str) and words:
+        if value not in words:
+            kind = ", ".join(f"{one!r}" for one in words)
+            raise refusal(owner, name, f"a number between 0 and 1, {kind}", value, optional)
+        return value
     return number(owner, name, value, above=0, below=1, optional=optional)
 
 

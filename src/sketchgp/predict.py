@@ -20,8 +20,14 @@ from .errors import ConvergenceWarning, InputError, warn
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.approximate import refuse
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
-from .models.accelerated.mean_solve import evaluating
-from .models.accelerated.posterior import mean_at, present_strategy, strategy_of
+from .models.accelerated.posterior import (
+    calls_its_own_way,
+    mean_at,
+    present_strategy,
+    solve_for_mean,
+    strategy_of,
+)
+from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.tiles import spans
 from .report import SolveReport, merged, own_solves
 from .settings import VARIANCES
@@ -45,6 +51,11 @@ class Prediction:
     ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with the noise added.
     ``report`` is of the solve behind the mean, also where that had been done before; None where there was none: up to
     800 points the matrix is factorized by GPyTorch, and a saved model brings its solution.
+    ``mean_error_bound`` ``(m,)`` float64 is certain: no mean is further than that from the one that exact arithmetic
+    makes of the same model.  It is ``k(x, x)^1/2`` times ``report.error_bound``, and the rounding of the mean itself.
+    ``mean_error_bound_deviations`` is it over the posterior deviation of an observation, where variances are exact.
+    Both are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
+    (docs/solvers.md, "How sure is the answer").
     """
 
     mean: Tensor
@@ -54,6 +65,8 @@ class Prediction:
     variance_check: dict[str, Any] | None
     report: SolveReport | None
     variance_standard_error: float | None = None
+    mean_error_bound: Tensor | None = None
+    mean_error_bound_deviations: Tensor | None = None
 
     def __repr__(self) -> str:
         solve = "solved before" if self.report is None else f"solved by {self.report}"
@@ -113,12 +126,13 @@ def predict(
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
     with torch.no_grad():
-        report = _solution_report(model)
+        report = _solution_report(model, x)
         conditioning = None if variance is None else Conditioning.of(model)
         method = "none" if variance is None else _method(model, conditioning, variance, x)
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
+        bound = _certain(model, x, mean, report)
         if method == "none":
-            return Prediction(mean, None, None, method, None, report)
+            return Prediction(mean, None, None, method, None, report, mean_error_bound=bound)
         check, error = None, None
         if method == "exact":
             latent = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show)
@@ -129,8 +143,20 @@ def predict(
                 conditioning, x, method, batch_size or _MEAN_ROWS, show, looked
             )
         noise = _noise(model, x, latent)
-        observation = None if noise is None else latent + noise
-        return Prediction(mean, latent, observation, method, check, report, error)
+        observed, relative = None if noise is None else latent + noise, None
+        if method == "exact" and bound is not None and observed is not None:
+            relative = bound / observed.to(torch.float64).sqrt()
+        return Prediction(mean, latent, observed, method, check, report, error, bound, relative)
+
+
+def _certain(model: Any, x: Tensor, mean: Tensor, report: SolveReport | None) -> Tensor | None:
+    """``mean_error_bound`` of a :class:`Prediction`."""
+    if report is None or report.error_bound is None or report.error_bound.numel() != 1 or calls_its_own_way(model):
+        return None
+    conditioning, strategy = Conditioning.of(model), strategy_of(model)
+    if not isinstance(conditioning, PlainConditioning) or not isinstance(strategy, AcceleratedPredictionStrategy):
+        return None
+    return conditioning.mean_error_bound(x, mean, strategy.weights, float(report.error_bound))
 
 
 def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Tensor) -> str:
@@ -170,15 +196,17 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         return Prediction(mean, latent, observed, method, None, report, error)
 
 
-def _solution_report(model: Any) -> SolveReport | None:
+def _solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
     """Have the model keep the solution behind its mean, of the present parameters, data and settings; its report.
+
+    :param x: where the mean is wanted, if that is known.
 
     A solution that fell short of its tolerance warns each time it is used.
     """
     with acceleration_of(model).lock:
         strategy = present_strategy(model)
-        with own_solves() as solves, evaluating():
-            _ = strategy.mean_cache  # which other strategies than ours have, too
+        with own_solves() as solves:
+            solve_for_mean(model, x)
         if solves:
             strategy.report = merged(solves)
         report = getattr(strategy, "report", None)

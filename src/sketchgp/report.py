@@ -100,11 +100,19 @@ class SolveReport:
     recurrence, ``(windows + 1, columns)``, which rounding can make smaller than the true ones, or estimates of them.
     ``held_out`` lists the errors on held-out points, where they were given.
     ``deviations`` estimate, column by column, how far any prediction is from the exact solution's at the most, in
-    posterior deviations (solvers of the inducing-point problem; infinite where nothing can be said).  ``tol`` is of
-    them where ``judged`` is ``"predictions"``, of the residual where it is ``"residual"``; infinite for a solver that
-    knows none.
+    posterior deviations (solvers of the inducing-point problem; infinite where nothing can be said), or those of an
+    observation (``ConjugateGradients(tol="posterior")``).  ``tol`` is of them where ``judged`` is ``"predictions"``, of
+    the residual where it is ``"residual"``, of ``certain_deviations`` where it is ``"bound"``; infinite for a solver
+    that knows none.
     ``variance_error`` estimates, where a variance was solved for, how much of it each column leaves out, over what it
     is to be a share of (:class:`sketchgp.solvers.energy.Explaining`).
+
+    ``error_bound`` is certain where it is not None: ``||value - A^-1 rhs||_A`` of the returned value is no larger,
+    column by column, rounding included (:mod:`sketchgp.solvers.certificate`).  The mean of a Gaussian process at x is
+    then within ``k(x, x)^1/2`` times it of the exact one.  Full problems have it, where the residual is of all rows.
+    ``certain_deviations`` is the bound in posterior deviations of an observation: no prediction is further off, at any
+    x with k(x, x) no larger than that of all rows.  ``quadratic_bounds`` ``(2, columns)`` are below and above
+    ``rhs^T A^-1 rhs``.
 
     ``notes`` are words.  ``remedies`` say what to try for a reason to end, where the solver knows more about it than
     :meth:`advice` does.  ``peak_memory`` is in bytes: see :func:`sketchgp.memory.peak_memory`.
@@ -129,6 +137,9 @@ class SolveReport:
     residual_rows: int | None = None
     deviations: Tensor | None = None
     variance_error: Tensor | None = None
+    error_bound: Tensor | None = None
+    certain_deviations: Tensor | None = None
+    quadratic_bounds: Tensor | None = None
     judged: str = "residual"
     held_out: list[HeldOutError] = field(default_factory=list)
     details: dict[str, float | str] = field(default_factory=dict)
@@ -157,6 +168,12 @@ class SolveReport:
         return float(self.deviations.max()) if known and self.deviations is not None else float("inf")
 
     @property
+    def max_certain(self) -> float:
+        """The largest of ``certain_deviations``; infinite where they are not known."""
+        certain = self.certain_deviations
+        return float(certain.max()) if certain is not None and certain.numel() else float("inf")
+
+    @property
     def max_residual(self) -> float:
         """The largest true relative residual over the columns (0 for a solve without columns)."""
         return float(self.residual.max()) if self.residual.numel() else 0.0
@@ -169,6 +186,8 @@ class SolveReport:
         if self.judged == "predictions":
             far = f"{self.max_deviations:.1e} posterior deviations" if self.max_deviations < float("inf") else "unknown"
             found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"
+        elif self.judged == "bound":
+            found = f"predictions are certain to {self.max_certain:.1e} posterior deviations, tolerance {self.tol:.0e}"
         if self.variance_error is not None and self.variance_error.numel() and not self.converged:
             found += (
                 f", largest error of a variance {float(self.variance_error.max()):.1e} (estimated), tolerance 2.5e-03"
@@ -200,7 +219,12 @@ class SolveReport:
             error = f", predictions within {far} posterior deviations"
         if self.judged == "predictions":
             error += tolerance
-        else:
+        if self.max_certain < float("inf"):
+            certain = f"certainly within {self.max_certain:.2g}"
+            error += f", {certain}" if error else f", predictions {certain} posterior deviations"
+        if self.judged == "bound":
+            error += tolerance
+        if self.judged == "residual":
             residual += tolerance
         done = (f"{count if isinstance(count, int) else format(count, '.1f')} {name.replace('_', ' ')}, "
                 for name, count in self.work.items())  # fmt: skip
@@ -233,7 +257,6 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         return reports[0]
     worst = next((report for report in reports if not report.converged), reports[0])
     rows = max(len(report.history) for report in reports)
-    known = [report.deviations for report in reports if report.deviations is not None]
     counted = [report.n for report in reports if report.n is not None]
     return replace(
         worst,
@@ -246,11 +269,21 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         seconds=sum(report.seconds for report in reports),
         setup_seconds=sum(report.setup_seconds for report in reports),
         peak_memory=max(report.peak_memory for report in reports),
-        deviations=torch.cat(known) if len(known) == len(reports) else None,
+        deviations=_together([report.deviations for report in reports]),
+        variance_error=_together([report.variance_error for report in reports]),
+        error_bound=_together([report.error_bound for report in reports]),
+        certain_deviations=_together([report.certain_deviations for report in reports]),
+        quadratic_bounds=_together([report.quadratic_bounds for report in reports]),
         held_out=[],
         details={k: v for k, v in worst.details.items() if all(one.details.get(k) == v for one in reports)},
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
     )
+
+
+def _together(parts: list[Tensor | None]) -> Tensor | None:
+    """The columns of all after each other; None where some are not known."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known, dim=-1) if len(known) == len(parts) else None
 
 
 def _lengthened(history: Tensor, rows: int) -> Tensor:

@@ -52,6 +52,7 @@ def solve(
     solver: ConjugateGradients,
     preconditioner: LowRankPlusDiagonal | None = None,
     name: str = "none",
+    below: bool = False,
     noise: Tensor | None = None,
     below_noise: bool = True,
     initial: Tensor | None = None,
@@ -61,14 +62,14 @@ def solve(
     what they leave out; a solve that falls short warns.
 
     :param c: ``(..., n, m)``, float64; :param prior: ``(..., m)``.
-    :param preconditioner: of the system; :param name: of it.
+    :param preconditioner: of the system; :param name: of it; :param below: whether it lies below A.
     :param noise: the diagonal ``(..., n)`` that is known to lie below A, 0 where none is; None for the system's.
     :param below_noise: and by no more than a hundredth of the least noise.
     :param initial: weights ``(..., n, m)`` to start from.
     """
     noise = (system.noise if noise is None else noise).to(torch.float64)
     goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
-    weights, product, _ = solver.explain(system, c, preconditioner, goal, name=name, initial=initial)
+    weights, product, _ = solver.explain(system, c, preconditioner, goal, name=name, below=below, initial=initial)
     return Explained(weights, product)
 
 

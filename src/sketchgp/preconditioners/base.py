@@ -61,6 +61,12 @@ class Preconditioner:
         return False
 
     @property
+    def below(self) -> bool:
+        """Whether ``F F^T <= K``, as it is for every Nystrom approximation: P then lies below ``K + noise``, and bounds
+        errors (:attr:`sketchgp.SolveReport.error_bound`).  False unless a method says so."""
+        return False
+
+    @property
     def name(self) -> str:
         """The method's name, as reports print it."""
         return type(self).__name__

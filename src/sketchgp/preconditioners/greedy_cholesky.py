@@ -28,6 +28,10 @@ class GreedyCholesky(Preconditioner):
     def pivoted(self) -> bool:
         return True
 
+    @property
+    def below(self) -> bool:
+        return True
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         rank, tol = self.rank_for(matrix.n, matrix.device), 1.0 if self.rank is None else 0.0
         return _selection(greedy_cholesky(matrix, rank, weights=1 / noise, tol=tol), sequential=True)

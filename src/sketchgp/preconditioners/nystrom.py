@@ -57,6 +57,10 @@ class Nystrom(Preconditioner):
     def pivoted(self) -> bool:
         return self.sketch == "uniform"
 
+    @property
+    def below(self) -> bool:
+        return True
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         bound = self.rank_for(matrix.n, matrix.device)
         rank = bound if self.rank is not None else max(1, bound // 8)

@@ -53,6 +53,10 @@ class RPCholesky(Preconditioner):
     def pivoted(self) -> bool:
         return True
 
+    @property
+    def below(self) -> bool:
+        return True
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         low_rank = rpcholesky(
             matrix,

@@ -74,10 +74,11 @@ class Acceleration:
         return "none" if self.preconditioner is None else self.preconditioner.name
 
     def conjugate_gradients(self) -> ConjugateGradients:
-        """Conjugate gradients with what the user left open taken from GPyTorch's settings in force."""
+        """Conjugate gradients with what the user left open taken from GPyTorch's settings in force; to a residual."""
         chosen = self.solver if isinstance(self.solver, ConjugateGradients) else ConjugateGradients()
         limit = chosen.max_iterations or settings.max_cg_iterations.value()
-        return dataclasses.replace(chosen, tol=chosen.tol or self._tolerance(), max_iterations=limit)
+        tol = chosen.tol if isinstance(chosen.tol, float) else self._tolerance()
+        return dataclasses.replace(chosen, tol=tol, max_iterations=limit)
 
     def column_solver(self) -> ConjugateGradients | Cholesky:
         """The solver of every system but the posterior mean's."""
@@ -88,7 +89,9 @@ class Acceleration:
     def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
         """The solver of the posterior mean of n points; and, where it was chosen here, why."""
         if isinstance(self.solver, ConjugateGradients):
-            return self.conjugate_gradients(), ""
+            tol = self.solver.tol  # "posterior" and "certified" are for means
+            found = self.conjugate_gradients()
+            return dataclasses.replace(found, tol=tol) if isinstance(tol, str) else found, ""
         if not isinstance(self.solver, str):
             return self._with_tolerance(self.solver), ""
         chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)

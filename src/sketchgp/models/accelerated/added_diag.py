@@ -33,11 +33,12 @@ from ...operators.tiles import logger
 from ...random_streams import generator
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
+from ...solvers.full.followed import Followed
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
-from .mean_solve import other_solves, solving_mean
+from .mean_solve import other_solves, predicted_points, solving_mean
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
 
@@ -168,17 +169,23 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return super()._solve(rhs, preconditioner, num_tridiag)
         system = System(self._linear_op, self._noise_vector())
         solver, why = (acceleration.conjugate_gradients(), "") if num_tridiag else self._solver(acceleration)
-        name, seconds = "none", 0.0
+        name, below, seconds = "none", False, 0.0
         if isinstance(preconditioner, Inverse) and acceleration.cache is not None:
-            name, seconds = acceleration.preconditioner_name, acceleration.cache.take_seconds()
+            name, below = acceleration.preconditioner_name, acceleration.cache.choice.below
+            seconds = acceleration.cache.take_seconds()
         if isinstance(solver, ConjugateGradients):
+            followed = None
+            if solver.tol == "posterior" and (points := predicted_points(system.n)) is not None:
+                followed = Followed.of(system, None if system.batch_shape else points)
             value, report, lanczos = solver.run(
                 system,
                 rhs,
                 preconditioner.built if isinstance(preconditioner, Inverse) else None,
                 name=name,
+                below=below,
                 setup_seconds=seconds,
                 lanczos_columns=num_tridiag or 0,
+                followed=followed,
             )
         else:
             (value, report), lanczos = solve_system(solver, system, rhs), None

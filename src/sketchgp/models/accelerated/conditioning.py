@@ -25,7 +25,9 @@ from ...inference.calibrated import block
 from ...operators import KernelMatrix
 from ...operators.access import SUMS, float64, terms
 from ...operators.lazies import adopt_kernels
+from ...operators.rounding import entry_rounding
 from ...solvers import ConjugateGradients, System
+from ...solvers.certificate import summing
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .approximate import Approximate
@@ -192,6 +194,20 @@ class PlainConditioning(Conditioning):
         """Latent variances ``(m,)`` at x ``(m, d)``, float64."""
         x = self.inputs(x)
         return self.posterior_variance(self.block(self.matrix.x1, x), self.block(x, None))
+
+    def mean_error_bound(self, x: Tensor, mean: Tensor, weights: Tensor, bound: float) -> Tensor:
+        """How far a mean is from the exact one at the most, ``(m,)`` float64: what the weights lack, and rounding.
+
+        :param x: ``(m, d)``, with the posterior ``mean`` ``(m,)`` there as it is returned.
+        :param weights: ``(n,)`` that it was made of; NaN where a target is missing.
+        :param bound: at least the error of the weights in the norm of A.
+        """
+        cross = self.matrix._with(self.inputs(x), self.matrix.x1, False)
+        prior, rounding = self.block(cross.x1, None), entry_rounding(cross)
+        assert rounding is not None  # of a kernel matrix it is known
+        size = (self.block(self.matrix.x1, None).clamp(min=0).sqrt() * weights.nan_to_num(0.0).abs()).sum()
+        of_result = torch.finfo(mean.dtype).eps * mean.to(torch.float64).abs()
+        return prior.clamp(min=0).sqrt() * (bound + (rounding + summing(len(weights))) * size) + of_result
 
 
 def _noisy(model: Any, observed: Tensor | None) -> Any:

@@ -8,14 +8,18 @@ tolerance of evaluation.  Both are context variables: another thread's are its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from gpytorch import settings
+from torch import Tensor
 
+Elsewhere = tuple[Tensor, Tensor] | None
 _solving: ContextVar[bool] = ContextVar("sketchgp_solving_mean", default=False)
 _evaluating: ContextVar[bool] = ContextVar("sketchgp_evaluating", default=False)
+_elsewhere: ContextVar[Callable[[], Elsewhere] | None] = ContextVar("sketchgp_predicted_points", default=None)
 
 
 def solving_mean() -> bool:
@@ -24,7 +28,7 @@ def solving_mean() -> bool:
 
 
 @contextmanager
-def held(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+def held(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     """A context variable has that value inside."""
     token = variable.set(value)
     try:
@@ -46,6 +50,22 @@ def other_solves() -> AbstractContextManager[None]:
 def evaluating() -> AbstractContextManager[None]:
     """Solves inside go to GPyTorch's ``eval_cg_tolerance``."""
     return held(_evaluating, True)
+
+
+def predicting(points: Callable[[], Elsewhere]) -> AbstractContextManager[None]:
+    """A mean that is solved for inside is wanted at these points.
+
+    :param points: gives k(X, x) ``(n, p)`` and k(x, x) ``(p,)`` of some of them, float64, or None where they are not to
+        be had; called if a solve asks.
+    """
+    return held(_elsewhere, points)
+
+
+def predicted_points(n: int) -> Elsewhere:
+    """What :func:`predicting` was told, if the system under way is that of the mean, of n training points."""
+    points = _elsewhere.get()
+    found = None if points is None or not solving_mean() else points()
+    return found if found is not None and found[0].shape[-2] == n else None
 
 
 def gpytorch_tolerance() -> float:

@@ -8,6 +8,8 @@ instead, and the tolerance is a context variable.
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,13 +23,16 @@ from torch import Tensor
 from ...errors import warn
 from ...fingerprint import module_key, tensor_key
 from ...operators.lazies import KERNELS
+from ...random_streams import generator
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .mean_solve import evaluating
+from .mean_solve import evaluating, predicting
+from .posterior_covariance import float64
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
 _keys: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # of what prediction strategies were made of
+_FOLLOWED = 16  # of the points that are predicted, if the solve follows predictions
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
@@ -98,8 +103,33 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
         mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
             train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
         )
-        mean, covariance = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
+        with predicting(partial(_some, model, inputs, kwargs)):
+            mean, covariance = strategy.exact_prediction(
+                test_mean=mean, test_test_covar=covariance, test_train_covar=cross
+            )
     return posterior(mean.view(*batch, *shape).contiguous(), covariance)
+
+
+def _some(model: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Of some of the points that are predicted: covariances with the training points ``(n, p)``, and prior variances
+    ``(p,)``, float64; None for several inputs, and for batches."""
+    if len(inputs) != 1 or inputs[0].dim() != 2:
+        return None
+    rows = torch.randperm(len(inputs[0]), generator=generator(0, "points that are predicted"))[:_FOLLOWED]
+    with torch.no_grad():
+        _, covariance, cross, *_ = model._get_test_prior_mean_and_covariances(
+            train_inputs=list(model.train_inputs), test_inputs=[inputs[0][rows.to(inputs[0].device)]], **kwargs
+        )
+        found = float64(cross)
+        return (found.mT, float64(covariance, diagonal=True)) if found.dim() == 2 else None
+
+
+def solve_for_mean(model: Any, x: Tensor | None) -> None:
+    """Have the strategy of a model in eval mode keep the weights behind its mean, which is wanted at x ``(m, d)``, if
+    that is known."""
+    strategy = strategy_of(model)
+    with evaluating(), nullcontext() if x is None else predicting(partial(_some, model, [x], {})):
+        _ = strategy.mean_cache  # which other strategies than ours have, too
 
 
 def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:

@@ -164,6 +164,7 @@ class TrainingSide:
             self.solver,
             self.preconditioner,
             name="none" if choice is None else choice.name,
+            below=choice is not None and choice.below,
             below_noise=below_noise,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ...errors import NumericalError
 from ...memory import enough_memory, require_memory
 from ...operators.access import columns
 from ...report import SolveReport
+from ..certificate import Certificate
 from ..loop import Direct
 from ..problem import FullProblem, Solution, System, check_problem
 
@@ -56,11 +57,11 @@ class Cholesky:
         """The same, and the lower triangular factor of ``K + noise``, ``(..., n, n)`` float64."""
         direct, n, device = Direct(), system.n, rhs.device
         with enough_memory(*_memory(n, system.batch_shape.numel(), device)):
-            value, residual, root = _solved(system, rhs, direct)
+            value, residual, bound, root = _solved(system, rhs, direct)
         report = direct.report(
             self.name, n, n, 1.0, residual, 1e-3, device,
             f"{system.dtype} cannot hold the solution; use a float64 model and data.",
-            dtype=str(system.dtype).removeprefix("torch."),
+            dtype=str(system.dtype).removeprefix("torch."), **bound,
         )  # fmt: skip
         return value, report, root
 
@@ -75,8 +76,8 @@ def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.dev
     return factor_bytes(n, matrices), device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
-def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, Tensor]:
-    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, and the factor."""
+def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, dict[str, Any], Tensor]:
+    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, what is certain, and the factor."""
     operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
     matrix = columns(operator, torch.arange(system.n, device=rhs.device)).to(torch.float64)
     batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])
@@ -89,5 +90,7 @@ def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor
     work = rhs.to(torch.float64)
     value = torch.cholesky_solve(work, root).to(rhs.dtype)
     norm = work.norm(dim=-2)
-    residual = (work - matrix @ value.to(torch.float64)).norm(dim=-2) / torch.where(norm > 0, norm, 1)
-    return value, residual, root
+    found = value.to(torch.float64)
+    r = work - matrix @ found
+    residual = r.norm(dim=-2) / torch.where(norm > 0, norm, 1)
+    return value, residual, Certificate(system, None).of(work, found, r), root

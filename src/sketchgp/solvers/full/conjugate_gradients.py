@@ -19,10 +19,12 @@ from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude
+from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
 from ..loop import Budget, Checkpoint, HeldOut, Outcome, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
+from .followed import Followed
 from .gradients import Gradients
 from .held_out import full_held_out
 
@@ -38,7 +40,10 @@ class ConjugateGradients(Budgeted):
     are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
-        GPyTorch's ``cg_tolerance`` (``eval_cg_tolerance``) in a model where that is smaller.
+        GPyTorch's ``cg_tolerance`` (``eval_cg_tolerance``) in a model where that is smaller.  ``"posterior"``: go on
+        until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an
+        observation, by 32 points that are followed (:mod:`.aim`).  ``"certified"``: until it certainly is
+        (:attr:`SolveReport.error_bound`).  In a model both are for the mean; training keeps GPyTorch's tolerance.
     :param max_iterations: the most iterations; None is 1000, or GPyTorch's ``max_cg_iterations`` in a model.
     :param precision: ``"auto"`` as above, or ``"float64"`` for float64 products throughout.
 
@@ -49,12 +54,12 @@ class ConjugateGradients(Budgeted):
     problem_type: ClassVar[type[FullProblem]] = FullProblem
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_iterations")
 
-    tol: float | None = None
+    tol: float | str | None = None
     max_iterations: int | None = None
     precision: str = "auto"
 
     def __post_init__(self) -> None:
-        settle(self, tolerance, "tol", optional=True)
+        settle(self, tolerance, "tol", words=("posterior", "certified"), optional=True)
         settle(self, count, "max_iterations", optional=True)
         settle(self, word, "precision", allowed=("auto", "float64"))
         self._check_budget()
@@ -109,6 +114,7 @@ class ConjugateGradients(Budgeted):
             columns,
             built,
             name=choice.name if choice is not None else "none",
+            below=choice is not None and choice.below,
             setup_seconds=clock() - began,
             initial=None if initial is None else initial.reshape(columns.shape),
             callback=callback,
@@ -125,6 +131,7 @@ class ConjugateGradients(Budgeted):
         preconditioner: LowRankPlusDiagonal | None,
         *,
         name: str = "none",
+        below: bool = False,
         setup_seconds: float = 0.0,
         initial: Tensor | None = None,
         lanczos_columns: int = 0,
@@ -133,11 +140,15 @@ class ConjugateGradients(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
         goal: Goal | None = None,
+        followed: Followed | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
-        :param goal: what every column is to come to beside the tolerance.
+        :param goal: what every column is to come to beside the tolerance, which is a residual then.
+        :param followed: points for ``tol="posterior"``; None for some of the system's own.
+        :param below: whether the preconditioner lies below the matrix (:attr:`Preconditioner.below`), which makes the
+            certified error small.
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
@@ -146,7 +157,7 @@ class ConjugateGradients(Budgeted):
         """
         outcome, report, method = self._run(
             system, rhs, preconditioner, name, setup_seconds, initial, lanczos_columns, callback, held_out, progress,
-            keep_interrupted, goal,
+            keep_interrupted, goal, below, followed,
         )  # fmt: skip
         return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
 
@@ -158,13 +169,14 @@ class ConjugateGradients(Budgeted):
         goal: Goal,
         *,
         name: str = "none",
+        below: bool = False,
         initial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, SolveReport]:
         """Solve ``A w = c``, c ``(..., n, t)`` float64, to a goal, and record the report.
 
         :returns: w; A times it, which the last true residual is of; and the report.
         """
-        outcome, report, method = self._run(system, c, preconditioner, name, initial=initial, goal=goal)
+        outcome, report, method = self._run(system, c, preconditioner, name, initial=initial, goal=goal, below=below)
         product = method.product_of(outcome.value)
         return outcome.value, system.accurate_product(outcome.value) if product is None else product, report
 
@@ -182,10 +194,33 @@ class ConjugateGradients(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
         goal: Goal | None = None,
+        below: bool = False,
+        followed: Followed | None = None,
     ) -> tuple[Outcome, SolveReport, Gradients]:
         with torch.no_grad():
+            certificate = Certificate(system, preconditioner, below)
+            tol: float | str = self.tol or 1e-3
+            weights = None
+            if goal is not None and isinstance(tol, str):
+                tol = 1e-3
+            elif tol == "certified" and not certificate.known:
+                raise InputError(
+                    "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
+                    "noise is at their rounding; use tol='posterior'."
+                )
+            elif tol == "posterior":
+                followed = followed or Followed.of(system)
+                weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
             method = Gradients(
-                self.tol or 1e-3, self.precision == "float64", system, rhs, preconditioner, lanczos_columns, goal
+                tol,
+                self.precision == "float64",
+                system,
+                rhs,
+                preconditioner,
+                lanczos_columns,
+                goal,
+                certificate,
+                weights,
             )
             run = Run(
                 method,
@@ -201,10 +236,13 @@ class ConjugateGradients(Budgeted):
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if preconditioner is not None:
             remedy = f"Choose a preconditioner= of higher rank (now {preconditioner.rank}), or raise max_iterations."
+        remedies = {Reason.ITERATIONS: remedy}
+        if isinstance(tol, str):
+            remedies[Reason.STAGNATED] = "Rounding allows no less: raise the noise" + (
+                ", or ask for an estimate, tol='posterior'." if tol == "certified" else "."
+            )
         report = run.report(
-            preconditioner=name,
-            rank=0 if preconditioner is None else preconditioner.rank,
-            remedies={Reason.ITERATIONS: remedy},
+            preconditioner=name, rank=0 if preconditioner is None else preconditioner.rank, remedies=remedies
         )
         conclude(report)
         return outcome, report, method

@@ -6,17 +6,21 @@ for log determinants as in Gardner et al. (arXiv:1809.11165).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
+from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Goal, RemainingEnergy
 from ..lanczos import tridiagonal
 from ..loop import Method, Outcome
 from ..problem import System
+from .aim import Aim
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
@@ -32,30 +36,35 @@ class Gradients(Method):
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
-        "cycling", "verified", "index", "s", "d", "p", "sz", "active", "target", "least", "steps",
-        "coefficients", "warm",
+        "cycling", "verified", "certain", "index", "s", "d", "p", "sz", "active", "target", "least_target", "least",
+        "steps",
+        "coefficients", "warm", "trail",
     )  # fmt: skip
 
     def __init__(
         self,
-        tol: float,
+        tol: float | str,
         accurate: bool,
         system: System,
         rhs: Tensor,
         preconditioner: LowRankPlusDiagonal | None,
         lanczos_columns: int,
         goal: Goal | None,
+        certificate: Certificate,
+        followed: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.goal, self.energy = goal, RemainingEnergy()
+        self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
         self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
-        self.tol, self.out_dtype = tol, rhs.dtype
+        self.out_dtype = rhs.dtype
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
         self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
         norm = self.b.norm(dim=-2)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+        self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
+        self.aim = Aim(self.norm, certificate, followed) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
         self.exact = accurate or system.dtype == torch.float64
         self.coefficients: list[Tensor] = []
@@ -63,8 +72,23 @@ class Gradients(Method):
         self.steps = 0  # of the cycle
         self.warm = False
         self.s = self.d = self.p = self.b[..., :0]
-        self.sz = self.target = self.least = norm[..., :0]
+        self.sz = self.target = self.least_target = self.least = norm[..., :0]
         self.active, self.index = norm[..., :0] > 0, torch.arange(0)
+
+    @property
+    def tol(self) -> Tensor:
+        """Of the relative residual, ``(..., t)``: as asked, or as it takes by what is known."""
+        return self._tol if self.aim is None else self.aim.tolerance
+
+    @property
+    def trail(self) -> list[Tensor]:
+        """What a checkpoint keeps of the predictions that are followed."""
+        return [] if self.aim is None else self.aim.trail
+
+    @trail.setter
+    def trail(self, parts: list[Tensor]) -> None:
+        if self.aim is not None:
+            self.aim.trail = parts
 
     @property
     def products(self) -> int:
@@ -97,7 +121,10 @@ class Gradients(Method):
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
+        self.certain = self._certain(self.value, self.r)
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
+        if self.aim is not None:
+            self.aim.begin(self.residual)
         self.remaining = self._at_most()
         return self.estimate()
 
@@ -131,6 +158,8 @@ class Gradients(Method):
 
     def _done(self, residual: Tensor) -> Tensor:
         """Which columns are where they are to come to."""
+        if self.aim is not None:
+            return self.aim.met(residual, self.certain[0])
         return (residual <= self.tol) & self._explained(residual)
 
     def _explained(self, residual: Tensor) -> Tensor:
@@ -150,12 +179,20 @@ class Gradients(Method):
         return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
 
     @property
-    def _aimed(self) -> float:
+    def _aimed(self) -> Tensor:
         """The recurrence's residual that a cycle aims at."""
         return (0.95 if self.exact and self.out_dtype == torch.float64 else 0.5) * self.tol
 
     def _reached(self) -> Reason:
+        if self.aim is not None:
+            return Reason.REACHED if self._converged() else Reason.ROUNDED
         return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
+
+    def _converged(self) -> bool:
+        """Whether the value that is returned is what was asked for."""
+        if self.aim is not None:
+            return bool(self.aim.met(self.best_residual, self.certain[0]).all())
+        return bool((self.best_residual <= self.tol).all())
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
         if self.cycling or not self.verified:
@@ -164,8 +201,11 @@ class Gradients(Method):
             reason = self._reached()
         residual = self.best_residual.reshape(-1)
         dtype = str(self.system.dtype).removeprefix("torch.")
-        facts = {"tol": self.tol, "dtype": dtype, "details": {"precision": "float64" if self.exact else dtype}}
-        converged = bool((residual <= self.tol).all())
+        facts: dict[str, Any] = {"tol": self.asked, "dtype": dtype, **self.certificate.facts(self.certain)}
+        facts["details"] = {"precision": "float64" if self.exact else dtype}
+        if self.aim is not None:
+            facts |= self.aim.facts(self.best_residual, self.certain[0])
+        converged = self._converged()
         if self.goal is not None:
             converged = converged and bool(self._explained(self.residual).all())
             error = self.goal.error(self.taken, self.remaining)
@@ -203,14 +243,22 @@ class Gradients(Method):
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
         self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
+        self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
+
+    def _certain(self, value: Tensor, r: Tensor) -> Tensor:
+        """What is certain of a value, by its residual, ``(3, ..., t)``; infinite where nothing is."""
+        certain = self.certificate
+        return (
+            certain.bounds(self.b, value, r) if certain.known else self.norm.new_full((3, *self.norm.shape), torch.inf)
+        )
 
     def _open(self) -> None:
         """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
         self.cycling, self.before, self.steps = True, self.residual, 0
-        self.target = torch.full_like(self.residual, self._aimed)
-        if not self.exact:
-            self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.residual)
+        self.target = self._aimed.clone()
+        self.least_target = (0.0 if self.exact else _CYCLE_REDUCTION) * self.residual
+        self.target = torch.maximum(self.target, self.least_target)
         self.index = torch.arange(self.b.shape[-1], device=self.b.device)
         self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
         self.p = self._precondition(self.s).clone()
@@ -224,8 +272,10 @@ class Gradients(Method):
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
         self.value, self.cycling, self.verified = self.weights(), False, False
-        followed = self.current
+        followed, aimed = self.current, self._aimed
         self._verify()
+        if self.aim is not None and bool(((followed <= aimed) & ~self._done(self.residual)).any()):
+            self.aim.margin *= 0.3
         if self.goal is not None:
             lost = self.residual > _LOST * followed
             self.remaining = torch.minimum(self.remaining.masked_fill(lost, torch.inf), self._at_most())
@@ -250,13 +300,19 @@ class Gradients(Method):
             self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
         self.current = self.current.clone()
         self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
-        going_on = self.current > self.target
+        if self.aim is not None:
+            self.aim.follow(alpha, p, index, self.current)
         if self.goal is not None:
             self._follow(alpha * self.sz, usable, index)
-            going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
-        self.active = usable & going_on[..., index]
         z = self._precondition(self.s)
         following = (self.s * z).sum(dim=-2)
+        if self.aim is not None:
+            self.aim.weigh(following, self.s, index, self.current)
+            self.target = torch.maximum(self.least_target, self._aimed)
+        going_on = self.current > self.target
+        if self.goal is not None:
+            going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
+        self.active = usable & going_on[..., index]
         beta = turn(p, z, following, self.sz, usable)
         self.sz = following
         if first_cycle and self.lanczos_columns:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ....errors import NumericalError
 from ....random_streams import generator
 from ....report import Reason
+from ...certificate import Certificate
 from ...loop import Method, Outcome, largest_of
 from .method import BlockMethod
 from .state import State
@@ -54,6 +55,7 @@ class Refinement(Method):
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
         self.value: Tensor | None = None
+        self.certain: dict[str, Tensor] = {}
         self.residual = torch.empty(0)
         self.generator = generator(seed, "blocks of a solve")
 
@@ -180,11 +182,20 @@ class Refinement(Method):
         within = bool((self.residual <= tol).all())
         if within or bool((true <= tol).all()):
             state.reason = Reason.REACHED if within else Reason.ROUNDED
-            self.value, self.residual, self.earlier_columns = state.best_of(value, self.residual)
+            self._settle(value, rounded)
         else:  # the estimate was too small: of rows that had just been solved, say
             state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / largest_of(true)))
             state.failures, state.true = state.failures + 1, true
             state.verify_after = state.rows_seen + self.system.n * 2 ** min(state.failures, 6)
+
+    def _settle(self, value: Tensor, r: Tensor) -> None:
+        """What will be returned: a value, with the best columns known where they are better; and what is certain of it.
+
+        :param r: its residual ``(n, t)``.
+        """
+        self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(r))
+        if not self.earlier_columns:
+            self.certain = Certificate(self.system.system, None).of(self.b, value.to(torch.float64), r)
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that has not helped any column several times."""
@@ -197,7 +208,7 @@ class Refinement(Method):
         state.keep(value, self.residual)
         if state.fruitless >= _FRUITLESS:
             state.reason = Reason.STAGNATED
-            self.value, self.residual, self.earlier_columns = state.best_of(value, self.residual)
+            self._settle(value, rounded)
             return
         self.notes.append(
             f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {largest_of(true):.1e}"
@@ -231,6 +242,7 @@ class Refinement(Method):
             "tol": self.tol,
             "details": details,
             "residual_rows": self.sample,
+            **self.certain,
             "rank": self.method.rank,
             "dtype": str(self.system.dtype).removeprefix("torch."),
             "preconditioner": self.method.describe(),
@@ -241,7 +253,7 @@ class Refinement(Method):
         n = self.system.n
         if n <= _SAMPLE or (not quick and (n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS)):
             _, rounded, value = self._true_residual()
-            self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(rounded))
+            self._settle(value, rounded)
             return
         self.value = self.weights().to(self.out_dtype)
         rows = torch.randperm(n, generator=generator(n, "rows of a residual"))[:_SAMPLE].to(self.b.device)

@@ -1,0 +1,99 @@
+"""What is certain about a solution: how far it is at the most from the exact one, in the norm of the matrix.
+
+With ``A = K + D``, D the noise, and ``r = b - A w``, ``||w - A^-1 b||_A^2 = r^T A^-1 r``.  A kernel matrix K is
+positive semidefinite, so ``D <= A`` and ``r^T A^-1 r <= r^T D^-1 r``; where ``F F^T <= K``, as it is for every Nystrom
+approximation, ``P = F F^T + D <= A`` and ``r^T A^-1 r <= r^T P^-1 r``, which is much less.  The mean ``c^T w`` at x,
+c = k(X, x), is then within ``(c^T A^-1 c)^1/2 ||w - A^-1 b||_A <= k(x, x)^1/2 ||w - A^-1 b||_A`` of the exact one, by
+the inequality of Cauchy and Schwarz.  Reference: Artemev, Burt, van der Wilk, "Tighter bounds on the log marginal
+likelihood of Gaussian process regression using conjugate gradients" (arXiv:2102.08314).
+
+Rounding is a part of it.  That of r is bounded from its terms; sums of n terms count ``2 n^1/2 + 8`` roundoffs of the
+sum of their absolute values (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019).
+``P^-1 r`` need not be exact: for any z, ``r^T P^-1 r <= r^T z + e^T z + e^T D^-1 e`` with ``e = r - P z``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operators import KernelMatrix, LowRankPlusDiagonal
+from ..operators.access import diagonal
+from ..operators.rounding import entry_rounding
+from .problem import System
+
+_EPS = torch.finfo(torch.float64).eps
+_BELOW = 16.0  # roundoffs of the trace of K that F F^T may be above K, or K below 0
+
+
+def summing(terms: int) -> float:
+    """The error of a float64 sum of so many products, over the sum of their absolute values."""
+    return _EPS * (2 * terms**0.5 + 8)
+
+
+class Certificate:
+    """Of solutions of one system, or of a batch of them; it costs no product with K.
+
+    :param preconditioner: P, or None; used where it is certain to lie below A.
+    :param below: whether ``F F^T <= K`` for its factor (:attr:`sketchgp.preconditioners.Preconditioner.below`).
+    :ivar known: False where nothing is certain: the noise is not positive or near the roundoff of K, or the entries of
+        K are not a kernel's to float64.
+    :ivar scale: ``(..., 1)``, the largest ``(k(x, x) / noise)^1/2``: no prediction at a point of such a prior variance
+        is further from the exact one, in deviations of an observation, than that times the bound.
+    """
+
+    def __init__(self, system: System, preconditioner: LowRankPlusDiagonal | None, below: bool = False) -> None:
+        self.noise = system.noise.to(torch.float64).unsqueeze(-1)
+        rounding = entry_rounding(system.operator) if bool((self.noise > 0).all()) else None
+        self.known = rounding is not None
+        if rounding is None:
+            return
+        prior = diagonal(system.operator).to(torch.float64).clamp(min=0)
+        self.root = prior.sqrt().unsqueeze(-1)
+        least = self.noise.amin(dim=-2)
+        self.scale = (prior.amax(dim=-1, keepdim=True) / least).sqrt()
+        self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
+        self.known = bool((self.slack > 0.5).all())
+        self.entries, self.sums = rounding, summing(system.n)
+        self.factor = None
+        exact = isinstance(system.operator, KernelMatrix) or system.dtype == torch.float64
+        if preconditioner is not None and below and exact:
+            shifted = (preconditioner.diagonal_part.unsqueeze(-1) > self.noise * (1 + 4 * _EPS)).any()
+            self.factor = None if bool(shifted) else preconditioner
+
+    def bounds(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
+        """``(3, ..., t)``: at least ``||value - A^-1 b||_A``, column by column; and below and above ``b^T A^-1 b``.
+
+        :param r: ``b - A value``, of one float64 product; ``(..., n, t)`` each, float64.
+        """
+        squared = (r.square() / self.noise).sum(dim=-2)
+        if self.factor is not None:
+            z = self.factor.apply_inverse(r)
+            inner = self.factor.factor.mT @ z
+            e = r - self.factor.factor @ inner - self.noise * z
+            by_factor = ((r + e) * z).sum(dim=-2) + (e.square() / self.noise).sum(dim=-2)
+            size = (z.abs() * (r.abs() + self.root * inner.norm(dim=-2, keepdim=True))).sum(dim=-2)
+            squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
+        rounding = self._rounding(b, value, r)
+        error = (squared.sqrt() + (rounding.square() / self.noise).sum(dim=-2).sqrt()) / self.slack.sqrt()
+        form = (value * (b + r)).sum(dim=-2)  # 2 b^T w - w^T A w, which the squared error is missing from
+        of_form = (value.abs() * (rounding + self.sums * (b.abs() + r.abs()))).sum(dim=-2)
+        return torch.stack([error, form - of_form, form + of_form + error.square()])
+
+    def of(self, b: Tensor, value: Tensor, r: Tensor) -> dict[str, Tensor]:
+        """What a report has of it, by :meth:`facts`."""
+        return self.facts(self.bounds(b, value, r)) if self.known else {}
+
+    def facts(self, bounds: Tensor) -> dict[str, Tensor]:
+        """For a report: of all systems one after the other, on the CPU; nothing where nothing is certain."""
+        if not self.known:
+            return {}
+        error, flat = bounds[0], bounds.flatten(1).cpu()
+        deviations = (error * self.scale).reshape(-1).cpu()
+        return {"error_bound": flat[0], "certain_deviations": deviations, "quadratic_bounds": flat[1:]}
+
+    def _rounding(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
+        """``(..., n, t)``: at least the errors of r."""
+        size = value.abs()
+        of_product = self.root * (self.root * size).sum(dim=-2, keepdim=True)
+        return (self.entries + self.sums) * of_product + 4 * _EPS * (self.noise * size + b.abs() + r.abs())

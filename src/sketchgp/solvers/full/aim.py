@@ -1,0 +1,133 @@
+"""Solving until predictions are right: ``tol="posterior"``, by an estimate, and ``tol="certified"``, by a bound.
+
+While conjugate gradients go on, the mean at some points is followed: an iteration changes ``c^T w`` by ``alpha c^T p``,
+which costs n operations a point.  Between two iterations the residual has changed by ``A (w' - w)``, and the mean by
+``c^T (w' - w)``: so much error of the mean comes with so much residual.  That ratio varies little, from iteration to
+iteration and between what an iteration took and what rounding leaves, so that the residual that is left, times the
+largest ratio of late, says how far the mean is still off.  It is an estimate: of some points, of one solve.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..certificate import Certificate
+
+LEVEL = 0.01  # posterior deviations of an observation
+_FALL = 3.0  # of the residual over the window that a ratio is of
+_RECENT = 0.25  # of the iterations: the largest ratio of these counts
+_SAFETY = 2.0  # of an estimate: there are more points than those that are followed
+_FIRST = 3  # iterations before it is believed
+_MARGIN = 0.7  # of the bound that the recurrence aims at; it knows nothing of rounding
+
+
+class Aim:
+    """The tolerance of the residual of each column, found out as the solve goes on.
+
+    :param norm: ``(..., t)`` of the right-hand sides.
+    :param weights: what is followed, k(X, x) over the deviation at x, ``(..., n, p)``; None for ``"certified"``.
+    :ivar tolerance: ``(..., t)``, of the relative residual; 0 while nothing is known.
+    :ivar margin: of the bound that the recurrence is to come to; less where the true one was still too large then.
+    """
+
+    def __init__(self, norm: Tensor, certificate: Certificate, weights: Tensor | None) -> None:
+        self.norm, self.certificate, self.weights = norm, certificate, weights
+        self.tolerance = torch.zeros_like(norm)
+        self.margin = _MARGIN
+        count = 0 if weights is None else weights.shape[-1]
+        self.values = norm.new_zeros(0, count, norm.numel())  # of every iteration; the first is 0
+        self.residuals, self.ratios = norm.new_zeros(0, norm.numel()), norm.new_zeros(0, norm.numel())
+        self.used = 0
+
+    @property
+    def trail(self) -> list[Tensor]:
+        """What a checkpoint must bring back."""
+        parts = [part[: self.used] for part in (self.values, self.residuals, self.ratios)]
+        return [*parts, self.tolerance, self.norm.new_tensor(self.margin)] if self.used else []
+
+    @trail.setter
+    def trail(self, parts: list[Tensor]) -> None:
+        if parts and parts[0].shape[1:] == self.values.shape[1:]:
+            self.values, self.residuals, self.ratios, self.tolerance, margin = parts
+            self.used, self.margin = len(self.values), float(margin)
+
+    def _grow(self) -> None:
+        if self.used == len(self.residuals):
+            for name in ("values", "residuals", "ratios"):
+                part = getattr(self, name)
+                setattr(self, name, torch.cat([part, part.new_zeros(max(64, len(part)), *part.shape[1:])]))
+
+    def begin(self, residual: Tensor) -> None:
+        """:param residual: relative, ``(..., t)``, of the start."""
+        self._grow()
+        self.residuals[0], self.used = (residual * self.norm).reshape(-1), 1
+
+    def follow(self, alpha: Tensor, p: Tensor, index: Tensor, residual: Tensor) -> None:
+        """An iteration has gone from w to ``w + alpha p`` in the columns ``index``.
+
+        :param residual: relative, ``(..., t)``, after it.
+        """
+        if self.weights is None:
+            return
+        if not self.used:  # resumed from a solve that followed nothing
+            self.begin(residual)
+            return
+        self._grow()
+        step = self.norm.new_zeros(*self.norm.shape[:-1], self.weights.shape[-1], self.norm.shape[-1])
+        step[..., index] = (self.weights.mT @ p) * alpha.unsqueeze(-2)
+        now, k = (residual * self.norm).reshape(-1), self.used
+        self.values[k] = self.values[k - 1] + step.movedim(-2, 0).flatten(1)
+        self.residuals[k] = now
+        fallen = self.residuals[:k] >= _FALL * now
+        since = torch.where(fallen, torch.arange(k, device=now.device).unsqueeze(-1), 0).amax(dim=0)
+        columns = torch.arange(len(now), device=now.device)
+        for start in (since, (2 * since - k).clamp(min=0)):
+            moved = (self.values[k] - self.values[start, :, columns].mT).abs().amax(dim=0)
+            ratio = moved / (self.residuals[start, columns].square() + now.square()).sqrt()
+            self.ratios[k] = torch.maximum(self.ratios[k], ratio.nan_to_num(0.0))
+        self.used = k + 1
+        if k >= _FIRST:
+            self.tolerance = LEVEL / (self._ratio() * self.norm)
+
+    def weigh(self, energy: Tensor, s: Tensor, index: Tensor, residual: Tensor) -> None:
+        """For ``"certified"``: by what the bound is over the residual now.
+
+        :param energy: ``s^T P^-1 s`` of the residual s ``(..., n, columns)`` of the columns ``index``.
+        """
+        if self.weights is not None:
+            return
+        by_noise = (s.square() / self.certificate.noise).sum(dim=-2)
+        squared = by_noise if self.certificate.factor is None else torch.minimum(energy, by_noise)
+        bound = squared.clamp(min=torch.finfo(squared.dtype).tiny).sqrt() * self.certificate.scale
+        self.tolerance = self.tolerance.clone()
+        self.tolerance[..., index] = self.margin * LEVEL * residual[..., index] / bound
+
+    def _ratio(self) -> Tensor:
+        """Deviations over residual, with what makes it safe."""
+        k = self.used - 1
+        recent = self.ratios[self.used - 1 - int(_RECENT * k) : self.used].amax(dim=0)
+        return (_SAFETY * recent).clamp(min=torch.finfo(recent.dtype).tiny).reshape(self.norm.shape)
+
+    def deviations(self, residual: Tensor, bound: Tensor) -> Tensor:
+        """``(..., t)`` how far any prediction is off, as estimated, or as is certain where that is less (or asked for).
+
+        :param residual: true and relative; :param bound: :attr:`sketchgp.SolveReport.error_bound`; ``(..., t)`` each.
+        """
+        certain = bound * self.certificate.scale if self.certificate.known else torch.full_like(bound, torch.inf)
+        if self.weights is None or self.used < 2:
+            return certain
+        return torch.minimum(certain, self._ratio() * residual * self.norm)
+
+    def facts(self, residual: Tensor, bound: Tensor) -> dict[str, Any]:
+        """For the report."""
+        if self.weights is None:
+            return {"tol": LEVEL, "judged": "bound"}
+        deviations = self.deviations(residual, bound).reshape(-1).cpu()
+        return {"tol": LEVEL, "judged": "predictions", "deviations": deviations}
+
+    def met(self, residual: Tensor, bound: Tensor) -> Tensor:
+        """Which columns are where they are to come to."""
+        return self.deviations(residual, bound) <= LEVEL
