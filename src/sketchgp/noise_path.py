@@ -78,7 +78,7 @@ def noise_path(
     model: ExactGP,
     noises: Tensor | Iterable[float],
     exact: bool | None = None,
-    num_probes: int = 32,
+    num_probes: int = 16,
     seed: int = 0,
     progress: bool | None = None,
 ) -> NoisePath:
