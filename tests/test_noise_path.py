@@ -173,3 +173,11 @@ def test_other_models_are_refused() -> None:
 def test_noises_that_are_none_are_refused(noises: Any) -> None:
     with pytest.raises(sketchgp.InputError, match="noises"):
         sketchgp.noise_path(build(), noises)
+
+
+def test_what_does_not_fit_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sketchgp.memory.available_memory", lambda device: 1000)
+    with pytest.raises(sketchgp.InputError, match=r"noise_path\(exact=True\) for n = 180 needs .*use exact=False"):
+        sketchgp.noise_path(build(), GRID, exact=True)
+    with pytest.raises(sketchgp.InputError, match=r"leave_one_out\(exact=True\) for n = 180 needs .*use exact=False"):
+        sketchgp.leave_one_out(build(), exact=True)

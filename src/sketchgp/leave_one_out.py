@@ -17,6 +17,7 @@ from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference.full_scale import FullScale
 from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
+from .memory import require_memory
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.posterior import strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
@@ -120,6 +121,8 @@ def leave_one_out(
         if exact is None:
             exact = _affordable(data.system) or isinstance(acceleration.solver, Cholesky)
         if exact:
+            n, device = data.system.n, data.system.noise.device
+            require_memory(factor_bytes(n, 1), device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
             weights, diagonal, report = exact_diagonal(data.system, data.residual)
             return _result(model, data, weights, diagonal, None, report, None)
         weights, mean_report = _weights(model, data)
