@@ -180,7 +180,7 @@ def report(results: dict[str, Any]) -> str:
             for one in run["totals"].values():
                 deviation = (one["error"] ** 2 + one["right_error"] ** 2) ** 0.5
                 off = (one["value"] - one["right"]) / deviation
-                totals += [f"{one['value']:.5g} ± {one['error']:.1g}", f"{one['right']:.5g}", f"{off:+.1f}"]
+                totals += [f"{one['value']:.4g} ± {one['error']:.1g}", f"{one['right']:.4g}", f"{off:+.1f}"]
             spread = (middle, f"{low} to {high}", f"{least} to {most}", f"{run['scaled']:.2f}")
             probed.append([*begin, *spread, *totals, f"{run['iterations']}, {run['iterations_mean']}", price])
         else:
@@ -196,7 +196,7 @@ def report(results: dict[str, Any]) -> str:
         "Float32. Prices are CPU seconds over those of the posterior mean of a fresh model.", "",
         "## Exact, beside brute force", "",
         table([*start, "largest error of a mean", "of a variance, relative", "price"], brute), "",
-        "## By 32 probes", "",
+        "## By 16 probes", "",
         "Variances over exact ones; their deviation in standard errors (root mean square); totals, what they are by "
         "factorization or by 256 other probes, and the difference in standard errors; iterations of the probes and of "
         "the mean.", "",

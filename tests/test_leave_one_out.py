@@ -123,7 +123,7 @@ def test_probes_take_the_weights_that_the_model_has() -> None:
         with sketchgp.record_solves() as solves:
             first = sketchgp.leave_one_out(model, exact=False)
             again = sketchgp.leave_one_out(model, exact=False)
-    assert [one.columns for one in solves] == [32, 32]
+    assert [one.columns for one in solves] == [16, 16]
     assert first.mean_report is not None and first.mean_report.columns == 1
     assert torch.equal(first.variance, again.variance) and "probes" in repr(first)
 

@@ -113,9 +113,9 @@ def test_bounds_that_are_near_each_other_take_the_place_of_probes() -> None:
 
 def test_earlier_noises_start_the_later_ones() -> None:
     model, _ = SOLVED["bare-matern"].build()
-    model.set_train_data(points(400, 5), normal(400), strict=False)
+    model.set_train_data(points(300, 5), normal(300), strict=False)
     sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=10))
-    grid = [10 ** (-k / 4) for k in range(13)]
+    grid = [10 ** (-k / 3) for k in range(9)]
     with iterative():
         together = sketchgp.noise_path(model, grid, exact=False, num_probes=8)
         alone = [sketchgp.noise_path(model, [noise], exact=False, num_probes=8) for noise in grid]
@@ -173,3 +173,11 @@ def test_other_models_are_refused() -> None:
 def test_noises_that_are_none_are_refused(noises: Any) -> None:
     with pytest.raises(sketchgp.InputError, match="noises"):
         sketchgp.noise_path(build(), noises)
+
+
+def test_what_does_not_fit_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sketchgp.memory.available_memory", lambda device: 1000)
+    with pytest.raises(sketchgp.InputError, match=r"noise_path\(exact=True\) for n = 180 needs .*use exact=False"):
+        sketchgp.noise_path(build(), GRID, exact=True)
+    with pytest.raises(sketchgp.InputError, match=r"leave_one_out\(exact=True\) for n = 180 needs .*use exact=False"):
+        sketchgp.leave_one_out(build(), exact=True)

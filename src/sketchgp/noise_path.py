@@ -19,6 +19,7 @@ from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
+from .memory import require_memory
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.training_matrix import TrainingMatrix
 from .report import SolveReport
@@ -78,7 +79,7 @@ def noise_path(
     model: ExactGP,
     noises: Tensor | Iterable[float],
     exact: bool | None = None,
-    num_probes: int = 32,
+    num_probes: int = 16,
     seed: int = 0,
     progress: bool | None = None,
 ) -> NoisePath:
@@ -122,6 +123,7 @@ def noise_path(
             fits = _EXACT_BYTES * n * n <= memory_budget.value(noise.device)
             exact = fits and n**3 <= _EXACT_WORK.get(noise.device.type, 1e10)
         if exact:
+            require_memory(_EXACT_BYTES * n * n, noise.device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
             return _result(exact_path(data.system, data.residual, grid), True)
         built, choice = None, acceleration.preconditioner
         shift: Tensor | float = 0.0

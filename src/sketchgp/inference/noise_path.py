@@ -177,11 +177,11 @@ class NoisePath:
     def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
         """``log det A - log det P``, its standard error, and the report of the solve."""
         stream = generator(self.seed, "probe vectors of log determinants")
-        count = max(2, self.probes // 2)  # an error of half as many is small beside that of leave-one-out
-        normal = [torch.randn(rows, count, dtype=torch.float64, generator=stream) for rows in (built.rank, self.n)]
+        shapes = (built.rank, self.probes), (self.n, self.probes)
+        normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]
         u = built.sample(*(part.to(self.residual.device) for part in normal))
         use = built if built.rank else None
-        _, report, matrices = self.rough.run(system, u, use, name=name, lanczos_columns=count)
+        _, report, matrices = self.rough.run(system, u, use, name=name, lanczos_columns=self.probes)
         assert matrices is not None
         values, vectors = torch.linalg.eigh(matrices)
         logs = (vectors[:, 0].square() * values.clamp(min=1e-300).log()).sum(dim=1)
@@ -191,4 +191,4 @@ class NoisePath:
         else:
             squares = (u * built.apply_inverse(u)).sum(dim=0)
         each = squares * logs
-        return float(each.mean()), float(each.std() / count**0.5), report
+        return float(each.mean()), float(each.std() / self.probes**0.5), report
