@@ -1,0 +1,127 @@
+"""How many columns pay: the automatic rank, from what is left of the trace as columns are added and from fixed prices.
+
+Nothing is timed, so that results do not depend on the clock: operations have prices, by device and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from linear_operator.operators import DenseLinearOperator, LinearOperator
+
+from ..operators import KernelMatrix
+from ..operators.access import Access, terms
+from ..operators.engines import DENSE, choose
+
+_LEAST = 10  # columns before which the decay of the trace says nothing
+_BACK = 1.5  # the decay is that since there were so many times fewer columns
+# Iterations to a residual of 1e-3 are 2 (1 + 3 l)^0.4, l the largest eigenvalue of what is left, over the noise.
+# Fitted on 22 data sets, 3 kernels and noises of 0.1, 0.01 and 1e-4 (benchmarks/rank.py): off by a factor of 2, mostly.
+_FACTOR, _SPREAD, _POWER = 2.0, 3.0, 0.4
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Nanoseconds of the parts of a solve.
+
+    :ivar flop: one of a float64 matrix product; :ivar apply: an entry of F in ``P^-1 v``, which reads it twice;
+        :ivar stored: an entry of a stored float64 matrix in a product with one vector (float32: half);
+        :ivar tile: one pass over an entry of a float32 tile, taken for two entries of a symmetric matrix (float64:
+        twice); :ivar feature: of an entry's distance (likewise); :ivar single: what an entry of a column costs beside
+        two of a float64 tile; :ivar step: an iteration or a round of columns, whatever its size.
+    """
+
+    flop: float
+    apply: float
+    stored: float
+    tile: float
+    feature: float
+    single: float
+    step: float
+
+
+# CPU: one core of an Intel Xeon (AVX-512).  More cores, or older ones, change all of them by much the same factor.
+# Others: estimated from the data sheet of an Nvidia H100 (67 teraflops in float64, 3.4 TB a second); not measured.
+_CPU = Prices(flop=0.014, apply=0.65, stored=0.5, tile=0.9, feature=0.007, single=6.0, step=3e5)
+_OTHER = Prices(flop=2e-5, apply=5e-3, stored=2.5e-3, tile=1.5e-3, feature=3e-5, single=1e-2, step=3e5)
+
+_PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
+_GENERIC = 3  # passes of a kernel without fast tiles
+
+
+class Costs:
+    """Of an iteration of conjugate gradients and of one more column of F, for one matrix.
+
+    :param one_by_one: whether columns are made one at a time, by products with a vector, instead of in blocks.
+    """
+
+    def __init__(self, matrix: Access, one_by_one: bool = False) -> None:
+        self.n, self.prices = matrix.n, _CPU if matrix.device.type == "cpu" else _OTHER
+        # of an entry of F: the column is made orthogonal to it, and meets it again in F^T D^-1 F
+        self.build = 4 * self.prices.flop + (self.prices.apply / 2 if one_by_one else 0)
+        product = column = 0.0
+        for _, part in terms(matrix.source):
+            tile, stored = self._tile(part, torch.float64), self._stored(part)
+            product += stored or self._tile(part, part.dtype)
+            column += 2 * tile + self.prices.single
+        self.product, self.entry = product, column
+
+    def _tile(self, part: LinearOperator, dtype: torch.dtype) -> float:
+        """An entry of a product by tiles."""
+        passes, width = _GENERIC, 0
+        if isinstance(part, KernelMatrix):
+            width = part.x1.shape[-1]
+            if part.expression is not None:
+                passes = sum(_PASSES.get(atom.profile.name, _GENERIC) for atom in part.expression.atoms)
+        return (passes * self.prices.tile + width * self.prices.feature) * (dtype.itemsize / 4)
+
+    def _stored(self, part: LinearOperator) -> float:
+        """An entry of a product with a stored matrix; 0 for one that is not stored."""
+        kept = choose(part) is DENSE if isinstance(part, KernelMatrix) else isinstance(part, DenseLinearOperator)
+        return self.prices.stored * part.dtype.itemsize / 8 if kept else 0.0
+
+    def iteration(self, rank: int) -> float:
+        """With a factor of this rank."""
+        product = self.n**2 * self.product
+        return product + (self.n + rank) * rank * self.prices.apply + self.prices.step
+
+    def column(self, rank: int) -> float:
+        """One more beside so many; a round brings about a third of that, and at most fifty."""
+        made = self.n * (self.entry + rank * self.build)
+        return made + self.prices.step / max(1.0, min(50.0, rank / 3))
+
+
+class RankByCost:
+    """Asked as columns are added: are there enough?
+
+    Columns are added while the iterations that they are predicted to save cost more than the columns.  The largest
+    eigenvalue of ``D^-1/2 (K - F F^T) D^-1/2`` is taken to be ``a e / r``, e what is left of the trace after r columns
+    and ``r^-a`` the decay of e per point that is no pivot, over the last third of the columns: eigenvalues that all
+    points share alike, which no column takes away from the others, do not count.
+
+    :param costs: of iterations and columns.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._seen: list[tuple[int, float]] = []
+
+    def __call__(self, rank: int, left: float) -> bool:
+        """:param rank: columns so far; :param left: ``sum(residual / noise)``, now that there are so many."""
+        n = self.costs.n
+        if left <= 1 or rank >= n:  # the condition number is at most 2
+            return True
+        share = left / (n - rank)
+        self._seen.append((rank, share))
+        if rank < _LEAST:
+            return False
+        before, was = next((seen for seen in reversed(self._seen) if _BACK * seen[0] <= rank), self._seen[0])
+        if not 0 < before < rank:
+            return False
+        decay = max(0.0, math.log(was / share) / math.log(rank / before))
+        largest = _SPREAD * decay * left / rank
+        iterations = _FACTOR * (1 + largest) ** _POWER
+        saved = _POWER * (1 + decay) * largest / (1 + largest) * iterations / rank  # by one column
+        return saved * self.costs.iteration(rank) < self.costs.column(rank)
