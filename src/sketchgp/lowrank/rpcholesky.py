@@ -95,7 +95,6 @@ def rpcholesky(
     return LowRank(factor if done == factor.shape[1] else factor[:, :done].contiguous(), chosen_all, residual)
 
 
-
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Indices drawn independently with probability proportional to ``scores``, by inverting the cumulative sum."""
     cumulative = scores.cumsum(0)
