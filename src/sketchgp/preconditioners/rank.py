@@ -65,8 +65,8 @@ class Costs:
 
     def __init__(self, matrix: Access, one_by_one: bool = False) -> None:
         self.n, self.prices = matrix.n, _CPU if matrix.device.type == "cpu" else _OTHER
-        # of an entry of F: the column is made orthogonal to it, and meets it again in F^T D^-1 F
-        self.build = 4 * self.prices.flop + (self.prices.apply / 2 if one_by_one else 0)
+        # of an entry of F: the column is made orthogonal to it, and meets it again in half of F^T D^-1 F
+        self.build = 3 * self.prices.flop + (self.prices.apply / 2 if one_by_one else 0)
         product = column = width = 0.0
         for _, part in terms(matrix.source):
             tile, stored = self._tile(part, torch.float64), self._stored(part)
