@@ -237,7 +237,7 @@ def test_the_automatic_rank_is_near_the_cheapest(lengthscale, level):
     n = 600
     operator = KernelMatrix.of(_kernel(lengthscale=lengthscale), points(n), engine="dense")
     noise, costs, spent = torch.full((n,), level, dtype=torch.float64), Costs(Access(operator)), {}
-    for rank in (None, 15, 40, 80, 150, 290):
+    for rank in (None, 15, 60, 240):
         built = RPCholesky(rank).build(operator, noise)
         run = ConjugateGradients(tol=1e-3).run(System(operator, noise), normal(n, 1), built)
         columns = sum(costs.column(r) for r in range(built.rank))
