@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from linear_operator.operators import DenseLinearOperator, LinearOperator
 
 from ..operators import KernelMatrix
 from ..operators.access import Access, terms
@@ -50,7 +50,7 @@ class Prices:
 
 # CPU: one core of an Intel Xeon (AVX-512).  More cores, or older ones, change all of them by much the same factor.
 # Others: estimated from the data sheet of an Nvidia H100 (67 teraflops in float64, 3.4 TB a second); not measured.
-_CPU = Prices(flop=0.014, apply=0.65, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
+_CPU = Prices(flop=0.014, apply=1.0, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
 _OTHER = Prices(flop=2e-5, apply=5e-3, stored=2.5e-3, tile=1.5e-3, feature=3e-5, single=1e-2, row=1e-2, step=3e5)
 
 _PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
@@ -76,7 +76,7 @@ class Costs:
         self.product, self.entry = product, column
         self.round = self.prices.step + self.n * width * self.prices.row
 
-    def _tile(self, part: LinearOperator, dtype: torch.dtype) -> float:
+    def _tile(self, part: Any, dtype: torch.dtype) -> float:
         """An entry of a product by tiles."""
         passes, width = _GENERIC, 0
         if isinstance(part, KernelMatrix):
@@ -85,9 +85,11 @@ class Costs:
                 passes = sum(_PASSES.get(atom.profile.name, _GENERIC) for atom in part.expression.atoms)
         return (passes * self.prices.tile + width * self.prices.feature) * (dtype.itemsize / 4)
 
-    def _stored(self, part: LinearOperator) -> float:
+    def _stored(self, part: Any) -> float:
         """An entry of a product with a stored matrix; 0 for one that is not stored."""
-        kept = choose(part) is DENSE if isinstance(part, KernelMatrix) else isinstance(part, DenseLinearOperator)
+        kept = (
+            choose(part) is DENSE if isinstance(part, KernelMatrix) else torch.is_tensor(getattr(part, "tensor", None))
+        )
         return self.prices.stored * part.dtype.itemsize / 8 if kept else 0.0
 
     def iteration(self, rank: int) -> float:
