@@ -227,7 +227,7 @@ def test_columns_that_save_nothing_are_not_taken(name):
 
 
 def test_columns_are_worth_more_where_products_cost_more():
-    stored, tiled = (_rank("rpcholesky", 0.3, 1e-2, engine=engine) for engine in ("dense", "tiled"))
+    stored, tiled = (_rank("rpcholesky", 0.15, 1e-2, engine=engine) for engine in ("dense", "tiled"))
     assert 1.05 * stored < tiled
 
 
@@ -525,6 +525,17 @@ def test_pivots_are_training_points():
     pivots = cache.pivots(_operator(), _noise("constant"))
     assert len(pivots.unique()) == 15
     assert PreconditionerCache(Nystrom(15)).pivots(_operator(), _noise("constant")) is None
+
+
+def test_pivots_of_an_automatic_rank_are_many():
+    """What asks for them are variances, which do not get cheaper by taking few."""
+    operator, noise = _operator(n=300, lengthscale=2.0), _noise("constant", 300)
+    cache = PreconditionerCache(RPCholesky())
+    few = cache.get(operator, noise).rank
+    pivots = cache.pivots(operator, noise)
+    assert few < 100 < len(pivots.unique()) == len(pivots) <= math.ceil(10 * math.sqrt(300))
+    assert cache.pivots(operator, noise) is pivots
+    assert cache.get(operator, noise).rank == few
 
 
 def test_names_and_equality():

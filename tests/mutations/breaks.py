@@ -735,10 +735,17 @@ BREAKS = (
     ),
     Break(
         "preconditioners/rank.py",
-        "return saved * self.costs.iteration(rank) < self.costs.column(rank)",
-        "return saved < self.costs.column(rank)",
+        "return saved * self.costs.iteration(rank) < price",
+        "return saved < price",
         PRECONDITIONERS,
         "an iteration costs nothing",
+    ),
+    Break(
+        "preconditioners/cache.py",
+        "if found is None or self.choice.rank is not None or found.shape[-1] >= wanted:",
+        "if True:",
+        PRECONDITIONERS,
+        "low-rank variances are made of the few pivots of a cheap solve",
     ),
     Break(
         "lowrank/factor.py",

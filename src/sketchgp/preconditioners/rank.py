@@ -18,10 +18,10 @@ from ..operators.engines import DENSE, choose
 _LEAST = 10  # columns before which the decay of the trace says nothing
 _BACK = 1.5  # the decay is that since there were so many times fewer columns
 _SHARE = 0.5  # of n beyond which a factor costs what a Cholesky factorization of K would
-# Iterations to a residual of 1e-3 are 2.5 (1 + 3 l / (1 + s))^0.4, where l is the largest eigenvalue of what is left
+# Iterations to a residual of 1e-3 are 3.5 (1 + 3 l / (1 + s))^0.4, where l is the largest eigenvalue of what is left
 # and s the least, over the noise: s is 0.03 of their mean where the trace does not fall, and goes with exp(-10 decay).
 # Fitted on 22 data sets, 3 kernels and noises of 0.1, 0.01 and 1e-4.
-_FACTOR, _SPREAD, _POWER, _FLOOR, _FALL = 2.5, 3.0, 0.4, 0.03, 10.0
+_FACTOR, _SPREAD, _POWER, _FLOOR, _FALL = 3.5, 3.0, 0.4, 0.03, 10.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,10 @@ class Costs:
         product = self.n**2 * self.product
         return product + (self.n + rank) * rank * self.prices.apply + self.prices.step
 
+    def widening(self, rank: int) -> float:
+        """What one more column adds to an iteration."""
+        return (self.n + 2 * rank) * self.prices.apply
+
     def column(self, rank: int) -> float:
         """One more beside so many; a round brings about a third of that, and at most fifty."""
         made = self.n * (self.entry + rank * self.build)
@@ -134,4 +138,5 @@ class RankByCost:
         largest = _SPREAD * decay * left / rank / (1 + _FLOOR * share * math.exp(-_FALL * decay))
         iterations = _FACTOR * (1 + largest) ** _POWER
         saved = _POWER * (1 + decay) * largest / (1 + largest) * iterations / rank  # by one column
-        return saved * self.costs.iteration(rank) < self.costs.column(rank)
+        price = self.costs.column(rank) + iterations * self.costs.widening(rank)
+        return saved * self.costs.iteration(rank) < price
