@@ -122,6 +122,27 @@ def test_weights_stop_early():
         assert float((weights * low_rank.residual).sum()) <= 1.0
 
 
+@pytest.mark.parametrize("method", [rpcholesky, greedy_cholesky])
+def test_a_factor_that_grows(method):
+    """Of no certain rank: it ends where it is told to, with columns like those of one that was made at once."""
+    matrix = dense(set_scales(RBFKernel(), lengthscale=0.05), points(400))
+    asked: list[tuple[int, float]] = []
+
+    def enough(rank: int, left: float) -> bool:
+        asked.append((rank, left))
+        return rank >= 300
+
+    options = {} if method is greedy_cholesky else {"generator": seeded()}
+    low_rank = method(as_access(matrix), 400, enough=enough, **options)
+    rank = low_rank.factor.shape[1]
+    assert 300 <= rank < 400
+    assert asked[-1][0] == rank
+    assert asked[-1][1] == pytest.approx(low_rank.trace)
+    part = low_rank.factor @ low_rank.factor.mT
+    assert relative(part[:, low_rank.pivots], matrix[:, low_rank.pivots]) < 1e-8
+    assert relative(matrix.diagonal() - part.diagonal(), low_rank.residual) < 1e-8
+
+
 WEIGHTED = {
     "accelerated": lambda a, r, **options: rpcholesky(a, r, generator=seeded(), **options),
     "block": lambda a, r, **options: rpcholesky(a, r, generator=seeded(), method="block", block_size=3, **options),

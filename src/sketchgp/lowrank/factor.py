@@ -11,6 +11,8 @@ from ..errors import NumericalError
 from ..operators.access import Access
 from ..operators.pivoted_plus_diagonal import columns_over_root
 
+BEGIN = 128  # columns that a factor of no certain rank begins with
+
 
 @dataclass
 class LowRank:
@@ -55,6 +57,13 @@ class Scores:
     def total(self, residual: Tensor) -> float:
         """``sum(weights * residual)``."""
         return float((residual if self.weights is None else residual * self.weights).sum())
+
+
+def widened(factor: Tensor, columns: int) -> Tensor:
+    """F ``(n, r)`` with zeros on the right, up to so many columns."""
+    wider = factor.new_zeros(factor.shape[0], columns)
+    wider[:, : factor.shape[1]] = factor
+    return wider
 
 
 def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:

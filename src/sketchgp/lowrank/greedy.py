@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..operators.access import Access
-from .factor import LowRank, Scores
+from .factor import BEGIN, LowRank, Scores, widened
 
 
 @torch.no_grad()
-def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None, tol: float = 0.0) -> LowRank:
+def greedy_cholesky(
+    matrix: Access,
+    rank: int,
+    *,
+    weights: Tensor | None = None,
+    tol: float = 0.0,
+    enough: Callable[[int, float], bool] | None = None,
+) -> LowRank:
     """Partial Cholesky factor of one matrix with diagonal (complete) pivoting.
 
     Deterministic.  Good when the residual is spread evenly; it chases outliers otherwise, and is slower than
@@ -20,6 +29,8 @@ def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None,
     :param rank: the most columns to take.
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
     :param tol: stop when ``sum(weights * residual) <= tol``.
+    :param enough: asked before each column with the number of columns and ``sum(weights * residual)``: whether to stop.
+        With it memory is taken as columns come.
     :returns: the factor in float64 with its pivots.
     """
     diagonal = matrix.diagonal()
@@ -27,12 +38,16 @@ def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None,
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
-    factor = torch.zeros(n, rank, dtype=torch.float64, device=device)
+    factor = torch.zeros(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
         if float(residual.sum()) <= floor or scores.total(residual) <= tol:
             break
+        if enough is not None and enough(done, scores.total(residual)):
+            break
+        if done == factor.shape[1]:
+            factor = widened(factor, min(rank, 2 * done))
         wanted = scores.of(residual)
         best = wanted.argmax()
         new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]
@@ -43,4 +58,4 @@ def greedy_cholesky(matrix: Access, rank: int, *, weights: Tensor | None = None,
         residual = (residual - new.square()).clamp_(min=0)
         residual[best] = 0
         done += 1
-    return LowRank(factor[:, :done].contiguous() if done < rank else factor, pivots[:done], residual)
+    return LowRank(factor if done == factor.shape[1] else factor[:, :done].contiguous(), pivots[:done], residual)

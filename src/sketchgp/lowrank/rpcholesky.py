@@ -6,11 +6,13 @@ Epperly, Tropp, Webber, "Embrace rejection" (arXiv:2410.03969), Algorithm 2.1 (a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..operators.access import Access
-from .factor import LowRank, Scores, shifted_cholesky
+from .factor import BEGIN, LowRank, Scores, shifted_cholesky, widened
 
 
 @torch.no_grad()
@@ -23,6 +25,7 @@ def rpcholesky(
     block_size: int | None = None,
     weights: Tensor | None = None,
     tol: float = 0.0,
+    enough: Callable[[int, float], bool] | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix with random pivots.
 
@@ -35,11 +38,14 @@ def rpcholesky(
     F is still a factor of K itself.
 
     :param matrix: the symmetric positive semidefinite matrix.
-    :param rank: the most columns to take; fewer are taken when the rest of the trace is negligible.
+    :param rank: the most columns to take; fewer are taken when the rest of the trace is negligible.  Memory is taken
+        for all of them at once, unless ``enough`` is given: then as they come.
     :param generator: CPU generator that all random choices come from.
-    :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank.
+    :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank; with
+        ``enough`` the rank of the default is the number of columns so far, and it is at least 8.
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
     :param tol: stop when ``sum(weights * residual) <= tol``.
+    :param enough: asked before each round with the number of columns and ``sum(weights * residual)``: whether to stop.
     :returns: the factor in float64 with its pivots, in the order of their choice.
     """
     diagonal = matrix.diagonal()
@@ -47,7 +53,7 @@ def rpcholesky(
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    factor = torch.zeros(n, rank, dtype=torch.float64, device=device)
+    factor = torch.zeros(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
     scores = Scores(matrix, diagonal, weights)
@@ -55,7 +61,10 @@ def rpcholesky(
         wanted = scores.of(residual)
         if float(residual.sum()) <= floor or scores.total(residual) <= tol or not float(wanted.sum()) > 0:
             break
-        size = min(block, rank - done) if method == "block" else block
+        if enough is not None and enough(done, scores.total(residual)):
+            break
+        size = block if enough is None or block_size else min(block, max(8, done // 4))
+        size = min(size, rank - done) if method == "block" else size
         proposals = _draw(wanted, size, generator)
         if method == "block":
             proposals = torch.unique(proposals)
@@ -75,13 +84,15 @@ def rpcholesky(
         chosen = proposals[kept]
         new = matrix.columns(chosen) - factor[:, :done] @ rows[kept].mT
         new = torch.linalg.solve_triangular(root, new.mT, upper=False).mT
+        if done + len(chosen) > factor.shape[1]:
+            factor = widened(factor, min(rank, max(2 * done, done + len(chosen))))
         factor[:, done : done + len(chosen)] = new
         residual = (residual - new.square().sum(dim=1)).clamp_(min=0)
         residual[chosen] = 0
         pivots.append(chosen)
         done += len(chosen)
     chosen_all = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=device)
-    return LowRank(factor[:, :done].contiguous() if done < rank else factor, chosen_all, residual)
+    return LowRank(factor if done == factor.shape[1] else factor[:, :done].contiguous(), chosen_all, residual)
 
 
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -56,7 +56,7 @@ class Access:
     """
 
     def __init__(self, operator: LinearOperator) -> None:
-        self.source_dtype = operator.dtype
+        self.source, self.source_dtype = operator, operator.dtype
         self.exact = isinstance(operator, KernelMatrix)
         self.operator = operator.type(torch.float64) if self.exact else operator.evaluate_kernel()
 

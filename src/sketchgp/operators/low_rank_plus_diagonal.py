@@ -13,6 +13,7 @@ from ..errors import NumericalError
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are scaled at once, so that no second n x r array is made
+_WIDTH = 512  # columns of the symmetric C that are made at once
 
 
 class _Logdet(torch.autograd.Function):
@@ -92,7 +93,9 @@ class LowRankPlusDiagonal(LinearOperator):
             inner = torch.zeros(*self.batch_shape, self.rank, self.rank, dtype=factor.dtype, device=factor.device)
             for rows in spans(factor.shape[-2], max(1, _ENTRIES // max(self.rank, 1))):
                 part = factor[..., rows, :]
-                inner += (part / diagonal[..., rows, None]).mT @ part
+                scaled = part / diagonal[..., rows, None]
+                for across in spans(self.rank, _WIDTH):  # the lower triangle is all that is read
+                    inner[..., across.start :, across] += part[..., across.start :].mT @ scaled[..., across]
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
             root, info = torch.linalg.cholesky_ex(inner)
             positive = bool((diagonal > 0).all())  # false for NaN too

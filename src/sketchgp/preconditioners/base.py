@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +44,10 @@ class Selection:
 class Preconditioner:
     """Base class: a frozen choice of method; :meth:`build` makes the preconditioner of one matrix.
 
-    :param rank: columns of F; None chooses it from what is left of the trace, the noise and the memory budget:
-        columns are added until ``sum(residual / noise) <= 1`` (condition number at most 2), but no more than
-        ``10 sqrt(n)`` (the default of arXiv:2304.12465, section 2.1) and what the budget holds.
+    :param rank: columns of F; None chooses it by cost (:mod:`sketchgp.preconditioners.rank`): columns are added while
+        the iterations that they are predicted to save, from what is left of the trace over the noise and how fast it
+        falls, cost more than the columns do; until ``sum(residual / noise) <= 1`` (condition number at most 2) or the
+        memory budget is full.  Nothing is timed: the same problem gets the same rank.
     """
 
     rank: int | None = None
@@ -80,11 +80,15 @@ class Preconditioner:
             raise InputError(f"{self.name}(rank={self.rank}) exceeds the {n} training points; choose a rank up to n.")
 
     def rank_for(self, n: int, device: torch.device) -> int:
-        """The rank asked for, or the bound of the automatic one."""
+        """The rank asked for, or the bound of the automatic one: what the memory budget holds."""
         if self.rank is not None:
             return min(self.rank, n)
         stored = memory_budget.value(device) // (16 * n)  # two float64 arrays of n x rank
-        return max(1, min(n, math.ceil(10 * math.sqrt(n)), stored))
+        return max(1, min(n, stored, self._reach(n)))
+
+    def _reach(self, n: int) -> int:
+        """The most columns of an automatic rank, whatever the memory."""
+        return n
 
     def select(self, matrix: Access, noise: Tensor) -> Selection:
         """Decide pivots (or a test matrix) for each matrix of the batch, by its own noise; no gradients.

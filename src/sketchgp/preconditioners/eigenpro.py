@@ -40,6 +40,9 @@ class NystromEigenPro(Preconditioner):
         settle(self, count, "subsample_size", optional=True)
         settle(self, seed, "seed")
 
+    def _reach(self, n: int) -> int:
+        return math.ceil(10 * math.sqrt(n))
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         n = matrix.n
         wanted = self.subsample_size or min(10_000, max(math.ceil(20 * math.sqrt(n)), 4 * (self.rank or 1)))

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..lowrank import greedy_cholesky
 from ..operators.access import Access
 from .base import Preconditioner, Selection, _selection
+from .rank import Costs, RankByCost
 
 
 @dataclass(frozen=True)
@@ -33,5 +34,6 @@ class GreedyCholesky(Preconditioner):
         return True
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        rank, tol = self.rank_for(matrix.n, matrix.device), 1.0 if self.rank is None else 0.0
-        return _selection(greedy_cholesky(matrix, rank, weights=1 / noise, tol=tol), sequential=True)
+        rank = self.rank_for(matrix.n, matrix.device)
+        enough = RankByCost(Costs(matrix, one_by_one=True)) if self.rank is None else None
+        return _selection(greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough), sequential=True)

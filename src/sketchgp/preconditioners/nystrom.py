@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,8 @@ class Nystrom(Preconditioner):
 
     References: Frangella, Tropp, Udell (arXiv:2110.02820), Algorithm 2.1; Williams and Seeger (2001).
 
-    :param rank: columns of F, or None (automatic: doubled until ``sum(residual / noise) <= 1`` or the bound of
-        :class:`Preconditioner`).
+    :param rank: columns of F, or None (automatic: doubled until ``sum(residual / noise) <= 1``, ``10 sqrt(n)`` columns,
+        the default of arXiv:2304.12465, section 2.1, or the memory budget).
     :param sketch: ``"gaussian"`` or ``"uniform"``.
     :param seed: seed of all random choices.
     """
@@ -52,6 +53,9 @@ class Nystrom(Preconditioner):
         if self.sketch == "gaussian":
             return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales)
         return uniform_nystrom(matrix, rank, generator=self._generator())
+
+    def _reach(self, n: int) -> int:
+        return math.ceil(10 * math.sqrt(n))
 
     @property
     def pivoted(self) -> bool:

@@ -12,6 +12,7 @@ from ..lowrank import rpcholesky
 from ..operators.access import Access
 from ..random_streams import generator
 from .base import Preconditioner, Selection, _selection
+from .rank import Costs, RankByCost
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,6 @@ class RPCholesky(Preconditioner):
             method=self.method,
             block_size=self.block_size,
             weights=1 / noise,
-            tol=1.0 if self.rank is None else 0.0,
+            enough=RankByCost(Costs(matrix)) if self.rank is None else None,
         )
         return _selection(low_rank, sequential=self.method == "accelerated")
