@@ -20,6 +20,7 @@ from ...solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solv
 from ...solvers.automatic import automatic_solver
 from .mean_solve import gpytorch_tolerance
 
+_RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 
 
@@ -89,15 +90,25 @@ class Acceleration:
     def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
         """The solver of the posterior mean of n points; and, where it was chosen here, why."""
         if isinstance(self.solver, ConjugateGradients):
-            tol = self.solver.tol  # "posterior" and "certified" are for means
-            found = self.conjugate_gradients()
-            return dataclasses.replace(found, tol=tol) if isinstance(tol, str) else found, ""
+            return self._gradients_of_mean(self.solver.tol), ""
         if not isinstance(self.solver, str):
             return self._with_tolerance(self.solver), ""
         chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)
         if isinstance(chosen, ConjugateGradients):
-            return self.conjugate_gradients(), why
+            return self._gradients_of_mean(None), why
         return self._with_tolerance(chosen), why
+
+    @property
+    def tolerance_left_open(self) -> bool:
+        """Whether the user named no tolerance of conjugate gradients."""
+        return not isinstance(self.solver, ConjugateGradients) or self.solver.tol is None
+
+    def _gradients_of_mean(self, tol: float | str | None) -> ConjugateGradients:
+        """Conjugate gradients for the mean: until predictions are right, where no residual was asked for."""
+        if tol is None and gpytorch_tolerance() >= _RESIDUAL:
+            tol = "posterior"
+        found = self.conjugate_gradients()
+        return dataclasses.replace(found, tol=tol) if isinstance(tol, str) else found
 
     def _with_tolerance(self, solver: Solver[FullProblem]) -> Solver[FullProblem]:
         """The solver with GPyTorch's tolerance, where it is of iterations and its own was left open."""
@@ -108,7 +119,7 @@ class Acceleration:
 
     @staticmethod
     def _tolerance() -> float:
-        return min(1e-3, gpytorch_tolerance())
+        return min(_RESIDUAL, gpytorch_tolerance())
 
     def preconditions(self) -> bool:
         """Whether there is to be a preconditioner, by the choice and the setting in force."""

@@ -175,8 +175,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             seconds = acceleration.cache.take_seconds()
         if isinstance(solver, ConjugateGradients):
             followed = None
-            if solver.tol == "posterior" and (points := predicted_points(system.n)) is not None:
-                followed = Followed.of(system, None if system.batch_shape else points)
+            if solver.tol == "posterior":
+                points = None if system.batch_shape else predicted_points(system.n)
+                followed = Followed.of(system, points, spread=rhs if acceleration.tolerance_left_open else None)
             value, report, lanczos = solver.run(
                 system,
                 rhs,

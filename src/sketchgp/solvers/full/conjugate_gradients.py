@@ -39,11 +39,12 @@ class ConjugateGradients(Budgeted):
     *true* residual meets the tolerance; where float32 products cannot get there it changes to float64 ones.  There
     are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
 
-    :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
-        GPyTorch's ``cg_tolerance`` (``eval_cg_tolerance``) in a model where that is smaller.  ``"posterior"``: go on
-        until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an
+    :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach.  ``"posterior"``: go
+        on until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an
         observation, by 32 points that are followed (:mod:`.aim`).  ``"certified"``: until it certainly is
-        (:attr:`SolveReport.error_bound`).  In a model both are for the mean; training keeps GPyTorch's tolerance.
+        (:attr:`SolveReport.error_bound`).  None is 1e-3; in a model it is ``"posterior"`` for the mean, 1e-3 for other
+        solves, or GPyTorch's ``eval_cg_tolerance`` and ``cg_tolerance`` where those are smaller.  Both words are for
+        the mean; other solves of a model do as for None.
     :param max_iterations: the most iterations; None is 1000, or GPyTorch's ``max_cg_iterations`` in a model.
     :param precision: ``"auto"`` as above, or ``"float64"`` for float64 products throughout.
 
