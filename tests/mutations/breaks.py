@@ -1076,8 +1076,8 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/conditioning.py",
-        "return prior.clamp(min=0).sqrt() * (bound + (rounding + summing(len(weights))) * size) + of_result",
-        "return prior.clamp(min=0).sqrt() * (bound + (rounding + summing(len(weights))) * size)",
+        "return prior.clamp(min=0).sqrt() * (bound + of_product) + of_result",
+        "return prior.clamp(min=0).sqrt() * (bound + of_product)",
         ("test_certificates.py",),
         "the bound of a mean leaves its rounding to float32 out",
     ),

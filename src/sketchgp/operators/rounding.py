@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
+from torch import Tensor
 
 from .access import terms
 from .kernel_matrix import KernelMatrix
 from .profiles import MATERN
 
-_PLAIN = 16.0  # roundoffs of a profile, its scale and the distance of two points near the centre
-_UNKNOWN = 500.0  # roundoffs of a kernel that is called as it is
+_EPS = torch.finfo(torch.float64).eps
+_PLAIN = 8.0  # roundoffs of a profile, its scale and the distance of two points near the centre, by each of them
+_UNKNOWN = 250.0  # roundoffs of a kernel that is called as it is
 _SPREAD = 4.0  # roundoffs of a distance, over the squared distance from the centre
-_PHASE = 64.0  # roundoffs of an angle, over the input that it is made of
-_KINK = 1e-12  # of a profile with a kink at 0, whose distances near it are made from the differences
+_PHASE = 32.0  # roundoffs of an angle, over the input that it is made of
+_KINK = 5e-13  # of a profile with a kink at 0, whose distances near it are made from the differences
 
 
 @torch.no_grad()
-def entry_rounding(operator: LinearOperator) -> float | None:
-    """A bound for the errors of the entries of K in a float64 product, over ``(k(x, x) k(z, z))^1/2``.
+def entry_rounding(operator: LinearOperator) -> tuple[Tensor, Tensor] | None:
+    """Bounds a ``(..., n)`` and b ``(..., m)`` for the errors of the entries of K ``(..., n, m)`` in a float64 product:
+    that of K_ij is at most ``(a_i + b_j) (k(x_i, x_i) k(z_j, z_j))^1/2``.
 
     None where the entries were rounded to less than float64 when they were made: they are then no kernel's.
     """
-    errors = []
+    left = right = torch.zeros((), dtype=torch.float64, device=operator.device)
     for _, part in terms(operator):
         if isinstance(part, KernelMatrix):
-            errors.append(_of_kernel(part.type(torch.float64)))
-        elif part.dtype != torch.float64 or operator.dtype != torch.float64:
+            errors = _of_kernel(part.type(torch.float64))
+        elif operator.dtype != torch.float64:
             return None
         else:
-            errors.append(0.0 if isinstance(part, DenseLinearOperator) else _UNKNOWN)
-    return max(errors, default=0.0) * torch.finfo(torch.float64).eps
+            error = left.new_tensor(0.0 if isinstance(part, DenseLinearOperator) else _UNKNOWN)
+            errors = error, error
+        left, right = (torch.maximum(found, error) for found, error in zip((left, right), errors, strict=True))
+    return (_EPS * left).expand(operator.shape[:-1]), (_EPS * right).expand(*operator.batch_shape, operator.shape[-1])
 
 
-def _of_kernel(matrix: KernelMatrix) -> float:
+def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
+    """In roundoffs, by rows and by columns."""
+    unknown = matrix.x1.new_tensor(_UNKNOWN)
     if matrix.expression is None:
-        return _UNKNOWN
-    roundoffs = _PLAIN
-    for atom, features in zip(matrix.expression.atoms, matrix.prepared().features, strict=True):
-        squares = max(float(side.square().sum(dim=-1).amax()) for side in (features.left, features.right))
-        error = _PLAIN + _SPREAD * squares
-        if features.weight is None:
-            error += _PHASE * (1 + float(matrix.x1.abs().amax()))
-        if atom.profile is MATERN[0.5] or atom.profile.l1:
-            error += _KINK / torch.finfo(torch.float64).eps
-        roundoffs += error
-    return roundoffs
+        return unknown, unknown
+    found = []
+    prepared = matrix.prepared().features
+    batch = matrix.batch_shape
+    for side, x in enumerate((matrix.x1, matrix.x2)):
+        roundoffs = torch.full_like(x[..., 0], _PLAIN)
+        for atom, features in zip(matrix.expression.atoms, prepared, strict=True):
+            rows = features.right if side else features.left
+            squares = rows.square().sum(dim=-1)
+            squares = squares.reshape(*batch, -1) if squares.dim() > 1 and len(batch) > 1 else squares
+            error = _PLAIN + _SPREAD * (1 + rows.shape[-1] ** 0.5 / 4) * squares
+            if features.weight is None:
+                error = error + _PHASE * (1 + x.abs().amax(dim=-1))
+            if atom.profile is MATERN[0.5] or atom.profile.l1:
+                error = error + _KINK / _EPS
+            roundoffs = roundoffs + error
+        found.append(roundoffs)
+    return found[0], found[1]

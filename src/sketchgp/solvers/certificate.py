@@ -54,7 +54,7 @@ class Certificate:
         self.scale = (prior.amax(dim=-1, keepdim=True) / least).sqrt()
         self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
         self.known = bool((self.slack > 0.5).all())
-        self.entries, self.sums = rounding, summing(system.n)
+        self.entries, self.sums = rounding[0].unsqueeze(-1), summing(system.n)
         self.factor = None
         exact = isinstance(system.operator, KernelMatrix) or system.dtype == torch.float64
         if preconditioner is not None and below and exact:
@@ -95,5 +95,7 @@ class Certificate:
     def _rounding(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
         """``(..., n, t)``: at least the errors of r."""
         size = value.abs()
-        of_product = self.root * (self.root * size).sum(dim=-2, keepdim=True)
-        return (self.entries + self.sums) * of_product + 4 * _EPS * (self.noise * size + b.abs() + r.abs())
+        terms = self.root * size
+        of_entries = self.entries * terms.sum(dim=-2, keepdim=True) + (self.entries * terms).sum(dim=-2, keepdim=True)
+        of_product = self.root * (of_entries + self.sums * terms.sum(dim=-2, keepdim=True))
+        return of_product + 4 * _EPS * (self.noise * size + b.abs() + r.abs())
