@@ -134,6 +134,14 @@ def test_solve_and_determinant(r, noise, batch):
     assert relative(operator @ rhs, matrix @ rhs) < 1e-13
 
 
+def test_more_columns_than_are_made_at_once():
+    factor, diagonal = normal(560, 530) / 20, normal(560).abs() + 0.5
+    operator, rhs = LowRankPlusDiagonal(factor, diagonal), normal(560, 2)
+    matrix = factor @ factor.mT + diagonal.diag()
+    assert relative(operator.apply_inverse(rhs), torch.linalg.solve(matrix, rhs)) < 1e-10
+    assert relative(operator.log_determinant(), torch.logdet(matrix)) < 1e-12
+
+
 def test_determinant_of_a_large_operator():
     """Beyond max_cholesky_size, where linear_operator asks for solves and probe vectors instead of a factorization."""
     operator, matrix = _make(n=900)

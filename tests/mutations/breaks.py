@@ -723,10 +723,10 @@ BREAKS = (
     ),
     Break(
         "preconditioners/rank.py",
-        "share = left / (n - rank)",
-        "share = left / (n - rank) ** 3",
+        "largest = _SPREAD * decay * left / rank / (1 + _FLOOR * share * math.exp(-_FALL * decay))",
+        "largest = _SPREAD * decay * left / rank",
         PRECONDITIONERS,
-        "what all points share is taken for decay",
+        "eigenvalues that all points share ask for columns",
     ),
     Break(
         "preconditioners/rank.py",
