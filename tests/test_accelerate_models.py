@@ -176,15 +176,17 @@ def test_float32_models(name: str) -> None:
 
 
 def test_default_settings_are_accurate_enough() -> None:
-    """GPyTorch's own defaults (training tolerance 1) are tightened to 1e-3, without a setting of ours."""
+    """GPyTorch's own defaults (training tolerance 1) are tightened to 1e-3, without a setting of ours; the mean goes on
+    until its error is a hundredth of a posterior deviation."""
     mean, variance, value, gradient = reference("scale-rbf-ard")
     model, test = case("scale-rbf-ard").build()
     sketchgp.accelerate(model)
     with gpytorch.settings.max_cholesky_size(20), sketchgp.record_solves() as solves:
         found_mean, found_variance = posterior(model, test)
         found, found_gradient = marginal(model)
-    assert {report.tol for report in solves} == {1e-3}
-    assert relative(found_mean, mean) < 1e-2
+    assert [report.tol for report in solves if report.judged == "predictions"] == [1e-2]
+    assert {report.tol for report in solves if report.judged == "residual"} == {1e-3}
+    assert relative(found_mean, mean) < 1e-3
     assert relative(found_variance, variance) < 1e-2
     assert float((found - value).abs().max()) < 2e-2
     assert gradient_error(found_gradient, gradient) < 5e-2

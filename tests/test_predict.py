@@ -471,7 +471,7 @@ def test_never_makes_a_test_by_train_matrix(monkeypatch: pytest.MonkeyPatch, var
     monkeypatch.setattr("sketchgp.inference.predictive_variance._ENTRIES", 2**12)
     model, _ = build(preconditioner=sketchgp.RPCholesky(rank=20), matmul="tiled")
     x = data(m=400)[2]
-    with iterative(tol=1e-3), Largest() as largest:
+    with iterative(tol=9e-4), Largest() as largest:  # to a residual: following predictions takes blocks of 256 points
         found = sketchgp.predict(model, x, variance=variance)
     assert found.mean.shape == (400,)
     assert largest.entries < 180 * 400 / 3

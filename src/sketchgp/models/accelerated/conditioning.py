@@ -205,7 +205,8 @@ class PlainConditioning(Conditioning):
         cross = self.matrix._with(self.inputs(x), self.matrix.x1, False)
         prior, rounding = self.block(cross.x1, None), entry_rounding(cross)
         assert rounding is not None  # of a kernel matrix it is known
-        sizes = self.block(self.matrix.x1, None).clamp(min=0).sqrt() * weights.nan_to_num(0.0).abs()
+        weights = weights if self.observed is None else weights[self.observed]
+        sizes = self.block(self.matrix.x1, None).clamp(min=0).sqrt() * weights.abs()
         of_product = (rounding[0] + summing(len(weights))) * sizes.sum() + (rounding[1] * sizes).sum()
         of_result = torch.finfo(mean.dtype).eps * mean.to(torch.float64).abs()
         return prior.clamp(min=0).sqrt() * (bound + of_product) + of_result
