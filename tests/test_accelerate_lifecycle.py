@@ -882,7 +882,7 @@ def largest_tensor(monkeypatch: pytest.MonkeyPatch, name: str, matmul: str, dtyp
     monkeypatch.setattr("sketchgp.operators.tiles._CPU_BYTES", 2**14)
     model, test = SOLVED[name].build(dtype)
     sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=30), matmul=matmul)
-    with iterative(probes=4, tol=1e-3), Largest() as largest:
+    with iterative(probes=4, tol=9e-4), Largest() as largest:
         marginal(model)
         posterior(model, test)
     return largest.entries, model.train_inputs[0].shape[-2]
@@ -954,7 +954,7 @@ def test_a_model_is_freed() -> None:
 
 @pytest.mark.parametrize(
     ("training", "prediction", "expected"),
-    [(1.0, 1e-2, (1e-3, 1e-3)), (1e-5, 1e-6, (1e-5, 1e-6)), (0.1, 1e-5, (1e-3, 1e-5))],
+    [(1.0, 1e-2, (1e-3, 1e-2)), (1e-5, 1e-6, (1e-5, 1e-6)), (0.1, 1e-5, (1e-3, 1e-5))],
 )
 def test_tolerances_of_gpytorch(training: float, prediction: float, expected: tuple[float, float]) -> None:
     model, test = accelerated()
@@ -966,6 +966,7 @@ def test_tolerances_of_gpytorch(training: float, prediction: float, expected: tu
         with sketchgp.record_solves() as solves:
             posterior(model, test)
         assert solves[0].tol == expected[1]
+        assert solves[0].judged == ("predictions" if prediction == 1e-2 else "residual")
     assert all(report.max_residual <= report.tol for report in solves)
 
 

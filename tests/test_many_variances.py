@@ -335,6 +335,7 @@ def test_auto_looks_for_itself(many, monkeypatch):
         with pytest.warns(sketchgp.ConvergenceWarning, match="low_rank"):
             model(TEST).variance  # noqa: B018
         model(TEST + 0.1).variance  # noqa: B018
+        model = build()
         with pytest.warns(sketchgp.ConvergenceWarning, match="low_rank"):
             assert sketchgp.predict(model, TEST).variance_check["median_ratio"] > 2
         assert sketchgp.predict(model, TEST).variance_check is None

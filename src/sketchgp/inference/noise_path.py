@@ -176,7 +176,7 @@ class NoisePath:
 
     def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
         """``log det A - log det P``, its standard error, and the report of the solve."""
-        stream = generator(self.seed, "probe vectors of log determinants")
+        stream = generator(self.seed, "probe vectors of a noise path")
         shapes = (built.rank, self.probes), (self.n, self.probes)
         normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]
         u = built.sample(*(part.to(self.residual.device) for part in normal))

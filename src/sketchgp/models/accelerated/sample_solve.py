@@ -52,6 +52,8 @@ class SampleSolve:
             return Cholesky(), ""
         with evaluating():
             solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
+            if isinstance(solver, ConjugateGradients) and isinstance(solver.tol, str):  # predictions of the mean's weights
+                solver = dataclasses.replace(solver, tol=self.acceleration.conjugate_gradients().tol)
         if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None)
         return solver, "; ".join(filter(None, (why, why_iterative(self.system.n))))
@@ -61,7 +63,7 @@ class SampleSolve:
         """Whether it is left to us when the solver ends."""
         given = self.acceleration.solver
         return getattr(self.solver, "tol", None) is not None and (
-            isinstance(given, str) or getattr(given, "tol", 0) is None
+            isinstance(given, str) or not isinstance(getattr(given, "tol", 0.0), float)
         )
 
     def __call__(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
