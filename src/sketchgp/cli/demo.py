@@ -42,8 +42,8 @@ class Sizes:
     plain_iterations: int
 
 
-FULL = Sizes(rows=53_940, tuning=4_000, steps=50, comparison=10_000, variances=100, plain_iterations=400)
-QUICK = Sizes(rows=2_000, tuning=500, steps=15, comparison=1_000, variances=50, plain_iterations=200)
+FULL = Sizes(rows=53_940, tuning=4_000, steps=200, comparison=10_000, variances=100, plain_iterations=400)
+QUICK = Sizes(rows=2_000, tuning=500, steps=100, comparison=1_000, variances=50, plain_iterations=200)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
