@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_finite_ends_it_with_the_best_kept(solved_by: Any) ->
 def test_a_refused_fit_leaves_the_model_as_it_was(mode: bool) -> None:
     model, _ = build()
     targets = model.train_targets.clone()
-    targets[0] = torch.nan
+    targets[0] = torch.inf
     model.set_train_data(targets=targets)
     model.train(mode).likelihood.train(not mode)
     gradients = []

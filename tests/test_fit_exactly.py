@@ -176,3 +176,40 @@ def test_the_bound_of_an_inducing_point_model() -> None:
     assert found["lbfgs"].objective == "bound"
     assert found["lbfgs"].converged
     assert found["lbfgs"].best_loss < found["adam"].best_loss + 1e-4
+
+
+@pytest.mark.parametrize("size", [1e4, 1e-4])
+def test_the_unit_of_the_targets_changes_nothing(size: float) -> None:
+    x, y = regression()
+    scales = []
+    for unit in (1.0, size):
+        model = ard(x, y * unit, noise=1e-5 * unit**2)
+        history = sketchgp.fit(model, tol=1e-7)
+        scales.append((history.best_loss - math.log(unit), float(model.covar_module.outputscale.detach()) / unit**2))
+    assert scales[1][0] == pytest.approx(scales[0][0], abs=1e-3)
+    assert scales[1][1] == pytest.approx(scales[0][1], rel=0.1)
+
+
+def test_models_that_cannot_be_copied_or_converted() -> None:
+    """What they hold beside parameters may be no one's to copy, or in float32 for good."""
+
+    class Holding(Plain):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x @ self.turn)
+
+    for dtype in (torch.float32, torch.float64):
+        x, y = regression(60, dtype=dtype)
+        model = Holding(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).to(dtype)
+        model.turn = torch.eye(3, dtype=dtype)
+        model.kept = model.covar_module.lengthscale * 2
+        with torch.no_grad():
+            history = sketchgp.fit(sketchgp.accelerate(model), iterations=5)
+        assert history.objective == "exact"
+        assert history.best_loss < history.losses[0]
+
+
+def test_targets_that_are_missing_are_named() -> None:
+    x, y = regression(30)
+    model = ard(x, torch.where(torch.arange(30) % 5 == 0, torch.nan, y))
+    with pytest.raises(sketchgp.InputError, match="observation_nan_policy"):
+        sketchgp.fit(model)

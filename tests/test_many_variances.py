@@ -75,7 +75,8 @@ def test_calibration():
         assert made.factor == pytest.approx(math.exp(float(wanted.mean())))
         assert made.scatter == pytest.approx(float(wanted.std()) * math.sqrt(1 + 1 / 28))
         assert 0.8 < made.factor < 1 and 0.001 < made.scatter < 0.1
-        assert relative(made(TEST), made.factor * made.low_rank(TEST)) < 1e-12
+        low, prior = made.low_rank(TEST), made.block(TEST, None)
+        assert relative(made(TEST), made.factor ** (1 - low / prior) * low) < 1e-12
         rest = [torch.arange(N) != i for i in which[:3].tolist()]
         x = model.train_inputs[0]
         direct = [exact_of(model, x[some], noise[some], x[~some]) for some in rest]
@@ -372,3 +373,13 @@ def test_exact_by_cost(n, m, there, expected):
     made = object.__new__(approximate.Approximate)
     made.side, made.noise, made.matrix = Side(), torch.ones(1), torch.empty(n, n, device="meta")
     assert made.exact_is_cheap(m) is expected
+
+
+@pytest.mark.parametrize("method", ["low_rank", "samples"])
+def test_no_variance_is_above_the_prior_and_far_ones_are_it(many, method):
+    model = build(variance=method)
+    with torch.no_grad():
+        far = model(TEST[:40] + 50).variance
+    prior = model.covar_module(TEST[:1]).to_dense().detach().squeeze()
+    assert bool((far <= prior * (1 + 1e-12)).all())
+    assert relative(far, prior.expand_as(far)) < (1e-6 if method == "low_rank" else 0.1)

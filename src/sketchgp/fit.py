@@ -24,7 +24,7 @@ from .fitting.history import FitHistory
 from .fitting.lbfgs import lbfgs
 from .fitting.lbfgs import settled as lbfgs_settled
 from .fitting.objective import Objective
-from .fitting.start import in_float64, on_subset
+from .fitting.start import exact_objective, on_subset
 from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import Acceleration
@@ -104,6 +104,9 @@ def fit(
         raise InputError("fit: model expects training data, got none.")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("fit: model expects at least one parameter that requires a gradient, got none.")
+    missing = bool(torch.isnan(model.train_targets).any())
+    if missing and gpytorch.settings.observation_nan_policy.value() == "ignore":
+        raise InputError('fit: the training targets hold NaN; wrap the call in observation_nan_policy("mask").')
     if mll is None:
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
     elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
@@ -119,8 +122,7 @@ def fit(
     steps: Steps | None = None
     try:
         model.train()
-        twin = in_float64(mll) if history.objective == "exact" else None
-        objective = own if twin is None else Objective(twin.model, twin, exact=True)
+        objective = exact_objective(model, mll) if history.objective == "exact" else own
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
         many = history.rows > _MANY and history.objective in ("exact", "probes")
@@ -208,7 +210,13 @@ def _from_subset(
     with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not show, leave=False) as bar:
         settled = partial(lbfgs_settled, span=_SPAN["exact"])
         steps = Steps(part, found, limit, bar, None, settled, tol, began)
-        inverse = lbfgs(part, steps)
+        try:
+            inverse = lbfgs(part, steps)
+        except RuntimeError:  # a forward that holds what no copy converts
+            if asked:
+                raise
+            history.subset = None
+            return None
     objective.restore(steps.best)
     return inverse
 

@@ -33,7 +33,7 @@ class Objective:
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            with exactly() if self.exact else nullcontext():
+            with torch.inference_mode(False), torch.enable_grad(), exactly() if self.exact else nullcontext():
                 output = self.model(*self.model.train_inputs)
                 loss = -self.mll(output, self.model.train_targets, *_likelihood_inputs(self.model)).sum()
                 loss.backward()

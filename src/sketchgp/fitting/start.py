@@ -9,11 +9,26 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 
 from ..random_streams import generator
+from .objective import Objective
 
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
 
 
-def in_float64(mll: Any) -> Any:
+def exact_objective(model: Any, mll: Any) -> Objective:
+    """Exact losses of a model: in float64, on a copy if need be; in its own dtype where it cannot be copied, or where
+    its ``forward`` holds what no copy converts."""
+    if all(t.dtype == torch.float64 for t in (*model.parameters(), *model.train_inputs, model.train_targets)):
+        return Objective(model, mll, exact=True)
+    try:
+        twin = _in_float64(mll)
+        found = Objective(twin.model, twin, exact=True)
+        found.evaluate()
+    except (RuntimeError, TypeError):
+        return Objective(model, mll, exact=True)
+    return found
+
+
+def _in_float64(mll: Any) -> Any:
     """A copy of a marginal log likelihood with its model, in float64 and in training mode."""
     twin = copy.deepcopy(mll)
     twin.train()
@@ -23,7 +38,8 @@ def in_float64(mll: Any) -> Any:
 def on_subset(mll: Any, rows: int, seed: int) -> Any | None:
     """A float64 copy of a marginal log likelihood whose model has only so many random rows of its data.
 
-    None for a model that it is not known how to take rows of: one with a batch, or with noises of its own making.
+    None for a model that it is not known how to take rows of (one with a batch, or with noises of its own making), or
+    that cannot be copied.
     """
     model = mll.model
     inputs, targets = model.train_inputs, model.train_targets
@@ -33,7 +49,10 @@ def on_subset(mll: Any, rows: int, seed: int) -> Any | None:
     seen = (~torch.isnan(targets.reshape(len(targets), -1))).any(dim=1).nonzero().squeeze(-1).cpu()
     order = torch.randperm(len(seen), generator=generator(seed, "rows of a subset to start a fit from"))
     chosen = seen[order[:rows]].sort().values.to(targets.device)
-    twin = in_float64(mll)
+    try:
+        twin = _in_float64(mll)
+    except (RuntimeError, TypeError):  # what a model holds may be no one's to copy
+        return None
     twin.model.set_train_data(
         tuple(x[chosen] for x in twin.model.train_inputs), twin.model.train_targets[chosen], strict=False
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .objective import Objective
 
-_LEAST, _MOST = 1e-5, 1e5  # of a positive value, as scikit-learn has it
+_LEAST, _MOST = 1e-5, 1e5  # of a positive value, in units of the data; as scikit-learn has it for such of size 1
 _ABOVE = 1e-8  # of what is above a constraint's least value
 _ROOM = 1e3  # about where a model starts, should that be outside
 
@@ -28,6 +28,7 @@ class Variables:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
+        self._names = {id(p): name for name, p in objective.model.named_parameters()}
         self._logs = [_positive(constraint) for constraint in objective._constraints()]
         parts = [self._bounds(*pair) for pair in enumerate(objective._constraints())]
         self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
@@ -36,15 +37,32 @@ class Variables:
         size = self.objective.parameters[index].numel()
         ends: tuple[Any, Any] = (-math.inf, math.inf)
         if self._logs[index]:
-            least = _LEAST if float(constraint.lower_bound.max()) == 0 else _ABOVE
-            now = self._of(index)
-            return np.minimum(math.log(least), now - math.log(_ROOM)), np.maximum(
-                math.log(_MOST), now + math.log(_ROOM)
-            )
+            smallest, largest = self._units("lengthscale" in self._names[id(self.objective.parameters[index])])
+            least = smallest * (_LEAST if float(constraint.lower_bound.max()) == 0 else _ABOVE)
+            now, room = self._of(index), math.log(_ROOM)
+            lower, upper = np.full(size, math.log(least)), np.full(size, math.log(_MOST * largest))
+            return np.minimum(lower, now - room), np.maximum(upper, now + room)
         if constraint is not None and not constraint.enforced:
             ends = constraint.lower_bound, constraint.upper_bound
         lower, upper = (torch.as_tensor(end, dtype=torch.float64).detach().cpu().reshape(-1).numpy() for end in ends)
         return np.broadcast_to(lower, size), np.broadcast_to(upper, size)
+
+    def _units(self, of_inputs: bool) -> tuple[float, float]:
+        """The least and the largest size of what the data are measured in, 1 included: deviations of the inputs, or the
+        mean square of the targets, which scales and noises are of."""
+        model = self.objective.model
+        if of_inputs:
+            found = [
+                x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).std(dim=0, correction=0)
+                for x in model.train_inputs
+                if x.is_floating_point()
+            ]
+            sizes = torch.cat([*found, torch.ones(1, dtype=torch.float64)])
+        else:
+            targets = model.train_targets.detach().to("cpu", torch.float64)
+            sizes = targets[~torch.isnan(targets)].square().mean().reshape(1)
+        sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
+        return min(1.0, *sizes.tolist()), max(1.0, *sizes.tolist())
 
     def _of(self, index: int) -> np.ndarray:
         """Those of one parameter."""

@@ -30,7 +30,7 @@ _FLOOR = 0.02  # of the noise: latent variances below it are not compared as rat
 
 
 class Calibrated:
-    """``s V(x)`` of low-rank variances V with neighbours.
+    """``s^(1 - V(x) / k(x, x)) V(x)`` of low-rank variances V with neighbours: s where data are near, 1 where none are.
 
     :param matrix: K, a kernel matrix without batch.
     :param noise: ``(n,)``.
@@ -76,7 +76,14 @@ class Calibrated:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it; float64, differentiable in x."""
-        return self.factor * self.low_rank(x)
+        found = self.low_rank(x)
+        if self.factor == 1.0:
+            return found
+        prior = self.block(x, None)
+        left = (found / prior.clamp(min=torch.finfo(prior.dtype).tiny)).clamp(
+            max=1
+        )  # where nothing is known, it is exact
+        return torch.minimum(found * self.factor ** (1 - left), prior)
 
 
 def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:

@@ -145,7 +145,8 @@ class Approximate:
         for rows in spans(len(x), _ROWS):
             found = low_rank(x[rows])
             if method == "samples":
-                found = self._weighed(self.deviations(x[rows]), found)
+                prior = block(self.matrix, x[rows], None)
+                found = torch.minimum(self._weighed(self.deviations(x[rows]), found), prior)
             parts.append(found)
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
@@ -185,6 +186,8 @@ class Approximate:
         exact = self._exact
         logs = ((variance[some] + floor) / (exact + floor)).log()
         typical, worst = float(logs.median().abs()), float(logs.abs().max())
+        if error == 0:  # of so few points that nothing is approximated
+            return some, exact
         if typical > 0.1 + 3 * error / math.sqrt(len(some)) or worst > 0.2 + 4 * error:
             warn(
                 f"Variances by {method!r} are off by {math.expm1(typical):.0%} in the median of {len(some)} test "

@@ -52,7 +52,9 @@ class SampleSolve:
             return Cholesky(), ""
         with evaluating():
             solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
-            if isinstance(solver, ConjugateGradients) and isinstance(solver.tol, str):  # predictions of the mean's weights
+            if isinstance(solver, ConjugateGradients) and isinstance(
+                solver.tol, str
+            ):  # predictions of the mean's weights
                 solver = dataclasses.replace(solver, tol=self.acceleration.conjugate_gradients().tol)
         if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None)

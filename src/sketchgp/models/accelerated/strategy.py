@@ -74,9 +74,9 @@ class _Posteriors(DefaultPredictionStrategy):
         return self.likelihood(zero, self.train_inputs).lazy_covariance_matrix
 
     def _root(self) -> Tensor | None:
-        """The factor of few training points in less than float64."""
-        root = root_of(self._unevaluated())
-        return root.detach() if root is not None and settings.detach_test_caches.on() else root
+        """The factor of few training points in less than float64; differentiable, whatever ``detach_test_caches`` says:
+        GPyTorch's own ``detach`` leaves a kernel that is not evaluated yet as it is."""
+        return root_of(self._unevaluated())
 
 
 class AcceleratedPredictionStrategy(_Posteriors):

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..certificate import Certificate
 
 LEVEL = 0.01  # posterior deviations of an observation
+CEILING = 1e-3  # of the residual that an estimate is content with: it is of some points only
 _FALL = 3.0  # of the residual over the window that a ratio is of
 _RECENT = 0.25  # of the iterations: the largest ratio of these counts
 _SAFETY = 2.0  # of an estimate: there are more points than those that are followed
@@ -90,7 +91,7 @@ class Aim:
             self.ratios[k] = torch.maximum(self.ratios[k], ratio.nan_to_num(0.0))
         self.used = k + 1
         if k >= _FIRST:
-            self.tolerance = LEVEL / (self._ratio() * self.norm)
+            self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
 
     def weigh(self, energy: Tensor, s: Tensor, index: Tensor, residual: Tensor) -> None:
         """For ``"certified"``: by what the bound is over the residual now.
@@ -130,4 +131,5 @@ class Aim:
 
     def met(self, residual: Tensor, bound: Tensor) -> Tensor:
         """Which columns are where they are to come to."""
-        return self.deviations(residual, bound) <= LEVEL
+        enough = torch.inf if self.weights is None else CEILING
+        return (self.deviations(residual, bound) <= LEVEL) & (residual <= enough)
