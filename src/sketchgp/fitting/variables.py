@@ -62,7 +62,7 @@ class Variables:
             targets = model.train_targets.detach().to("cpu", torch.float64)
             sizes = targets[~torch.isnan(targets)].square().mean().reshape(1)
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
-        return min(1.0, *sizes.tolist()), max(1.0, *sizes.tolist())
+        return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
 
     def _of(self, index: int) -> np.ndarray:
         """Those of one parameter."""
