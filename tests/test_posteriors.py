@@ -421,3 +421,15 @@ def test_few_points_in_float32_are_as_right_as_many(noise):
         predicted = sketchgp.predict(model, test.detach())
     assert torch.allclose(predicted.variance, found.variance.detach(), rtol=2e-3, atol=1e-7)
     assert all(solve.columns > 1 for solve in solves), "the mean is not solved again"
+
+
+def test_gradients_to_hyperparameters_are_the_same_in_float32():
+    """Of the variance of few points, with GPyTorch's default of caches that are detached."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        x, y, test = (part.to(dtype) for part in data(n=150, m=10))
+        kernel = gpytorch.kernels.ScaleKernel(RBFKernel())
+        model = sketchgp.accelerate(Plain(x, y, GaussianLikelihood(), kernel).to(dtype).eval())
+        gradients = torch.autograd.grad(model(test).variance.sum(), list(kernel.parameters()))
+        found.append(torch.cat([part.double().reshape(-1) for part in gradients]))
+    assert float((found[1] - found[0]).norm()) < 1e-3 * float(found[0].norm())
