@@ -14,15 +14,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...operators import LowRankPlusDiagonal
+from ...operators.access import diagonal
 from ..certificate import Certificate
+from ..problem import System
 
 LEVEL = 0.01  # posterior deviations of an observation
 CEILING = 1e-3  # of the residual that an estimate is content with: it is of some points only
 _FALL = 3.0  # of the residual over the window that a ratio is of
 _RECENT = 0.25  # of the iterations: the largest ratio of these counts
-_SAFETY = 2.0  # of an estimate: there are more points than those that are followed
+_SAFETY = 2.0  # of an estimate by points that are followed: there are more points than those
 _FIRST = 3  # iterations before it is believed
 _MARGIN = 0.7  # of the bound that the recurrence aims at; it knows nothing of rounding
+
+
+class Rows:
+    """What a residual says of predictions at all training points.
+
+    The mean there is ``K w``, off by ``K e = r - D e`` where ``A e = r``.  ``P^-1 r`` stands for e where P has the
+    directions; where it lacks a point, whose row of K is then much like one of the identity, the error is r's share
+    ``g / (g + D)``, g what P leaves of the point's prior variance.  Points alone, of which few samples of points have
+    any, are where r is large.
+
+    :param system: of one matrix or a batch; :param preconditioner: P, or None.
+    :param least: ``(..., 1)`` or 0: below which no deviation is taken to be.
+    """
+
+    def __init__(self, system: System, preconditioner: LowRankPlusDiagonal | None, least: Tensor | float) -> None:
+        self.noise = system.noise.to(torch.float64).unsqueeze(-1)
+        left = diagonal(system.operator).to(torch.float64).clamp(min=0)
+        if preconditioner is not None:
+            left = (left - torch.linalg.vector_norm(preconditioner.factor, dim=-1).square()).clamp(min=0)
+        left = left.unsqueeze(-1)
+        self.share, self.known = left / (left + self.noise), preconditioner is not None
+        least = torch.as_tensor(least, dtype=torch.float64, device=self.noise.device)
+        self.unit = torch.maximum(self.noise.sqrt(), least.unsqueeze(-1) if least.dim() else least)
+
+    def worst(self, r: Tensor, z: Tensor) -> Tensor:
+        """``(..., t)``: the largest error at a training point, in deviations of an observation, at the most.
+
+        :param r: residuals ``(..., n, t)``; :param z: ``P^-1 r``.
+        """
+        found = self.share * r.abs()
+        if self.known:
+            found = torch.maximum(found, (r - self.noise * z).abs())
+        return (found / self.unit).amax(dim=-2)
 
 
 class Aim:
@@ -34,8 +70,10 @@ class Aim:
     :ivar margin: of the bound that the recurrence is to come to; less where the true one was still too large then.
     """
 
-    def __init__(self, norm: Tensor, certificate: Certificate, weights: Tensor | None) -> None:
-        self.norm, self.certificate, self.weights = norm, certificate, weights
+    def __init__(
+        self, norm: Tensor, certificate: Certificate, weights: Tensor | None, rows: Rows | None = None
+    ) -> None:
+        self.norm, self.certificate, self.weights, self.rows = norm, certificate, weights, rows
         self.tolerance = torch.zeros_like(norm)
         self.margin = _MARGIN
         count = 0 if weights is None else weights.shape[-1]
@@ -90,15 +128,21 @@ class Aim:
             ratio = moved / (self.residuals[start, columns].square() + now.square()).sqrt()
             self.ratios[k] = torch.maximum(self.ratios[k], ratio.nan_to_num(0.0))
         self.used = k + 1
-        if k >= _FIRST:
-            self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
 
-    def weigh(self, energy: Tensor, s: Tensor, index: Tensor, residual: Tensor) -> None:
-        """For ``"certified"``: by what the bound is over the residual now.
+    def weigh(self, energy: Tensor, s: Tensor, z: Tensor, index: Tensor, residual: Tensor) -> None:
+        """For ``"certified"``: by what the bound is over the residual now; else by the errors at the training points.
 
-        :param energy: ``s^T P^-1 s`` of the residual s ``(..., n, columns)`` of the columns ``index``.
+        :param energy: ``s^T z`` of the residual s ``(..., n, columns)`` of the columns ``index``; z is ``P^-1 s``.
         """
         if self.weights is not None:
+            if self.rows is not None:
+                ratio = torch.zeros_like(self.norm)
+                of_norm = residual[..., index] * self.norm[..., index]
+                ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
+                k = self.used - 1
+                self.ratios[k] = torch.maximum(self.ratios[k], ratio.reshape(-1) / _SAFETY)
+            if self.used > _FIRST:
+                self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
             return
         by_noise = (s.square() / self.certificate.noise).sum(dim=-2)
         squared = by_noise if self.certificate.factor is None else torch.minimum(energy, by_noise)

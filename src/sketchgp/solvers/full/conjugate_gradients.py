@@ -24,6 +24,7 @@ from ..choices import Budgeted
 from ..energy import Goal
 from ..loop import Budget, Checkpoint, HeldOut, Outcome, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
+from .aim import Rows
 from .followed import Followed
 from .gradients import Gradients
 from .held_out import full_held_out
@@ -201,7 +202,7 @@ class ConjugateGradients(Budgeted):
         with torch.no_grad():
             certificate = Certificate(system, preconditioner, below)
             tol: float | str = self.tol or 1e-3
-            weights = None
+            weights = rows = None
             if goal is not None and isinstance(tol, str):
                 tol = 1e-3
             elif tol == "certified" and not certificate.known:
@@ -212,6 +213,7 @@ class ConjugateGradients(Budgeted):
             elif tol == "posterior":
                 followed = followed or Followed.of(system)
                 weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
+                rows = Rows(system, preconditioner, followed.least)
             method = Gradients(
                 tol,
                 self.precision == "float64",
@@ -222,6 +224,7 @@ class ConjugateGradients(Budgeted):
                 goal,
                 certificate,
                 weights,
+                rows,
             )
             run = Run(
                 method,

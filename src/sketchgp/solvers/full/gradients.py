@@ -20,7 +20,7 @@ from ..energy import Goal, RemainingEnergy
 from ..lanczos import tridiagonal
 from ..loop import Method, Outcome
 from ..problem import System
-from .aim import Aim
+from .aim import Aim, Rows
 
 _CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
@@ -52,6 +52,7 @@ class Gradients(Method):
         goal: Goal | None,
         certificate: Certificate,
         followed: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> None:
         super().__init__()
         self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
@@ -64,7 +65,7 @@ class Gradients(Method):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
-        self.aim = Aim(self.norm, certificate, followed) if isinstance(tol, str) else None
+        self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
         self.exact = accurate or system.dtype == torch.float64
         self.coefficients: list[Tensor] = []
@@ -307,7 +308,7 @@ class Gradients(Method):
         z = self._precondition(self.s)
         following = (self.s * z).sum(dim=-2)
         if self.aim is not None:
-            self.aim.weigh(following, self.s, index, self.current)
+            self.aim.weigh(following, self.s, z, index, self.current)
             self.target = torch.maximum(self.least_target, self._aimed)
         going_on = self.current > self.target
         if self.goal is not None:
