@@ -447,3 +447,26 @@ def test_deviations_from_neighbours_are_near_the_exact_ones():
     found = Followed.of(system, (c, torch.ones(16, dtype=torch.float64))).deviations(system)[:16]
     exact = (1.01 - (c * torch.linalg.solve(matrix, c)).sum(dim=0)).sqrt()
     assert bool((found >= 0.1).all()) and bool((found / exact > 0.8).all()) and bool((found / exact < 1.2).all())
+
+
+def test_points_alone_are_right_too() -> None:
+    """Few points that are followed are among them; what is predicted there hangs on one row of the residual."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normals(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    n, alone, noise = 400, 12, 1e-4
+    x = 0.3 * normals(n, 2)
+    x[:alone] = 30 * normals(alone, 2)
+    y = torch.sin(3 * x[:, 0]) + 0.01 * normals(n)
+    y[:alone] += normals(alone)
+    kernel = ScaleKernel(MaternKernel(nu=1.5)).double()
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, 0.3
+    problem = sketchgp.FullProblem(kernel, x, y, noise=noise)
+    solution = sketchgp.ConjugateGradients(tol="posterior").solve(problem, preconditioner=sketchgp.RPCholesky(rank=100))
+    matrix = kernel(x).to_dense().detach()
+    exact = torch.linalg.solve(matrix + noise * torch.eye(n, dtype=torch.float64), y)
+    off = (matrix @ (solution.value - exact)).abs() / noise**0.5
+    assert solution.report.converged
+    assert float(off.max()) < 0.02
