@@ -22,11 +22,11 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.kernels import Kernel, MaternKernel, RBFKernel
+from gpytorch.kernels import MaternKernel, RBFKernel
 from torch import Tensor
 
 import sketchgp
-from common import describe, load_arrays, standardise, subsample, table
+from common import Model, describe, load_arrays, standardise, subsample, table
 from runner import Benchmark, Group
 
 SETS = ("kin8nm", "cod_rna", "diamonds", "california_housing", "uci_kin40k", "uci_pol")
@@ -34,17 +34,6 @@ KERNELS = ("Matern-3/2", "RBF")
 NOISES = {"float64": (1e-1, 1e-2, 1e-4, 1e-5), "float32": (1e-1, 1e-2, 1e-4)}
 TOLERANCES: tuple[float | str, ...] = (1e-3, 1e-4, "posterior", "certified")
 ROWS, TESTS = 2500, 300
-
-
-class Model(gpytorch.models.ExactGP):
-    """Zero mean, one kernel."""
-
-    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, kernel: Kernel) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 def load(directory: Path, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: data, the record of the machine, JSON and tables."""
+"""What every benchmark shares: data, a model, the record of the machine, JSON and tables."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import gpytorch
 import numpy as np
 import torch
 from torch import Tensor
@@ -108,6 +109,17 @@ def targets(y: np.ndarray, positive: int | None) -> np.ndarray:
     if positive is None:
         return np.asarray(y, dtype=np.float64)
     return np.where(np.asarray(y) == positive, 1.0, -1.0)
+
+
+class Model(gpytorch.models.ExactGP):
+    """Zero mean, one kernel."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, kernel: Any) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 # ------------------------------------------------------------------------------------------- machine

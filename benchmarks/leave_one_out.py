@@ -28,7 +28,7 @@ from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
-from common import describe, load_arrays, standardise, subsample, table
+from common import Model, describe, load_arrays, standardise, subsample, table
 from runner import Benchmark, Group
 
 SETS = ("uci_kin40k", "cod_rna")
@@ -39,17 +39,6 @@ BRUTE, SOLVED = 100, 200
 REFERENCE_PROBES = 256
 
 Data = tuple[str, Tensor, Tensor]
-
-
-class Model(gpytorch.models.ExactGP):
-    """Zero mean, one kernel."""
-
-    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, kernel: Any) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 def load(directory: Path, name: str, rows: int) -> Data:

@@ -34,7 +34,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
-from common import describe, load_arrays, standardise, subsample, table
+from common import Model, describe, load_arrays, standardise, subsample, table
 from runner import Benchmark, Group
 
 SETS = ("kin8nm", "cod_rna", "diamonds", "california_housing")
@@ -43,17 +43,6 @@ ROWS, TESTS = 2000, 200
 LARGE_SETS = ("uci_kin40k", "diamonds")
 LARGE_ROWS, LARGE_TESTS, COMPARED = 36_000, 4_000, 50
 BUDGET = 2**30  # bytes of a stored matrix in the large part: neither kernel matrix nor Cholesky factor fits
-
-
-class Model(gpytorch.models.ExactGP):
-    """Zero mean, one kernel."""
-
-    def __init__(self, x: Tensor, y: Tensor, likelihood: Any, kernel: Any) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 def load(directory: Path, name: str, rows: int, tests: int = TESTS) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -181,12 +181,9 @@ def _one_function(acceleration: Acceleration | None, history: FitHistory, seed: 
     if acceleration is None:
         yield
         return
-    with acceleration.fixed_probes(seed, probes):
-        if history.optimizer == "lbfgs" and acceleration.cache is not None:
-            with acceleration.cache.holding():
-                yield
-        else:
-            yield
+    cache = acceleration.cache if history.optimizer == "lbfgs" else None
+    with acceleration.fixed_probes(seed, probes), nullcontext() if cache is None else cache.holding():
+        yield
 
 
 def _from_subset(

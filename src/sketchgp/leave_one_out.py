@@ -19,13 +19,12 @@ from .inference.full_scale import FullScale
 from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
 from .memory import require_memory
 from .models.accelerated.mean_solve import evaluating
-from .models.accelerated.posterior import strategy_of
+from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .models.accelerated.training_matrix import TrainingMatrix, check_model
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.tiles import spans
-from .predict import _solution_report
 from .report import SolveReport
 from .settings import memory_budget
 from .solvers import Cholesky, System
@@ -139,7 +138,7 @@ def _affordable(system: System) -> bool:
 def _weights(model: Any, data: TrainingMatrix) -> tuple[Tensor, SolveReport | None]:
     """w ``(n,)`` float64 as the model's mean has it, and the report of its solve."""
     if isinstance(strategy_of(model), AcceleratedPredictionStrategy):
-        report = _solution_report(model)
+        report = solution_report(model)
         return model.prediction_strategy.weights[data.observed].to(torch.float64), report
     # an interpolated kernel's, which keeps something else
     system, acceleration = data.system, data.acceleration

@@ -18,14 +18,14 @@ from .inducing_point_gp import InducingPointGP
 from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
 from .models.accelerated.conditioning import Conditioning
 from .models.accelerated.mixins import plain_class
-from .models.accelerated.posterior import calls_its_own_way
+from .models.accelerated.posterior import calls_its_own_way, solution_report
 from .models.accelerated.sample_solve import SampleSolve
+from .models.accelerated.training_matrix import check_inputs
 from .models.frozen import FrozenPrior
 from .operators import KernelMatrix
 from .operators.expression import recognise
 from .operators.generic_tiles import of_all_dims
 from .operators.random_features import PriorPaths
-from .predict import _solution_report
 from .random_streams import salted
 from .report import SolveReport, merged
 
@@ -68,10 +68,7 @@ def sample_posterior(
     num_samples = count(_OWNER, "num_samples", num_samples)
     seed = checked_seed(_OWNER, "seed", seed)
     frequencies = count(_OWNER, "frequencies", frequencies, optional=True)
-    if model.train_inputs is None or model.train_targets is None:
-        raise InputError(f"{_OWNER}: model expects training data, got none.")
-    if len(model.train_inputs) != 1:
-        raise InputError(f"{_OWNER}: model expects to have one tensor of inputs, got {len(model.train_inputs)}.")
+    check_inputs(_OWNER, model)
     if bool(torch.isnan(model.train_targets).any()):
         raise InputError(
             f"{_OWNER}: the training targets hold NaN; give the model the observed rows by set_train_data."
@@ -214,7 +211,7 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
     parts = [matrix.element(index) if batch else matrix for index in indices]
     for part in parts:
         _check_kernel(model, part.kernel)
-    _solution_report(model)
+    solution_report(model)
     of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
     for index, part in zip(indices, parts, strict=True):
         solve = SampleSolve(noisy, index)

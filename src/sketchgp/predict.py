@@ -23,13 +23,12 @@ from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.posterior import (
     calls_its_own_way,
     mean_at,
-    present_strategy,
-    solve_for_mean,
+    solution_report,
     strategy_of,
 )
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.tiles import spans
-from .report import SolveReport, merged, own_solves
+from .report import SolveReport, own_solves
 from .settings import VARIANCES
 from .settings import variance as variance_setting
 
@@ -126,11 +125,11 @@ def predict(
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
     with torch.no_grad():
-        report = _solution_report(model, x)
+        report = solution_report(model, x)
         conditioning = None if variance is None else Conditioning.of(model)
         method = "none" if variance is None else _method(model, conditioning, variance, x)
         mean = _mean(model, x, batch_size or _MEAN_ROWS, show)
-        bound = _certain(model, x, mean, report)
+        bound = _certain(model, conditioning, x, mean, report)
         if method == "none":
             return Prediction(mean, None, None, method, None, report, mean_error_bound=bound)
         check, error = None, None
@@ -149,11 +148,17 @@ def predict(
         return Prediction(mean, latent, observed, method, check, report, error, bound, relative)
 
 
-def _certain(model: Any, x: Tensor, mean: Tensor, report: SolveReport | None) -> Tensor | None:
-    """``mean_error_bound`` of a :class:`Prediction`."""
+def _certain(
+    model: Any, conditioning: Conditioning | None, x: Tensor, mean: Tensor, report: SolveReport | None
+) -> Tensor | None:
+    """``mean_error_bound`` of a :class:`Prediction`.
+
+    :param conditioning: of the model, if it was made.
+    """
     if report is None or report.error_bound is None or report.error_bound.numel() != 1 or calls_its_own_way(model):
         return None
-    conditioning, strategy = Conditioning.of(model), strategy_of(model)
+    strategy = strategy_of(model)
+    conditioning = conditioning or Conditioning.of(model)
     if not isinstance(conditioning, PlainConditioning) or not isinstance(strategy, AcceleratedPredictionStrategy):
         return None
     return conditioning.mean_error_bound(x, mean, strategy.weights, float(report.error_bound))
@@ -194,25 +199,6 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         method = model.variance_method
         error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
         return Prediction(mean, latent, observed, method, None, report, error)
-
-
-def _solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
-    """Have the model keep the solution behind its mean, of the present parameters, data and settings; its report.
-
-    :param x: where the mean is wanted, if that is known.
-
-    A solution that fell short of its tolerance warns each time it is used.
-    """
-    with acceleration_of(model).lock:
-        strategy = present_strategy(model)
-        with own_solves() as solves:
-            solve_for_mean(model, x)
-        if solves:
-            strategy.report = merged(solves)
-        report = getattr(strategy, "report", None)
-    if report is not None and not report.converged and not solves:
-        warn(report.advice(), ConvergenceWarning)
-    return report
 
 
 def use_weights(model: ExactGP, weights: Tensor) -> None:

@@ -63,12 +63,13 @@ class Objective:
     def into_bounds(self) -> None:
         """Move parameters into the bounds that no transform enforces (BoTorch's constraints)."""
         with torch.no_grad():
-            for parameter, constraint in zip(self.parameters, self._constraints(), strict=True):
+            for parameter, constraint in zip(self.parameters, self.constraints(), strict=True):
                 if constraint is not None and not constraint.enforced:
                     ends = (bound.to(parameter) for bound in (constraint.lower_bound, constraint.upper_bound))
                     parameter.copy_(parameter.clamp(*ends))
 
-    def _constraints(self) -> list[Any]:
+    def constraints(self) -> list[Any]:
+        """Of each parameter; None where it has none."""
         known = {id(p): constraint for _, p, constraint in self.model.named_parameters_and_constraints()}
         return [known.get(id(p)) for p in self.parameters]
 

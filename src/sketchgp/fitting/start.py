@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 
+from ..models.accelerated.threshold import exactly
 from ..random_streams import generator
 from .objective import Objective
 
@@ -21,11 +22,11 @@ def exact_objective(model: Any, mll: Any) -> Objective:
         return Objective(model, mll, exact=True)
     try:
         twin = _in_float64(mll)
-        found = Objective(twin.model, twin, exact=True)
-        found.evaluate()
+        with torch.no_grad(), exactly():
+            _ = twin.model(*twin.model.train_inputs).variance  # whether all of it is in float64 now
     except (RuntimeError, TypeError):
         return Objective(model, mll, exact=True)
-    return found
+    return Objective(twin.model, twin, exact=True)
 
 
 def _in_float64(mll: Any) -> Any:

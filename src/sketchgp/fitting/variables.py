@@ -29,8 +29,9 @@ class Variables:
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self._names = {id(p): name for name, p in objective.model.named_parameters()}
-        self._logs = [_positive(constraint) for constraint in objective._constraints()]
-        parts = [self._bounds(*pair) for pair in enumerate(objective._constraints())]
+        self._constraints = objective.constraints()
+        self._logs = [_positive(constraint) for constraint in self._constraints]
+        parts = [self._bounds(*pair) for pair in enumerate(self._constraints)]
         self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
 
     def _bounds(self, index: int, constraint: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +69,7 @@ class Variables:
         """Those of one parameter."""
         parameter = self.objective.parameters[index].detach().to("cpu", torch.float64)
         if self._logs[index]:
-            constraint = self.objective._constraints()[index]
+            constraint = self._constraints[index]
             above = constraint.transform(parameter) - constraint.lower_bound.to(parameter)
             parameter = above.clamp(min=torch.finfo(torch.float64).tiny).log()
         return parameter.reshape(-1).numpy()
@@ -103,7 +104,7 @@ class Variables:
         for index, part in enumerate(vector.split(sizes)):
             values = part.reshape(self.objective.parameters[index].shape)
             if self._logs[index]:
-                constraint = self.objective._constraints()[index]
+                constraint = self._constraints[index]
                 values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))
             found.append(values)
         return found

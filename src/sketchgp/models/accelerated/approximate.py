@@ -184,10 +184,10 @@ class Approximate:
             c, prior = block(self.matrix, self.matrix.x1, at), block(self.matrix, at, None)
             self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
         exact = self._exact
-        logs = ((variance[some] + floor) / (exact + floor)).log()
-        typical, worst = float(logs.median().abs()), float(logs.abs().max())
         if error == 0:  # of so few points that nothing is approximated
             return some, exact
+        logs = ((variance[some] + floor) / (exact + floor)).log()
+        typical, worst = float(logs.median().abs()), float(logs.abs().max())
         if typical > 0.1 + 3 * error / math.sqrt(len(some)) or worst > 0.2 + 4 * error:
             warn(
                 f"Variances by {method!r} are off by {math.expm1(typical):.0%} in the median of {len(some)} test "

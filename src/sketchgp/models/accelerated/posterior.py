@@ -20,10 +20,11 @@ from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy
 from gpytorch.utils.warnings import GPInputWarning
 from torch import Tensor
 
-from ...errors import warn
+from ...errors import ConvergenceWarning, warn
 from ...fingerprint import module_key, tensor_key
 from ...operators.lazies import KERNELS
 from ...random_streams import generator
+from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating, predicting
@@ -130,6 +131,25 @@ def solve_for_mean(model: Any, x: Tensor | None) -> None:
     strategy = strategy_of(model)
     with evaluating(), nullcontext() if x is None else predicting(partial(_some, model, [x], {})):
         _ = strategy.mean_cache  # which other strategies than ours have, too
+
+
+def solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
+    """Have the model keep the solution behind its mean, of the present parameters, data and settings; its report.
+
+    :param x: where the mean is wanted, if that is known.
+
+    A solution that fell short of its tolerance warns each time it is used.
+    """
+    with model.__dict__[ATTRIBUTE].lock:
+        strategy = present_strategy(model)
+        with own_solves() as solves:
+            solve_for_mean(model, x)
+        if solves:
+            strategy.report = merged(solves)
+        report = getattr(strategy, "report", None)
+    if report is not None and not report.converged and not solves:
+        warn(report.advice(), ConvergenceWarning)
+    return report
 
 
 def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:

@@ -92,6 +92,11 @@ class TrainingSide:
         with torch.no_grad():
             return self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
 
+    @property
+    def _name(self) -> str:
+        """Of the preconditioner."""
+        return "none" if self.preconditioner is None else self.acceleration.preconditioner_name
+
     @cached_property
     def approximate(self) -> Approximate:
         """Variances of many points."""
@@ -128,9 +133,8 @@ class TrainingSide:
             weights, report = solve_system(solver, self.system, b)
             return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)
-        choice = None if self.preconditioner is None else self.acceleration.preconditioner
         weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
-            self.system, b, self.preconditioner, goal, name="none" if choice is None else choice.name
+            self.system, b, self.preconditioner, goal, name=self._name
         )
         return explained.Explained(weights, product), report
 
@@ -163,7 +167,7 @@ class TrainingSide:
             prior,
             self.solver,
             self.preconditioner,
-            name="none" if choice is None else choice.name,
+            name=self._name,
             below=choice is not None and choice.below,
             below_noise=below_noise,
         )

@@ -52,10 +52,8 @@ class SampleSolve:
             return Cholesky(), ""
         with evaluating():
             solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
-            if isinstance(solver, ConjugateGradients) and isinstance(
-                solver.tol, str
-            ):  # predictions of the mean's weights
-                solver = dataclasses.replace(solver, tol=self.acceleration.conjugate_gradients().tol)
+            if isinstance(solver, ConjugateGradients):  # to a residual: "posterior" is of the mean's weights
+                solver = self.acceleration.conjugate_gradients()
         if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None)
         return solver, "; ".join(filter(None, (why, why_iterative(self.system.n))))

@@ -41,21 +41,21 @@ class _Posteriors(DefaultPredictionStrategy):
         return self._posterior(test_test_covar, test_train_covar, self._noisy())
 
     def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
-        observed = observed_rows(self.train_labels)
         if settings.skip_posterior_variances.on():
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        root = None if observed is not None or solved_by_us(noisy) else self._root()
-        if observed is None and root is None and not solved_by_us(noisy):
-            return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
+        observed = observed_rows(self.train_labels)
         if observed is not None:
             noisy, cross = self._of_observed(noisy, observed), cross[..., :, observed.nonzero().squeeze(-1)]
-        if root is not None:
-            return conditioned(prior, cross, root)
-        if not solved_by_us(noisy):
+        if solved_by_us(noisy):
+            return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
+        if observed is not None:
             dense = cross.to_dense()
             return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
-        return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
+        root = self._root()
+        if root is None:
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        return conditioned(prior, cross, root)
 
     def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
         """``K + noise`` of the observed targets."""
@@ -160,8 +160,7 @@ class AcceleratedPredictionStrategy(_Posteriors):
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # as GPyTorch has it
         weights = torch.where(weights.isnan(), 0, weights) if missing else weights
         weights = weights.to(torch.float64).unsqueeze(-1)
-        cross = to_linear_operator(test_train_covar)
-        product = accurate_matmul(cross, weights).squeeze(-1)
+        product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:

@@ -77,10 +77,15 @@ class TrainingMatrix:
 
 def check_model(owner: str, model: Any) -> None:
     """:raises InputError: for a model without data, with several tensors of inputs, or with BoTorch's transforms."""
+    check_inputs(owner, model)
+    if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
+        raise InputError(f"{owner} knows no BoTorch transforms of inputs or outcomes; build the model on data that are "
+                         "transformed already.")  # fmt: skip
+
+
+def check_inputs(owner: str, model: Any) -> None:
+    """:raises InputError: for a model without data, or with several tensors of inputs."""
     if model.train_inputs is None or model.train_targets is None:
         raise InputError(f"{owner}: model expects training data, got none.")
     if len(model.train_inputs) != 1:
         raise InputError(f"{owner}: model expects to have one tensor of inputs, got {len(model.train_inputs)}.")
-    if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
-        raise InputError(f"{owner} knows no BoTorch transforms of inputs or outcomes; build the model on data that are "
-                         "transformed already.")  # fmt: skip

@@ -22,7 +22,7 @@ from ...report import Reason, SolveReport, conclude
 from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
-from ..loop import Budget, Checkpoint, HeldOut, Outcome, Progress, Run, clock, solve_marks
+from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
 from .aim import Rows
 from .followed import Followed
@@ -157,10 +157,20 @@ class ConjugateGradients(Budgeted):
         :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
-        outcome, report, method = self._run(
-            system, rhs, preconditioner, name, setup_seconds, initial, lanczos_columns, callback, held_out, progress,
-            keep_interrupted, goal, below, followed,
-        )  # fmt: skip
+        with torch.no_grad():
+            method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
+            run = Run(
+                method,
+                Budget(self.max_iterations or 1000, self.max_seconds),
+                began=clock() - setup_seconds,
+                initial=initial,
+                callback=callback,
+                held_out=held_out,
+                checkpoint=self._checkpoint(system, rhs, preconditioner),
+                raising=not keep_interrupted,  # inside a model: a half-done solution must not reach its caches
+            )
+            outcome = run.loop(progress)
+        report = self._concluded(run, method, name)
         return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
 
     def explain(
@@ -178,78 +188,65 @@ class ConjugateGradients(Budgeted):
 
         :returns: w; A times it, which the last true residual is of; and the report.
         """
-        outcome, report, method = self._run(system, c, preconditioner, name, initial=initial, goal=goal, below=below)
-        product = method.product_of(outcome.value)
-        return outcome.value, system.accurate_product(outcome.value) if product is None else product, report
+        with torch.no_grad():
+            method = self._method(system, c, preconditioner, below, goal)
+            run = Run(
+                method,
+                Budget(self.max_iterations or 1000, self.max_seconds),
+                began=clock(),
+                initial=initial,
+                checkpoint=self._checkpoint(system, c, preconditioner),
+                raising=True,
+            )
+            value = run.loop(None).value
+        report = self._concluded(run, method, name)
+        product = method.product_of(value)
+        return value, system.accurate_product(value) if product is None else product, report
 
-    def _run(
+    def _method(
         self,
         system: System,
         rhs: Tensor,
         preconditioner: LowRankPlusDiagonal | None,
-        name: str,
-        setup_seconds: float = 0.0,
-        initial: Tensor | None = None,
-        lanczos_columns: int = 0,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: HeldOut | None = None,
-        progress: bool | None = None,
-        keep_interrupted: bool = False,
-        goal: Goal | None = None,
-        below: bool = False,
+        below: bool,
+        goal: Goal | None,
         followed: Followed | None = None,
-    ) -> tuple[Outcome, SolveReport, Gradients]:
-        with torch.no_grad():
-            certificate = Certificate(system, preconditioner, below)
-            tol: float | str = self.tol or 1e-3
-            weights = rows = None
-            if goal is not None and isinstance(tol, str):
-                tol = 1e-3
-            elif tol == "certified" and not certificate.known:
-                raise InputError(
-                    "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
-                    "noise is at their rounding; use tol='posterior'."
-                )
-            elif tol == "posterior":
-                followed = followed or Followed.of(system)
-                weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
-                rows = Rows(system, preconditioner, followed.least)
-            method = Gradients(
-                tol,
-                self.precision == "float64",
-                system,
-                rhs,
-                preconditioner,
-                lanczos_columns,
-                goal,
-                certificate,
-                weights,
-                rows,
+        lanczos_columns: int = 0,
+    ) -> Gradients:
+        """What is iterated, by the tolerance that was asked for."""
+        certificate = Certificate(system, preconditioner, below)
+        tol: float | str = self.tol or 1e-3
+        weights = rows = None
+        if goal is not None and isinstance(tol, str):
+            tol = 1e-3
+        elif tol == "certified" and not certificate.known:
+            raise InputError(
+                "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
+                "noise is at their rounding; use tol='posterior'."
             )
-            run = Run(
-                method,
-                Budget(self.max_iterations or 1000, self.max_seconds),
-                began=clock() - setup_seconds,
-                initial=initial,
-                callback=callback,
-                held_out=held_out,
-                checkpoint=self._checkpoint(system, rhs, preconditioner),
-                raising=not keep_interrupted,  # inside a model: a half-done solution must not reach its caches
-            )
-            outcome = run.loop(progress)
+        elif tol == "posterior":
+            followed = followed or Followed.of(system)
+            weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
+            rows = Rows(system, preconditioner, followed.least)
+        accurate = self.precision == "float64"
+        return Gradients(tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows)
+
+    @staticmethod
+    def _concluded(run: Run, method: Gradients, name: str) -> SolveReport:
+        """The report of a run that has ended, recorded."""
+        preconditioner = method.preconditioner
+        rank = 0 if preconditioner is None else preconditioner.rank
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
         if preconditioner is not None:
-            remedy = f"Choose a preconditioner= of higher rank (now {preconditioner.rank}), or raise max_iterations."
+            remedy = f"Choose a preconditioner= of higher rank (now {rank}), or raise max_iterations."
         remedies = {Reason.ITERATIONS: remedy}
-        if isinstance(tol, str):
+        if isinstance(method.asked, str):
             remedies[Reason.STAGNATED] = "Rounding allows no less: raise the noise" + (
-                ", or ask for an estimate, tol='posterior'." if tol == "certified" else "."
+                ", or ask for an estimate, tol='posterior'." if method.asked == "certified" else "."
             )
-        report = run.report(
-            preconditioner=name, rank=0 if preconditioner is None else preconditioner.rank, remedies=remedies
-        )
+        report = run.report(preconditioner=name, rank=rank, remedies=remedies)
         conclude(report)
-        return outcome, report, method
+        return report
 
     def _checkpoint(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None) -> Checkpoint | None:
         if self.checkpoint is None:
