@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import NumericalError
 from ..operators import LowRankPlusDiagonal
+from ..operators.substitution import cholesky_solve
 from ..settings import memory_budget
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.energy import Explaining
@@ -134,7 +135,7 @@ class Factor:
                 self._failed = True
                 raise
         else:
-            weights = torch.cholesky_solve(together, self._root)
+            weights = cholesky_solve(together, self._root)
         if one:
             weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
         return Explained(weights, c)
