@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,24 +21,24 @@ from .accelerate import acceleration_of
 from .errors import InputError, warn
 from .fitting.adam import adam
 from .fitting.adam import settled as adam_settled
-from .fitting.history import FitHistory
+from .fitting.history import WIDENED, FitHistory
 from .fitting.lbfgs import lbfgs
 from .fitting.lbfgs import settled as lbfgs_settled
 from .fitting.objective import Objective
+from .fitting.route import WIDTH, bracket, new_bound, next_objective, route, say_given
 from .fitting.start import exact_objective, on_subset
 from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import Acceleration
+from .models.accelerated.bound_density import TooWide
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
-from .models.accelerated.threshold import threshold_untouched
-from .settings import memory_budget
 
-_EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
 _SUBSET = 2000  # rows of a subset to start from
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
 _SPAN = {"exact": 10, "bound": 10, "probes": 3, "given": 3}  # steps of L-BFGS over which a loss is judged,
+_RESTARTS = 8  # with new pivots, before bounds are left as they are
 _NEAR = 4  # and at the most where it starts from a subset's optimum
 
 
@@ -46,6 +47,7 @@ def fit(
     mll: Any = None,
     optimizer: str = "auto",
     start: str = "auto",
+    objective: str = "auto",
     iterations: int | None = None,
     learning_rate: float | None = None,
     num_probes: int = 10,
@@ -58,9 +60,12 @@ def fit(
 
     The loss is computed *exactly*, by one factorization in float64, up to 5,000 rows (CUDA: 20,000) that fit the memory
     budget, unless ``accelerate`` was given a solver, or GPyTorch a ``max_cholesky_size``: ``n^3`` operations a loss.
-    Above that it is estimated with *probes*, drawn once, so that the loss is the same function at every step; log
-    determinant and gradient are as in Wenger et al. (arXiv:2107.00243), and the preconditioner's pivots are kept while
-    they serve, by L-BFGS throughout.  The *bound* of an inducing-point model takes no probes.
+    Above that an upper *bound* of it is minimised where it is within 0.01 a row of a lower one: of Artemev, Burt, van
+    der Wilk (arXiv:2102.08314), with exact gradients, and no random number but those of the pivots.  Elsewhere the loss
+    is estimated with *probes*, drawn once, so that it is the same function at every step; log determinant and gradient
+    are as in Wenger et al. (arXiv:2107.00243), and the preconditioner's pivots are kept while they serve, by L-BFGS
+    throughout.  Bounds that become wider on the way are made anew, with more pivots, or left for probes; never within
+    a line search, and ``FitHistory.notes`` say so.  An inducing-point model has a *bound* of its own.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval
         mode with the parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
@@ -71,6 +76,8 @@ def fit(
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
         exactly; ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a
         Gaussian likelihood and no batch).
+    :param objective: ``"exact"``, ``"bound"`` or ``"probes"``, or ``"auto"`` as above.  A bound that is asked for is
+        minimised however wide it is.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors of the log determinant.
@@ -88,6 +95,7 @@ def fit(
     acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
     checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
     checks.word("fit", "start", start, ("auto", "model", "subset"))
+    checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes"))
     iterations = checks.count("fit", "iterations", iterations, optional=True)
     num_probes = checks.count("fit", "num_probes", num_probes)
     if learning_rate is not None:
@@ -117,30 +125,49 @@ def fit(
         optimizer = "lbfgs" if learning_rate is None else "adam"
     began, before = time.perf_counter(), _Before(model)
     show = sys.stderr.isatty() if progress is None else progress
-    history = FitHistory(optimizer=optimizer, objective=_kind(model, mll, acceleration))
-    own = Objective(model, mll, exact=False)
+    kind, why = route(model, mll, acceleration, objective)
+    history = FitHistory(optimizer=optimizer, objective=kind, notes=[why] if why else [])
+    current = own = Objective(model, mll)
     steps: Steps | None = None
     try:
         model.train()
-        objective = exact_objective(model, mll) if history.objective == "exact" else own
+        if kind == "exact":
+            current = exact_objective(model, mll)
+        elif kind == "bound" and acceleration is not None:
+            bound = new_bound(own, acceleration, limited=objective == "auto", held=optimizer == "lbfgs")
+            current = Objective(model, mll, bound=bound)
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
-        many = history.rows > _MANY and history.objective in ("exact", "probes")
+        many = history.rows > _MANY and acceleration is not None and kind != "given"
         if start == "subset" or (start == "auto" and many and optimizer == "lbfgs"):
-            inverse = _from_subset(mll, objective, history, seed, tol, show, began, asked=start == "subset")
+            inverse = _from_subset(mll, current, history, seed, tol, show, began, asked=start == "subset")
         limit = iterations or _ITERATIONS[optimizer]
         with (
             _one_function(acceleration, history, seed, num_probes),
             tqdm(total=limit, desc="marginal likelihood", unit="step", disable=not show, leave=False) as bar,
         ):
-            if optimizer == "adam":
-                steps = Steps(objective, history, limit, bar, callback, adam_settled, tol, began)
-                adam(objective, steps, learning_rate or 0.1)
-            else:
+            while True:
+                bounding = history.optimizer == "lbfgs" and current.bound is not None
+                widest = WIDTH if bounding and len(history.restarts) < _RESTARTS else math.inf
                 span = _SPAN[history.objective]
-                settled = partial(lbfgs_settled, span=span if inverse is None else min(span, _NEAR))
-                steps = Steps(objective, history, limit, bar, callback, settled, tol, began)
-                lbfgs(objective, steps, inverse)
+                near = partial(lbfgs_settled, span=span if inverse is None else min(span, _NEAR))
+                settled = adam_settled if optimizer == "adam" else near
+                best = None if steps is None or not history.losses else steps.best
+                steps = Steps(current, history, limit, bar, callback, settled, tol, began, widest, best)
+                try:
+                    if optimizer == "adam":
+                        adam(current, steps, learning_rate or 0.1)
+                    else:
+                        found = lbfgs(current, steps, inverse)
+                        inverse = inverse if found is None else found
+                except TooWide:
+                    history.reason = WIDENED
+                if history.reason != WIDENED:
+                    say_given(current, history)
+                    break
+                current = next_objective(current, steps, own, acceleration, again=objective == "bound")
+        own.restore(steps.best)
+        history.bracket = bracket(current, own, acceleration, history)
     except KeyboardInterrupt:
         history.reason = "interrupted"
         if not history.losses:
@@ -151,28 +178,13 @@ def fit(
     finally:
         if steps is not None and history.losses:
             own.restore(steps.best)
-            if objective is not own:
-                _copy_buffers(objective.model, model)
+            if current.model is not model:
+                _copy_buffers(current.model, model)
             own.clear()
             model.eval()
         else:
             before.put_back()
     return history
-
-
-def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:
-    """How losses are computed."""
-    if acceleration is None:
-        return "bound"
-    pseudo = isinstance(mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood)
-    if pseudo or not isinstance(mll, gpytorch.mlls.ExactMarginalLogLikelihood):
-        return "given"
-    event = 2 if isinstance(model.likelihood, gpytorch.likelihoods.MultitaskGaussianLikelihood) else 1
-    shape = model.train_targets.shape
-    rows, device = shape[-event:].numel(), model.train_targets.device
-    fits = 8 * rows * rows * shape[:-event].numel() <= memory_budget.value(device)
-    free = isinstance(acceleration.solver, str) and threshold_untouched()
-    return "exact" if free and fits and rows <= _EXACT.get(device.type, _EXACT["cpu"]) else "probes"
 
 
 @contextmanager

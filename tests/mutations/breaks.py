@@ -2082,8 +2082,8 @@ BREAKS = (
     # Fit and predict
     Break(
         "fitting/steps.py",
-        "if value < history.best_loss or len(history.losses) == 1:",
-        "if value > history.best_loss or len(history.losses) == 1:",
+        "elif value < history.best_loss:",
+        "elif value > history.best_loss:",
         ("test_fit.py",),
         "the worst parameters are kept",
     ),

@@ -23,11 +23,11 @@ def adam(objective: Objective, steps: Steps, learning_rate: float) -> None:
         value = objective.evaluate()
         steps.history.evaluations += 1
         if not math.isfinite(value) or not objective.finite:
-            if not steps.history.losses:
+            if len(steps.history.losses) == steps.first:
                 raise NumericalError(FIRST)
             steps.history.reason = NOT_FINITE
             return
-        if steps.note(value, objective.norm(), objective.state()):
+        if steps.note(value, objective.norm(), objective.state(), objective.width):
             return
         optimizer.step()
         objective.into_bounds()

@@ -28,6 +28,9 @@ _SEARCH = 20  # evaluations of a line search
 STUCK = "the line search found no lower loss"
 
 
+_Found = tuple[float, np.ndarray, list[Tensor], float | None]
+
+
 class _End(Exception):
     """Of the fit, from inside of SciPy's loop."""
 
@@ -37,29 +40,30 @@ class _Evaluations:
 
     def __init__(self, variables: Variables, steps: Steps) -> None:
         self.variables, self.steps = variables, steps
-        self._known: list[tuple[np.ndarray, float, np.ndarray, list[Tensor]]] = []
+        self._known: list[tuple[np.ndarray, _Found]] = []
 
-    def __call__(self, vector: np.ndarray) -> tuple[float, np.ndarray, list[Tensor]]:
-        """Loss, gradient and state of the parameters; a loss that cannot be computed is a high one.
+    def __call__(self, vector: np.ndarray) -> _Found:
+        """Loss, gradient, state of the parameters, width of bounds; a loss that cannot be computed is a high one.
 
         :raises NumericalError: if the first loss is not finite.
         """
-        for seen, value, gradient, state in self._known:
+        for seen, found in self._known:
             if np.array_equal(seen, vector):
-                return value, gradient, state
+                return found
         history, objective = self.steps.history, self.variables.objective
         self.variables.put(vector)
         value = objective.evaluate()
         history.evaluations += 1
         gradient = self.variables.gradient(vector)
         if not math.isfinite(value) or not np.isfinite(gradient).all():
-            if not history.losses:
+            if len(history.losses) == self.steps.first:
                 raise NumericalError(FIRST)
             best = history.best_loss  # the search goes back from there
             value, gradient = best + _FAILED * max(1.0, abs(best)), np.zeros_like(gradient)
-        self._known.append((vector.copy(), value, gradient, objective.state()))
+        found = value, gradient, objective.state(), objective.width
+        self._known.append((vector.copy(), found))
         del self._known[: -_SEARCH - 1]
-        return value, gradient, self._known[-1][-1]
+        return found
 
 
 def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None = None) -> np.ndarray | None:
@@ -72,21 +76,21 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     variables = Variables(objective)
     evaluate = _Evaluations(variables, steps)
     start = variables()
-    value, gradient, state = evaluate(start)
-    if steps.note(value, float(np.linalg.norm(gradient)), state):
+    value, gradient, state, width = evaluate(start)
+    if steps.note(value, float(np.linalg.norm(gradient)), state, width):
         return None
     scale = _scale(gradient, inverse_hessian)
     path = [(start, gradient)]
 
     def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient, _ = evaluate(start + scale * scaled)
+        value, gradient, *_ = evaluate(start + scale * scaled)
         return value, scale * gradient
 
     def stepped(scaled: np.ndarray) -> None:
         vector = start + scale * scaled
-        value, gradient, state = evaluate(vector)
+        value, gradient, state, width = evaluate(vector)
         path.append((vector, gradient))
-        if steps.note(value, float(np.linalg.norm(gradient)), state):
+        if steps.note(value, float(np.linalg.norm(gradient)), state, width):
             raise _End
 
     limits = list(zip((variables.lower - start) / scale, (variables.upper - start) / scale, strict=True))
@@ -94,7 +98,7 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     try:
         result: Any = minimize(loss, np.zeros_like(start), jac=True, method="L-BFGS-B", bounds=limits,
                                callback=stepped, options=options)  # fmt: skip
-        losses = steps.history.losses
+        losses = steps.history.losses[steps.first :]
         flat = result.status == 0 or (len(losses) > 1 and losses[-2] - losses[-1] < steps.tol)
         steps.history.reason = SETTLED if flat else STUCK
     except _End:

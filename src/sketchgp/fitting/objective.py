@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from ..errors import NumericalError
+from ..models.accelerated.bound_density import Bound, bounded
 from ..models.accelerated.threshold import exactly
 
 
@@ -19,27 +21,49 @@ class Objective:
 
     :param model: in training mode; :param mll: of it.
     :param exact: compute it by a factorization in float64 whatever n is.
+    :param bound: compute an upper bound of it instead, with this.
 
     :ivar parameters: those that require a gradient.
+    :ivar rows: what a log likelihood is divided by.
     """
 
-    def __init__(self, model: Any, mll: Any, exact: bool) -> None:
-        self.model, self.mll, self.exact = model, mll, exact
+    def __init__(self, model: Any, mll: Any, exact: bool = False, bound: Bound | None = None) -> None:
+        self.model, self.mll, self.exact, self.bound = model, mll, exact, bound
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        event = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
+        self.rows = model.train_targets.shape[-event:].numel()
 
-    def evaluate(self) -> float:
+    @property
+    def width(self) -> float | None:
+        """How far below the latest loss the exact one may be; None where it is no bound."""
+        return None if self.bound is None or self.bound.gap is None else self.bound.gap / self.rows
+
+    def evaluate(self, gradient: bool = True) -> float:
         """One forward and backward pass, which leaves gradients on the parameters; NaN where the linear algebra broke
-        down."""
+        down.
+
+        :param gradient: whether to make the backward pass.
+        :raises TooWide: where the first bound leaves more open than was allowed.
+        """
         for parameter in self.parameters:
             parameter.grad = None
+        if self.bound is not None:
+            self.bound.begin()
         try:
-            with torch.inference_mode(False), torch.enable_grad(), exactly() if self.exact else nullcontext():
+            with torch.inference_mode(False), torch.set_grad_enabled(gradient), self._by():
                 output = self.model(*self.model.train_inputs)
                 loss = -self.mll(output, self.model.train_targets, *_likelihood_inputs(self.model)).sum()
-                loss.backward()
+                if gradient:
+                    loss.backward()
         except (NumericalError, NanError, NotPSDError):
             return math.nan
         return float(loss.detach())
+
+    def _by(self) -> AbstractContextManager[None]:
+        """How log densities are computed."""
+        if self.bound is not None:
+            return bounded(self.bound)
+        return exactly() if self.exact else nullcontext()
 
     @property
     def finite(self) -> bool:
