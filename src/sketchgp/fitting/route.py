@@ -78,7 +78,7 @@ def new_bound(objective: Objective, acceleration: Acceleration, limited: bool, h
     :param held: whether pivots are held; they are chosen anew where losses become wider than that otherwise.
     """
     assert acceleration.preconditioner is not None
-    choice = Tightened(base=acceleration.preconditioner, slack=WIDTH / 2)
+    choice = Tightened(base=acceleration.preconditioner, slack=WIDTH / 2, hopeful=not limited)
     nats = WIDTH * objective.rows * _systems(objective)
     return Bound(choice, limit=nats if limited else None, redrawn=None if held else nats)
 

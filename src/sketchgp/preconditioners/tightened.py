@@ -33,15 +33,16 @@ def log_slack(prior: Tensor, factor: Tensor, noise: Tensor) -> Tensor:
 class Tightened(Preconditioner):
     """Another choice, whose automatic rank is doubled until bounds with it are tight.
 
-    The rank is left as it is where the user named one.  Columns end at ``20 n^1/2`` and at the memory budget; none are
-    added where their decay says that all there may be would not do.
+    The rank is left as it is where the user named one.  Columns end at ``20 n^1/2`` and at the memory budget.
 
     :param base: the choice, with ``F F^T <= K``.
     :param slack: of :func:`log_slack` over ``2 n``, which is to be come to.
+    :param hopeful: add columns even where their decay says that all there may be would not do.
     """
 
     base: Preconditioner = dataclasses.field(default_factory=Preconditioner)
     slack: float = 0.0
+    hopeful: bool = False
 
     @property
     def pivoted(self) -> bool:
@@ -65,7 +66,8 @@ class Tightened(Preconditioner):
             left, before = (float(log_slack(prior, part, noise)) / (2 * n) for part in (factor, factor[:, : rank // 2]))
             falls = max(_FASTEST, (left / before) ** 2) if before > 0 else 0.0  # by twice the columns, at the best
             doublings = math.log2(most / rank) if most > rank else 0.0
-            if left <= self.slack or not doublings or left * falls**doublings > self.slack:
+            hopeless = not self.hopeful and left * falls**doublings > self.slack
+            if left <= self.slack or not doublings or hopeless:
                 break
             selection = dataclasses.replace(self.base, rank=min(2 * rank, most))._select(matrix, noise)
         return selection
