@@ -25,7 +25,7 @@ from .fitting.history import WIDENED, FitHistory
 from .fitting.lbfgs import lbfgs
 from .fitting.lbfgs import settled as lbfgs_settled
 from .fitting.objective import Objective
-from .fitting.route import WIDTH, bracket, new_bound, next_objective, route, say_given
+from .fitting.route import WIDTH, bound_at_last, bracket, new_bound, next_objective, route
 from .fitting.start import exact_objective, on_subset
 from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
@@ -162,12 +162,15 @@ def fit(
                         inverse = inverse if found is None else found
                 except TooWide:
                     history.reason = WIDENED
-                if history.reason != WIDENED:
-                    say_given(current, history)
+                if history.reason == WIDENED:
+                    current = next_objective(current, steps, own, acceleration, again=objective == "bound")
+                    continue
+                own.restore(steps.best)
+                history.bracket = bracket(current, own, acceleration, history)
+                after = None if kind == history.objective else bound_at_last(own, acceleration, history)
+                if after is None:
                     break
-                current = next_objective(current, steps, own, acceleration, again=objective == "bound")
-        own.restore(steps.best)
-        history.bracket = bracket(current, own, acceleration, history)
+                current = after
     except KeyboardInterrupt:
         history.reason = "interrupted"
         if not history.losses:

@@ -16,7 +16,8 @@ from ..models.accelerated.bound_density import Bound
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
 from ..settings import memory_budget
-from .history import FitHistory
+from .history import SETTLED, FitHistory
+from .lbfgs import STUCK
 from .objective import Objective
 from .start import exact_objective
 from .steps import Steps
@@ -24,6 +25,7 @@ from .steps import Steps
 EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
 WIDTH = 0.01  # nats a row that a bound may leave open to be taken for the loss: one nat for a hundred rows
 _TIGHT = 1e-7  # of the rows, that r^T P^-1 r of the last solve is to come to
+_AT_LAST = "where that ended a bound had become tight: went on with it"
 
 
 def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str) -> tuple[str, str]:
@@ -107,11 +109,23 @@ def next_objective(
     return Objective(own.model, own.mll, bound=new_bound(own, acceleration, limited=not again))
 
 
-def say_given(objective: Objective, history: FitHistory) -> None:
-    """That there was nothing to bound, where a bound was to be minimised."""
-    if objective.bound is not None and history.widths[-1:] == [None]:
-        history.objective = "given"
-        history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")
+def bound_at_last(own: Objective, acceleration: Acceleration | None, history: FitHistory) -> Objective | None:
+    """A bound to go on with where a fit has ended with probes after a bound was too wide, and is not any more; None
+    where it is, or this was done before.
+
+    :param own: the model's own losses, at the best parameters.
+    """
+    ends = history.bracket
+    if history.optimizer != "lbfgs" or history.reason not in (SETTLED, STUCK):
+        return None
+    if ends is None or not ends[1] - ends[0] <= WIDTH:
+        return None
+    if acceleration is None or history.objective != "probes" or _AT_LAST in history.notes:
+        return None
+    history.objective = "bound"
+    history.restarts.append(len(history.losses))
+    history.notes.append(_AT_LAST)
+    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, limited=True))
 
 
 def bracket(
@@ -121,6 +135,9 @@ def bracket(
 
     :param objective: that the fit ended with; :param own: the model's own losses, in training mode.
     """
+    if objective.bound is not None and history.widths[-1] is None:
+        history.objective = "given"
+        history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")
     if objective.exact:
         value = history.best_loss
         if objective is not own and objective.model is not own.model:  # parameters were rounded
