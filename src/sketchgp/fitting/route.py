@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import gpytorch
 from linear_operator import settings
 
-from ..errors import ConvergenceWarning, InputError
+from ..errors import InputError
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.added_diag import left_to_us
 from ..models.accelerated.bound_density import Bound
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
+from ..report import shortfall_counted
 from ..settings import memory_budget
 from .history import SETTLED, FitHistory
 from .lbfgs import STUCK
@@ -146,13 +146,14 @@ def bracket(
         return (value, value) if math.isfinite(value) else None
     if acceleration is None or history.objective == "given" or why_no_bound(acceleration):
         return None
+    if acceleration.cache is not None:  # F is the largest array there is, and another one is to come
+        acceleration.cache.release()
     for candidate in (own, exact_objective(own.model, own.mll)):
         bound = objective.bound if candidate is own else None
         bound = new_bound(own, acceleration, limited=False) if bound is None else bound
         bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
         bounded = Objective(candidate.model, candidate.mll, bound=bound)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the width tells
+        with shortfall_counted():
             value = bounded.evaluate(gradient=False)
         if bounded.width is not None and math.isfinite(value - bounded.width):
             return value - bounded.width, value

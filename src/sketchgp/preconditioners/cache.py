@@ -52,6 +52,12 @@ class PreconditionerCache:
         with self._lock:
             self._forget()
 
+    def release(self) -> None:
+        """Give the memory back: the preconditioner is built anew when it is wanted again."""
+        with self._lock:
+            self._forget_built()
+            self._pivoted_factor = self._more = None
+
     def _forget(self) -> None:
         self.builds, self._seconds = 0, 0.0
         self._matrix_key: Any = None
