@@ -52,12 +52,6 @@ class PreconditionerCache:
         with self._lock:
             self._forget()
 
-    def release(self) -> None:
-        """Give the memory back: the preconditioner is built anew when it is wanted again."""
-        with self._lock:
-            self._forget_built()
-            self._pivoted_factor = self._more = None
-
     def _forget(self) -> None:
         self.builds, self._seconds = 0, 0.0
         self._matrix_key: Any = None
@@ -67,6 +61,12 @@ class PreconditionerCache:
         self._built: LowRankPlusDiagonal | None = None
         self._pivoted_factor: PivotedFactor | None = None
         self._more: tuple[Any, Tensor | None] | None = None  # pivots, beyond those of an automatic rank
+
+    def release(self) -> None:
+        """Give the memory back: the preconditioner is built anew when it is wanted again."""
+        with self._lock:
+            self._forget_built()
+            self._pivoted_factor = self._more = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"choice": self.choice}
