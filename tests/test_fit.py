@@ -366,14 +366,14 @@ def test_probes_are_no_numbers_of_the_users() -> None:
     model.covar_module.base_kernel.ard_num_dims = None
     sketchgp.accelerate(model, preconditioner=None)
     seen = []
-    plain = sketchgp.ConjugateGradients.run
+    plain = sketchgp.ConjugateGradients.tridiagonalize
 
     def watch(self: Any, system: Any, rhs: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen.append(rhs)
         return plain(self, system, rhs, *args, **options)
 
     with iterative(tol=1e-4), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sketchgp.ConjugateGradients, "run", watch)
+        patch.setattr(sketchgp.ConjugateGradients, "tridiagonalize", watch)
         sketchgp.fit(model, iterations=1, num_probes=10)
     unit = x / x.norm(dim=0)
     overlap = unit.mT @ (seen[0] / seen[0].norm(dim=0))

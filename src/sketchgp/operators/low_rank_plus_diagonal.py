@@ -146,6 +146,26 @@ class LowRankPlusDiagonal(LinearOperator):
         """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
         return (self.factor @ low_rank_noise + self.diagonal_part.sqrt().unsqueeze(-1) * full_noise).to(self.dtype)
 
+    def sampled_derivative(
+        self,
+        tensors: tuple[Tensor, ...],
+        left: Tensor,
+        right: Tensor,
+        of_samples: Tensor,
+        low_rank_noise: Tensor,
+        full_noise: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients for what the operator is made of, of a function of it and of samples from it.
+
+        :param tensors: those of :meth:`representation`, with the flags that say which need a gradient.
+        :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
+        :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
+        """
+        left, right, gradient = (v.to(self.factor.dtype) for v in (left, right, of_samples))
+        of_factor = left @ (right.mT @ self.factor) + right @ (left.mT @ self.factor) + gradient @ low_rank_noise.mT
+        of_diagonal = (left * right).sum(-1) + (gradient * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
+        return _sum_to(of_factor, self.factor.shape), _sum_to(of_diagonal, self.diagonal_part.shape)
+
     @torch.no_grad()
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
         options: dict[str, Any] = {"dtype": self.factor.dtype, "device": self.device}
