@@ -354,7 +354,11 @@ def test_the_progress_bar_shows_the_loss_of_the_step(optimizer: str, monkeypatch
     model, _ = build()
     with iterative(tol=1e-4):
         history = sketchgp.fit(model, optimizer=optimizer, iterations=4, progress=True)
-    assert shown == [f"loss {loss:.4f}" for loss in history.losses]
+    columns = (history.losses, history.standard_errors, history.gradients, history.residuals, history.iterations)
+    assert shown == [
+        f"loss {loss:.4f} +- {error:.4f}, gradient {gradient:.1e}, residual {residual:.1e}, {count} iterations"
+        for loss, error, gradient, residual, count in zip(*columns, strict=True)
+    ]
 
 
 def test_probes_are_no_numbers_of_the_users() -> None:

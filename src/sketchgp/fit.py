@@ -19,10 +19,10 @@ from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError, warn
 from .fitting.adam import adam
-from .fitting.adam import settled as adam_settled
+from .fitting.adam import improvement as adam_improvement
 from .fitting.history import FitHistory
+from .fitting.lbfgs import improvement as lbfgs_improvement
 from .fitting.lbfgs import lbfgs
-from .fitting.lbfgs import settled as lbfgs_settled
 from .fitting.objective import Objective
 from .fitting.start import exact_objective, on_subset
 from .fitting.steps import Steps
@@ -76,7 +76,9 @@ def fit(
     :param num_probes: probe vectors of the log determinant.
     :param seed: of the probe vectors and the subset.
     :param tol: the loss has settled when ten steps of L-BFGS together improved it by less than this (four after a
-        subset, three where it is estimated), or the mean of five steps of Adam over the five before.
+        subset, three where it is estimated), or the mean of five steps of Adam over the five before.  An estimated
+        loss has settled, too, when the improvement is smaller than half its standard error, by the spread of the
+        probes; not so where ``tol`` is 0 or less.
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
@@ -134,12 +136,12 @@ def fit(
             tqdm(total=limit, desc="marginal likelihood", unit="step", disable=not show, leave=False) as bar,
         ):
             if optimizer == "adam":
-                steps = Steps(objective, history, limit, bar, callback, adam_settled, tol, began)
+                steps = Steps(objective, history, limit, bar, callback, adam_improvement, tol, began)
                 adam(objective, steps, learning_rate or 0.1)
             else:
                 span = _SPAN[history.objective]
-                settled = partial(lbfgs_settled, span=span if inverse is None else min(span, _NEAR))
-                steps = Steps(objective, history, limit, bar, callback, settled, tol, began)
+                improvement = partial(lbfgs_improvement, span=span if inverse is None else min(span, _NEAR))
+                steps = Steps(objective, history, limit, bar, callback, improvement, tol, began)
                 lbfgs(objective, steps, inverse)
     except KeyboardInterrupt:
         history.reason = "interrupted"
@@ -205,8 +207,8 @@ def _from_subset(
     part = Objective(twin.model, twin, exact=True)
     limit = _ITERATIONS["lbfgs"]
     with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not show, leave=False) as bar:
-        settled = partial(lbfgs_settled, span=_SPAN["exact"])
-        steps = Steps(part, found, limit, bar, None, settled, tol, began)
+        improvement = partial(lbfgs_improvement, span=_SPAN["exact"])
+        steps = Steps(part, found, limit, bar, None, improvement, tol, began)
         try:
             inverse = lbfgs(part, steps)
         except RuntimeError:  # a forward that holds what no copy converts

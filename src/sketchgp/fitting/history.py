@@ -13,6 +13,11 @@ class FitHistory:
     step; ``gradients`` the norms of their gradients, by Adam in the unconstrained parameters, by L-BFGS in the
     logarithms of what is positive; ``seconds`` since the fit began, what came before the first step included.
 
+    ``standard_errors`` are of the losses, by the spread of what the probes say: 0 where log determinants are not
+    estimated, infinite with one probe.  As all losses have the same probes, their differences are far more certain.
+    ``residuals`` are the largest true relative residual of the linear solves of a step, ``iterations`` those of
+    conjugate gradients and ``products`` those with the kernel matrix, in all evaluations of the step; 0 without solves.
+
     ``best_step`` is the step whose parameters the model was left with; ``reason`` says why the fit ended.
     ``optimizer`` is ``"lbfgs"`` or ``"adam"``; ``objective`` says how losses were computed: ``"exact"`` (one
     factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors), ``"bound"`` (of
@@ -26,6 +31,10 @@ class FitHistory:
     best_step: int = 0
     reason: str = ""
     gradients: list[float] = field(default_factory=list)
+    standard_errors: list[float] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
+    iterations: list[int] = field(default_factory=list)
+    products: list[float] = field(default_factory=list)
     evaluations: int = 0
     optimizer: str = ""
     objective: str = ""
@@ -41,6 +50,14 @@ class FitHistory:
     def converged(self) -> bool:
         """Whether further steps promise nothing."""
         return self.reason == SETTLED
+
+    def latest(self) -> str:
+        """The latest step in a few words."""
+        error = f" +- {self.standard_errors[-1]:.4f}" if self.standard_errors[-1] else ""
+        text = f"loss {self.losses[-1]:.4f}{error}, gradient {self.gradients[-1]:.1e}"
+        if self.iterations[-1]:
+            text += f", residual {self.residuals[-1]:.1e}, {self.iterations[-1]} iterations"
+        return text
 
     def __str__(self) -> str:
         if not self.losses:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,26 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from ..errors import NumericalError
+from ..models.accelerated.probed_density import probed_values
 from ..models.accelerated.threshold import exactly
+from ..report import own_solves
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One loss and what it took.
+
+    :ivar value: NaN where the linear algebra broke down.
+    :ivar probes: what each probe said of the loss, ``(s,)`` float64 for every log determinant that was estimated.
+    :ivar residual: the largest true relative residual of its solves, 0 where there were none.
+    :ivar iterations: of conjugate gradients, and ``products`` with the kernel matrix.
+    """
+
+    value: float
+    probes: tuple[Tensor, ...] = ()
+    residual: float = 0.0
+    iterations: int = 0
+    products: float = 0.0
 
 
 class Objective:
@@ -27,11 +47,21 @@ class Objective:
         self.model, self.mll, self.exact = model, mll, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def evaluate(self) -> float:
-        """One forward and backward pass, which leaves gradients on the parameters; NaN where the linear algebra broke
-        down."""
+    def evaluate(self) -> Evaluation:
+        """One forward and backward pass, which leaves gradients on the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
+        with own_solves() as solves, probed_values() as probes:
+            value = self._evaluate()
+        return Evaluation(
+            value,
+            tuple(each.cpu() for each in probes),
+            max((report.max_residual for report in solves), default=0.0),
+            sum(report.iterations for report in solves),
+            sum(report.work.get("products", 0.0) for report in solves),
+        )
+
+    def _evaluate(self) -> float:
         try:
             with torch.inference_mode(False), torch.enable_grad(), exactly() if self.exact else nullcontext():
                 output = self.model(*self.model.train_inputs)

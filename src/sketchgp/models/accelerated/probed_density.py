@@ -21,7 +21,7 @@ semidefinite with eigenvalues that fall fast: a few columns for each probe are e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def probed_values() -> Iterator[list[Tensor]]:
         yield values
 
 
-def standard_error(values: list[Tensor]) -> float:
+def standard_error(values: Sequence[Tensor]) -> float:
     """Of a loss that such estimates enter, from the spread of their probes; 0 without estimates.
 
     Infinite where a single probe tells nothing.
