@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from .fitting.history import FitHistory
 from .fitting.lbfgs import improvement as lbfgs_improvement
 from .fitting.lbfgs import lbfgs
 from .fitting.objective import Objective
+from .fitting.record import Record, fit_marks
 from .fitting.start import exact_objective, on_subset
 from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
@@ -53,6 +55,8 @@ def fit(
     tol: float = 1e-4,
     progress: bool | None = None,
     callback: Callable[[int, float], Any] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: float = 60.0,
 ) -> FitHistory:
     """Maximise the marginal likelihood of an accelerated model, or an :class:`InducingPointGP`, in place.
 
@@ -81,6 +85,11 @@ def fit(
         probes; not so where ``tol`` is 0 or less.
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
+    :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
+        no cost, one of each choice of pivots excepted, and then on: to the bits that an uninterrupted one ends with (on
+        the same device and number of threads), from the parameters that the first run began with.  Of another model,
+        other data or other choices than ``iterations`` and ``tol`` it is refused; so is one that another fit is using.
+    :param every: seconds between two writes of the checkpoint.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
     :raises NumericalError: if the first loss is not finite.
 
@@ -97,6 +106,8 @@ def fit(
     seed, tol = checks.seed("fit", "seed", seed), checks.number("fit", "tol", tol)
     checks.flag("fit", "progress", progress, optional=True)
     checks.function("fit", "callback", callback)
+    checkpoint = checks.path("fit", "checkpoint", checkpoint, optional=True)
+    every = checks.number("fit", "every", every, above=0)
     checks.function("fit", "mll", mll)
     if optimizer == "lbfgs" and learning_rate is not None:
         raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
@@ -117,19 +128,26 @@ def fit(
         mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
     if optimizer == "auto":
         optimizer = "lbfgs" if learning_rate is None else "adam"
-    began, before = time.perf_counter(), _Before(model)
+    before = _Before(model)
     show = sys.stderr.isatty() if progress is None else progress
     history = FitHistory(optimizer=optimizer, objective=_kind(model, mll, acceleration))
     own = Objective(model, mll, exact=False)
     steps: Steps | None = None
+    cache = None if acceleration is None else acceleration.cache
+    choices = (optimizer, start, learning_rate, num_probes, seed, history.objective, *_choices(acceleration))
+    record = Record(own, checkpoint, every, lambda: fit_marks(model, mll, repr(choices)))
     try:
+        began = record.begin()
+        if cache is not None:
+            cache.clear()  # of pivots that something else chose: fits with the same data are identical
         model.train()
         objective = exact_objective(model, mll) if history.objective == "exact" else own
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
         many = history.rows > _MANY and history.objective in ("exact", "probes")
         if start == "subset" or (start == "auto" and many and optimizer == "lbfgs"):
-            inverse = _from_subset(mll, objective, history, seed, tol, show, began, asked=start == "subset")
+            inverse = _from_subset(mll, objective, history, seed, tol, show, record, asked=start == "subset")
+        objective.stage = record.stage("all rows", cache)
         limit = iterations or _ITERATIONS[optimizer]
         with (
             _one_function(acceleration, history, seed, num_probes),
@@ -159,6 +177,7 @@ def fit(
             model.eval()
         else:
             before.put_back()
+        record.end()
     return history
 
 
@@ -177,6 +196,14 @@ def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:
     return "exact" if free and fits and rows <= _EXACT.get(device.type, _EXACT["cpu"]) else "probes"
 
 
+def _choices(acceleration: Acceleration | None) -> tuple[Any, ...]:
+    """Of an accelerated model, those that a loss depends on."""
+    if acceleration is None:
+        return ()
+    solver = dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+    return acceleration.preconditioner, solver, acceleration.matmul, acceleration.matmul_precision
+
+
 @contextmanager
 def _one_function(acceleration: Acceleration | None, history: FitHistory, seed: int, probes: int) -> Iterator[None]:
     """Losses inside are values of one function: the same probes, and by L-BFGS the same pivots."""
@@ -189,7 +216,7 @@ def _one_function(acceleration: Acceleration | None, history: FitHistory, seed: 
 
 
 def _from_subset(
-    mll: Any, objective: Objective, history: FitHistory, seed: int, tol: float, show: bool, began: float, asked: bool
+    mll: Any, objective: Objective, history: FitHistory, seed: int, tol: float, show: bool, record: Record, asked: bool
 ) -> np.ndarray | None:
     """Give the objective the parameters of a fit to some of the rows; about the inverse Hessian there.
 
@@ -205,10 +232,11 @@ def _from_subset(
         return None
     history.subset = found = FitHistory(optimizer="lbfgs", objective="exact", rows=len(twin.model.train_targets))
     part = Objective(twin.model, twin, exact=True)
+    part.stage = record.stage("a subset", None)
     limit = _ITERATIONS["lbfgs"]
     with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not show, leave=False) as bar:
         improvement = partial(lbfgs_improvement, span=_SPAN["exact"])
-        steps = Steps(part, found, limit, bar, None, improvement, tol, began)
+        steps = Steps(part, found, limit, bar, None, improvement, tol, record.began)
         try:
             inverse = lbfgs(part, steps)
         except RuntimeError:  # a forward that holds what no copy converts

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from .. import checks
+from .picture import draw
 
 SETTLED = "the loss has settled"
 
@@ -50,6 +54,17 @@ class FitHistory:
     def converged(self) -> bool:
         """Whether further steps promise nothing."""
         return self.reason == SETTLED
+
+    def plot(self, ax: Any = None, by: str = "steps") -> Any:
+        """Draw the loss, a band of one standard error about it, and on an axis of its own the norm of the gradient.
+
+        :param ax: matplotlib axes to draw into; None makes a figure, without pyplot: ``history.plot().figure`` has
+            ``savefig``, and a notebook shows it.
+        :param by: ``"steps"`` or ``"seconds"``.
+        :returns: the axes of the loss.
+        :raises InputError: before there is a step.
+        """
+        return draw(self, ax, checks.word("FitHistory.plot", "by", by, ("steps", "seconds")))
 
     def latest(self) -> str:
         """The latest step in a few words."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..errors import NumericalError
 from .adam import FIRST
 from .history import SETTLED
-from .objective import Evaluation, Objective
+from .objective import Objective
+from .record import Evaluation
 from .steps import Steps
 from .variables import Variables
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +15,7 @@ from ..errors import NumericalError
 from ..models.accelerated.probed_density import probed_values
 from ..models.accelerated.threshold import exactly
 from ..report import own_solves
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One loss and what it took.
-
-    :ivar value: NaN where the linear algebra broke down.
-    :ivar probes: what each probe said of the loss, ``(s,)`` float64 for every log determinant that was estimated.
-    :ivar residual: the largest true relative residual of its solves, 0 where there were none.
-    :ivar iterations: of conjugate gradients, and ``products`` with the kernel matrix.
-    """
-
-    value: float
-    probes: tuple[Tensor, ...] = ()
-    residual: float = 0.0
-    iterations: int = 0
-    products: float = 0.0
+from .record import Evaluation, Stage, flat, parts
 
 
 class Objective:
@@ -41,14 +25,35 @@ class Objective:
     :param exact: compute it by a factorization in float64 whatever n is.
 
     :ivar parameters: those that require a gradient.
+    :ivar stage: where evaluations are kept, and found again; None for nowhere.
     """
+
+    stage: Stage | None = None
 
     def __init__(self, model: Any, mll: Any, exact: bool) -> None:
         self.model, self.mll, self.exact = model, mll, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def evaluate(self) -> Evaluation:
-        """One forward and backward pass, which leaves gradients on the parameters."""
+        """One forward and backward pass, which leaves gradients on the parameters; or what a file has of it."""
+        if self.stage is None:
+            return self._computed()
+        point = flat(self.parameters)
+        known = self.stage.find(point)
+        if known is None:
+            selections = self.stage.selections()
+            found = self._computed()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self.stage.add(point, found, flat(gradients), selections)
+            return found
+        found, gradient, again = known
+        if again:
+            self._computed()
+        for parameter, part in zip(self.parameters, parts(gradient, self.parameters), strict=True):
+            parameter.grad = part
+        return found
+
+    def _computed(self) -> Evaluation:
         for parameter in self.parameters:
             parameter.grad = None
         with own_solves() as solves, probed_values() as probes:
@@ -56,6 +61,7 @@ class Objective:
         return Evaluation(
             value,
             tuple(each.cpu() for each in probes),
+            time.perf_counter(),
             max((report.max_residual for report in solves), default=0.0),
             sum(report.iterations for report in solves),
             sum(report.work.get("products", 0.0) for report in solves),

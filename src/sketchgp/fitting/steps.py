@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from ..models.accelerated.probed_density import standard_error
 from .history import SETTLED, FitHistory
-from .objective import Evaluation, Objective
+from .objective import Objective
+from .record import Evaluation
 
 NOT_FINITE = "met a loss or gradient that is not finite"
 _SHARE = 0.5  # of its standard error, below which an improvement is none
@@ -64,7 +64,7 @@ class Steps:
         history.residuals.append(max((one.residual for one in self._since), default=0.0))
         history.iterations.append(sum(one.iterations for one in self._since))
         history.products.append(sum(one.products for one in self._since))
-        history.seconds.append(time.perf_counter() - self.began)
+        history.seconds.append(max((one.clock for one in self._since), default=found.clock) - self.began)
         self._since.clear()
         self._probes.append(found.probes)
         if value < history.best_loss or len(history.losses) == 1:

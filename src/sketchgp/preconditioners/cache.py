@@ -30,6 +30,7 @@ class PreconditionerCache:
     (:meth:`Preconditioner.serves`).  Copies and pickles start empty.
 
     :ivar builds: how many preconditioners have been built since the cache was made.
+    :ivar selections: how often pivots were chosen for them.
     """
 
     def __init__(self, choice: Preconditioner) -> None:
@@ -53,7 +54,7 @@ class PreconditionerCache:
             self._forget()
 
     def _forget(self) -> None:
-        self.builds, self._seconds = 0, 0.0
+        self.builds, self.selections, self._seconds = 0, 0, 0.0
         self._matrix_key: Any = None
         self._noise_key: Any = None
         self._selection: Selection | None = None
@@ -203,6 +204,7 @@ class PreconditionerCache:
 
     @torch.no_grad()
     def _select(self, access: Access, noise: Tensor) -> Tensor:
+        self.selections += 1
         self._selection = self.choice.select(access, noise.detach())
         self._factor = self._selection.factor
         return self._factor
