@@ -161,10 +161,12 @@ class LowRankPlusDiagonal(LinearOperator):
         :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
         :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
         """
-        left, right, gradient = (v.to(self.factor.dtype) for v in (left, right, of_samples))
-        of_factor = left @ (right.mT @ self.factor) + right @ (left.mT @ self.factor) + gradient @ low_rank_noise.mT
-        of_diagonal = (left * right).sum(-1) + (gradient * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
-        return _sum_to(of_factor, self.factor.shape), _sum_to(of_diagonal, self.diagonal_part.shape)
+        of_factor, of_diagonal = self._bilinear_derivative(left, right)
+        assert of_factor is not None
+        assert of_diagonal is not None
+        gradient = of_samples.to(self.factor.dtype)
+        drawn = gradient @ low_rank_noise.mT, (gradient * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
+        return of_factor + _sum_to(drawn[0], of_factor.shape), of_diagonal + _sum_to(drawn[1], of_diagonal.shape)
 
     @torch.no_grad()
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
