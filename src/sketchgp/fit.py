@@ -21,11 +21,12 @@ from .accelerate import acceleration_of
 from .errors import InputError, warn
 from .fitting.adam import adam
 from .fitting.adam import improvement as adam_improvement
-from .fitting.history import FitHistory
+from .fitting.history import FLAT, SETTLED, FitHistory
 from .fitting.lbfgs import improvement as lbfgs_improvement
 from .fitting.lbfgs import lbfgs
 from .fitting.objective import Objective
 from .fitting.record import Record, fit_marks
+from .fitting.scales import flatness, rescale
 from .fitting.start import exact_objective, on_subset
 from .fitting.steps import Steps
 from .inducing_point_gp import InducingPointGP
@@ -74,7 +75,9 @@ def fit(
         where a ``learning_rate`` is given.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
         exactly; ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a
-        Gaussian likelihood and no batch).
+        Gaussian likelihood and no batch).  Lengthscales with which every point is alone, or all are alike, so that the
+        loss does not change with them, are first made of the size of the inputs, with a warning; with ``"model"`` there
+        is only the warning.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors of the log determinant.
@@ -141,6 +144,7 @@ def fit(
         if cache is not None:
             cache.clear()  # of pivots that something else chose: fits with the same data are identical
         model.train()
+        flat = _away_from_flatness(model, history, seed, start)
         objective = exact_objective(model, mll) if history.objective == "exact" else own
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
@@ -161,6 +165,9 @@ def fit(
                 improvement = partial(lbfgs_improvement, span=span if inverse is None else min(span, _NEAR))
                 steps = Steps(objective, history, limit, bar, callback, improvement, tol, began)
                 lbfgs(objective, steps, inverse)
+        if flat and history.reason == SETTLED:
+            own.restore(steps.best)
+            history.reason = FLAT if flatness(model, seed) else SETTLED
     except KeyboardInterrupt:
         history.reason = "interrupted"
         if not history.losses:
@@ -179,6 +186,21 @@ def fit(
             before.put_back()
         record.end()
     return history
+
+
+def _away_from_flatness(model: Any, history: FitHistory, seed: int, start: str) -> str:
+    """Lengthscales of the size of the data where the loss is flat otherwise; why it still is."""
+    why = "" if start == "model" else rescale(model, seed)
+    if why:
+        history.notes.append(f"started from lengthscales of the size of the inputs: {why} with those of the model")
+        warn(f"fit: {history.notes[-1]}. Standardise the inputs, or start nearer to their size.")
+    why = flatness(model, seed)
+    if why:
+        warn(
+            f"fit: with the lengthscales that it starts from {why}, and the loss does not change with them. "
+            "Standardise the inputs, or start from lengthscales of their size."
+        )
+    return why
 
 
 def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:

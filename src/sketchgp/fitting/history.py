@@ -9,6 +9,7 @@ from .. import checks
 from .picture import draw
 
 SETTLED = "the loss has settled"
+FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
 
 
 @dataclass(repr=False)
@@ -27,7 +28,8 @@ class FitHistory:
     factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors), ``"bound"`` (of
     an inducing-point model) or ``"given"`` (whatever the ``mll`` does).  ``evaluations`` counts losses with gradient,
     those of a line search included.  ``subset`` is the history of the fit on a random subset that this one started
-    from, with ``rows`` rows; None where it started from the model's parameters.
+    from, with ``rows`` rows; None where it started from the model's parameters.  ``notes`` say what was decided on the
+    way.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -44,6 +46,7 @@ class FitHistory:
     objective: str = ""
     rows: int = 0
     subset: FitHistory | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def best_loss(self) -> float:
