@@ -118,3 +118,22 @@ def test_float32() -> None:
             loss(one).backward()
         found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3
+
+
+def test_losses_with_deterministic_probes_are_one_function() -> None:
+    """A step far away and back, for which pivots are chosen anew otherwise."""
+    found = {}
+    for fixed in (True, False):
+        model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=15))
+        start = vector(model)
+        with iterative(tol=1e-6), gpytorch.settings.deterministic_probes(fixed):
+            torch.manual_seed(0)
+            first = loss(model)
+            first.backward()
+            model.covar_module.base_kernel.lengthscale = 0.02
+            loss(model).backward()
+            put(model, start)
+            torch.manual_seed(0)
+            found[fixed] = float(loss(model).detach() - first.detach())
+    assert abs(found[True]) < 1e-12
+    assert abs(found[False]) > 1e-6, "the data must make the test meaningful"
