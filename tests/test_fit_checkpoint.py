@@ -42,11 +42,11 @@ def killed_at(evaluation: int, model: Any, **options: Any) -> None:
 def _kill(evaluation: int, patch: pytest.MonkeyPatch) -> None:
     plain, seen = Objective._computed, [0]
 
-    def computed(self: Any) -> Any:
-        seen[0] += 1
-        if seen[0] == evaluation:
+    def computed(self: Any, gradient: bool = True) -> Any:
+        seen[0] += gradient
+        if gradient and seen[0] == evaluation:
             raise Killed
-        return plain(self)
+        return plain(self, gradient)
 
     patch.setattr(Objective, "_computed", computed)
 
@@ -54,17 +54,19 @@ def _kill(evaluation: int, patch: pytest.MonkeyPatch) -> None:
 def counted(patch: pytest.MonkeyPatch) -> list[int]:
     plain, seen = Objective._computed, [0]
 
-    def computed(self: Any) -> Any:
-        seen[0] += 1
-        return plain(self)
+    def computed(self: Any, gradient: bool = True) -> Any:
+        seen[0] += gradient
+        return plain(self, gradient)
 
     patch.setattr(Objective, "_computed", computed)
     return seen
 
 
 CASES = {
-    "lbfgs": {"optimizer": "lbfgs"},
-    "adam": {"optimizer": "adam", "learning_rate": 0.5},
+    "lbfgs": {"objective": "probes"},
+    "adam": {"optimizer": "adam", "learning_rate": 0.5, "objective": "probes"},
+    "bound": {"objective": "bound"},
+    "auto": {},
     "subset": {"start": "subset"},
     "exact": {},
 }
@@ -85,9 +87,10 @@ def test_a_killed_fit_ends_at_the_same_bits(case: str, where: int, tmp_path: Pat
             seen = counted(patch)
             history = sketchgp.fit(model, **options, checkpoint=path)
     computed = expected.evaluations + (0 if expected.subset is None else expected.subset.evaluations)
-    assert seen[0] <= computed - (where - 1) + (case != "exact")
+    assert seen[0] <= computed - (where - 1) + {"exact": 0, "auto": 4}.get(case, 2)
     assert torch.equal(parameters(model), parameters(whole))
-    for name in ("losses", "gradients", "standard_errors", "residuals", "iterations", "products", "reason"):
+    names = "losses", "gradients", "standard_errors", "residuals", "iterations", "products", "reason", "widths"
+    for name in (*names, "restarts", "notes", "bracket"):
         assert getattr(history, name) == getattr(expected, name), name
     assert history.evaluations == expected.evaluations
     assert history.seconds == sorted(history.seconds)
@@ -96,7 +99,9 @@ def test_a_killed_fit_ends_at_the_same_bits(case: str, where: int, tmp_path: Pat
 
 def test_pivots_that_were_chosen_anew_on_the_way(tmp_path: Path) -> None:
     """Adam's steps change them where they no longer serve; the kernel has become another one here."""
-    options: dict[str, Any] = {"optimizer": "adam", "learning_rate": 1.0, "iterations": 8, "tol": 0}
+    options: dict[str, Any] = {
+        "optimizer": "adam", "objective": "probes", "learning_rate": 1.0, "iterations": 8, "tol": 0,
+    }  # fmt: skip
 
     def starting() -> Any:
         model = build()

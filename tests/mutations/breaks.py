@@ -2124,8 +2124,8 @@ BREAKS = (
     # Fit and predict
     Break(
         "fitting/steps.py",
-        "if value < history.best_loss or len(history.losses) == 1:",
-        "if value > history.best_loss or len(history.losses) == 1:",
+        "elif value < history.best_loss:",
+        "elif value > history.best_loss:",
         ("test_fit.py",),
         "the worst parameters are kept",
     ),
@@ -2142,6 +2142,41 @@ BREAKS = (
         "inverse * of_determinant[..., None, None] + scaled @ weights.mT",
         ("test_fit_exactly.py",),
         "the gradient of the quadratic form has the wrong sign",
+    ),
+    Break(
+        "models/accelerated/bound_density.py",
+        "torch.cat([-weight * both, weight * z], dim=-1)",
+        "torch.cat([-weight * both, -weight * z], dim=-1)",
+        ("test_fit_bound.py",),
+        "the gradient of a bound counts the residual's part twice",
+    ),
+    Break(
+        "models/accelerated/bound_density.py",
+        "return half.sub_(weighed[..., rows, :] @ projected.mT)",
+        "return half",
+        ("test_fit_bound.py",),
+        "the gradient of a bound lacks that of r^T P^-1 r",
+    ),
+    Break(
+        "models/accelerated/bound_density.py",
+        "return each + above, determinant + excess",
+        "return each, determinant + excess",
+        ("test_fit_bound.py",),
+        "a bound lacks what the solve left",
+    ),
+    Break(
+        "preconditioners/tightened.py",
+        "return (left / noise).log1p().sum(dim=-1)",
+        "return (left / noise).log1p().mean(dim=-1)",
+        ("test_fit_bound.py",),
+        "a bound of the log determinant counts one row",
+    ),
+    Break(
+        "fitting/steps.py",
+        "elif width is not None and width > self.widest:",
+        "elif width is not None and width > 1e9 * self.widest:",
+        ("test_fit_bound.py",),
+        "bounds may become as wide as they like",
     ),
     Break(
         "fitting/variables.py",
@@ -2191,6 +2226,13 @@ BREAKS = (
         "pass  # of pivots",
         ("test_fit_history.py",),
         "a fit depends on what was computed before",
+    ),
+    Break(
+        "fitting/record.py",
+        "self.bound.restore(self._left)",
+        "pass",
+        ("test_fit_checkpoint.py",),
+        "a bound goes on from other weights",
     ),
     Break(
         "fitting/scales.py",

@@ -25,7 +25,7 @@ def adam(objective: Objective, steps: Steps, learning_rate: float) -> None:
         found = objective.evaluate()
         steps.count(found)
         if not math.isfinite(found.value) or not objective.finite:
-            if not steps.history.losses:
+            if len(steps.history.losses) == steps.first:
                 raise NumericalError(FIRST)
             steps.history.reason = NOT_FINITE
             return

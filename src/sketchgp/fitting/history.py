@@ -10,6 +10,7 @@ from .picture import draw
 
 SETTLED = "the loss has settled"
 FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
+WIDENED = "the bounds of the loss have become too wide"
 
 
 @dataclass(repr=False)
@@ -25,8 +26,13 @@ class FitHistory:
 
     ``best_step`` is the step whose parameters the model was left with; ``reason`` says why the fit ended.
     ``optimizer`` is ``"lbfgs"`` or ``"adam"``; ``objective`` says how losses were computed: ``"exact"`` (one
-    factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors), ``"bound"`` (of
-    an inducing-point model) or ``"given"`` (whatever the ``mll`` does).  ``evaluations`` counts losses with gradient,
+    factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors), ``"bound"`` (an
+    upper bound of the exact one; Titsias's for an inducing-point model) or ``"given"`` (whatever the ``mll`` does).
+    ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``notes`` why
+    losses were computed so; ``restarts`` at which steps the optimiser began anew with another function: new pivots of
+    the bound, or probes instead.  Losses never rise between restarts by L-BFGS.  ``bracket`` holds the two ends,
+    certain but for a log likelihood whose covariance is no kernel's to float64, of the exact loss at the final
+    parameters, by one more solve; None where it is not known.  ``evaluations`` counts losses with gradient,
     those of a line search included.  ``subset`` is the history of the fit on a random subset that this one started
     from, with ``rows`` rows; None where it started from the model's parameters.  ``notes`` say what was decided on the
     way.
@@ -46,7 +52,10 @@ class FitHistory:
     objective: str = ""
     rows: int = 0
     subset: FitHistory | None = None
+    widths: list[float | None] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    bracket: tuple[float, float] | None = None
 
     @property
     def best_loss(self) -> float:
@@ -72,6 +81,9 @@ class FitHistory:
     def latest(self) -> str:
         """The latest step in a few words."""
         error = f" +- {self.standard_errors[-1]:.4f}" if self.standard_errors[-1] else ""
+        width = self.widths[-1]
+        if width:
+            error = f" (at most {width:.1e} lower)"
         text = f"loss {self.losses[-1]:.4f}{error}, gradient {self.gradients[-1]:.1e}"
         if self.iterations[-1]:
             text += f", residual {self.residuals[-1]:.1e}, {self.iterations[-1]} iterations"
@@ -83,8 +95,9 @@ class FitHistory:
         before = ""
         if self.subset is not None and self.subset.losses:
             before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
+        worth = "" if self.bracket is None else ", exactly {:.4f} to {:.4f}".format(*self.bracket)
         return (
-            f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f} in "
+            f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
         )
 

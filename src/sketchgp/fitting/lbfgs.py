@@ -56,7 +56,7 @@ class _Evaluations:
         self.steps.count(found)
         gradient = self.variables.gradient(vector)
         if not math.isfinite(found.value) or not np.isfinite(gradient).all():
-            if not history.losses:
+            if len(history.losses) == self.steps.first:
                 raise NumericalError(FIRST)
             best = history.best_loss  # the search goes back from there
             found, gradient = replace(found, value=best + _FAILED * max(1.0, abs(best))), np.zeros_like(gradient)
@@ -97,7 +97,7 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     try:
         result: Any = minimize(loss, np.zeros_like(start), jac=True, method="L-BFGS-B", bounds=limits,
                                callback=stepped, options=options)  # fmt: skip
-        losses = steps.history.losses
+        losses = steps.history.losses[steps.first :]
         flat = result.status == 0 or (len(losses) > 1 and losses[-2] - losses[-1] < steps.tol)
         steps.history.reason = SETTLED if flat else STUCK
     except _End:

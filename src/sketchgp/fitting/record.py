@@ -9,6 +9,7 @@ again by computing those evaluations anew that chose them.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..fingerprint import add_tensors, structure_mark, tensor_mark, text_mark
+from ..models.accelerated.bound_density import Bound
 from ..solvers.loop import Checkpoint
 
 
@@ -32,6 +34,7 @@ class Evaluation:
     :ivar value: NaN where the linear algebra broke down.
     :ivar probes: what each probe said of the loss, ``(s,)`` float64 for every log determinant that was estimated.
     :ivar clock: when it was there, as ``time.perf_counter`` has it.
+    :ivar width: how far below the exact loss may be, None where it is no bound.
     :ivar residual: the largest true relative residual of its solves, 0 where there were none.
     :ivar iterations: of conjugate gradients, and ``products`` with the kernel matrix.
     """
@@ -39,22 +42,25 @@ class Evaluation:
     value: float
     probes: tuple[Tensor, ...]
     clock: float
+    width: float | None = None
     residual: float = 0.0
     iterations: int = 0
     products: float = 0.0
 
 
-_NUMBERS = [field.name for field in fields(Evaluation) if field.name != "probes"]
+_NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("probes", "clock", "width")]
 
 
 class Stage:
     """The evaluations of one objective of a fit.
 
     :param record: of the fit; :param cache: of preconditioners that its evaluations use, or None.
+    :param bound: what else the evaluations after one take from it, or None.
     """
 
-    def __init__(self, record: Record, cache: Any) -> None:
-        self.record, self.cache = record, cache
+    def __init__(self, record: Record, cache: Any, bound: Bound | None) -> None:
+        self.record, self.cache, self.bound = record, cache, bound
+        self._left: dict[str, Tensor] = {}  # by the latest evaluation, in the bound
         self.points, self.gradients = list[Tensor](), list[Tensor]()
         self.evaluations = list[Evaluation]()
         self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
@@ -71,6 +77,11 @@ class Stage:
         self.next += 1
         return self.evaluations[index], self.gradients[index], index == self.chosen
 
+    def replayed(self) -> None:
+        """After an evaluation that was found: leave what the last one did."""
+        if self.next == len(self.points) and self.bound is not None and self._left:
+            self.bound.restore(self._left)
+
     def selections(self) -> int:
         """How often the cache has chosen pivots."""
         return 0 if self.cache is None else self.cache.selections
@@ -83,6 +94,7 @@ class Stage:
         self.gradients.append(gradient)
         self.evaluations.append(found)
         self.next = len(self.points)
+        self._left = {} if self.bound is None else self.bound.state()
         self.record.save(rarely=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -90,13 +102,21 @@ class Stage:
         if not self.points:
             return {}
         began, none = self.record.began, torch.zeros(0, 0, dtype=torch.float64)
-        numbers = [[getattr(one, name) - began * (name == "clock") for name in _NUMBERS] for one in self.evaluations]
+        numbers = [
+            [
+                one.clock - began,
+                math.nan if one.width is None else one.width,
+                *(getattr(one, name) for name in _NUMBERS),
+            ]
+            for one in self.evaluations
+        ]
         probes = [torch.stack(one.probes) if one.probes else none for one in self.evaluations]
         return {
             "points": torch.stack(self.points),
             "gradients": torch.stack(self.gradients),
             "numbers": torch.tensor(numbers, dtype=torch.float64),
             "chosen": torch.tensor(self.chosen),
+            **{f"left.{key}": part for key, part in self._left.items()},
             **{f"probes of {index}": part for index, part in enumerate(probes) if len(part)},
         }
 
@@ -104,12 +124,12 @@ class Stage:
         """Take over the evaluations of an earlier run."""
         self.points, self.gradients = list(kept["points"]), list(kept["gradients"])
         self.chosen = int(kept["chosen"])
-        for index, row in enumerate(kept["numbers"].tolist()):
+        self._left = {key.removeprefix("left."): part for key, part in kept.items() if key.startswith("left.")}
+        for index, (clock, width, *row) in enumerate(kept["numbers"].tolist()):
             numbers = dict(zip(_NUMBERS, row, strict=True))
-            numbers["clock"] += self.record.began
             numbers["iterations"] = int(numbers["iterations"])
-            probes = tuple(kept.get(f"probes of {index}", ()))
-            self.evaluations.append(Evaluation(probes=probes, **numbers))
+            numbers |= {"clock": self.record.began + clock, "width": None if math.isnan(width) else width}
+            self.evaluations.append(Evaluation(probes=tuple(kept.get(f"probes of {index}", ())), **numbers))
 
 
 class Record:
@@ -149,11 +169,12 @@ class Record:
         with self._open:
             self.save()
 
-    def stage(self, name: str, cache: Any) -> Stage | None:
-        """One more objective; :param cache: of the preconditioners that it takes, or None."""
+    def stage(self, cache: Any, bound: Bound | None = None) -> Stage | None:
+        """One more objective, in their order; the parameters are those of :class:`Stage`."""
         if self.checkpoint is None:
             return None
-        self._stages[name] = stage = Stage(self, cache)
+        name = str(len(self._stages))
+        self._stages[name] = stage = Stage(self, cache, bound)
         if name in self._kept:
             stage.restore(self._kept[name])
         return stage

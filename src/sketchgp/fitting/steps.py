@@ -9,23 +9,27 @@ from typing import Any
 from torch import Tensor
 
 from ..models.accelerated.probed_density import standard_error
-from .history import SETTLED, FitHistory
+from .history import SETTLED, WIDENED, FitHistory
 from .objective import Objective
 from .record import Evaluation
 
+_WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
 class Steps:
-    """The steps of one fit.
+    """The steps of one fit, or of one of its runs.
 
     :param limit: the most steps; :param bar: a progress bar; :param callback: called with step and loss.
     :param improvement: what the latest of a sequence took off, linear in its members; None where it is too short.
     :param tol: the loss has settled when the improvement is smaller.  An estimated loss has settled, too, when the
         improvement is smaller than half its own standard error: what each probe says of it tells that, and as the same
         probes make all losses it is far smaller than that of a loss, and falls with the length of the steps.
+    :param widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
+        its first step; :param best: the parameters of the best step of the run before.
 
+    :ivar first: how many steps there were before this run.
     :ivar best: the parameters of the best step.
     """
 
@@ -39,10 +43,13 @@ class Steps:
         improvement: Callable[[Sequence[Any]], Any],
         tol: float,
         began: float,
+        widest: float = math.inf,
+        best: list[Tensor] | None = None,
     ) -> None:
         self.objective, self.history, self.limit, self.bar = objective, history, limit, bar
         self.callback, self.improvement, self.tol, self.began = callback, improvement, tol, began
-        self.best = objective.state()
+        self.first, self.widest = len(history.losses), widest
+        self.best = objective.state() if best is None else best
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
         self._since: list[Evaluation] = []  # the step before
 
@@ -52,11 +59,11 @@ class Steps:
         self._since.append(found)
 
     def note(self, found: Evaluation, gradient: float, state: list[Tensor]) -> bool:
-        """After a step: whether the fit ends here.
+        """After a step: whether the run ends here.
 
         :param gradient: its norm; :param state: of the parameters.
         """
-        history, value = self.history, found.value
+        history, value, width = self.history, found.value, found.width
         error = standard_error(found.probes)
         history.losses.append(value)
         history.standard_errors.append(error)
@@ -65,14 +72,20 @@ class Steps:
         history.iterations.append(sum(one.iterations for one in self._since))
         history.products.append(sum(one.products for one in self._since))
         history.seconds.append(max((one.clock for one in self._since), default=found.clock) - self.began)
+        history.widths.append(width)
         self._since.clear()
         self._probes.append(found.probes)
-        if value < history.best_loss or len(history.losses) == 1:
+        if len(history.losses) == self.first + 1:
+            history.best_step, self.best = self.first, state
+            self.widest = max(self.widest, _WIDENS * (width or 0))
+        elif value < history.best_loss:
             history.best_step, self.best = len(history.losses) - 1, state
         self.bar.set_postfix_str(history.latest(), refresh=False)  # before update, which shows it
         self.bar.update()
         if self.callback is not None and self.callback(len(history.losses) - 1, value):
             history.reason = "stopped by the callback"
+        elif width is not None and width > self.widest:
+            history.reason = WIDENED
         elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
@@ -82,7 +95,7 @@ class Steps:
         return True
 
     def _settled(self) -> bool:
-        gain = self.improvement(self.history.losses)
+        gain = self.improvement(self.history.losses[self.first :])
         if gain is None or gain < self.tol or self.tol <= 0:
             return gain is not None and gain < self.tol
         error = standard_error([self.improvement(each) for each in zip(*self._probes, strict=False)])

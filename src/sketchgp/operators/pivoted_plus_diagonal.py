@@ -13,7 +13,6 @@ Blocks of rows of the first are handed to the kernel at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,11 @@ from torch import Tensor
 
 from .engines import TILED
 from .kernel_matrix import KernelMatrix
-from .low_rank_plus_diagonal import LowRankPlusDiagonal
+from .low_rank_plus_diagonal import LowRankPlusDiagonal, Rows
 from .substitution import cholesky_solve
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
-
-Rows = Callable[[slice], Tensor]
 
 
 @dataclass

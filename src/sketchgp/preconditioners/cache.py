@@ -35,7 +35,7 @@ class PreconditionerCache:
 
     def __init__(self, choice: Preconditioner) -> None:
         self.choice = choice
-        self._lock, self._held = threading.RLock(), False
+        self._lock, self._held, self.selections = threading.RLock(), False, 0
         self._forget()
 
     @contextmanager
@@ -54,7 +54,7 @@ class PreconditionerCache:
             self._forget()
 
     def _forget(self) -> None:
-        self.builds, self.selections, self._seconds = 0, 0, 0.0
+        self.builds, self._seconds = 0, 0.0
         self._matrix_key: Any = None
         self._noise_key: Any = None
         self._selection: Selection | None = None
@@ -68,7 +68,7 @@ class PreconditionerCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.choice = state["choice"]
-        self._lock, self._held = threading.RLock(), False
+        self._lock, self._held, self.selections = threading.RLock(), False, 0
         self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:

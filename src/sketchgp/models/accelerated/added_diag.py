@@ -36,6 +36,7 @@ from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.full.followed import Followed
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
+from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, predicted_points, solving_mean
@@ -139,6 +140,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if computing_exactly() and inv_quad_rhs is not None:
             return exact_inv_quad_logdet(evaluated, inv_quad_rhs, bool(reduce_inv_quad))
+        bound = bound_in_force()
+        if bound is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
+            return bound_inv_quad_logdet(bound, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
         if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if not logdet:
