@@ -357,8 +357,12 @@ def test_the_progress_bar_shows_the_loss_of_the_step(optimizer: str, monkeypatch
     monkeypatch.setattr(sketchgp_fit, "tqdm", Bar)
     model, _ = build()
     with iterative(tol=1e-4):
-        history = sketchgp.fit(model, optimizer=optimizer, iterations=4, progress=True)
-    assert shown == [f"loss {loss:.4f}" for loss in history.losses]
+        history = sketchgp.fit(model, optimizer=optimizer, objective="probes", iterations=4, progress=True)
+    columns = (history.losses, history.standard_errors, history.gradients, history.residuals, history.iterations)
+    assert shown == [
+        f"loss {loss:.4f} +- {error:.4f}, gradient {gradient:.1e}, residual {residual:.1e}, {count} iterations"
+        for loss, error, gradient, residual, count in zip(*columns, strict=True)
+    ]
 
 
 def test_probes_are_no_numbers_of_the_users() -> None:
@@ -370,14 +374,14 @@ def test_probes_are_no_numbers_of_the_users() -> None:
     model.covar_module.base_kernel.ard_num_dims = None
     sketchgp.accelerate(model, preconditioner=None)
     seen = []
-    plain = sketchgp.ConjugateGradients.run
+    plain = sketchgp.ConjugateGradients.tridiagonalize
 
     def watch(self: Any, system: Any, rhs: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen.append(rhs)
         return plain(self, system, rhs, *args, **options)
 
     with iterative(tol=1e-4), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sketchgp.ConjugateGradients, "run", watch)
+        patch.setattr(sketchgp.ConjugateGradients, "tridiagonalize", watch)
         sketchgp.fit(model, iterations=1, objective="probes", num_probes=10)
     unit = x / x.norm(dim=0)
     overlap = unit.mT @ (seen[0] / seen[0].norm(dim=0))

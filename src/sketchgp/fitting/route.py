@@ -145,7 +145,7 @@ def bracket(
         value = history.best_loss
         if objective is not own and objective.model is not own.model:  # parameters were rounded
             objective.restore(own.state())
-            value = objective.evaluate(gradient=False)
+            value = objective.evaluate(gradient=False).value
         return (value, value) if math.isfinite(value) else None
     if acceleration is None or history.objective == "given" or why_no_bound(acceleration):
         return None
@@ -157,7 +157,7 @@ def bracket(
         bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
         bounded = Objective(candidate.model, candidate.mll, bound=bound)
         with shortfall_counted():
-            value = bounded.evaluate(gradient=False)
+            value = bounded.evaluate(gradient=False).value
         if bounded.width is not None and math.isfinite(value - bounded.width):
             return value - bounded.width, value
     return None

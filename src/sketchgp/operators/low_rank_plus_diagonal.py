@@ -11,6 +11,7 @@ from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ..errors import NumericalError
+from .substitution import cholesky_solve
 from .tiles import spans
 
 Rows = Callable[[slice], Tensor]
@@ -30,7 +31,7 @@ class _Logdet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor, diagonal, root = ctx.saved_tensors
-        half = torch.cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
+        half = cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
         of_diagonal = (1 - (factor * half).sum(-1)) / diagonal
         return 2 * half * grad[..., None, None], of_diagonal * grad[..., None], None
 
@@ -120,7 +121,7 @@ class LowRankPlusDiagonal(LinearOperator):
         """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
         scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
         if self.rank:
-            inner = torch.cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
+            inner = cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
             scaled = scaled - (self.factor @ inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 
@@ -148,6 +149,28 @@ class LowRankPlusDiagonal(LinearOperator):
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
         """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
         return (self.factor @ low_rank_noise + self.diagonal_part.sqrt().unsqueeze(-1) * full_noise).to(self.dtype)
+
+    def sampled_derivative(
+        self,
+        tensors: tuple[Tensor, ...],
+        left: Tensor,
+        right: Tensor,
+        of_samples: Tensor,
+        low_rank_noise: Tensor,
+        full_noise: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients for what the operator is made of, of a function of it and of samples from it.
+
+        :param tensors: those of :meth:`representation`, with the flags that say which need a gradient.
+        :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
+        :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
+        """
+        of_factor, of_diagonal = self._bilinear_derivative(left, right)
+        assert of_factor is not None
+        assert of_diagonal is not None
+        gradient = of_samples.to(self.factor.dtype)
+        drawn = gradient @ low_rank_noise.mT, (gradient * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
+        return of_factor + _sum_to(drawn[0], of_factor.shape), of_diagonal + _sum_to(drawn[1], of_diagonal.shape)
 
     @torch.no_grad()
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:

@@ -89,6 +89,21 @@ class Bound:
         """Before an evaluation."""
         self.gap = None
 
+    def state(self) -> dict[str, Tensor]:
+        """What the next evaluation takes from those before, pivots excepted."""
+        numbers = [self._ease, math.nan if self.redrawn is None else self.redrawn]
+        found = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
+        return found if self._weights is None else {**found, "weights": self._weights}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take over what :meth:`state` gave."""
+        self._ease, redrawn = state["numbers"].tolist()
+        self.redrawn = None if math.isnan(redrawn) else redrawn
+        weights = state.get("weights")
+        if weights is not None and self._weights is not None:
+            weights = weights.to(self._weights.device)
+        self._weights = weights
+
     def built(self, kernel: Any, noise: Tensor, prior: Tensor) -> LowRankPlusDiagonal:
         """P, differentiable where autograd is on.
 

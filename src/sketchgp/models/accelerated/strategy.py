@@ -20,6 +20,7 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...operators.access import accurate_matmul
+from ...operators.substitution import cholesky_solve
 from ...report import SolveReport, merged, own_solves
 from .acceleration import choices_of
 from .added_diag import solved_by_us
@@ -132,7 +133,7 @@ class AcceleratedPredictionStrategy(_Posteriors):
         dtype = torch.float64 if exact else self.train_labels.dtype
         residual = self.train_labels.to(dtype) - marginal.loc.to(dtype)
         kept = (residual if observed is None else residual[..., observed]).unsqueeze(-1)
-        found = (covariance.solve(kept) if root is None else torch.cholesky_solve(kept, root)).squeeze(-1)
+        found = (covariance.solve(kept) if root is None else cholesky_solve(kept, root)).squeeze(-1)
         weights = found if observed is None else torch.full_like(residual, torch.nan)
         if observed is not None:
             weights[..., observed] = found
