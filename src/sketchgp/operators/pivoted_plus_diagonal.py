@@ -6,12 +6,13 @@ so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:
 
     gradient of K(:, S) = 2 H L^-1,    gradient of K(S, S) = -L^-T (F^T H) L^-1.
 
+The same holds for any function of F whose gradient is 2 H; where ``F^T H`` is not symmetric, the symmetric matrix with
+its upper triangle takes its place (the derivative of a Cholesky factorization).
 Blocks of rows of the first are handed to the kernel at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,11 @@ from torch import Tensor
 
 from .engines import TILED
 from .kernel_matrix import KernelMatrix
-from .low_rank_plus_diagonal import LowRankPlusDiagonal
+from .low_rank_plus_diagonal import LowRankPlusDiagonal, Rows
 from .substitution import cholesky_solve
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
-
-Rows = Callable[[slice], Tensor]
 
 
 @dataclass
@@ -164,6 +163,26 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     def log_determinant(self) -> Tensor:
         return _Logdet.apply(self, *self._args).to(self.dtype)
 
+    def sampled_derivative(
+        self,
+        tensors: tuple[Tensor, ...],
+        left: Tensor,
+        right: Tensor,
+        of_samples: Tensor,
+        low_rank_noise: Tensor,
+        full_noise: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        diagonal = tensors[-1].detach()
+        left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
+        left_f, right_f = left.mT @ self.factor, right.mT @ self.factor
+
+        def rows_of(rows: slice) -> Tensor:  # half the gradient of F
+            drawn = of_samples[rows] @ low_rank_noise.mT
+            return (left[rows] @ right_f + right[rows] @ left_f + drawn) / 2
+
+        of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * diagonal.sqrt())
+        return (*self.pull_back(tensors, rows_of), of_diagonal)
+
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
         left, right = (
@@ -176,7 +195,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
 
     @torch.no_grad()
     def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> tuple[Tensor | None, ...]:
-        """Gradients for x and the kernel's parameters from ``H = G F``, given by rows.
+        """Gradients for x and the kernel's parameters from H, half the gradient of F, given by rows.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
@@ -211,6 +230,8 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
             core += self.factor[rows].mT @ h
             gradient = torch.linalg.solve_triangular(root, 2 * h, upper=False, left=False)
             add(torch.arange(rows.start, rows.stop, device=x.device), gradient)
+        upper = core.triu()
+        core = (upper + upper.mT) - torch.diag(core.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
         add(pivots, -torch.linalg.solve_triangular(root.mT, inner, upper=True))
         return (of_x, *totals)

@@ -30,11 +30,12 @@ class PreconditionerCache:
     (:meth:`Preconditioner.serves`).  Copies and pickles start empty.
 
     :ivar builds: how many preconditioners have been built since the cache was made.
+    :ivar selections: how often pivots were chosen for them.
     """
 
     def __init__(self, choice: Preconditioner) -> None:
         self.choice = choice
-        self._lock, self._held = threading.RLock(), False
+        self._lock, self._held, self.selections = threading.RLock(), False, 0
         self._forget()
 
     @contextmanager
@@ -62,12 +63,18 @@ class PreconditionerCache:
         self._pivoted_factor: PivotedFactor | None = None
         self._more: tuple[Any, Tensor | None] | None = None  # pivots, beyond those of an automatic rank
 
+    def release(self) -> None:
+        """Give the memory back: the preconditioner is built anew when it is wanted again."""
+        with self._lock:
+            self._forget_built()
+            self._pivoted_factor = self._more = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {"choice": self.choice}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.choice = state["choice"]
-        self._lock, self._held = threading.RLock(), False
+        self._lock, self._held, self.selections = threading.RLock(), False, 0
         self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:
@@ -203,6 +210,7 @@ class PreconditionerCache:
 
     @torch.no_grad()
     def _select(self, access: Access, noise: Tensor) -> Tensor:
+        self.selections += 1
         self._selection = self.choice.select(access, noise.detach())
         self._factor = self._selection.factor
         return self._factor
