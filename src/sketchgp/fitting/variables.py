@@ -1,8 +1,8 @@
 """The parameters of a model as one vector of variables, and what bounds them.
 
 What a constraint keeps positive is moved by its logarithm (above the least value of the constraint): lengthscales of
-inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.  Constants and
-weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.
+inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.  Constants
+and weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.
 """
 
 from __future__ import annotations
