@@ -30,7 +30,9 @@ from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import Acceleration
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
-from .models.accelerated.threshold import threshold_untouched
+from .models.accelerated.missing import reducing
+from .models.accelerated.sampled_density import Samples, sampling
+from .models.accelerated.threshold import cholesky_points, threshold_untouched
 from .settings import memory_budget
 
 _EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
@@ -62,19 +64,24 @@ def fit(
     determinant and gradient are as in Wenger et al. (arXiv:2107.00243), and the preconditioner's pivots are kept while
     they serve, by L-BFGS throughout.  The *bound* of an inducing-point model takes no probes.
 
+    A solver that ``accelerate`` was given, ASkotch, say, that is neither conjugate gradients nor Cholesky, serves Adam,
+    which is then what ``"auto"`` takes: gradients are those of *samples* that it solves for, with no n x r factor
+    (:mod:`.models.accelerated.sampled_density`); losses are right but for a constant.  L-BFGS asked for, 800 rows or
+    fewer and covariances other than one plain kernel with random features are as above.
+
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval
         mode with the parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
     :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``), or
         ``LeaveOneOutPseudoLikelihood``.
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
-        where a ``learning_rate`` is given.
+        where a ``learning_rate`` is given, or for losses by samples.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
         exactly; ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a
         Gaussian likelihood and no batch).
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
-    :param num_probes: probe vectors of the log determinant.
-    :param seed: of the probe vectors and the subset.
+    :param num_probes: probe vectors, or samples, of the log determinant.
+    :param seed: of the probe vectors, the samples and the subset.
     :param tol: the loss has settled when ten steps of L-BFGS together improved it by less than this (four after a
         subset, three where it is estimated), or the mean of five steps of Adam over the five before.
     :param progress: show a progress bar (default: only in a terminal).
@@ -113,11 +120,12 @@ def fit(
         mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
     elif type(mll) is gpytorch.mlls.LeaveOneOutPseudoLikelihood:  # the same, by sketchgp's solves
         mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
+    kind = _kind(model, mll, acceleration, optimizer)
     if optimizer == "auto":
-        optimizer = "lbfgs" if learning_rate is None else "adam"
+        optimizer = "lbfgs" if learning_rate is None and kind != "samples" else "adam"
     began, before = time.perf_counter(), _Before(model)
     show = sys.stderr.isatty() if progress is None else progress
-    history = FitHistory(optimizer=optimizer, objective=_kind(model, mll, acceleration))
+    history = FitHistory(optimizer=optimizer, objective=kind)
     own = Objective(model, mll, exact=False)
     steps: Steps | None = None
     try:
@@ -125,8 +133,8 @@ def fit(
         objective = exact_objective(model, mll) if history.objective == "exact" else own
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
-        many = history.rows > _MANY and history.objective in ("exact", "probes")
-        if start == "subset" or (start == "auto" and many and optimizer == "lbfgs"):
+        many = history.rows > _MANY and history.objective in ("exact", "probes", "samples")
+        if start == "subset" or (start == "auto" and many and (optimizer == "lbfgs" or kind == "samples")):
             inverse = _from_subset(mll, objective, history, seed, tol, show, began, asked=start == "subset")
         limit = iterations or _ITERATIONS[optimizer]
         with (
@@ -160,7 +168,7 @@ def fit(
     return history
 
 
-def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:
+def _kind(model: Any, mll: Any, acceleration: Acceleration | None, optimizer: str) -> str:
     """How losses are computed."""
     if acceleration is None:
         return "bound"
@@ -170,9 +178,24 @@ def _kind(model: Any, mll: Any, acceleration: Acceleration | None) -> str:
     event = 2 if isinstance(model.likelihood, gpytorch.likelihoods.MultitaskGaussianLikelihood) else 1
     shape = model.train_targets.shape
     rows, device = shape[-event:].numel(), model.train_targets.device
+    if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(model, acceleration):
+        return "samples"
     fits = 8 * rows * rows * shape[:-event].numel() <= memory_budget.value(device)
     free = isinstance(acceleration.solver, str) and threshold_untouched()
     return "exact" if free and fits and rows <= _EXACT.get(device.type, _EXACT["cpu"]) else "probes"
+
+
+def _sampled(model: Any, acceleration: Acceleration) -> bool:
+    """Whether losses are by samples that the solver of the user's choice solves for."""
+    if isinstance(acceleration.solver, str):
+        return False
+    before = _Before(model)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), reducing():
+            prior = model.train()(*model.train_inputs)
+            return Samples.serve(acceleration, model.likelihood(prior).lazy_covariance_matrix.evaluate_kernel())
+    finally:
+        before.put_back()
 
 
 @contextmanager
@@ -182,6 +205,10 @@ def _one_function(acceleration: Acceleration | None, history: FitHistory, seed: 
         yield
         return
     cache = acceleration.cache if history.optimizer == "lbfgs" else None
+    if history.objective == "samples":
+        with sampling(Samples(acceleration, seed, probes)):
+            yield
+        return
     with acceleration.fixed_probes(seed, probes), nullcontext() if cache is None else cache.holding():
         yield
 

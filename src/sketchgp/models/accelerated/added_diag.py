@@ -39,6 +39,7 @@ from .acceleration import Acceleration, Inverse
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, predicted_points, solving_mean
+from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
 
@@ -139,6 +140,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if computing_exactly() and inv_quad_rhs is not None:
             return exact_inv_quad_logdet(evaluated, inv_quad_rhs, bool(reduce_inv_quad))
+        samples = samples_in_force()
+        if samples is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
+            return sampled_inv_quad_logdet(samples, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
         if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if not logdet:
