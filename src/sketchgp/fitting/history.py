@@ -18,8 +18,9 @@ class FitHistory:
     factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors),
     ``"samples"`` (gradients by samples that a solver of the user's choice solves for, losses right but for a constant),
     ``"bound"`` (of an inducing-point model) or ``"given"`` (whatever the ``mll`` does).
-    ``evaluations`` counts losses with gradient, those of a line search included.  ``subset`` is the history of the fit on a random subset that this one started
-    from, with ``rows`` rows; None where it started from the model's parameters.
+    ``evaluations`` counts losses with gradient, those of a line search included.  ``subset`` is the history of the fit
+    on a random subset that this one started from, with ``rows`` rows; None where it started from the model's
+    parameters.
     """
 
     losses: list[float] = field(default_factory=list)
