@@ -8,7 +8,7 @@ inputs and targets standardised by the training part, float32.  0.64 of the rows
 - GPyTorch: 100 steps of Adam at 0.1 (its tutorials take 50) by its defaults (tolerance 1 in training, 0.01 for
   predictions, preconditioner of rank 15), and with tolerance 0.01 and rank 100.
 - SGPR: GPyTorch's ``InducingPointKernel``, 100 steps of Adam at 0.1, points learned, random rows to begin with.
-- SVGP: GPyTorch's, Adam at 0.01, batches of 1,024, 100 epochs, points learned.
+- SVGP: GPyTorch's, Adam at 0.01, batches of 1,024, 100 epochs (and at least 2,000 steps), points learned.
 - dense: float64, SciPy's L-BFGS-B on a loss by Cholesky factorization, up to 8,000 training rows.
 
 A test density is that of the observation, with variances by the method itself.  Those of GPyTorch's exact model are one
@@ -65,7 +65,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adam, start=subset": {"start": "subset", "optimizer": "adam", "iterations": 100},
     "objective=probes": {"objective": "probes"},
     "objective=bound": {"objective": "bound"},
-    "warm=False": {"warm": False},
 }
 COMPARED = ("uci_kin40k", "uci_pol", "argo2016_temp100")
 COMPARED_ROWS = 6000

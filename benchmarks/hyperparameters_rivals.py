@@ -20,7 +20,7 @@ from common import Model
 from measure import counted_gpytorch_cg
 
 STEPS, EPOCHS = 100, 100  # of Adam for exact models and SGPR; of SVGP
-BATCH = 1024
+BATCH, LEAST = 1024, 2000  # rows of a step of SVGP, and the fewest steps, however few the rows
 DENSE = 8000  # training rows up to which the dense fit is tried
 _COVERED = 1.959964  # deviations around the mean that hold 95%
 
@@ -246,7 +246,7 @@ def svgp(data: Data, limit: float, found: dict[str, Any], points: int) -> None:
     model.train()
     began, wall, steps, epochs = time.process_time(), time.perf_counter(), 0, 0
     late = False
-    while epochs < EPOCHS and not late:
+    while (epochs < EPOCHS or steps < LEAST) and not late:
         for rows in torch.randperm(len(data.x)).split(BATCH):
             optimizer.zero_grad()
             loss = -mll(model(data.x[rows]), data.y[rows])
@@ -257,7 +257,7 @@ def svgp(data: Data, limit: float, found: dict[str, Any], points: int) -> None:
                 break
         epochs += not late
     found |= {"cpu_seconds": time.process_time() - began, "seconds": time.perf_counter() - wall, "steps": steps,
-              "epochs": epochs, "complete": epochs == EPOCHS}  # fmt: skip
+              "epochs": epochs, "complete": not late}  # fmt: skip
     model.eval()
     predict_in_parts(model, data, found)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import math
 import time
 import warnings
@@ -119,6 +120,9 @@ def fitted(places: Places, nu: float, sizes: dict[str, Any], everything: bool) -
     def late(step: int, loss: float) -> bool:
         return time.perf_counter() - began > sizes["seconds"]
 
+    # of two inputs and a rough field no bound is tight, and all columns that memory has would be tried for it
+    known = "objective" in inspect.signature(sketchgp.fit).parameters
+    by_probes = {"objective": "probes"} if everything and known else {}
     with sketchgp.record_solves() as solves:
         history = sketchgp.fit(
             model,
@@ -127,6 +131,7 @@ def fitted(places: Places, nu: float, sizes: dict[str, Any], everything: bool) -
             seed=sizes["seed"],
             callback=late if everything else None,
             progress=False,
+            **by_probes,
         )
     fit_seconds, of_fit = time.perf_counter() - began, work(solves)
     began = time.perf_counter()

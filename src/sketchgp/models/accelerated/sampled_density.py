@@ -58,8 +58,9 @@ class Samples:
         if isinstance(acceleration.solver, str | ConjugateGradients | Cholesky):
             return False
         matrix = getattr(covariance, "_linear_op", None)
-        plain = isinstance(matrix, KernelMatrix) and matrix.same and not covariance.batch_shape
-        return plain and matrix.x1.dim() == 2 and recognise(matrix.kernel, waves=True) is not None
+        if not isinstance(matrix, KernelMatrix) or not matrix.same or covariance.batch_shape:
+            return False
+        return matrix.x1.dim() == 2 and recognise(matrix.kernel, waves=True) is not None
 
     @torch.no_grad()
     def evaluate(self, system: System, columns: Tensor) -> tuple[Tensor, Tensor]:
