@@ -232,6 +232,16 @@ def exact_mean(model, x):
         return model.covar_module(x, train).to_dense() @ rest + model.mean_module.constant
 
 
+def exact_variance(model, x):
+    """By a factorization in float64, of the model as it is."""
+    with torch.no_grad():
+        model = copy.deepcopy(model).double().eval()
+        train, x = model.train_inputs[0].double(), x.double()
+        matrix = model.covar_module(train).to_dense() + model.likelihood.noise * identity(len(train))
+        cross = model.covar_module(train, x).to_dense()
+        return model.covar_module(x, diag=True) - (cross * torch.linalg.solve(matrix, cross)).sum(0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tol", [1e-1, 1e-6])
 def test_the_bound_of_a_mean(dtype, tol):
@@ -250,6 +260,23 @@ def test_the_bound_of_a_mean(dtype, tol):
         assert float(bound.max()) < 1e-3
     relative = bound / found.observation_variance.double().sqrt()
     assert torch.allclose(found.mean_error_bound_deviations, relative)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("solver", ["auto", sketchgp.ConjugateGradients(), sketchgp.Cholesky()])
+def test_the_bound_of_variances(dtype, solver):
+    model, x = model_of(dtype), points(40, 3, seed=1, dtype=dtype) * 1.5
+    exact = exact_variance(model, x)
+    sketchgp.accelerate(model, solver=solver, preconditioner=sketchgp.RPCholesky(rank=30))
+    with gpytorch.settings.max_cholesky_size(20):
+        found = sketchgp.predict(model, x, variance="exact")
+    off, bound = (found.variance.double() - exact).abs(), found.variance_error_bound
+    assert bound.shape == (40,) and bound.dtype == torch.float64 and bool((off <= bound).all())
+    iterates = not isinstance(solver, sketchgp.Cholesky)
+    assert float(bound.max()) < (0.01 if iterates else 1e-9 if dtype == torch.float64 else 1e-6)
+    if iterates:
+        assert float(off.max()) > 1e-9  # so that there is something to bound
+    assert sketchgp.predict(model, x, variance=None).variance_error_bound is None
 
 
 def test_a_mean_whose_rounding_is_all_that_is_wrong_with_it():

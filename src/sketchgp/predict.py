@@ -53,7 +53,8 @@ class Prediction:
     ``mean_error_bound`` ``(m,)`` float64 is certain: no mean is further than that from the one that exact arithmetic
     makes of the same model.  It is ``k(x, x)^1/2`` times ``report.error_bound``, and the rounding of the mean itself.
     ``mean_error_bound_deviations`` is it over the posterior deviation of an observation, where variances are exact.
-    Both are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
+    ``variance_error_bound`` ``(m,)`` float64 is as certain of exact variances (arXiv:2102.08314).
+    All are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
     (docs/solvers.md, "How sure is the answer").
     """
 
@@ -66,6 +67,7 @@ class Prediction:
     variance_standard_error: float | None = None
     mean_error_bound: Tensor | None = None
     mean_error_bound_deviations: Tensor | None = None
+    variance_error_bound: Tensor | None = None
 
     def __repr__(self) -> str:
         solve = "solved before" if self.report is None else f"solved by {self.report}"
@@ -132,9 +134,9 @@ def predict(
         bound = _certain(model, conditioning, x, mean, report)
         if method == "none":
             return Prediction(mean, None, None, method, None, report, mean_error_bound=bound)
-        check, error = None, None
+        check, error, off = None, None, None
         if method == "exact":
-            latent = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show)
+            latent, off = _exact_variance(model, conditioning, x, batch_size or _VARIANCE_ROWS, show)
         else:
             assert isinstance(conditioning, PlainConditioning)
             looked = variance != "auto" or conditioning.look(method)
@@ -145,7 +147,7 @@ def predict(
         observed, relative = None if noise is None else latent + noise, None
         if method == "exact" and bound is not None and observed is not None:
             relative = bound / observed.to(torch.float64).sqrt()
-        return Prediction(mean, latent, observed, method, check, report, error, bound, relative)
+        return Prediction(mean, latent, observed, method, check, report, error, bound, relative, off)
 
 
 def _certain(
@@ -220,8 +222,11 @@ def _mean(model: Any, x: Tensor, rows: int, show: bool) -> Tensor:
     return torch.cat(parts, dim=-dims)
 
 
-def _exact_variance(model: Any, conditioning: Conditioning | None, x: Tensor, rows: int, show: bool) -> Tensor:
-    parts, dim = [], -1
+def _exact_variance(
+    model: Any, conditioning: Conditioning | None, x: Tensor, rows: int, show: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Latent variances, and what they are off at the most where it is known."""
+    parts, bounds, dim = [], [], -1
     if conditioning is not None:
         conditioning.expect(len(x))
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
@@ -230,10 +235,11 @@ def _exact_variance(model: Any, conditioning: Conditioning | None, x: Tensor, ro
             parts.append(posterior.variance)
             dim = -len(posterior.event_shape)
         else:
-            found = conditioning.exact_variance(x[part])
+            found, off = conditioning.exact_variance(x[part])
             dim = len(conditioning.noisy.batch_shape) - found.dim()
             parts.append(found.to(x.dtype))
-    return torch.cat(parts, dim=dim)
+            bounds += [] if off is None else [off + torch.finfo(x.dtype).eps * found]
+    return torch.cat(parts, dim=dim), torch.cat(bounds) if len(bounds) == len(parts) > 0 else None
 
 
 def _approximate_variance(

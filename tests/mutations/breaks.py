@@ -1083,10 +1083,24 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/conditioning.py",
-        "return prior.clamp(min=0).sqrt() * (bound + of_product) + of_result",
-        "return prior.clamp(min=0).sqrt() * (bound + of_product)",
+        "return self.block(x, None).clamp(min=0).sqrt() * (bound + of_product) + of_result",
+        "return self.block(x, None).clamp(min=0).sqrt() * (bound + of_product)",
         ("test_certificates.py",),
         "the bound of a mean leaves its rounding to float32 out",
+    ),
+    Break(
+        "models/accelerated/strategy.py",
+        "return fantasy_solve()",
+        "return nullcontext()",
+        ("test_mean_solvers.py",),
+        "fantasies' means are solved for to the residual of other solves",
+    ),
+    Break(
+        "models/accelerated/conditioning.py",
+        "torch.maximum(above - there, there - below)",
+        "(there - below)",
+        ("test_certificates.py",),
+        "the bound of a variance knows nothing of what a solve leaves out",
     ),
     Break(
         "solvers/full/askotch.py",

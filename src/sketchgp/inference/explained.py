@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..errors import NumericalError
 from ..operators import LowRankPlusDiagonal
+from ..operators.substitution import cholesky_solve
 from ..settings import memory_budget
 from ..solvers import Cholesky, ConjugateGradients, System
+from ..solvers.certificate import Certificate
 from ..solvers.energy import Explaining
 from ..solvers.full.cholesky import factor_bytes
 from .calibrated import Calibrated
@@ -30,10 +32,15 @@ _COLUMNS = 90  # rows of a system for each right-hand side, up to which a factor
 
 @dataclass
 class Explained:
-    """``weights`` ``(..., n, m)`` near ``A^-1 c``, and ``product`` A times them, float64."""
+    """``weights`` ``(..., n, m)`` near ``A^-1 c``, and ``product`` A times them, float64.
+
+    :ivar certain: of one system, ``(3, m)``: at least the errors of the weights in the norm of A, and what lies below
+        and above ``c^T A^-1 c`` (:class:`sketchgp.solvers.certificate.Certificate`); None where it is not known.
+    """
 
     weights: Tensor
     product: Tensor
+    certain: Tensor | None = None
 
     def diagonal(self, c: Tensor) -> Tensor:
         """Explained variances ``(..., m)``, from below."""
@@ -69,8 +76,10 @@ def solve(
     """
     noise = (system.noise if noise is None else noise).to(torch.float64)
     goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
-    weights, product, _ = solver.explain(system, c, preconditioner, goal, name=name, below=below, initial=initial)
-    return Explained(weights, product)
+    weights, product, report = solver.explain(system, c, preconditioner, goal, name=name, below=below, initial=initial)
+    if report.error_bound is None or report.quadratic_bounds is None or weights.dim() > 2:
+        return Explained(weights, product)
+    return Explained(weights, product, torch.stack([report.error_bound, *report.quadratic_bounds]).to(c.device))
 
 
 class Factors:
@@ -134,7 +143,10 @@ class Factor:
                 self._failed = True
                 raise
         else:
-            weights = torch.cholesky_solve(together, self._root)
+            weights = cholesky_solve(together, self._root)
         if one:
             weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
-        return Explained(weights, c)
+        certificate = Certificate(system, None)
+        if weights.dim() > 2 or not certificate.known:
+            return Explained(weights, c)
+        return Explained(weights, c, certificate.of_factor(c, weights))

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import NumericalError
 from ..operators import KernelMatrix
 from ..operators.access import Access
+from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..random_streams import generator
 
@@ -76,7 +77,7 @@ class FullScale:
     def apply_inverse(self, vectors: Tensor) -> Tensor:
         """``B^-1 v`` for v ``(n, t)``, float64."""
         near = self._apply(vectors)
-        far = self._half @ torch.cholesky_solve(self._half.mT @ near, self._root)
+        far = self._half @ cholesky_solve(self._half.mT @ near, self._root)
         return self._apply_t(near - far)
 
     @torch.no_grad()
@@ -126,7 +127,7 @@ def _regressions(
         block = block * (there.unsqueeze(1) & there.unsqueeze(2)) + torch.diag_embed((~there).to(block.dtype))
         root, failed = torch.linalg.cholesky_ex(block[:, 1:, 1:])
         cross = block[:, 1:, :1]
-        weights = torch.cholesky_solve(cross, root)
+        weights = cholesky_solve(cross, root)
         weights = torch.where((failed > 0)[:, None, None], 0, weights)
         left = block[:, 0, 0] - (weights * cross).sum(dim=(1, 2))
         own[rows] = torch.maximum(left, noise[rows]).rsqrt()

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import NumericalError
 from ..lowrank import shifted_cholesky
+from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 
 _ROWS = 4096
@@ -129,5 +130,5 @@ class LowRankVariance:
         root, bad = torch.linalg.cholesky_ex(between)
         if bool(bad.any()):
             root = shifted_cholesky(between, torch.finfo(root.dtype).eps)
-        weights = torch.cholesky_solve(cross, root)
+        weights = cholesky_solve(cross, root)
         return weights, (cross * weights).sum(dim=(-2, -1))

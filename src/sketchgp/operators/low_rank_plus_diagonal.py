@@ -10,6 +10,7 @@ from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ..errors import NumericalError
+from .substitution import cholesky_solve
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are scaled at once, so that no second n x r array is made
@@ -27,7 +28,7 @@ class _Logdet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor, diagonal, root = ctx.saved_tensors
-        half = torch.cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
+        half = cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
         of_diagonal = (1 - (factor * half).sum(-1)) / diagonal
         return 2 * half * grad[..., None, None], of_diagonal * grad[..., None], None
 
@@ -117,7 +118,7 @@ class LowRankPlusDiagonal(LinearOperator):
         """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
         scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
         if self.rank:
-            inner = torch.cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
+            inner = cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
             scaled = scaled - (self.factor @ inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .engines import TILED
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
+from .substitution import cholesky_solve
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
@@ -72,7 +73,7 @@ class _Logdet(torch.autograd.Function):
 
         def rows_of(rows: slice) -> Tensor:  # P^-1 F = D^-1 F C^-1
             part = operator.factor[rows]
-            half = torch.cholesky_solve(part.mT, root).mT / diagonal[rows, None]
+            half = cholesky_solve(part.mT, root).mT / diagonal[rows, None]
             of_diagonal[rows] = (1 - (part * half).sum(-1)) / diagonal[rows]
             return half * grad
 

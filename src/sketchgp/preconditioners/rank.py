@@ -50,7 +50,7 @@ class Prices:
 
 # CPU: one core of an Intel Xeon (AVX-512).  More cores, or older ones, change all of them by much the same factor.
 # Others: estimated from the data sheet of an Nvidia H100 (67 teraflops in float64, 3.4 TB a second); not measured.
-_CPU = Prices(flop=0.014, apply=1.0, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
+_CPU = Prices(flop=0.014, apply=0.85, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
 _OTHER = Prices(flop=2e-5, apply=5e-3, stored=2.5e-3, tile=1.5e-3, feature=3e-5, single=1e-2, row=1e-2, step=3e5)
 
 _PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
@@ -95,11 +95,11 @@ class Costs:
     def iteration(self, rank: int) -> float:
         """With a factor of this rank."""
         product = self.n**2 * self.product
-        return product + (self.n + rank) * rank * self.prices.apply + self.prices.step
+        return product + self.n * rank * self.prices.apply + self.prices.step
 
-    def widening(self, rank: int) -> float:
+    def widening(self) -> float:
         """What one more column adds to an iteration."""
-        return (self.n + 2 * rank) * self.prices.apply
+        return self.n * self.prices.apply
 
     def column(self, rank: int) -> float:
         """One more beside so many; a round brings about a third of that, and at most fifty."""
@@ -138,5 +138,5 @@ class RankByCost:
         largest = _SPREAD * decay * left / rank / (1 + _FLOOR * share * math.exp(-_FALL * decay))
         iterations = _FACTOR * (1 + largest) ** _POWER
         saved = _POWER * (1 + decay) * largest / (1 + largest) * iterations / rank  # by one column
-        price = self.costs.column(rank) + iterations * self.costs.widening(rank)
+        price = self.costs.column(rank) + iterations * self.costs.widening()
         return saved * self.costs.iteration(rank) < price

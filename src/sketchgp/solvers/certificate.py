@@ -66,6 +66,17 @@ class Certificate:
 
         :param r: ``b - A value``, of one float64 product; ``(..., n, t)`` each, float64.
         """
+        return self._bounds(b, value, r, self._rounding(b, value, r))
+
+    def of_factor(self, b: Tensor, value: Tensor) -> Tensor:
+        """The same of a solution by a Cholesky factor in float64, whose residual is rounding: that of a matrix
+        ``|dA_ij| <= g (a_ii a_jj)^1/2``, g of three sums of n terms (Higham, "Accuracy and stability of numerical
+        algorithms", theorem 10.4 and section 10.1.1)."""
+        root = (self.root.square() + self.noise).sqrt()
+        of_factor = 3 * self.sums * root * (root * value.abs()).sum(dim=-2, keepdim=True)
+        return self._bounds(b, value, torch.zeros_like(value), self._rounding(b, value, b) + of_factor)
+
+    def _bounds(self, b: Tensor, value: Tensor, r: Tensor, rounding: Tensor) -> Tensor:
         squared = (r.square() / self.noise).sum(dim=-2)
         if self.factor is not None:
             z = self.factor.apply_inverse(r)
@@ -74,7 +85,6 @@ class Certificate:
             by_factor = ((r + e) * z).sum(dim=-2) + (e.square() / self.noise).sum(dim=-2)
             size = (z.abs() * (r.abs() + self.root * inner.norm(dim=-2, keepdim=True))).sum(dim=-2)
             squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
-        rounding = self._rounding(b, value, r)
         error = (squared.sqrt() + (rounding.square() / self.noise).sum(dim=-2).sqrt()) / self.slack.sqrt()
         form = (value * (b + r)).sum(dim=-2)  # 2 b^T w - w^T A w, which the squared error is missing from
         of_form = (value.abs() * (rounding + self.sums * (b.abs() + r.abs()))).sum(dim=-2)

@@ -38,7 +38,7 @@ from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
-from .mean_solve import other_solves, predicted_points, solving_mean
+from .mean_solve import other_solves, predicted_points, solving_fantasies, solving_mean
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
@@ -216,6 +216,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if self._chosen is None:
             if solving_mean():
                 self._chosen = acceleration.mean_solver(self.shape[-1], self.device)
+            elif solving_fantasies():
+                self._chosen = acceleration.fantasy_solver(), ""
             else:
                 self._chosen = acceleration.column_solver(), ""
         return self._chosen

@@ -113,8 +113,12 @@ class Conditioning:
         """Of what GPyTorch inverts by its structure."""
         return System(self.noisy, torch.zeros(self.noisy.shape[:-1], dtype=self.noisy.dtype, device=self.noisy.device))
 
-    def exact_variance(self, x: Tensor) -> Tensor:
-        """Latent variances at x ``(m, d)`` in float64: ``(..., m)``, or ``(..., m, t)`` of t tasks.
+    def exact_variance(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Latent variances at x ``(m, d)`` in float64: ``(..., m)``, or ``(..., m, t)`` of t tasks.  And what they are
+        off at the most, where that is known.
+
+        The error is estimated to be below a hundredth of the variance and of the noise, or of a hundredth of the noise
+        where that is more than the variance; or there is a :class:`sketchgp.ConvergenceWarning`.
 
         :raises InputError: for tasks that are not interleaved.
         """
@@ -132,15 +136,11 @@ class Conditioning:
         if self.observed is not None:
             cross = cross[..., :, self.observed.nonzero().squeeze(-1)]
         c, prior = float64(cross).mT, float64(whole[..., n:, n:], diagonal=True)
-        variance = self.posterior_variance(c, prior)
-        return variance.reshape(*variance.shape[:-1], -1, *joint.event_shape[1:])
+        variance = prior - self._explained(c, prior).diagonal(c)
+        return variance.clamp_(min=0).reshape(*variance.shape[:-1], -1, *joint.event_shape[1:]), None
 
-    def posterior_variance(self, c: Tensor, prior: Tensor) -> Tensor:
-        """``prior - c.A^-1 c`` for c ``(..., n, m)`` and prior ``(..., m)``, all float64.
-
-        The error is estimated to be below a hundredth of the variance and of the noise, or of a hundredth of the noise
-        where that is more than the variance; or there is a :class:`sketchgp.ConvergenceWarning`.
-        """
+    def _explained(self, c: Tensor, prior: Tensor) -> explained.Explained:
+        """``c.A^-1 c`` for c ``(..., n, m)`` and prior ``(..., m)``, all float64."""
         if self._ours:
             found = self._side.solve(c, prior, below_noise=True)
         else:  # GPyTorch solves by structure; the residual is looked at, and made smaller where that was not enough
@@ -150,7 +150,7 @@ class Conditioning:
             solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
             initial = None if type(self.noisy) in SUMS else self.noisy.solve(c)
             found = explained.solve(system, c, prior, solver, noise=noise, initial=initial)
-        return (prior - found.diagonal(c)).clamp_(min=0)
+        return found
 
 
 class PlainConditioning(Conditioning):
@@ -190,10 +190,24 @@ class PlainConditioning(Conditioning):
         """x as the kernel sees it (its active dimensions selected)."""
         return _prior(self.model, x, convert=True).lazy_covariance_matrix.x1
 
-    def exact_variance(self, x: Tensor) -> Tensor:
-        """Latent variances ``(m,)`` at x ``(m, d)``, float64."""
+    def exact_variance(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Latent variances ``(m,)`` at x ``(m, d)``, float64, and what they are off at the most, where it is known."""
         x = self.inputs(x)
-        return self.posterior_variance(self.block(self.matrix.x1, x), self.block(x, None))
+        c, prior = self.block(self.matrix.x1, x), self.block(x, None)
+        found = self._explained(c, prior)
+        variance = prior - found.diagonal(c)
+        if found.certain is None:
+            return variance.clamp(min=0), None
+        error, below, above = found.certain
+        of_rows, of_x = self._cross_rounding(x)
+        of_rows, weights = of_rows.unsqueeze(-1), found.weights.abs()
+        noise, roots, scale = self.noise.to(torch.float64).unsqueeze(-1), self._roots(), prior.clamp(min=0).sqrt()
+        of_product = scale * ((of_rows + of_x) * roots * weights).sum(dim=0)
+        deviation = scale * ((of_rows + of_x) * roots / noise.sqrt()).norm(dim=0)  # in the norm of A^-1
+        of_cross = 2 * of_product + deviation * (2 * error + deviation)
+        of_prior = 2 * of_x * prior.abs() + 2 * torch.finfo(torch.float64).eps * (prior.abs() + above.abs())
+        there = prior - variance
+        return variance.clamp(min=0), torch.maximum(above - there, there - below) + of_cross + of_prior
 
     def mean_error_bound(self, x: Tensor, mean: Tensor, weights: Tensor, bound: float) -> Tensor:
         """How far a mean is from the exact one at the most, ``(m,)`` float64: what the weights lack, and rounding.
@@ -202,14 +216,24 @@ class PlainConditioning(Conditioning):
         :param weights: ``(n,)`` that it was made of; NaN where a target is missing.
         :param bound: at least the error of the weights in the norm of A.
         """
-        cross = self.matrix._with(self.inputs(x), self.matrix.x1, False)
-        prior, rounding = self.block(cross.x1, None), entry_rounding(cross)
-        assert rounding is not None  # of a kernel matrix it is known
+        x = self.inputs(x)
+        of_rows, of_x = self._cross_rounding(x)
         weights = weights if self.observed is None else weights[self.observed]
-        sizes = self.block(self.matrix.x1, None).clamp(min=0).sqrt() * weights.abs()
-        of_product = (rounding[0] + summing(len(weights))) * sizes.sum() + (rounding[1] * sizes).sum()
+        sizes = self._roots().squeeze(-1) * weights.abs()
+        of_product = (of_x + summing(len(weights))) * sizes.sum() + (of_rows * sizes).sum()
         of_result = torch.finfo(mean.dtype).eps * mean.to(torch.float64).abs()
-        return prior.clamp(min=0).sqrt() * (bound + of_product) + of_result
+        return self.block(x, None).clamp(min=0).sqrt() * (bound + of_product) + of_result
+
+    def _roots(self) -> Tensor:
+        """``k(x_i, x_i)^1/2`` of the training points, ``(n, 1)``."""
+        return self.block(self.matrix.x1, None).clamp(min=0).sqrt().unsqueeze(-1)
+
+    def _cross_rounding(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors of the entries of ``k(X, x)`` in float64 by rows ``(n,)`` and columns ``(m,)``: see
+        :func:`entry_rounding`.  x is as the kernel sees it."""
+        rounding = entry_rounding(self.matrix._with(self.matrix.x1, x, False))
+        assert rounding is not None  # of a kernel matrix it is known
+        return rounding
 
 
 def _noisy(model: Any, observed: Tensor | None) -> Any:

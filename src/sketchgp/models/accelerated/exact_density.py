@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import NumericalError
 from ...operators.access import float64
+from ...operators.substitution import cholesky_solve
 
 
 def exact_inv_quad_logdet(covariance: LinearOperator, columns: Tensor, reduce: bool) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ class _InvQuadLogdet(torch.autograd.Function):
         root, failed = torch.linalg.cholesky_ex(matrix)
         if bool(failed.any()) or not bool(torch.isfinite(root.diagonal(dim1=-1, dim2=-2)).all()):
             raise NumericalError("K + noise is not positive definite to float64; raise the noise.")
-        weights = torch.cholesky_solve(columns, root)
+        weights = cholesky_solve(columns, root)
         determinant = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(dim=-1)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(torch.cholesky_inverse(root) if ctx.needs_input_grad[0] else root[..., :0], weights)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import NumericalError
 from ...memory import enough_memory, require_memory
 from ...operators.access import columns
+from ...operators.substitution import cholesky_solve
 from ...report import SolveReport
 from ..certificate import Certificate
 from ..loop import Direct
@@ -88,7 +89,7 @@ def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor
         raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
     direct.factorized()
     work = rhs.to(torch.float64)
-    value = torch.cholesky_solve(work, root).to(rhs.dtype)
+    value = cholesky_solve(work, root).to(rhs.dtype)
     norm = work.norm(dim=-2)
     found = value.to(torch.float64)
     r = work - matrix @ found

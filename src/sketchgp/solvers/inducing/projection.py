@@ -9,6 +9,7 @@ from ...errors import NumericalError
 from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
+from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...settings import memory_budget
 from ..conjugate_step import descend, turn
@@ -66,7 +67,7 @@ class ExactProjection(Projection):
         self.cost = columns / (problem.inducing_points.shape[1] + 10)  # operations, in those of a kernel entry
 
     def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
-        return torch.cholesky_solve(h, self.root), h
+        return cholesky_solve(h, self.root), h
 
 
 class InexactProjection(Projection):

@@ -12,6 +12,7 @@ from ....errors import NumericalError
 from ....lowrank import gaussian_nystrom, smoothness
 from ....operators import LowRankPlusDiagonal
 from ....operators.access import Access
+from ....operators.substitution import cholesky_solve
 
 
 @dataclass
@@ -42,7 +43,7 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
             raise NumericalError(
                 "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise."
             )
-        return BlockInverse(lambda g: torch.cholesky_solve(g, root), 1.0)
+        return BlockInverse(lambda g: cholesky_solve(g, root), 1.0)
     apply: Callable[[Tensor], Tensor] = _identity
     if rank:
         factor = gaussian_nystrom(Access.stored(block), rank, generator=generator).factor
