@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 
 import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, N, dense, iterative, posterior, relative
+from sketchgp.fitting import run as fit_run
 
 pytestmark = TORCH_WARNINGS
-sketchgp_fit = importlib.import_module("sketchgp.fit")  # the module, which the function's name hides
+
 NEVER = -math.inf  # a tolerance at which no loss has settled
 
 
@@ -349,12 +349,12 @@ def test_warning_filters_are_the_users() -> None:
 def test_the_progress_bar_shows_the_loss_of_the_step(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
 
-    class Bar(sketchgp_fit.tqdm):  # type: ignore[misc,name-defined]
+    class Bar(fit_run.tqdm):  # type: ignore[misc,name-defined]
         def update(self, n: float = 1) -> None:
             shown.append(self.postfix)
             super().update(n)
 
-    monkeypatch.setattr(sketchgp_fit, "tqdm", Bar)
+    monkeypatch.setattr(fit_run, "tqdm", Bar)
     model, _ = build()
     with iterative(tol=1e-4):
         history = sketchgp.fit(model, optimizer=optimizer, objective="probes", iterations=4, progress=True)

@@ -190,6 +190,50 @@ def test_the_unit_of_the_targets_changes_nothing(size: float) -> None:
     assert scales[1][1] == pytest.approx(scales[0][1], rel=0.1)
 
 
+@pytest.mark.parametrize("mean", ["ConstantMean", "LinearMean"])
+def test_units_change_nothing_for_parameters_of_the_mean(mean: str) -> None:
+    """The same losses, step by step, whatever targets and inputs are measured in."""
+    x, y = regression()
+    y = y + 3 + 2 * x[:, 0]
+    found = []
+    for of_y, of_x in ((1.0, 1.0), (1e4, 1.0), (1.0, 1e-3)):
+        units = x.new_tensor([of_x, 1.0, 1.0])
+        model = Plain(x * units, y * of_y, gpytorch.likelihoods.GaussianLikelihood(
+                      noise_constraint=gpytorch.constraints.GreaterThan(1e-5 * of_y**2)),
+                      kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=3)))  # fmt: skip
+        model.mean_module = gpytorch.means.ConstantMean() if mean == "ConstantMean" else gpytorch.means.LinearMean(3)
+        model = sketchgp.accelerate(model.double())
+        with torch.no_grad():
+            for parameter in model.mean_module.parameters():
+                parameter.zero_()
+        model.covar_module.base_kernel.lengthscale = units
+        model.covar_module.outputscale, model.likelihood.noise = of_y**2, 0.1 * of_y**2
+        found.append(np.array(sketchgp.fit(model, iterations=12, tol=0).losses) - math.log(of_y))
+    for other in found[1:]:
+        assert np.abs(other - found[0]).max() < 1e-5
+
+
+def test_inducing_points_move_where_asked_whatever_their_unit() -> None:
+    """From the best fit of those that stand still, by the same losses in any unit of an input."""
+    x, y = regression()
+    found = {}
+    for unit in (1.0, 1e3):
+        units = x.new_tensor([1.0, unit, 1.0])
+        kernel = kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=3))
+        kernel.base_kernel.lengthscale = units
+        parts = gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.ConstantMean(), kernel
+        model = sketchgp.InducingPointGP(x * units, y, *parts, (x * units)[::8]).double()
+        still = sketchgp.fit(model, iterations=25, tol=0).best_loss
+        model.inducing_points.requires_grad_()
+        before = model.inducing_points.detach().clone()
+        history = sketchgp.fit(model, iterations=25, tol=0)
+        assert history.best_loss < still - 0.01
+        moved = (model.inducing_points.detach() - before) / units
+        assert float(moved.abs().max()) > 0.05
+        found[unit] = np.array(history.losses)
+    assert np.abs(found[1e3] - found[1.0]).max() < 1e-5
+
+
 def test_models_that_cannot_be_copied_or_converted() -> None:
     """What they hold beside parameters may be no one's to copy, or in float32 for good."""
 

@@ -55,7 +55,8 @@ def accelerate(
         conjugate gradients while a good preconditioner fits in memory, ASkotch beyond (the report of the solve says
         which, and why).  The marginal likelihood, variances, fantasies and gradients, which have other right-hand sides
         for each call, are always left to conjugate gradients (``Cholesky`` solves everything but the marginal
-        likelihood).
+        likelihood); but :func:`fit` has the gradients of the marginal likelihood from samples that ASkotch, Skotch,
+        EigenPro 2 or your own solves for, with no factor of a preconditioner.
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
         solve; ``"tiled"`` never does; ``"keops"`` (with the extra ``sketchgp[keops]``) and ``"triton"`` (on CUDA)
         never do either, by fused kernels; ``"auto"`` stores it where it fits the memory budget, and else takes the

@@ -6,16 +6,20 @@ import math
 from typing import Any
 
 import gpytorch
+import torch
 from linear_operator import settings
 
 from ..errors import InputError
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.added_diag import left_to_us
 from ..models.accelerated.bound_density import Bound
+from ..models.accelerated.missing import reducing
+from ..models.accelerated.sampled_density import Samples
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
 from ..report import shortfall_counted
 from ..settings import memory_budget
+from .before import Before
 from .history import SETTLED, FitHistory
 from .lbfgs import STUCK
 from .objective import Objective
@@ -28,10 +32,11 @@ _TIGHT = 1e-7  # of the rows, that r^T P^-1 r of the last solve is to come to
 _AT_LAST = "where that ended a bound had become tight: went on with it"
 
 
-def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str) -> tuple[str, str]:
-    """``"exact"``, ``"bound"``, ``"probes"`` or ``"given"``; and why, where there is something to say.
+def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, optimizer: str) -> tuple[str, str]:
+    """``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``; and why, where there is something to say.
 
     :param asked: one of the first three, or ``"auto"``: a bound is then to be tried first.
+    :param optimizer: as asked for; samples are of no use to L-BFGS.
     :raises InputError: where it cannot be had.
     """
     if acceleration is None:
@@ -51,6 +56,8 @@ def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str) -
         raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
     if asked != "auto":
         return asked, ""
+    if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(model, acceleration):
+        return "samples", ""
     free = isinstance(acceleration.solver, str) and threshold_untouched()
     fits = 8 * rows * rows * systems <= memory_budget.value(device)
     if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
@@ -58,6 +65,19 @@ def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str) -
     if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
         return "probes", "GPyTorch factorizes the matrix, by its settings in force"
     return ("probes", f"no bound: {no_bound}") if no_bound else ("bound", "")
+
+
+def _sampled(model: Any, acceleration: Acceleration) -> bool:
+    """Whether losses are by samples that the solver of the user's choice solves for."""
+    if isinstance(acceleration.solver, str):
+        return False
+    before = Before(model)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), reducing():
+            prior = model.train()(*model.train_inputs)
+            return Samples.serve(acceleration, model.likelihood(prior).lazy_covariance_matrix.evaluate_kernel())
+    finally:
+        before.put_back()
 
 
 def _systems(objective: Objective) -> int:
@@ -147,7 +167,7 @@ def bracket(
             objective.restore(own.state())
             value = objective.evaluate(gradient=False).value
         return (value, value) if math.isfinite(value) else None
-    if acceleration is None or history.objective == "given" or why_no_bound(acceleration):
+    if acceleration is None or history.objective in ("given", "samples") or why_no_bound(acceleration):
         return None
     if acceleration.cache is not None:  # F is the largest array there is, and another one is to come
         acceleration.cache.release()

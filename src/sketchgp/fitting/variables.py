@@ -1,7 +1,8 @@
 """The parameters of a model as one vector of variables, and what bounds them.
 
 What a constraint keeps positive is moved by its logarithm (above the least value of the constraint): lengthscales of
-inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.
+inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.  Constants
+and weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpytorch.means import ConstantMean, LinearMean
 from torch import Tensor
 
 from .objective import Objective
@@ -31,6 +33,7 @@ class Variables:
         self._names = {id(p): name for name, p in objective.model.named_parameters()}
         self._constraints = objective.constraints()
         self._logs = [_positive(constraint) for constraint in self._constraints]
+        self._sizes = [self._size(p, log) for p, log in zip(objective.parameters, self._logs, strict=True)]
         parts = [self._bounds(*pair) for pair in enumerate(self._constraints)]
         self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
 
@@ -46,24 +49,55 @@ class Variables:
         if constraint is not None and not constraint.enforced:
             ends = constraint.lower_bound, constraint.upper_bound
         lower, upper = (torch.as_tensor(end, dtype=torch.float64).detach().cpu().reshape(-1).numpy() for end in ends)
-        return np.broadcast_to(lower, size), np.broadcast_to(upper, size)
+        units = self._sizes[index].reshape(-1).numpy()
+        return np.broadcast_to(lower, size) / units, np.broadcast_to(upper, size) / units
 
     def _units(self, of_inputs: bool) -> tuple[float, float]:
         """The least and the largest size of what the data are measured in, 1 included: deviations of the inputs, or the
         mean square of the targets, which scales and noises are of."""
-        model = self.objective.model
-        if of_inputs:
-            found = [
-                x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).std(dim=0, correction=0)
-                for x in model.train_inputs
-                if x.is_floating_point()
-            ]
-            sizes = torch.cat([*found, torch.ones(1, dtype=torch.float64)])
-        else:
-            targets = model.train_targets.detach().to("cpu", torch.float64)
-            sizes = targets[~torch.isnan(targets)].square().mean().reshape(1)
+        sizes = torch.cat([*self._deviations(), torch.ones(1).double()]) if of_inputs else self._square().reshape(1)
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
         return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
+
+    def _deviations(self) -> list[Tensor]:
+        """Of each input ``(d,)``, float64, for each of the tensors that hold inputs."""
+        return [
+            x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).std(dim=0, correction=0)
+            for x in self.objective.model.train_inputs
+            if x.is_floating_point()
+        ]
+
+    def _square(self) -> Tensor:
+        """The mean square of the targets, float64."""
+        targets = self.objective.model.train_targets.detach().to("cpu", torch.float64)
+        return targets[~torch.isnan(targets)].square().mean()
+
+    def _size(self, parameter: Tensor, log: bool) -> Tensor:
+        """What a parameter is measured in, in its shape; 1 where that is not known."""
+        unknown = torch.ones(parameter.shape, dtype=torch.float64)
+        if log:
+            return unknown
+        size, found = self._square().sqrt(), self._deviations()
+        inputs = found[0] if found else unknown.new_ones(0)
+        for module in self.objective.model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            if isinstance(module, ConstantMean) and parameter is own.get("raw_constant"):
+                break
+            if isinstance(module, LinearMean) and parameter is own.get("bias"):
+                break
+            if isinstance(module, LinearMean) and parameter is own.get("weights"):
+                size = size / inputs.unsqueeze(-1)
+                break
+            if parameter is own.get("inducing_points"):
+                size = inputs
+                break
+        else:
+            return unknown
+        try:
+            size = size.broadcast_to(parameter.shape)
+        except RuntimeError:  # of some of the inputs
+            return unknown
+        return torch.where((size > 0) & torch.isfinite(size), size, unknown)
 
     def _of(self, index: int) -> np.ndarray:
         """Those of one parameter."""
@@ -72,7 +106,7 @@ class Variables:
             constraint = self._constraints[index]
             above = constraint.transform(parameter) - constraint.lower_bound.to(parameter)
             parameter = above.clamp(min=torch.finfo(torch.float64).tiny).log()
-        return parameter.reshape(-1).numpy()
+        return (parameter / self._sizes[index]).reshape(-1).numpy()
 
     def __call__(self) -> np.ndarray:
         """``(p,)`` float64: what they are."""
@@ -102,7 +136,7 @@ class Variables:
         sizes = [p.numel() for p in self.objective.parameters]
         found = []
         for index, part in enumerate(vector.split(sizes)):
-            values = part.reshape(self.objective.parameters[index].shape)
+            values = part.reshape(self.objective.parameters[index].shape) * self._sizes[index]
             if self._logs[index]:
                 constraint = self._constraints[index]
                 values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))

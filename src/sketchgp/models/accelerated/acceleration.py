@@ -98,6 +98,11 @@ class Acceleration:
             return self._gradients_of_mean(None), why
         return self._with_tolerance(chosen), why
 
+    def own_solver(self) -> Solver[FullProblem]:
+        """The solver that the user named, with GPyTorch's tolerance where its own was left open."""
+        assert not isinstance(self.solver, str)
+        return self._with_tolerance(self.solver)
+
     def fantasy_solver(self) -> ConjugateGradients | Cholesky:
         """The solver of the means of fantasies: as exact as the mean's."""
         if isinstance(self.solver, Cholesky):

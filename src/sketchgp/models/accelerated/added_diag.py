@@ -41,6 +41,7 @@ from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, predicted_points, solving_fantasies, solving_mean
 from .probed_density import Probes, probed_inv_quad_logdet
+from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
 
@@ -143,6 +144,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         bound = bound_in_force()
         if bound is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
             return bound_inv_quad_logdet(bound, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
+        samples = samples_in_force()
+        if samples is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
+            return sampled_inv_quad_logdet(samples, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
         if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if not logdet:

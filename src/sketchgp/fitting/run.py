@@ -1,0 +1,263 @@
+"""One fit: how losses are computed, from where it starts, and its runs, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import InputError, warn
+from ..models.accelerated.acceleration import Acceleration
+from ..models.accelerated.bound_density import TooWide
+from ..models.accelerated.sampled_density import Samples, sampling
+from .adam import adam
+from .adam import improvement as adam_improvement
+from .before import Before
+from .history import FLAT, SETTLED, WIDENED, FitHistory
+from .lbfgs import improvement as lbfgs_improvement
+from .lbfgs import lbfgs
+from .objective import Objective
+from .record import Record, fit_marks
+from .route import WIDTH, bound_at_last, bracket, new_bound, next_objective, route
+from .scales import flatness, rescale
+from .start import exact_objective, on_subset
+from .steps import Steps
+
+_SUBSET = 2000  # rows of a subset to start from
+_MANY = 3000  # rows above which one is started from
+_ITERATIONS = {"lbfgs": 500, "adam": 50}
+_SPAN = {"exact": 10, "bound": 10}  # steps of L-BFGS over which a loss is judged, by its kind;
+_OTHER = 3  # of other kinds,
+_NEAR = 4  # and at the most where it starts from a subset's optimum
+_RESTARTS = 8  # with new pivots, before bounds are left as they are
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Arguments of :func:`sketchgp.fit`, checked."""
+
+    optimizer: str
+    start: str
+    objective: str
+    iterations: int | None
+    learning_rate: float | None
+    num_probes: int
+    seed: int
+    tol: float
+
+
+class Fit:
+    """Of one model.
+
+    :param mll: of it; :param acceleration: of it, None for an inducing-point model.
+    :param show: whether to show progress; :param callback: called with step and loss.
+    :param checkpoint: a file for evaluations, or None; :param every: seconds between two writes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mll: Any,
+        acceleration: Acceleration | None,
+        choices: Choices,
+        show: bool,
+        callback: Callable[[int, float], Any] | None,
+        checkpoint: str | os.PathLike[str] | None,
+        every: float,
+    ) -> None:
+        self.model, self.mll, self.acceleration, self.choices = model, mll, acceleration, choices
+        self.show, self.callback = show, callback
+        self.kind, why = route(model, mll, acceleration, choices.objective, choices.optimizer)
+        optimizer = choices.optimizer
+        if optimizer == "auto":
+            optimizer = "lbfgs" if choices.learning_rate is None and self.kind != "samples" else "adam"
+        self.history = FitHistory(optimizer=optimizer, objective=self.kind, notes=[why] if why else [])
+        event = 1 if model.train_targets.dim() == 1 else 2
+        self.history.rows = int(model.train_targets.shape[-event])
+        self.own = self.current = Objective(model, mll)
+        self.steps: Steps | None = None
+        marks = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
+        self.record = Record(
+            self.own, checkpoint, every, lambda: fit_marks(model, mll, f"{marks} {_solved_by(acceleration)}")
+        )
+
+    def __call__(self) -> FitHistory:
+        """The model gets the parameters of the best step; where there was none, it is as it was."""
+        before, history = Before(self.model), self.history
+        try:
+            self.record.begin()
+            if self.acceleration is not None and self.acceleration.cache is not None:
+                self.acceleration.cache.clear()  # fits are the same whatever chose pivots before
+            self.model.train()
+            self._minimise(self._from_the_start())
+        except KeyboardInterrupt:
+            history.reason = "interrupted"
+            if not history.losses:
+                raise
+            warn(f"fit was interrupted after {len(history.losses)} steps; the model has the best parameters so far.")
+        finally:
+            if self.steps is not None and history.losses:
+                self.own.restore(self.steps.best)
+                if self.current.model is not self.model:
+                    _copy_buffers(self.current.model, self.model)
+                self.own.clear()
+                self.model.eval()
+            else:
+                before.put_back()
+            self.record.end()
+        return history
+
+    def _from_the_start(self) -> np.ndarray | None:
+        """Choose what is minimised, and begin where that is best; about the inverse Hessian there, if it is known."""
+        self.flat = self._away_from_flatness()
+        if self.kind == "exact":
+            self.current = exact_objective(self.model, self.mll)
+        elif self.kind == "bound" and self.acceleration is not None:
+            held = self.history.optimizer == "lbfgs"
+            bound = new_bound(self.own, self.acceleration, self.choices.objective, held=held)
+            self.current = Objective(self.model, self.mll, bound=bound)
+        asked = self.choices.start == "subset"
+        many = self.history.rows > _MANY and self.acceleration is not None and self.kind != "given"
+        taken = many and (self.history.optimizer == "lbfgs" or self.kind == "samples")
+        if asked or (self.choices.start == "auto" and taken):
+            return self._from_subset(asked)
+        return None
+
+    def _minimise(self, inverse: np.ndarray | None) -> None:
+        """Runs of the optimiser, until one ends for good.
+
+        :param inverse: about the inverse Hessian where they begin.
+        """
+        history, choices = self.history, self.choices
+        limit = choices.iterations or _ITERATIONS[history.optimizer]
+        with (
+            self._one_function(),
+            tqdm(total=limit, desc="marginal likelihood", unit="step", disable=not self.show, leave=False) as bar,
+        ):
+            while True:
+                self.steps = steps = self._steps(limit, bar, near=inverse is not None)
+                try:
+                    if history.optimizer == "adam":
+                        adam(self.current, steps, choices.learning_rate or 0.1)
+                    else:
+                        found = lbfgs(self.current, steps, inverse)
+                        inverse = inverse if found is None else found
+                except TooWide:
+                    history.reason = WIDENED
+                if history.reason == WIDENED:
+                    asked = choices.objective
+                    self.current = next_objective(self.current, steps, self.own, self.acceleration, asked=asked)
+                    continue
+                self.own.restore(steps.best)
+                if self.flat and history.reason == SETTLED:
+                    history.reason = FLAT if flatness(self.model, choices.seed) else SETTLED
+                history.bracket = bracket(self.current, self.own, self.acceleration, history)
+                after = None
+                if self.kind != history.objective:
+                    after = bound_at_last(self.own, self.acceleration, history)
+                if after is None:
+                    return
+                self.current = after
+
+    def _steps(self, limit: int, bar: Any, near: bool) -> Steps:
+        """Of the next run; :param near: whether it begins near a minimum."""
+        history, current = self.history, self.current
+        bounding = history.optimizer == "lbfgs" and current.bound is not None
+        widest = WIDTH if bounding and len(history.restarts) < _RESTARTS else math.inf
+        span = _SPAN.get(history.objective, _OTHER)
+        improvement = partial(lbfgs_improvement, span=min(span, _NEAR) if near else span)
+        if history.optimizer == "adam":
+            improvement = adam_improvement  # type: ignore[assignment]
+        best = None if self.steps is None or not history.losses else self.steps.best
+        cache = None if self.acceleration is None else self.acceleration.cache
+        current.stage = self.record.stage(cache if current.bound is None else current.bound.cache, current.bound)
+        return Steps(
+            current, history, limit, bar, self.callback, improvement, self.choices.tol, self.record.began, widest, best
+        )
+
+    @contextmanager
+    def _one_function(self) -> Iterator[None]:
+        """Losses inside are values of one function: the same probes, and by L-BFGS the same pivots."""
+        acceleration, seed, count = self.acceleration, self.choices.seed, self.choices.num_probes
+        if acceleration is None:
+            yield
+        elif self.kind == "samples":
+            with sampling(Samples(acceleration, seed, count)):
+                yield
+        else:
+            cache = acceleration.cache if self.history.optimizer == "lbfgs" else None
+            with acceleration.fixed_probes(seed, count), nullcontext() if cache is None else cache.holding():
+                yield
+
+    def _from_subset(self, asked: bool) -> np.ndarray | None:
+        """Give the model the parameters of a fit to some of the rows; about the inverse Hessian there.
+
+        :param asked: whether the user wants it, and is told where it cannot be.
+        """
+        twin = on_subset(self.mll, _SUBSET, self.choices.seed)
+        if twin is None:
+            if asked:
+                raise InputError(
+                    'fit: start="subset" expects a Gaussian likelihood and a model without a batch, of which rows can '
+                    'be taken; use start="model".'
+                )
+            return None
+        self.history.subset = found = FitHistory(
+            optimizer="lbfgs", objective="exact", rows=len(twin.model.train_targets)
+        )
+        part, limit = Objective(twin.model, twin, exact=True), _ITERATIONS["lbfgs"]
+        part.stage = self.record.stage(None)
+        with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
+            improvement = partial(lbfgs_improvement, span=_SPAN["exact"])
+            steps = Steps(part, found, limit, bar, None, improvement, self.choices.tol, self.record.began)
+            try:
+                inverse = lbfgs(part, steps)
+            except RuntimeError:  # a forward that holds what no copy converts
+                if asked:
+                    raise
+                self.history.subset = None
+                return None
+        self.current.restore(steps.best)
+        return inverse
+
+    def _away_from_flatness(self) -> str:
+        """Lengthscales of the size of the data where the loss is flat otherwise; why it still is."""
+        why = "" if self.choices.start == "model" else rescale(self.model, self.choices.seed)
+        if why:
+            self.history.notes.append(
+                f"started from lengthscales of the size of the inputs: {why} with those of the model"
+            )
+            warn(f"fit: {self.history.notes[-1]}. Standardise the inputs, or start nearer to their size.")
+        why = flatness(self.model, self.choices.seed)
+        if why:
+            warn(
+                f"fit: with the lengthscales that it starts from {why}, and the loss does not change with them. "
+                "Standardise the inputs, or start from lengthscales of their size."
+            )
+        return why
+
+
+def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:
+    """Of an accelerated model, the choices that a loss depends on."""
+    if acceleration is None:
+        return ()
+    solver = dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+    return acceleration.preconditioner, solver, acceleration.matmul, acceleration.matmul_precision
+
+
+@torch.no_grad()
+def _copy_buffers(source: Any, target: Any) -> None:
+    """What modules keep beside parameters, such as running means."""
+    found = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if name in found and found[name].shape == buffer.shape and buffer.is_floating_point():
+            buffer.copy_(found[name])

@@ -1,0 +1,146 @@
+"""``fit`` where a solver of the user's choice serves: gradients by samples, compared with dense GPyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal
+
+pytestmark = TORCH_WARNINGS
+NEVER = -math.inf
+SOLVERS = {
+    "ASkotch": sketchgp.ASkotch(tol=1e-5, block_size=50),
+    "Skotch": sketchgp.Skotch(tol=1e-5, block_size=50),
+    "EigenPro2": sketchgp.EigenPro2(tol=1e-5),
+}
+
+
+def build(solver: Any, noise: float = 0.05, dtype: torch.dtype = torch.float64, n: int = 150) -> Any:
+    x, y, _ = data(n=n, d=2, dtype=dtype)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=2))
+    kernel.base_kernel.lengthscale = torch.tensor([0.4, 0.9])
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).to(dtype)
+    model.likelihood.noise = noise
+    return model if solver is None else sketchgp.accelerate(model, solver=solver)
+
+
+def exact_path(steps: int, rate: float) -> list[float]:
+    """Losses of Adam by GPyTorch's factorization and autograd."""
+    model = build(None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    losses = []
+    for _ in range(steps):
+        with dense():
+            value, gradient = marginal(model)
+        losses.append(-float(value))
+        for name, parameter in model.named_parameters():
+            parameter.grad = -gradient[name]
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_losses_follow_the_exact_ones_but_for_a_constant(name: str) -> None:
+    model = build(SOLVERS[name])
+    with iterative(tol=1e-6), sketchgp.record_solves() as solves:
+        history = sketchgp.fit(model, iterations=6, num_probes=60, tol=NEVER)
+    assert (history.objective, history.optimizer) == ("samples", "adam")
+    assert {solve.solver for solve in solves} == {name}
+    assert model._sketchgp.cache.builds == 0
+    expected = np.array(exact_path(6, 0.1))
+    found = np.array(history.losses)
+    assert expected[0] - expected[-1] > 0.15
+    assert np.abs((found - found[0]) - (expected - expected[0])).max() < 2e-3
+
+
+def test_the_gradient_is_the_exact_one_on_the_average() -> None:
+    """Of many samples, beside dense autograd."""
+    with dense():
+        _, gradient = marginal(build(None))
+    expected = math.sqrt(sum(float(part.square().sum()) for part in gradient.values()))
+    norms = []
+    for seed in range(2):
+        with iterative(tol=1e-6):
+            history = sketchgp.fit(build(SOLVERS["ASkotch"]), iterations=1, num_probes=600, seed=seed)
+        norms.append(history.gradients[0])
+    assert norms[0] != norms[1]
+    assert norms == pytest.approx([expected] * 2, rel=0.02)
+
+
+def test_solutions_are_warm_started_and_fits_identical() -> None:
+    runs = []
+    for _ in range(2):
+        model = build(sketchgp.ASkotch(tol=1e-3, block_size=30), dtype=torch.float32)
+        with iterative(tol=1e-3), sketchgp.record_solves() as solves:
+            losses = sketchgp.fit(model, iterations=5, learning_rate=1e-3, tol=NEVER).losses
+        runs.append((losses, [solve.work["passes"] for solve in solves]))
+    assert runs[0] == runs[1]
+    first, *others = runs[0][1]
+    assert sum(others) / 4 < 0.5 * first
+
+
+class Dense:
+    """A solver of the user's own, without tolerance."""
+
+    problem_type = sketchgp.FullProblem
+    name = "Dense"
+
+    def validate(self, problem: sketchgp.FullProblem) -> None:
+        pass
+
+    def solve(self, problem: sketchgp.FullProblem) -> Any:
+        found = sketchgp.Cholesky().solve(problem)
+        return sketchgp.Solution(found.value, found.report)
+
+
+def test_a_solver_of_ones_own_serves() -> None:
+    with iterative(tol=1e-6):
+        history = sketchgp.fit(build(Dense()), iterations=4, num_probes=100, tol=NEVER)
+    expected = np.array(exact_path(4, 0.1))
+    assert history.objective == "samples"
+    assert np.abs(np.diff(history.losses) - np.diff(expected)).max() < 0.01
+
+
+def test_missing_targets() -> None:
+    model = build(SOLVERS["ASkotch"])
+    targets = model.train_targets.clone()
+    targets[::7] = torch.nan
+    model.set_train_data(targets=targets)
+    with iterative(tol=1e-6), gpytorch.settings.observation_nan_policy("mask"):
+        history = sketchgp.fit(model, iterations=5, tol=NEVER)
+    assert history.objective == "samples"
+    assert history.losses[-1] < history.losses[0] - 0.1
+
+
+class Unknown(kernels.RBFKernel):
+    """A kernel whose functions cannot be drawn."""
+
+    def forward(self, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
+        return super().forward(x1, x2, **options) ** 2
+
+
+OTHERS = ("bound", "probes")
+
+
+def test_what_it_does_not_serve_is_by_bounds_or_probes() -> None:
+    """L-BFGS, sums of covariances, unknown kernels, and conjugate gradients themselves."""
+    solver = SOLVERS["ASkotch"]
+    with iterative(tol=1e-4):
+        assert sketchgp.fit(build(solver), optimizer="lbfgs", iterations=1).objective in OTHERS
+        assert sketchgp.fit(build(sketchgp.ConjugateGradients()), iterations=1).objective in OTHERS
+        x, y, _ = data(n=60)
+        unknown = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), Unknown()).double()
+        assert sketchgp.fit(sketchgp.accelerate(unknown, solver=solver), iterations=1).objective in OTHERS
+        lcm, _ = SOLVED["lcm"].build()
+        assert sketchgp.fit(sketchgp.accelerate(lcm, solver=solver), iterations=1).objective in OTHERS
+    few = sketchgp.fit(build(solver), iterations=1)  # which GPyTorch factorizes
+    assert few.objective in OTHERS
