@@ -157,7 +157,7 @@ def fit(
         if kind == "exact":
             current = exact_objective(model, mll)
         elif kind == "bound" and acceleration is not None:
-            bound = new_bound(own, acceleration, limited=objective == "auto", held=optimizer == "lbfgs")
+            bound = new_bound(own, acceleration, objective, held=optimizer == "lbfgs")
             current = Objective(model, mll, bound=bound)
         history.rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         inverse = None
@@ -187,7 +187,7 @@ def fit(
                 except TooWide:
                     history.reason = WIDENED
                 if history.reason == WIDENED:
-                    current = next_objective(current, steps, own, acceleration, again=objective == "bound")
+                    current = next_objective(current, steps, own, acceleration, asked=objective)
                     continue
                 own.restore(steps.best)
                 history.bracket = bracket(current, own, acceleration, history)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import ConvergenceWarning, warn
 
 _recorders: list[list[SolveReport]] = []
+_counted: ContextVar[bool] = ContextVar("sketchgp_shortfall_counted", default=False)
 _own: ContextVar[tuple[list[SolveReport], ...]] = ContextVar("sketchgp_own_solves", default=())
 _lock = threading.Lock()
 
@@ -321,6 +322,16 @@ def own_solves() -> Iterator[list[SolveReport]]:
         _own.reset(token)
 
 
+@contextmanager
+def shortfall_counted() -> Iterator[None]:
+    """Solves inside warn of nothing: what they are short of their tolerance is a part of what is made of them."""
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
 def record(report: SolveReport) -> None:
     """Hand a report to every open :func:`record_solves` block, and to the :func:`own_solves` that it belongs to."""
     for own in _own.get():
@@ -334,5 +345,5 @@ def conclude(report: SolveReport) -> None:
     """What every solve ends with: its report to the recorders, and a warning if it did not meet its tolerance, or
     where it knows none did not do all that it was to do."""
     record(report)
-    if not report.converged and report.reason not in _WITHOUT_TOLERANCE:
+    if not report.converged and report.reason not in _WITHOUT_TOLERANCE and not _counted.get():
         warn(report.advice(), ConvergenceWarning)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import gpytorch
 from linear_operator import settings
 
-from ..errors import ConvergenceWarning, InputError
+from ..errors import InputError
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.added_diag import left_to_us
 from ..models.accelerated.bound_density import Bound
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
+from ..report import shortfall_counted
 from ..settings import memory_budget
 from .history import SETTLED, FitHistory
 from .lbfgs import STUCK
@@ -73,25 +73,28 @@ def why_no_bound(acceleration: Acceleration) -> str:
     return "" if Bound.serves(choice) else f"{choice.name} has no pivots, or need not lie below the matrix"
 
 
-def new_bound(objective: Objective, acceleration: Acceleration, limited: bool, held: bool = True) -> Bound:
+def new_bound(
+    objective: Objective, acceleration: Acceleration, asked: str = "auto", limited: bool = True, held: bool = True
+) -> Bound:
     """One whose pivots are chosen at its first loss.
 
-    :param objective: of the model; :param limited: whether a first loss wider than :data:`WIDTH` is refused.
+    :param objective: of the model; :param asked: ``"bound"`` for all the columns there may be, and no limit.
+    :param limited: whether a first loss wider than :data:`WIDTH` is refused.
     :param held: whether pivots are held; they are chosen anew where losses become wider than that otherwise.
     """
     assert acceleration.preconditioner is not None
-    choice = Tightened(base=acceleration.preconditioner, slack=WIDTH / 2, hopeful=not limited)
+    choice = Tightened(base=acceleration.preconditioner, slack=WIDTH / 2, hopeful=asked == "bound")
     nats = WIDTH * objective.rows * _systems(objective)
-    return Bound(choice, limit=nats if limited else None, redrawn=None if held else nats)
+    return Bound(choice, limit=nats if limited and asked != "bound" else None, redrawn=None if held else nats)
 
 
 def next_objective(
-    before: Objective, steps: Steps, own: Objective, acceleration: Acceleration | None, again: bool
+    before: Objective, steps: Steps, own: Objective, acceleration: Acceleration | None, asked: str
 ) -> Objective:
     """What a fit goes on with where a bound has become too wide: new pivots, or probes where a bound with these would
     be too wide as well.  L-BFGS goes on from its best parameters.
 
-    :param before: what was minimised; :param own: the model's own losses; :param again: never with probes.
+    :param before: what was minimised; :param own: the model's own losses; :param asked: with ``"bound"`` never probes.
     """
     history, bound = steps.history, before.bound
     assert bound is not None and acceleration is not None and before.width is not None
@@ -101,12 +104,12 @@ def next_objective(
     if done and history.restarts[-1:] != [done]:
         history.restarts.append(done)
     said = f"{before.width:.2g} a row open with {bound.rank} columns"
-    if history.optimizer == "adam" or (done == steps.first and not again):
+    if history.optimizer == "adam" or (done == steps.first and asked != "bound"):
         history.objective = "probes"
         history.notes.append(f"a bound would leave {said}: log determinants were estimated with probes")
         return own
     history.notes.append(f"after {done} steps the bound left {said}: its pivots were chosen anew")
-    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, limited=not again))
+    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, asked))
 
 
 def bound_at_last(own: Objective, acceleration: Acceleration | None, history: FitHistory) -> Objective | None:
@@ -125,7 +128,7 @@ def bound_at_last(own: Objective, acceleration: Acceleration | None, history: Fi
     history.objective = "bound"
     history.restarts.append(len(history.losses))
     history.notes.append(_AT_LAST)
-    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, limited=True))
+    return Objective(own.model, own.mll, bound=new_bound(own, acceleration))
 
 
 def bracket(
@@ -146,13 +149,14 @@ def bracket(
         return (value, value) if math.isfinite(value) else None
     if acceleration is None or history.objective == "given" or why_no_bound(acceleration):
         return None
+    if acceleration.cache is not None:  # F is the largest array there is, and another one is to come
+        acceleration.cache.release()
     for candidate in (own, exact_objective(own.model, own.mll)):
         bound = objective.bound if candidate is own else None
         bound = new_bound(own, acceleration, limited=False) if bound is None else bound
         bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
         bounded = Objective(candidate.model, candidate.mll, bound=bound)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the width tells
+        with shortfall_counted():
             value = bounded.evaluate(gradient=False).value
         if bounded.width is not None and math.isfinite(value - bounded.width):
             return value - bounded.width, value

@@ -63,6 +63,12 @@ class PreconditionerCache:
         self._pivoted_factor: PivotedFactor | None = None
         self._more: tuple[Any, Tensor | None] | None = None  # pivots, beyond those of an automatic rank
 
+    def release(self) -> None:
+        """Give the memory back: the preconditioner is built anew when it is wanted again."""
+        with self._lock:
+            self._forget_built()
+            self._pivoted_factor = self._more = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {"choice": self.choice}
 
