@@ -29,14 +29,13 @@ class FitHistory:
     ``optimizer`` is ``"lbfgs"`` or ``"adam"``; ``objective`` says how losses were computed: ``"exact"`` (one
     factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors), ``"bound"`` (an
     upper bound of the exact one; Titsias's for an inducing-point model) or ``"given"`` (whatever the ``mll`` does).
-    ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``notes`` why
-    losses were computed so; ``restarts`` at which steps the optimiser began anew with another function: new pivots of
-    the bound, or probes instead.  Losses never rise between restarts by L-BFGS.  ``bracket`` holds the two ends,
-    certain but for a log likelihood whose covariance is no kernel's to float64, of the exact loss at the final
-    parameters, by one more solve; None where it is not known.  ``evaluations`` counts losses with gradient,
-    those of a line search included.  ``subset`` is the history of the fit on a random subset that this one started
-    from, with ``rows`` rows; None where it started from the model's parameters.  ``notes`` say what was decided on the
-    way.
+    ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``restarts`` at
+    which steps the optimiser began anew with another function: new pivots of the bound, or probes instead of it, or it
+    instead of probes.  By L-BFGS losses never rise between restarts.  ``bracket`` holds two numbers between which the
+    exact loss at the final parameters certainly is, by one more solve, rounding included; None where nothing is
+    certain.  ``evaluations`` counts losses with gradient, those of a line search included.  ``subset`` is the history
+    of the fit on a random subset that this one started from, with ``rows`` rows; None where it started from the model's
+    parameters.  ``notes`` say what was decided on the way.
     """
 
     losses: list[float] = field(default_factory=list)
