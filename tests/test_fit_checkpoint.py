@@ -212,3 +212,22 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with iterative(), pytest.raises(sketchgp.InputError, match="no checkpoint"):
         sketchgp.fit(build(), iterations=2, checkpoint=path)
     assert path.read_bytes() == b"something else"
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    model = build()
+    before = parameters(model)
+    with iterative(tol=1e-3), pytest.raises(sketchgp.InputError, match="cannot be written"):
+        sketchgp.fit(model, iterations=2, checkpoint=tmp_path / "missing" / "fit.pt")
+    assert torch.equal(parameters(model), before)
+    assert model.training
+
+
+def test_two_fits_at_one_path_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fit.pt"
+
+    def second(step: int, loss: float) -> None:
+        sketchgp.fit(build(), iterations=1, checkpoint=path)
+
+    with iterative(tol=1e-3), pytest.raises(sketchgp.InputError, match="in use"):
+        sketchgp.fit(build(), iterations=2, checkpoint=path, callback=second)

@@ -20,7 +20,8 @@ class FitHistory:
     logarithms of what is positive; ``seconds`` since the fit began, what came before the first step included.
 
     ``standard_errors`` are of the losses, by the spread of what the probes say: 0 where log determinants are not
-    estimated, infinite with one probe.  As all losses have the same probes, their differences are far more certain.
+    estimated (that of a leave-one-out pseudo-likelihood is not known), infinite with one probe.  As all losses have the
+    same probes, their differences are far more certain.
     ``residuals`` are the largest true relative residual of the linear solves of a step, ``iterations`` those of
     conjugate gradients and ``products`` those with the kernel matrix, in all evaluations of the step; 0 without solves.
 

@@ -242,7 +242,7 @@ def fit_marks(model: Any, mll: Any, choices: str) -> dict[str, str]:
         "the targets": tensor_mark(model.train_targets),
         "the noise": "" if noise is None else tensor_mark(noise),
         "the model": text_mark(f"{digest.hexdigest()} {moved}"),
-        "the marginal likelihood": type(mll).__qualname__,
+        "the marginal likelihood": getattr(mll, "__qualname__", type(mll).__qualname__),
         "the choices of the fit": text_mark(choices),
         "the device": model.train_targets.device.type,
     }
