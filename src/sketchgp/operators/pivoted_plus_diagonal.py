@@ -6,7 +6,8 @@ so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:
 
     gradient of K(:, S) = 2 H L^-1,    gradient of K(S, S) = -L^-T (F^T H) L^-1.
 
-Blocks of rows of the first are handed to the kernel at once.
+Blocks of rows of the first are handed to the kernel at once.  ``F^T H`` takes no product of n r^2: it is ``I - C^-1``
+for log det P, C the capacitance matrix, and of few columns where G has a low rank; ``H L^-1`` is so there, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .tiles import spans
 _ENTRIES = 2**22  # of F that are worked on at once
 
 Rows = Callable[[slice], Tensor]
+Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass
@@ -71,13 +73,15 @@ class _Logdet(torch.autograd.Function):
         root = operator.capacitance_root()
         of_diagonal = 1 / diagonal  # right as it is for rank 0
 
-        def rows_of(rows: slice) -> Tensor:  # P^-1 F = D^-1 F C^-1
+        def rows_of(rows: slice) -> Tensor:  # H = P^-1 F = D^-1 F C^-1
             part = operator.factor[rows]
             half = cholesky_solve(part.mT, root).mT / diagonal[rows, None]
             of_diagonal[rows] = (1 - (part * half).sum(-1)) / diagonal[rows]
-            return half * grad
+            return torch.linalg.solve_triangular(operator.pivoted.core_root, half * grad, upper=False, left=False)
 
-        gradients = operator.pull_back(ctx.saved_tensors, rows_of)
+        core = -torch.cholesky_inverse(root)  # F^T H
+        core.diagonal().add_(1)
+        gradients = operator.pull_back(ctx.saved_tensors, rows_of, core * grad)
         return (None, *gradients, of_diagonal * grad)
 
 
@@ -170,16 +174,23 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
             v.to(self.factor.dtype).expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1)
             for v in (left_vecs, right_vecs)
         )
-        left_f, right_f = left.mT @ self.factor, right.mT @ self.factor
-        gradients = self.pull_back(self._args, lambda rows: (left[rows] @ right_f + right[rows] @ left_f) / 2)
-        return (*gradients, (left * right).sum(-1))
+        halves = [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
+        return (*self.pull_back_products(self._args, halves), (left * right).sum(-1))
 
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> tuple[Tensor | None, ...]:
-        """Gradients for x and the kernel's parameters from ``H = G F``, given by rows.
+    def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
+        """:meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
+        a, b = torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
+        over = torch.linalg.solve_triangular(self.pivoted.core_root, b, upper=False, left=False)
+        return self.pull_back(tensors, lambda rows: a[rows] @ over, (self.factor.mT @ a) @ b)
+
+    @torch.no_grad()
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor) -> Gradients:
+        """Gradients for x and the kernel's parameters from ``H = G F``.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
-        :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
+        :param rows_of: ``slice -> (h, r)`` rows of ``H L^-1``; called once for each block, whatever needs a gradient.
+        :param core: ``F^T H``, ``(r, r)``.
         """
         x, *parameters = tensors[:-1]
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
@@ -191,7 +202,6 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
             return (None,) * (1 + len(parameters))
         of_x = torch.zeros_like(x) if x.requires_grad else None
         totals = [torch.zeros_like(p) if p.requires_grad else None for p in parameters]
-        core = self.factor.new_zeros(r, r)
         chosen = x.detach()[pivots].requires_grad_(x.requires_grad)
 
         def add(rows: Tensor, gradient: Tensor) -> None:
@@ -207,10 +217,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
                 of_x.index_add_(0, pivots, of_chosen)
 
         for rows in blocks:
-            h = rows_of(rows)
-            core += self.factor[rows].mT @ h
-            gradient = torch.linalg.solve_triangular(root, 2 * h, upper=False, left=False)
-            add(torch.arange(rows.start, rows.stop, device=x.device), gradient)
+            add(torch.arange(rows.start, rows.stop, device=x.device), 2 * rows_of(rows))
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
         add(pivots, -torch.linalg.solve_triangular(root.mT, inner, upper=True))
         return (of_x, *totals)
