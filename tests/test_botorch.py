@@ -380,7 +380,7 @@ def test_sketchgp_fit_of_a_multi_task_gp() -> None:
     model, _ = multitask()
     sketchgp.accelerate(model)
     with iterative(tol=1e-6):
-        history = sketchgp.fit(model, iterations=5, learning_rate=0.002, num_probes=40)
+        history = sketchgp.fit(model, iterations=5, learning_rate=0.002, objective="probes", num_probes=40)
     assert max(abs(a - b) for a, b in zip(history.losses, losses, strict=True)) < 1e-2
 
 

@@ -54,7 +54,7 @@ def test_follows_dense_adam(name: str) -> None:
     losses, steps = dense_adam(name, 12, 0.1)
     model, _ = build(name)
     with iterative(tol=1e-6):
-        history = sketchgp.fit(model, iterations=12, learning_rate=0.1, num_probes=40, tol=NEVER)
+        history = sketchgp.fit(model, iterations=12, learning_rate=0.1, objective="probes", num_probes=40, tol=NEVER)
     assert len(history.losses) == 12
     assert history.reason == "ran all iterations before the loss had settled"
     assert max(abs(a - b) for a, b in zip(history.losses, losses, strict=True)) < 1e-2
@@ -78,7 +78,11 @@ def test_the_loss_is_the_same_function_at_every_step(optimizer: str) -> None:
         torch.manual_seed(seed + len(runs))  # the global generator plays no part
         model, _ = build(preconditioner=sketchgp.RPCholesky(rank=15))
         with iterative(tol=1e-6):
-            runs.append(sketchgp.fit(model, optimizer=optimizer, iterations=4, num_probes=5, seed=seed).losses)
+            runs.append(
+                sketchgp.fit(
+                    model, optimizer=optimizer, iterations=4, objective="probes", num_probes=5, seed=seed
+                ).losses
+            )
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
@@ -125,7 +129,7 @@ def test_leaves_the_model_ready_to_predict(optimizer: str) -> None:
 def test_one_build_a_step() -> None:
     model, test = build()
     with iterative(tol=1e-4):
-        history = sketchgp.fit(model, optimizer="adam", iterations=5, tol=NEVER)
+        history = sketchgp.fit(model, optimizer="adam", objective="probes", iterations=5, tol=NEVER)
         assert model._sketchgp.cache.builds == len(history.losses) == 5
         posterior(model, test)
     assert model._sketchgp.cache.builds <= 6
@@ -353,8 +357,12 @@ def test_the_progress_bar_shows_the_loss_of_the_step(optimizer: str, monkeypatch
     monkeypatch.setattr(sketchgp_fit, "tqdm", Bar)
     model, _ = build()
     with iterative(tol=1e-4):
-        history = sketchgp.fit(model, optimizer=optimizer, iterations=4, progress=True)
-    assert shown == [f"loss {loss:.4f}" for loss in history.losses]
+        history = sketchgp.fit(model, optimizer=optimizer, objective="probes", iterations=4, progress=True)
+    columns = (history.losses, history.standard_errors, history.gradients, history.residuals, history.iterations)
+    assert shown == [
+        f"loss {loss:.4f} +- {error:.4f}, gradient {gradient:.1e}, residual {residual:.1e}, {count} iterations"
+        for loss, error, gradient, residual, count in zip(*columns, strict=True)
+    ]
 
 
 def test_probes_are_no_numbers_of_the_users() -> None:
@@ -366,15 +374,15 @@ def test_probes_are_no_numbers_of_the_users() -> None:
     model.covar_module.base_kernel.ard_num_dims = None
     sketchgp.accelerate(model, preconditioner=None)
     seen = []
-    plain = sketchgp.ConjugateGradients.run
+    plain = sketchgp.ConjugateGradients.tridiagonalize
 
     def watch(self: Any, system: Any, rhs: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen.append(rhs)
         return plain(self, system, rhs, *args, **options)
 
     with iterative(tol=1e-4), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sketchgp.ConjugateGradients, "run", watch)
-        sketchgp.fit(model, iterations=1, num_probes=10)
+        patch.setattr(sketchgp.ConjugateGradients, "tridiagonalize", watch)
+        sketchgp.fit(model, iterations=1, objective="probes", num_probes=10)
     unit = x / x.norm(dim=0)
     overlap = unit.mT @ (seen[0] / seen[0].norm(dim=0))
     assert float(overlap.abs().max()) < 0.5
@@ -399,6 +407,8 @@ def test_probes_are_no_numbers_of_the_users() -> None:
         {"optimizer": "sgd"},
         {"start": "here"},
         {"start": None},
+        {"objective": "best"},
+        {"objective": None},
         {"seed": "one"},
         {"tol": "small"},
         {"callback": 3},

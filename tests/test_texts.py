@@ -175,7 +175,7 @@ def test_representations_are_a_line():
     for thing, parts in (
         (solution, ("Solution (120,)", "ConjugateGradients (RPCholesky, rank")),
         (solution.report, ("SolveReport", "converged", "residual")),
-        (history, ("FitHistory: fit by lbfgs (probes): loss", "in 2 steps", "ran all iterations")),
+        (history, ("FitHistory: fit by lbfgs (bound): loss", "in 2 steps", "ran all iterations")),
         (prediction, (f"Prediction ({len(xt)},)", "variance 'exact'", "ConjugateGradients")),
     ):
         text = repr(thing)

@@ -123,7 +123,7 @@ def called(model: Any, z: Tensor) -> list[Tensor]:
 
 
 def fitted(model: Any, z: Tensor) -> list[Tensor]:
-    return [torch.tensor(sketchgp.fit(model, iterations=2, num_probes=3).losses)]
+    return [torch.tensor(sketchgp.fit(model, objective="probes", iterations=2, num_probes=3).losses)]
 
 
 CALLS: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {"predict": predicted, "model": called, "fit": fitted}

@@ -122,6 +122,11 @@ def module_key(module: Any, parameters: Iterable[Tensor] | None = None) -> tuple
     return (structure(module), *(tensor_key(t) for t in (*own, *module.buffers())))
 
 
+def structure_mark(module: Any) -> str:
+    """A mark of types and plain settings alone."""
+    return text_mark(_text(structure(module)))
+
+
 def module_mark(module: Any, parameters: Iterable[Tensor] | None = None) -> str:
     """A mark of the same; classes and functions are known by their names in it."""
     digest = hashlib.sha256(_text(structure(module)).encode())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,21 +22,21 @@ def adam(objective: Objective, steps: Steps, learning_rate: float) -> None:
     """
     optimizer = torch.optim.Adam(objective.parameters, lr=learning_rate)
     while True:
-        value = objective.evaluate()
-        steps.history.evaluations += 1
-        if not math.isfinite(value) or not objective.finite:
-            if not steps.history.losses:
+        found = objective.evaluate()
+        steps.count(found)
+        if not math.isfinite(found.value) or not objective.finite:
+            if len(steps.history.losses) == steps.first:
                 raise NumericalError(FIRST)
             steps.history.reason = NOT_FINITE
             return
-        if steps.note(value, objective.norm(), objective.state()):
+        if steps.note(found, objective.norm(), objective.state()):
             return
         optimizer.step()
         objective.into_bounds()
 
 
-def settled(losses: list[float], tol: float) -> bool:
-    """Whether the mean loss of five steps improved by less than ``tol`` over the five before."""
+def improvement(losses: Sequence[Any]) -> Any:
+    """The mean loss of the last five steps below that of the five before; None before there are ten."""
     if len(losses) < 10:
-        return False
-    return sum(losses[-10:-5]) / 5 - sum(losses[-5:]) / 5 < tol
+        return None
+    return sum(losses[-10:-5]) / 5 - sum(losses[-5:]) / 5

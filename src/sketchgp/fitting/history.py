@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from .. import checks
+from .picture import draw
 
 SETTLED = "the loss has settled"
+FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
+WIDENED = "the bounds of the loss have become too wide"
 
 
 @dataclass(repr=False)
@@ -13,14 +19,25 @@ class FitHistory:
     step; ``gradients`` the norms of their gradients, by Adam in the unconstrained parameters, by L-BFGS in the
     logarithms of what is positive; ``seconds`` since the fit began, what came before the first step included.
 
+    ``standard_errors`` are of the losses, by the spread of what the probes say: 0 where log determinants are not
+    estimated, infinite with one probe.  As all losses have the same probes, their differences are far more certain.
+    ``residuals`` are the largest true relative residual of the linear solves of a step, ``iterations`` those of
+    conjugate gradients and ``products`` those with the kernel matrix, in all evaluations of the step; 0 without solves.
+
     ``best_step`` is the step whose parameters the model was left with; ``reason`` says why the fit ended.
     ``optimizer`` is ``"lbfgs"`` or ``"adam"``; ``objective`` says how losses were computed: ``"exact"`` (one
     factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors),
-    ``"samples"`` (gradients by samples that a solver of the user's choice solves for, losses right but for a constant),
-    ``"bound"`` (of an inducing-point model) or ``"given"`` (whatever the ``mll`` does).
-    ``evaluations`` counts losses with gradient, those of a line search included.  ``subset`` is the history of the fit
-    on a random subset that this one started from, with ``rows`` rows; None where it started from the model's
-    parameters.
+    ``"samples"`` (gradients by samples that a solver of the user's choice solves for, losses right but for a constant,
+    of which no standard error is known), ``"bound"`` (an upper bound of the exact one; Titsias's for an inducing-point
+    model) or ``"given"`` (whatever the ``mll`` does).
+    ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``notes`` why
+    losses were computed so; ``restarts`` at which steps the optimiser began anew with another function: new pivots of
+    the bound, or probes instead.  Losses never rise between restarts by L-BFGS.  ``bracket`` holds the two ends,
+    certain but for a log likelihood whose covariance is no kernel's to float64, of the exact loss at the final
+    parameters, by one more solve; None where it is not known.  ``evaluations`` counts losses with gradient,
+    those of a line search included.  ``subset`` is the history of the fit on a random subset that this one started
+    from, with ``rows`` rows; None where it started from the model's parameters.  ``notes`` say what was decided on the
+    way.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -28,11 +45,19 @@ class FitHistory:
     best_step: int = 0
     reason: str = ""
     gradients: list[float] = field(default_factory=list)
+    standard_errors: list[float] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
+    iterations: list[int] = field(default_factory=list)
+    products: list[float] = field(default_factory=list)
     evaluations: int = 0
     optimizer: str = ""
     objective: str = ""
     rows: int = 0
     subset: FitHistory | None = None
+    widths: list[float | None] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bracket: tuple[float, float] | None = None
 
     @property
     def best_loss(self) -> float:
@@ -44,14 +69,37 @@ class FitHistory:
         """Whether further steps promise nothing."""
         return self.reason == SETTLED
 
+    def plot(self, ax: Any = None, by: str = "steps") -> Any:
+        """Draw the loss, a band of one standard error about it, and on an axis of its own the norm of the gradient.
+
+        :param ax: matplotlib axes to draw into; None makes a figure, without pyplot: ``history.plot().figure`` has
+            ``savefig``, and a notebook shows it.
+        :param by: ``"steps"`` or ``"seconds"``.
+        :returns: the axes of the loss.
+        :raises InputError: before there is a step.
+        """
+        return draw(self, ax, checks.word("FitHistory.plot", "by", by, ("steps", "seconds")))
+
+    def latest(self) -> str:
+        """The latest step in a few words."""
+        error = f" +- {self.standard_errors[-1]:.4f}" if self.standard_errors[-1] else ""
+        width = self.widths[-1]
+        if width:
+            error = f" (at most {width:.1e} lower)"
+        text = f"loss {self.losses[-1]:.4f}{error}, gradient {self.gradients[-1]:.1e}"
+        if self.iterations[-1]:
+            text += f", residual {self.residuals[-1]:.1e}, {self.iterations[-1]} iterations"
+        return text
+
     def __str__(self) -> str:
         if not self.losses:
             return f"fit: no step, {self.reason}"
         before = ""
         if self.subset is not None and self.subset.losses:
             before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
+        worth = "" if self.bracket is None else ", exactly {:.4f} to {:.4f}".format(*self.bracket)
         return (
-            f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f} in "
+            f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
         )
 

@@ -8,6 +8,8 @@ and then so that the step of length 1 is Newton's.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..errors import NumericalError
 from .adam import FIRST
 from .history import SETTLED
 from .objective import Objective
+from .record import Evaluation
 from .steps import Steps
 from .variables import Variables
 
@@ -37,29 +40,29 @@ class _Evaluations:
 
     def __init__(self, variables: Variables, steps: Steps) -> None:
         self.variables, self.steps = variables, steps
-        self._known: list[tuple[np.ndarray, float, np.ndarray, list[Tensor]]] = []
+        self._known: list[tuple[np.ndarray, Evaluation, np.ndarray, list[Tensor]]] = []
 
-    def __call__(self, vector: np.ndarray) -> tuple[float, np.ndarray, list[Tensor]]:
+    def __call__(self, vector: np.ndarray) -> tuple[Evaluation, np.ndarray, list[Tensor]]:
         """Loss, gradient and state of the parameters; a loss that cannot be computed is a high one.
 
         :raises NumericalError: if the first loss is not finite.
         """
-        for seen, value, gradient, state in self._known:
+        for seen, found, gradient, state in self._known:
             if np.array_equal(seen, vector):
-                return value, gradient, state
+                return found, gradient, state
         history, objective = self.steps.history, self.variables.objective
         self.variables.put(vector)
-        value = objective.evaluate()
-        history.evaluations += 1
+        found = objective.evaluate()
+        self.steps.count(found)
         gradient = self.variables.gradient(vector)
-        if not math.isfinite(value) or not np.isfinite(gradient).all():
-            if not history.losses:
+        if not math.isfinite(found.value) or not np.isfinite(gradient).all():
+            if len(history.losses) == self.steps.first:
                 raise NumericalError(FIRST)
             best = history.best_loss  # the search goes back from there
-            value, gradient = best + _FAILED * max(1.0, abs(best)), np.zeros_like(gradient)
-        self._known.append((vector.copy(), value, gradient, objective.state()))
+            found, gradient = replace(found, value=best + _FAILED * max(1.0, abs(best))), np.zeros_like(gradient)
+        self._known.append((vector.copy(), found, gradient, objective.state()))
         del self._known[: -_SEARCH - 1]
-        return value, gradient, self._known[-1][-1]
+        return found, gradient, self._known[-1][-1]
 
 
 def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None = None) -> np.ndarray | None:
@@ -72,21 +75,21 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     variables = Variables(objective)
     evaluate = _Evaluations(variables, steps)
     start = variables()
-    value, gradient, state = evaluate(start)
-    if steps.note(value, float(np.linalg.norm(gradient)), state):
+    found, gradient, state = evaluate(start)
+    if steps.note(found, float(np.linalg.norm(gradient)), state):
         return None
     scale = _scale(gradient, inverse_hessian)
     path = [(start, gradient)]
 
     def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient, _ = evaluate(start + scale * scaled)
-        return value, scale * gradient
+        found, gradient, _ = evaluate(start + scale * scaled)
+        return found.value, scale * gradient
 
     def stepped(scaled: np.ndarray) -> None:
         vector = start + scale * scaled
-        value, gradient, state = evaluate(vector)
+        found, gradient, state = evaluate(vector)
         path.append((vector, gradient))
-        if steps.note(value, float(np.linalg.norm(gradient)), state):
+        if steps.note(found, float(np.linalg.norm(gradient)), state):
             raise _End
 
     limits = list(zip((variables.lower - start) / scale, (variables.upper - start) / scale, strict=True))
@@ -94,7 +97,7 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     try:
         result: Any = minimize(loss, np.zeros_like(start), jac=True, method="L-BFGS-B", bounds=limits,
                                callback=stepped, options=options)  # fmt: skip
-        losses = steps.history.losses
+        losses = steps.history.losses[steps.first :]
         flat = result.status == 0 or (len(losses) > 1 and losses[-2] - losses[-1] < steps.tol)
         steps.history.reason = SETTLED if flat else STUCK
     except _End:
@@ -126,6 +129,6 @@ def _inverse_hessian(path: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray | 
     return inverse + 1e-8 * np.trace(inverse) / len(inverse) * np.eye(len(inverse))
 
 
-def settled(losses: list[float], tol: float, span: int) -> bool:
-    """Whether so many steps together improved the loss by less than ``tol``."""
-    return len(losses) > span and losses[-1 - span] - losses[-1] < tol
+def improvement(losses: Sequence[Any], span: int) -> Any:
+    """What so many steps together took off; None before there are as many."""
+    return losses[-1 - span] - losses[-1] if len(losses) > span else None

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from ..errors import NumericalError
+from ..models.accelerated.bound_density import Bound, bounded
+from ..models.accelerated.probed_density import probed_values
 from ..models.accelerated.threshold import exactly
+from ..report import own_solves
+from .record import Evaluation, Stage, flat, parts
 
 
 class Objective:
@@ -19,27 +25,85 @@ class Objective:
 
     :param model: in training mode; :param mll: of it.
     :param exact: compute it by a factorization in float64 whatever n is.
+    :param bound: compute an upper bound of it instead, with this.
 
     :ivar parameters: those that require a gradient.
+    :ivar rows: what a log likelihood is divided by.
+    :ivar stage: where evaluations are kept, and found again; None for nowhere.
     """
 
-    def __init__(self, model: Any, mll: Any, exact: bool) -> None:
-        self.model, self.mll, self.exact = model, mll, exact
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+    stage: Stage | None = None
 
-    def evaluate(self) -> float:
-        """One forward and backward pass, which leaves gradients on the parameters; NaN where the linear algebra broke
-        down."""
+    def __init__(self, model: Any, mll: Any, exact: bool = False, bound: Bound | None = None) -> None:
+        self.model, self.mll, self.exact, self.bound = model, mll, exact, bound
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        event = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
+        self.rows = model.train_targets.shape[-event:].numel()
+
+    @property
+    def width(self) -> float | None:
+        """How far below the latest loss the exact one may be; None where it is no bound."""
+        return None if self.bound is None or self.bound.gap is None else self.bound.gap / self.rows
+
+    def evaluate(self, gradient: bool = True) -> Evaluation:
+        """One forward and backward pass, which leaves gradients on the parameters; or what a file has of it.
+
+        :param gradient: whether to make the backward pass.
+        :raises TooWide: where the first bound leaves more open than was allowed.
+        """
+        if self.stage is None or not gradient:
+            return self._computed(gradient)
+        point = flat(self.parameters)
+        known = self.stage.find(point)
+        if known is None:
+            selections = self.stage.selections()
+            found = self._computed()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self.stage.add(point, found, flat(gradients), selections)
+            return found
+        found, kept, again = known
+        if again:
+            self._computed()
+        if self.bound is not None:
+            self.bound.gap = None if found.width is None else found.width * self.rows
+        self.stage.replayed()
+        for parameter, part in zip(self.parameters, parts(kept, self.parameters), strict=True):
+            parameter.grad = part
+        return found
+
+    def _computed(self, gradient: bool = True) -> Evaluation:
         for parameter in self.parameters:
             parameter.grad = None
+        if self.bound is not None:
+            self.bound.begin()
+        with own_solves() as solves, probed_values() as probes:
+            value = self._evaluate(gradient)
+        return Evaluation(
+            value,
+            tuple(each.cpu() for each in probes),
+            time.perf_counter(),
+            self.width,
+            max((report.max_residual for report in solves), default=0.0),
+            sum(report.iterations for report in solves),
+            sum(report.work.get("products", 0.0) for report in solves),
+        )
+
+    def _evaluate(self, gradient: bool) -> float:
         try:
-            with torch.inference_mode(False), torch.enable_grad(), exactly() if self.exact else nullcontext():
+            with torch.inference_mode(False), torch.set_grad_enabled(gradient), self._by():
                 output = self.model(*self.model.train_inputs)
                 loss = -self.mll(output, self.model.train_targets, *_likelihood_inputs(self.model)).sum()
-                loss.backward()
+                if gradient:
+                    loss.backward()
         except (NumericalError, NanError, NotPSDError):
             return math.nan
         return float(loss.detach())
+
+    def _by(self) -> AbstractContextManager[None]:
+        """How log densities are computed."""
+        if self.bound is not None:
+            return bounded(self.bound)
+        return exactly() if self.exact else nullcontext()
 
     @property
     def finite(self) -> bool:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .history import SETTLED, FitHistory
+from ..models.accelerated.probed_density import standard_error
+from .history import SETTLED, WIDENED, FitHistory
 from .objective import Objective
+from .record import Evaluation
 
+_WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"
+_SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
 class Steps:
-    """The steps of one fit.
+    """The steps of one fit, or of one of its runs.
 
     :param limit: the most steps; :param bar: a progress bar; :param callback: called with step and loss.
-    :param settled: of the losses so far and ``tol``: whether to end.
+    :param improvement: what the latest of a sequence took off, linear in its members; None where it is too short.
+    :param tol: the loss has settled when the improvement is smaller.  An estimated loss has settled, too, when the
+        improvement is smaller than half its own standard error: what each probe says of it tells that, and as the same
+        probes make all losses it is far smaller than that of a loss, and falls with the length of the steps.
+    :param widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
+        its first step; :param best: the parameters of the best step of the run before.
 
+    :ivar first: how many steps there were before this run.
     :ivar best: the parameters of the best step.
     """
 
@@ -30,33 +40,63 @@ class Steps:
         limit: int,
         bar: Any,
         callback: Callable[[int, float], Any] | None,
-        settled: Callable[[list[float], float], bool],
+        improvement: Callable[[Sequence[Any]], Any],
         tol: float,
         began: float,
+        widest: float = math.inf,
+        best: list[Tensor] | None = None,
     ) -> None:
         self.objective, self.history, self.limit, self.bar = objective, history, limit, bar
-        self.callback, self.settled, self.tol, self.began = callback, settled, tol, began
-        self.best = objective.state()
+        self.callback, self.improvement, self.tol, self.began = callback, improvement, tol, began
+        self.first, self.widest = len(history.losses), widest
+        self.best = objective.state() if best is None else best
+        self._probes: list[tuple[Tensor, ...]] = []  # of each step
+        self._since: list[Evaluation] = []  # the step before
 
-    def note(self, value: float, gradient: float, state: list[Tensor]) -> bool:
-        """After a step: whether the fit ends here.
+    def count(self, found: Evaluation) -> None:
+        """After each evaluation, those of a line search among them."""
+        self.history.evaluations += 1
+        self._since.append(found)
+
+    def note(self, found: Evaluation, gradient: float, state: list[Tensor]) -> bool:
+        """After a step: whether the run ends here.
 
         :param gradient: its norm; :param state: of the parameters.
         """
-        history = self.history
+        history, value, width = self.history, found.value, found.width
+        error = standard_error(found.probes)
         history.losses.append(value)
+        history.standard_errors.append(error)
         history.gradients.append(gradient)
-        history.seconds.append(time.perf_counter() - self.began)
-        if value < history.best_loss or len(history.losses) == 1:
+        history.residuals.append(max((one.residual for one in self._since), default=0.0))
+        history.iterations.append(sum(one.iterations for one in self._since))
+        history.products.append(sum(one.products for one in self._since))
+        history.seconds.append(max((one.clock for one in self._since), default=found.clock) - self.began)
+        history.widths.append(width)
+        self._since.clear()
+        self._probes.append(found.probes)
+        if len(history.losses) == self.first + 1:
+            history.best_step, self.best = self.first, state
+            self.widest = max(self.widest, _WIDENS * (width or 0))
+        elif value < history.best_loss:
             history.best_step, self.best = len(history.losses) - 1, state
-        self.bar.set_postfix_str(f"loss {value:.4f}", refresh=False)  # before update, which shows it
+        self.bar.set_postfix_str(history.latest(), refresh=False)  # before update, which shows it
         self.bar.update()
         if self.callback is not None and self.callback(len(history.losses) - 1, value):
             history.reason = "stopped by the callback"
-        elif self.settled(history.losses, self.tol):
+        elif width is not None and width > self.widest:
+            history.reason = WIDENED
+        elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
             history.reason = "ran all iterations before the loss had settled"
         else:
             return False
         return True
+
+    def _settled(self) -> bool:
+        gain = self.improvement(self.history.losses[self.first :])
+        if gain is None or gain < self.tol or self.tol <= 0:
+            return gain is not None and gain < self.tol
+        error = standard_error([self.improvement(each) for each in zip(*self._probes, strict=False)])
+        return gain < _SHARE * error < math.inf

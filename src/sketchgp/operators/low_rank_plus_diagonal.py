@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from ..errors import NumericalError
 from .substitution import cholesky_solve
 from .tiles import spans
+
+Rows = Callable[[slice], Tensor]
 
 _ENTRIES = 2**22  # of F that are scaled at once, so that no second n x r array is made
 _WIDTH = 512  # columns of the symmetric C that are made at once
@@ -147,6 +150,28 @@ class LowRankPlusDiagonal(LinearOperator):
         """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
         return (self.factor @ low_rank_noise + self.diagonal_part.sqrt().unsqueeze(-1) * full_noise).to(self.dtype)
 
+    def sampled_derivative(
+        self,
+        tensors: tuple[Tensor, ...],
+        left: Tensor,
+        right: Tensor,
+        of_samples: Tensor,
+        low_rank_noise: Tensor,
+        full_noise: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients for what the operator is made of, of a function of it and of samples from it.
+
+        :param tensors: those of :meth:`representation`, with the flags that say which need a gradient.
+        :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
+        :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
+        """
+        of_factor, of_diagonal = self._bilinear_derivative(left, right)
+        assert of_factor is not None
+        assert of_diagonal is not None
+        gradient = of_samples.to(self.factor.dtype)
+        drawn = gradient @ low_rank_noise.mT, (gradient * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
+        return of_factor + _sum_to(drawn[0], of_factor.shape), of_diagonal + _sum_to(drawn[1], of_diagonal.shape)
+
     @torch.no_grad()
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
         options: dict[str, Any] = {"dtype": self.factor.dtype, "device": self.device}
@@ -159,6 +184,24 @@ class LowRankPlusDiagonal(LinearOperator):
         of_factor = left @ (right.mT @ self.factor) + right @ (left.mT @ self.factor)
         of_diagonal = (left * right).sum(-1)
         return _sum_to(of_factor, self.factor.shape), _sum_to(of_diagonal, self.diagonal_part.shape)
+
+    @torch.no_grad()
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> tuple[Tensor | None, ...]:
+        """The gradient for F, ``2 G F``, of a function of P whose gradient is G.
+
+        :param tensors: F and the diagonal, with the flags that say which need a gradient.
+        :param rows_of: ``slice -> (..., h, r)`` rows of ``G F`` for each matrix of the batch; called once for each
+            block, whatever needs a gradient.
+        """
+        factor = self.factor
+        batch, (n, r) = self.batch_shape, factor.shape[-2:]
+        needed = tensors[0].requires_grad
+        of_factor = factor.new_zeros(*batch, n, r) if needed else None
+        for rows in spans(n, max(1, _ENTRIES // max(r, 1))) if r else ():
+            part = rows_of(rows)
+            if of_factor is not None:
+                of_factor[..., rows, :] = 2 * part
+        return (None if of_factor is None else _sum_to(of_factor, factor.shape),)
 
     def _diagonal(self) -> Tensor:
         return (torch.linalg.vector_norm(self.factor, dim=-1).square() + self.diagonal_part).to(self.dtype)

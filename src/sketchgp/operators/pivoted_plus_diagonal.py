@@ -6,13 +6,14 @@ so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:
 
     gradient of K(:, S) = 2 H L^-1,    gradient of K(S, S) = -L^-T (F^T H) L^-1.
 
-Blocks of rows of the first are handed to the kernel at once.  ``F^T H`` takes no product of n r^2: it is ``I - C^-1``
-for log det P, C the capacitance matrix, and of few columns where G has a low rank; ``H L^-1`` is so there, too.
+The same holds for any function of F whose gradient is 2 H; where ``F^T H`` is not symmetric, the symmetric matrix with
+its upper triangle takes its place (the derivative of a Cholesky factorization).
+Blocks of rows of the first are handed to the kernel at once.  ``F^T H`` takes no product of n r^2 where it is known:
+it is ``I - C^-1`` for log det P, C the capacitance matrix, and of few columns where H is; ``H L^-1`` is so there, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,12 @@ from torch import Tensor
 
 from .engines import TILED
 from .kernel_matrix import KernelMatrix
-from .low_rank_plus_diagonal import LowRankPlusDiagonal
+from .low_rank_plus_diagonal import LowRankPlusDiagonal, Rows
 from .substitution import cholesky_solve
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
 
-Rows = Callable[[slice], Tensor]
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -81,7 +81,7 @@ class _Logdet(torch.autograd.Function):
 
         core = -torch.cholesky_inverse(root)  # F^T H
         core.diagonal().add_(1)
-        gradients = operator.pull_back(ctx.saved_tensors, rows_of, core * grad)
+        gradients = operator.pulled_back(ctx.saved_tensors, rows_of, core * grad)
         return (None, *gradients, of_diagonal * grad)
 
 
@@ -168,6 +168,22 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     def log_determinant(self) -> Tensor:
         return _Logdet.apply(self, *self._args).to(self.dtype)
 
+    def sampled_derivative(
+        self,
+        tensors: tuple[Tensor, ...],
+        left: Tensor,
+        right: Tensor,
+        of_samples: Tensor,
+        low_rank_noise: Tensor,
+        full_noise: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        diagonal = tensors[-1].detach()
+        left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
+        halves = [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
+        halves.append((of_samples / 2, low_rank_noise.mT))  # together half the gradient of F
+        of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * diagonal.sqrt())
+        return (*self.pull_back_products(tensors, halves), of_diagonal)
+
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
         left, right = (
@@ -182,15 +198,31 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         """:meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
         a, b = torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
         over = torch.linalg.solve_triangular(self.pivoted.core_root, b, upper=False, left=False)
-        return self.pull_back(tensors, lambda rows: a[rows] @ over, (self.factor.mT @ a) @ b)
+        return self.pulled_back(tensors, lambda rows: a[rows] @ over, (self.factor.mT @ a) @ b)
 
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor) -> Gradients:
-        """Gradients for x and the kernel's parameters from ``H = G F``.
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
+        """Gradients for x and the kernel's parameters from H, half the gradient of F, given by rows.
+
+        :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
+        :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
+        """
+        core = self.factor.new_zeros(self.rank, self.rank)
+
+        def over(rows: slice) -> Tensor:
+            h = rows_of(rows)
+            core.add_(self.factor[rows].mT @ h)
+            return torch.linalg.solve_triangular(self.pivoted.core_root, h, upper=False, left=False)
+
+        return self.pulled_back(tensors, over, core)
+
+    @torch.no_grad()
+    def pulled_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor) -> Gradients:
+        """:meth:`pull_back` from the two matrices that H is wanted for.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of ``H L^-1``; called once for each block, whatever needs a gradient.
-        :param core: ``F^T H``, ``(r, r)``.
+        :param core: ``F^T H``, ``(r, r)``; read when all rows have been asked for.
         """
         x, *parameters = tensors[:-1]
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
@@ -218,6 +250,8 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
 
         for rows in blocks:
             add(torch.arange(rows.start, rows.stop, device=x.device), 2 * rows_of(rows))
+        upper = core.triu()
+        core = (upper + upper.mT) - torch.diag(core.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
         add(pivots, -torch.linalg.solve_triangular(root.mT, inner, upper=True))
         return (of_x, *totals)

@@ -30,11 +30,12 @@ class PreconditionerCache:
     (:meth:`Preconditioner.serves`).  Copies and pickles start empty.
 
     :ivar builds: how many preconditioners have been built since the cache was made.
+    :ivar selections: how often pivots were chosen for them.
     """
 
     def __init__(self, choice: Preconditioner) -> None:
         self.choice = choice
-        self._lock, self._held = threading.RLock(), False
+        self._lock, self._held, self.selections = threading.RLock(), False, 0
         self._forget()
 
     @contextmanager
@@ -67,7 +68,7 @@ class PreconditionerCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.choice = state["choice"]
-        self._lock, self._held = threading.RLock(), False
+        self._lock, self._held, self.selections = threading.RLock(), False, 0
         self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:
@@ -203,6 +204,7 @@ class PreconditionerCache:
 
     @torch.no_grad()
     def _select(self, access: Access, noise: Tensor) -> Tensor:
+        self.selections += 1
         self._selection = self.choice.select(access, noise.detach())
         self._factor = self._selection.factor
         return self._factor

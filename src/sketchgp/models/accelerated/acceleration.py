@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,10 +138,14 @@ class Acceleration:
         return self.cache is not None and settings.max_preconditioner_size.value() > 0
 
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
-        """The preconditioner of ``operator + diag(noise)``, or None where there is to be none."""
+        """The preconditioner of ``operator + diag(noise)``, or None where there is to be none.
+
+        Under ``deterministic_probes`` pivots are kept: they make one function of the losses as the probes do.
+        """
         if self.cache is None or not self.preconditions():
             return None
-        return self.cache.get(operator, noise, differentiable)
+        with self.cache.holding() if settings.deterministic_probes.on() else nullcontext():
+            return self.cache.get(operator, noise, differentiable)
 
 
 class Inverse:

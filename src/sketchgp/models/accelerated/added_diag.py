@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import settings, to_dense
-from linear_operator.functions._inv_quad_logdet import InvQuadLogdet
 from linear_operator.operators import (
     AddedDiagLinearOperator,
     BatchRepeatLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
-    IdentityLinearOperator,
     LinearOperator,
     MaskedLinearOperator,
     MulLinearOperator,
@@ -28,17 +26,21 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ...errors import InputError
-from ...operators import KernelMatrix
+from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.tiles import logger
+from ...preconditioners import PreconditionerCache
 from ...random_streams import generator
+from ...report import SolveReport
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.full.followed import Followed
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
+from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import other_solves, predicted_points, solving_fantasies, solving_mean
+from .probed_density import Probes, probed_inv_quad_logdet
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
@@ -101,7 +103,6 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         super().__init__(*linear_ops, preconditioner_override=preconditioner_override)
         self.acceleration = acceleration
         self._nondifferentiable_kwargs["acceleration"] = acceleration
-        self._probe_source: Any = None
         self._chosen: tuple[Solver[FullProblem], str] | None = None
 
     def _rebuilt(self, linear_op: Any, diagonal: Any) -> LinearOperator:
@@ -133,7 +134,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         """``(r^T A^-1 r, log det A)`` of ``A = K + noise``, for r ``(..., n, t)`` or ``(n,)``; differentiable.
 
         The log determinant is that of the preconditioner, plus an estimate of the rest by stochastic Lanczos quadrature
-        (GPyTorch's ``InvQuadLogdet``, as in arXiv:2107.00243).
+        (:mod:`.probed_density`).
         """
         evaluated = self.evaluate_kernel()
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
@@ -143,6 +144,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         samples = samples_in_force()
         if samples is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
             return sampled_inv_quad_logdet(samples, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
+        bound = bound_in_force()
+        if bound is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
+            return bound_inv_quad_logdet(bound, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
         if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if not logdet:
@@ -155,51 +159,54 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
                 f"A matrix of shape {tuple(self.shape)} expects columns of shape {tuple(self.shape[:-1])} and one more "
                 f"dimension, got {tuple(inv_quad_rhs.shape)}."
             )
-        inverse, built, of_built = self._preconditioner()
-        if built is None:
-            built, of_built = IdentityLinearOperator(self.shape[-1], self.batch_shape, self.dtype, self.device), 0.0
-        probes, norms = self._probe_vectors_and_norms()
-        parts = built.representation()
-        right = () if inv_quad_rhs is None else (inv_quad_rhs,)
-        each, rest = InvQuadLogdet.apply(
-            self.representation_tree(), built.representation_tree(), inverse, len(parts), bool(right), probes, norms,
-            *right, *self.representation(), *parts,
-        )  # fmt: skip
-        return each.sum(dim=-1) if right and reduce_inv_quad else each, rest + of_built
+        _, built, of_built = self._preconditioner()
+        each, rest = probed_inv_quad_logdet(self, built, self._probes(built), inv_quad_rhs)
+        reduced = inv_quad_rhs is not None and reduce_inv_quad
+        return each.sum(dim=-1) if reduced else each, rest if built is None else rest + of_built
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
         acceleration = self.acceleration
         if acceleration is None:
             return super()._solve(rhs, preconditioner, num_tridiag)
+        if num_tridiag:
+            built = preconditioner.built if isinstance(preconditioner, Inverse) else None
+            value, matrices, _ = self.probed_solve(rhs, built, num_tridiag)
+            return value, matrices
         system = System(self._linear_op, self._noise_vector())
-        solver, why = (acceleration.conjugate_gradients(), "") if num_tridiag else self._solver(acceleration)
-        name, below, seconds = "none", False, 0.0
-        if isinstance(preconditioner, Inverse) and acceleration.cache is not None:
-            name, below = acceleration.preconditioner_name, acceleration.cache.choice.below
-            seconds = acceleration.cache.take_seconds()
+        solver, why = self._solver(acceleration)
+        name, below, seconds = self._known_of(acceleration.cache if isinstance(preconditioner, Inverse) else None)
         if isinstance(solver, ConjugateGradients):
             followed = None
             if solver.tol == "posterior":
                 points = None if system.batch_shape else predicted_points(system.n)
                 followed = Followed.of(system, points, spread=rhs if acceleration.tolerance_left_open else None)
-            value, report, lanczos = solver.run(
+            value, report, _ = solver.run(
                 system,
                 rhs,
                 preconditioner.built if isinstance(preconditioner, Inverse) else None,
                 name=name,
                 below=below,
                 setup_seconds=seconds,
-                lanczos_columns=num_tridiag or 0,
                 followed=followed,
             )
         else:
-            (value, report), lanczos = solve_system(solver, system, rhs), None
+            value, report = solve_system(solver, system, rhs)
+        self._tell(report, why)
+        return value
+
+    def _known_of(self, cache: PreconditionerCache | None) -> tuple[str, bool, float]:
+        """Of the preconditioner of a solve, or of none: its name, whether it is below the matrix, and what it took."""
+        if cache is None or self.acceleration is None:
+            return "none", False, 0.0
+        return self.acceleration.preconditioner_name, cache.choice.below, cache.take_seconds()
+
+    def _tell(self, report: SolveReport, why: str = "") -> None:
+        """Notes of a solve, and what GPyTorch's settings want to see of it."""
         for note in filter(None, (why, why_iterative(self.shape[-1]))):
             report.notes.append(note)
             logger.info(note)
         if settings.verbose_linalg.on():
             settings.verbose_linalg.logger.debug(str(report))
-        return (value, lanczos) if num_tridiag else value
 
     def _preconditioner(self) -> tuple[Any, Any, Any]:
         if self.acceleration is None:
@@ -208,7 +215,6 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         built = self.acceleration.build(self._linear_op.evaluate_kernel(), noise, torch.is_grad_enabled())
         if built is None:
             return None, None, None
-        self._probe_source = built
         return Inverse(built), built, built.log_determinant()
 
     def _solver(self, acceleration: Acceleration) -> tuple[Solver[FullProblem], str]:
@@ -235,24 +241,41 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             seed = 0
         return seed, self.acceleration.probe_count or settings.num_trace_samples.value()
 
-    def _probe_vectors_and_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.acceleration is None:
-            return None, None
+    def _probes(self, built: LowRankPlusDiagonal | None) -> Probes:
+        """Fixed ones by a seed, else fresh ones."""
         seed, count = self.probe_choice()
-        if seed is None:
-            return None, None
-        stream = generator(seed, "probe vectors of log determinants")
+        stream = None if seed is None else generator(seed, "probe vectors of log determinants")
 
         def normal(rows: int) -> Tensor:
+            if stream is None:
+                return torch.randn(*self.batch_shape, rows, count, dtype=torch.float64, device=self.device)
             values = torch.randn(rows, count, dtype=torch.float64, generator=stream)
             return values.to(self.device).expand(*self.batch_shape, rows, count)
 
-        with torch.no_grad():
-            full = normal(self.shape[-1])
-            built = self._probe_source
-            probes = full.to(self.dtype) if built is None else built.sample(normal(built.rank), full)
-            norms = probes.norm(dim=-2, keepdim=True)
-            return probes / norms, norms
+        full = normal(self.shape[-1])
+        if built is None:
+            return Probes(full[..., :0, :], full, None)
+        return Probes(normal(built.rank), full, built.detached(torch.float64))
+
+    def probed_solve(
+        self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``A^-1 columns``, by conjugate gradients, with T and W of the first so many columns
+        (:meth:`sketchgp.solvers.ConjugateGradients.tridiagonalize`)."""
+        acceleration = self.acceleration
+        assert acceleration is not None
+        name, below, seconds = self._known_of(None if built is None else acceleration.cache)
+        value, report, matrices, vectors = acceleration.conjugate_gradients().tridiagonalize(
+            System(self._linear_op, self._noise_vector()),
+            columns,
+            built,
+            probes,
+            name=name,
+            below=below,
+            setup_seconds=seconds,
+        )
+        self._tell(report)
+        return value, matrices, vectors
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
         """``(num_samples, ..., n)``.  Of a posterior with noise they are those of the two: a root of the sum that

@@ -17,6 +17,7 @@ from ...operators.lazies import adopt_kernels
 from ..density import log_density
 from .acceleration import ATTRIBUTE, Acceleration, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
+from .bound_density import bound_in_force
 from .missing import check_reduced
 from .posterior import call
 from .products import check_products
@@ -68,7 +69,8 @@ class AcceleratedModel(_Accelerated):
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
-        small = covariance.shape[-1] <= cholesky_points() and not computing_exactly()
+        asked = computing_exactly() or bound_in_force() is not None
+        small = covariance.shape[-1] <= cholesky_points() and not asked
         if not small:
             check_products(super().forward, args, covariance)  # type: ignore[misc]
         # few points in less than float64 are factorized in it, from kernels that can be evaluated so
@@ -112,7 +114,8 @@ class AcceleratedDistribution(_Accelerated):
 
     def log_prob(self, value: Any) -> Any:
         check_value(value, self.event_shape)  # type: ignore[attr-defined]
-        if settings.fast_computations.log_prob.on() or not left_to_us(settings.fast_computations.log_prob):
+        fast = settings.fast_computations.log_prob
+        if fast.on() or (not left_to_us(fast) and bound_in_force() is None):
             return super().log_prob(value)  # type: ignore[misc]
         return log_density(self, value)
 

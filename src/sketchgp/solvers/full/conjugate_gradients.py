@@ -203,6 +203,41 @@ class ConjugateGradients(Budgeted):
         product = method.product_of(value)
         return value, system.accurate_product(value) if product is None else product, report
 
+    def tridiagonalize(
+        self,
+        system: System,
+        rhs: Tensor,
+        preconditioner: LowRankPlusDiagonal | None,
+        columns: int,
+        *,
+        name: str = "none",
+        below: bool = False,
+        setup_seconds: float = 0.0,
+        initial: Tensor | None = None,
+    ) -> tuple[Tensor, SolveReport, Tensor, Tensor]:
+        """Solve one system (or a batch) and keep what Lanczos's method sees on the way.
+
+        With ``P = R R^T`` the preconditioner, its vectors V of ``R^-1 A R^-T`` begin with ``R^-1 rhs`` of norm 1;
+        ``W = R^-T V`` satisfies ``W^T P W = I`` and ``W^T A W = T`` until rounding is felt.
+
+        :param rhs: ``(..., n, t)``; :param columns: the first so many are those of Lanczos.
+        :param initial: ``(..., n, t)``, zero in those columns.
+        :returns: the solution, its report, T ``(columns, ..., k, k)``, and W ``(columns, ..., n, k)``, both in rhs's
+            dtype; rows of T past a column's end are unit rows, columns of W are zero.
+        """
+        with torch.no_grad():
+            method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
+            run = Run(
+                method,
+                Budget(self.max_iterations or 1000, None),
+                began=clock() - setup_seconds,
+                initial=initial,
+                raising=True,
+            )
+            outcome = run.loop(None)
+        report = self._concluded(run, method, name)
+        return outcome.value.to(rhs.dtype), report, method.lanczos_matrices(), method.lanczos_vectors()
+
     def _method(
         self,
         system: System,
@@ -212,6 +247,7 @@ class ConjugateGradients(Budgeted):
         goal: Goal | None,
         followed: Followed | None = None,
         lanczos_columns: int = 0,
+        keep_vectors: bool = False,
     ) -> Gradients:
         """What is iterated, by the tolerance that was asked for."""
         certificate = Certificate(system, preconditioner, below)
@@ -229,7 +265,9 @@ class ConjugateGradients(Budgeted):
             weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
             rows = Rows(system, preconditioner, followed.least)
         accurate = self.precision == "float64"
-        return Gradients(tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows)
+        return Gradients(
+            tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors
+        )
 
     @staticmethod
     def _concluded(run: Run, method: Gradients, name: str) -> SolveReport:

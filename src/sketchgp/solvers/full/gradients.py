@@ -53,8 +53,10 @@ class Gradients(Method):
         certificate: Certificate,
         followed: Tensor | None = None,
         rows: Rows | None = None,
+        keep_vectors: bool = False,
     ) -> None:
         super().__init__()
+        self.keep_vectors, self.vectors = keep_vectors, list[Tensor]()
         self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
         self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
         self.out_dtype = rhs.dtype
@@ -118,7 +120,7 @@ class Gradients(Method):
             start = initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
             self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.system.accurate_product(self.value)
-        self.warm = initial is not None
+        self.warm = initial is not None and bool(self.value[..., : self.lanczos_columns].any())
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
@@ -269,6 +271,8 @@ class Gradients(Method):
         if self.goal is not None:
             self.target = _CYCLE_REDUCTION * self.residual if not self.exact else torch.zeros_like(self.target)
             self.active = ~self._done(self.residual)
+        if self.keep_vectors and self.iterations == 0:
+            self._keep_vectors(self.p, self.index)
 
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
@@ -292,7 +296,7 @@ class Gradients(Method):
         self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
 
     def step(self) -> bool:
-        first_cycle = len(self.coefficients) == self.iterations and not self.warm
+        first_cycle = self.steps == self.iterations and not self.warm
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
@@ -318,6 +322,8 @@ class Gradients(Method):
         self.sz = following
         if first_cycle and self.lanczos_columns:
             self._keep_coefficients(alpha, beta, index)
+            if self.keep_vectors:
+                self._keep_vectors(z, index)
         self.iterations += 1
         self.steps += 1
         self.least = torch.minimum(self.least, self.current)
@@ -349,6 +355,19 @@ class Gradients(Method):
         full = self.b.new_zeros(2, *self.residual.shape)
         full[0][..., index], full[1][..., index] = alpha, beta
         self.coefficients.append(full[..., : self.lanczos_columns])
+
+    def _keep_vectors(self, z: Tensor, index: Tensor) -> None:
+        """The next Lanczos vectors, of the first columns: preconditioned residuals, of norm 1 in the preconditioner."""
+        size = torch.where(self.active & (self.sz > 0), self.sz, torch.inf).sqrt()
+        sign = (-1) ** len(self.vectors)
+        full = self.b.new_zeros(self.b.shape)
+        full[..., index] = sign * z / size.unsqueeze(-2)
+        self.vectors.append(full[..., : self.lanczos_columns].to(self.out_dtype))
+
+    def lanczos_vectors(self) -> Tensor:
+        """``W = P^-1/2 V`` of the first columns, ``(columns, ..., n, k)``; zeros past a column's end."""
+        kept = self.vectors[: max(1, len(self.coefficients))] or [torch.zeros_like(self.b[..., : self.lanczos_columns])]
+        return torch.stack(kept, dim=-1).movedim(-2, 0)
 
     def lanczos_matrices(self) -> Tensor:
         """Of the first columns, ``(columns, ..., k, k)``; unit rows past a column's end."""

@@ -1,0 +1,248 @@
+"""What a fit evaluated, kept so that one that was killed goes on from where it was.
+
+Neither SciPy's L-BFGS nor Adam has to be looked into: given the same losses and gradients they take the same steps.
+So every evaluation is kept, parameters, loss and gradient, and a fit that is called again runs through them at no cost
+until it comes to one that is not there.  What an evaluation leaves in a cache, the pivots of a preconditioner, is had
+again by computing those evaluations anew that chose them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..fingerprint import add_tensors, structure_mark, tensor_mark, text_mark
+from ..models.accelerated.bound_density import Bound
+from ..solvers.loop import Checkpoint
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One loss and what it took.
+
+    :ivar value: NaN where the linear algebra broke down.
+    :ivar probes: what each probe said of the loss, ``(s,)`` float64 for every log determinant that was estimated.
+    :ivar clock: when it was there, as ``time.perf_counter`` has it.
+    :ivar width: how far below the exact loss may be, None where it is no bound.
+    :ivar residual: the largest true relative residual of its solves, 0 where there were none.
+    :ivar iterations: of conjugate gradients, and ``products`` with the kernel matrix.
+    """
+
+    value: float
+    probes: tuple[Tensor, ...]
+    clock: float
+    width: float | None = None
+    residual: float = 0.0
+    iterations: int = 0
+    products: float = 0.0
+
+
+_NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("probes", "clock", "width")]
+
+
+class Stage:
+    """The evaluations of one objective of a fit.
+
+    :param record: of the fit; :param cache: of preconditioners that its evaluations use, or None.
+    :param bound: what else the evaluations after one take from it, or None.
+    """
+
+    def __init__(self, record: Record, cache: Any, bound: Bound | None) -> None:
+        self.record, self.cache, self.bound = record, cache, bound
+        self._left: dict[str, Tensor] = {}  # by the latest evaluation, in the bound
+        self.points, self.gradients = list[Tensor](), list[Tensor]()
+        self.evaluations = list[Evaluation]()
+        self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
+
+    def find(self, point: Tensor) -> tuple[Evaluation, Tensor, bool] | None:
+        """The evaluation at a point ``(p,)`` float64, its gradient, and whether it is to be computed again for what
+        that leaves in caches; None where the earlier run has not come to it."""
+        index = self.next
+        if index >= len(self.points):
+            return None
+        if not torch.equal(self.points[index], point):  # another SciPy, say: from here on the steps are others
+            del self.points[index:], self.gradients[index:], self.evaluations[index:]
+            return None
+        self.next += 1
+        return self.evaluations[index], self.gradients[index], index == self.chosen
+
+    def replayed(self) -> None:
+        """After an evaluation that was found: leave what the last one did."""
+        if self.next == len(self.points) and self.bound is not None and self._left:
+            self.bound.restore(self._left)
+
+    def selections(self) -> int:
+        """How often the cache has chosen pivots."""
+        return 0 if self.cache is None else self.cache.selections
+
+    def add(self, point: Tensor, found: Evaluation, gradient: Tensor, selections: int) -> None:
+        """Keep one more; :param selections: before it."""
+        if self.selections() != selections:
+            self.chosen = len(self.points)
+        self.points.append(point)
+        self.gradients.append(gradient)
+        self.evaluations.append(found)
+        self.next = len(self.points)
+        self._left = {} if self.bound is None else self.bound.state()
+        self.record.save(rarely=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file keeps; nothing before there is an evaluation."""
+        if not self.points:
+            return {}
+        began, none = self.record.began, torch.zeros(0, 0, dtype=torch.float64)
+        numbers = [
+            [
+                one.clock - began,
+                math.nan if one.width is None else one.width,
+                *(getattr(one, name) for name in _NUMBERS),
+            ]
+            for one in self.evaluations
+        ]
+        probes = [torch.stack(one.probes) if one.probes else none for one in self.evaluations]
+        return {
+            "points": torch.stack(self.points),
+            "gradients": torch.stack(self.gradients),
+            "numbers": torch.tensor(numbers, dtype=torch.float64),
+            "chosen": torch.tensor(self.chosen),
+            **{f"left.{key}": part for key, part in self._left.items()},
+            **{f"probes of {index}": part for index, part in enumerate(probes) if len(part)},
+        }
+
+    def restore(self, kept: dict[str, Tensor]) -> None:
+        """Take over the evaluations of an earlier run."""
+        self.points, self.gradients = list(kept["points"]), list(kept["gradients"])
+        self.chosen = int(kept["chosen"])
+        self._left = {key.removeprefix("left."): part for key, part in kept.items() if key.startswith("left.")}
+        for index, (clock, width, *row) in enumerate(kept["numbers"].tolist()):
+            numbers = dict(zip(_NUMBERS, row, strict=True))
+            numbers["iterations"] = int(numbers["iterations"])
+            numbers |= {"clock": self.record.began + clock, "width": None if math.isnan(width) else width}
+            self.evaluations.append(Evaluation(probes=tuple(kept.get(f"probes of {index}", ())), **numbers))
+
+
+class Record:
+    """The stages of one fit, in one file.
+
+    :param objective: whose parameters, and what modules learn beside them, begin as they did in the first run.
+    :param path: the file, or None to keep nothing; :param every: seconds between two writes.
+    :param marks: makes those of the fit, for a file.
+
+    :ivar began: when the fit did, as ``time.perf_counter`` has it, the time between runs left out.
+    """
+
+    def __init__(
+        self, objective: Any, path: str | os.PathLike[str] | None, every: float, marks: Callable[[], dict[str, str]]
+    ) -> None:
+        self.model, self.parameters = objective.model, objective.parameters
+        self.checkpoint = None if path is None else Checkpoint(path, every, marks())
+        self.began = self._saved_at = time.perf_counter()
+        self.start = flat(self.parameters)
+        self._open = ExitStack()
+        self._stages: dict[str, Stage] = {}
+        self._kept: dict[str, dict[str, Tensor]] = {}
+
+    def begin(self) -> float:
+        """Take over what is in the file; returns ``began``.
+
+        :raises InputError: where the file is of another fit, or in use by one.
+        """
+        if self.checkpoint is not None:
+            self._open.enter_context(self.checkpoint.reserved())
+            if self.checkpoint.exists():
+                self._load(self.checkpoint)
+        return self.began
+
+    def end(self) -> None:
+        """Write what there is."""
+        with self._open:
+            self.save()
+
+    def stage(self, cache: Any, bound: Bound | None = None) -> Stage | None:
+        """One more objective, in their order; the parameters are those of :class:`Stage`."""
+        if self.checkpoint is None:
+            return None
+        name = str(len(self._stages))
+        self._stages[name] = stage = Stage(self, cache, bound)
+        if name in self._kept:
+            stage.restore(self._kept[name])
+        return stage
+
+    def save(self, rarely: bool = False) -> None:
+        """Write what there is; :param rarely: only if that is due."""
+        checkpoint = self.checkpoint
+        if checkpoint is None or not self._stages:
+            return
+        if rarely and checkpoint.written and time.perf_counter() - self._saved_at < checkpoint.every:
+            return
+        found = {"start": self.start, **{f"buffer.{name}": b for name, b in self._learned().items()}}
+        stages = {**self._kept, **{name: stage.tensors() for name, stage in self._stages.items()}}
+        for name, tensors in stages.items():
+            found.update({f"stage.{name}.{key}": tensor for key, tensor in tensors.items()})
+        checkpoint.save({"seconds": time.perf_counter() - self.began}, found)
+        self._saved_at = time.perf_counter()
+
+    @torch.no_grad()
+    def _load(self, checkpoint: Checkpoint) -> None:
+        plain, tensors = checkpoint.load(torch.device("cpu"))
+        self.began -= plain["seconds"]
+        self.start = tensors.pop("start")
+        for parameter, part in zip(self.parameters, parts(self.start, self.parameters), strict=True):
+            parameter.copy_(part)
+        buffers = self._learned()
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "buffer":
+                buffers[rest].copy_(tensor)
+            else:
+                stage, _, key = rest.partition(".")
+                self._kept.setdefault(stage, {})[key] = tensor
+
+    def _learned(self) -> dict[str, Tensor]:
+        """Running means and the like."""
+        norms = [(name, part) for name, part in self.model.named_modules() if isinstance(part, _NormBase)]
+        return {f"{name}.{key}": tensor for name, part in norms for key, tensor in part.named_buffers()}
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """``(p,)`` float64 on the CPU, of all of them; a copy."""
+    return torch.cat([t.detach().to("cpu", torch.float64).reshape(-1) for t in tensors])
+
+
+def parts(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The reverse."""
+    pieces = vector.split([t.numel() for t in like])
+    return [piece.reshape(t.shape).to(t) for piece, t in zip(pieces, like, strict=True)]
+
+
+def fit_marks(model: Any, mll: Any, choices: str) -> dict[str, str]:
+    """Marks of what a fit depends on beside the parameters that it moves; equal marks, equal fits.
+
+    :param choices: arguments of the fit and choices of the acceleration, in words.
+    """
+    digest = hashlib.sha256(structure_mark(model).encode())
+    fixed = [p for p in model.parameters() if not p.requires_grad]
+    norms = {id(b) for part in model.modules() if isinstance(part, _NormBase) for b in part.buffers()}
+    add_tensors(digest, *fixed, *(b for b in model.buffers() if id(b) not in norms))
+    moved = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters() if p.requires_grad)
+    noise = model.likelihood.noise_covar.noise if isinstance(model.likelihood, FixedNoiseGaussianLikelihood) else None
+    return {
+        "the training inputs": tensor_mark(*model.train_inputs),
+        "the targets": tensor_mark(model.train_targets),
+        "the noise": "" if noise is None else tensor_mark(noise),
+        "the model": text_mark(f"{digest.hexdigest()} {moved}"),
+        "the marginal likelihood": type(mll).__qualname__,
+        "the choices of the fit": text_mark(choices),
+        "the device": model.train_targets.device.type,
+    }

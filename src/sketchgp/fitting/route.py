@@ -1,0 +1,169 @@
+"""How the losses of a fit are computed: exactly, by a bound, or with probes; and what the last one is worth."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import gpytorch
+from linear_operator import settings
+
+from ..errors import ConvergenceWarning, InputError
+from ..models.accelerated.acceleration import Acceleration
+from ..models.accelerated.added_diag import left_to_us
+from ..models.accelerated.bound_density import Bound
+from ..models.accelerated.threshold import cholesky_points, threshold_untouched
+from ..preconditioners.tightened import Tightened
+from ..settings import memory_budget
+from .history import SETTLED, FitHistory
+from .lbfgs import STUCK
+from .objective import Objective
+from .start import exact_objective
+from .steps import Steps
+
+EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
+WIDTH = 0.01  # nats a row that a bound may leave open to be taken for the loss: one nat for a hundred rows
+_TIGHT = 1e-7  # of the rows, that r^T P^-1 r of the last solve is to come to
+_AT_LAST = "where that ended a bound had become tight: went on with it"
+
+
+def route(
+    model: Any, mll: Any, acceleration: Acceleration | None, asked: str, sampled: bool = False
+) -> tuple[str, str]:
+    """``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``; and why, where there is something to say.
+
+    :param asked: one of the first four, or ``"auto"``: a bound is then to be tried first.
+    :param sampled: whether they can be by samples.
+    :raises InputError: where it cannot be had.
+    """
+    if acceleration is None:
+        if asked in ("exact", "probes", "samples"):
+            raise InputError(f'fit: objective="{asked}" is of accelerated models; an InducingPointGP has a bound.')
+        return "bound", ""
+    if isinstance(mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
+        mll, gpytorch.mlls.ExactMarginalLogLikelihood
+    ):
+        if asked != "auto":
+            raise InputError(f'fit: objective="{asked}" is of marginal likelihoods; {type(mll).__name__} is its own.')
+        return "given", ""
+    own, device = Objective(model, mll), model.train_targets.device
+    rows, systems = own.rows, _systems(own)
+    no_bound = why_no_bound(acceleration)
+    if asked == "bound" and no_bound:
+        raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
+    if asked == "samples" and (not sampled or rows <= cholesky_points()):
+        raise InputError(
+            'fit: objective="samples" expects Adam, a solver such as accelerate(model, solver=ASkotch()), one plain '
+            f"kernel with random features, and more than {cholesky_points()} rows."
+        )
+    if asked != "auto":
+        return asked, ""
+    if sampled and rows > cholesky_points():
+        return "samples", ""
+    free = isinstance(acceleration.solver, str) and threshold_untouched()
+    fits = 8 * rows * rows * systems <= memory_budget.value(device)
+    if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
+        return "exact", ""
+    if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
+        return "probes", "GPyTorch factorizes the matrix, by its settings in force"
+    return ("probes", f"no bound: {no_bound}") if no_bound else ("bound", "")
+
+
+def _systems(objective: Objective) -> int:
+    """How many systems its model is: 1, or those of a batch."""
+    return int(objective.model.train_targets.numel()) // max(objective.rows, 1)
+
+
+def why_no_bound(acceleration: Acceleration) -> str:
+    """Why the preconditioner of a model gives no bounds; "" where it does."""
+    choice = acceleration.preconditioner
+    if choice is None or not acceleration.preconditions():
+        return "there is no preconditioner"
+    return "" if Bound.serves(choice) else f"{choice.name} has no pivots, or need not lie below the matrix"
+
+
+def new_bound(objective: Objective, acceleration: Acceleration, limited: bool, held: bool = True) -> Bound:
+    """One whose pivots are chosen at its first loss.
+
+    :param objective: of the model; :param limited: whether a first loss wider than :data:`WIDTH` is refused.
+    :param held: whether pivots are held; they are chosen anew where losses become wider than that otherwise.
+    """
+    assert acceleration.preconditioner is not None
+    choice = Tightened(base=acceleration.preconditioner, slack=WIDTH / 2, hopeful=not limited)
+    nats = WIDTH * objective.rows * _systems(objective)
+    return Bound(choice, limit=nats if limited else None, redrawn=None if held else nats)
+
+
+def next_objective(
+    before: Objective, steps: Steps, own: Objective, acceleration: Acceleration | None, again: bool
+) -> Objective:
+    """What a fit goes on with where a bound has become too wide: new pivots, or probes where a bound with these would
+    be too wide as well.  L-BFGS goes on from its best parameters.
+
+    :param before: what was minimised; :param own: the model's own losses; :param again: never with probes.
+    """
+    history, bound = steps.history, before.bound
+    assert bound is not None and acceleration is not None and before.width is not None
+    if history.optimizer == "lbfgs":
+        own.restore(steps.best)
+    done = len(history.losses)
+    if done and history.restarts[-1:] != [done]:
+        history.restarts.append(done)
+    said = f"{before.width:.2g} a row open with {bound.rank} columns"
+    if history.optimizer == "adam" or (done == steps.first and not again):
+        history.objective = "probes"
+        history.notes.append(f"a bound would leave {said}: log determinants were estimated with probes")
+        return own
+    history.notes.append(f"after {done} steps the bound left {said}: its pivots were chosen anew")
+    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, limited=not again))
+
+
+def bound_at_last(own: Objective, acceleration: Acceleration | None, history: FitHistory) -> Objective | None:
+    """A bound to go on with where a fit has ended with probes after a bound was too wide, and is not any more; None
+    where it is, or this was done before.
+
+    :param own: the model's own losses, at the best parameters.
+    """
+    ends = history.bracket
+    if history.optimizer != "lbfgs" or history.reason not in (SETTLED, STUCK):
+        return None
+    if ends is None or not ends[1] - ends[0] <= WIDTH:
+        return None
+    if acceleration is None or history.objective != "probes" or _AT_LAST in history.notes:
+        return None
+    history.objective = "bound"
+    history.restarts.append(len(history.losses))
+    history.notes.append(_AT_LAST)
+    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, limited=True))
+
+
+def bracket(
+    objective: Objective, own: Objective, acceleration: Acceleration | None, history: FitHistory
+) -> tuple[float, float] | None:
+    """The two ends of the exact loss at the parameters that the model has; None where they are not known.
+
+    :param objective: that the fit ended with; :param own: the model's own losses, in training mode.
+    """
+    if objective.bound is not None and history.widths[-1] is None:
+        history.objective = "given"
+        history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")
+    if objective.exact:
+        value = history.best_loss
+        if objective is not own and objective.model is not own.model:  # parameters were rounded
+            objective.restore(own.state())
+            value = objective.evaluate(gradient=False).value
+        return (value, value) if math.isfinite(value) else None
+    if acceleration is None or history.objective in ("given", "samples") or why_no_bound(acceleration):
+        return None
+    for candidate in (own, exact_objective(own.model, own.mll)):
+        bound = objective.bound if candidate is own else None
+        bound = new_bound(own, acceleration, limited=False) if bound is None else bound
+        bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
+        bounded = Objective(candidate.model, candidate.mll, bound=bound)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the width tells
+            value = bounded.evaluate(gradient=False).value
+        if bounded.width is not None and math.isfinite(value - bounded.width):
+            return value - bounded.width, value
+    return None

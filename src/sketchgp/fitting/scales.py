@@ -1,0 +1,121 @@
+"""Starts where the loss is flat: lengthscales that are not of the size of the data.
+
+With lengthscales far below the distances of neighbours every point is alone, with ones far above all points are alike;
+a marginal likelihood does not change with them there, and no gradient leads away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..random_streams import generator
+
+_POINTS = 128  # whose nearest neighbours are looked at
+_ALONE = 1e-6  # a correlation of neighbours, and
+_ALIKE = 1e-5  # of any points below 1, that no gradient is felt of
+_FAR = 1e3  # of lengthscales that nobody set, over the size of their input
+ALONE = "every point is alone"
+ALIKE = "all points are alike"
+
+
+@torch.no_grad()
+def flatness(model: Any, seed: int) -> str:
+    """Why lengthscales change nothing where the model is: :data:`ALONE`, :data:`ALIKE`, or "" where they do.
+
+    Correlations of some rows and their nearest neighbours are looked at; "" for models of which no rows can be taken.
+    """
+    x = _floating(model)
+    if x is None or model.train_targets.dim() != 1 or len(x) < 3:
+        return ""
+    chosen = _neighbours(x, seed)
+    norms = [(buffer, buffer.clone()) for buffer in model.buffers()]  # what a pass in training mode may change
+    try:
+        covariance = model.forward(*(part[chosen] for part in model.train_inputs)).covariance_matrix.double()
+    except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
+        return ""
+    finally:
+        for buffer, kept in norms:
+            buffer.copy_(kept)
+    if covariance.shape != (len(chosen), len(chosen)):
+        return ""
+    deviation = covariance.diagonal().sqrt()
+    correlation = covariance / deviation.unsqueeze(1) / deviation
+    apart = (x[chosen].unsqueeze(1) != x[chosen]).any(dim=-1)
+    if not bool(apart.any()) or not bool(torch.isfinite(correlation).all()):
+        return ""
+    found = correlation[apart]
+    return ALONE if float(found.abs().max()) < _ALONE else ALIKE if float(found.min()) > 1 - _ALIKE else ""
+
+
+@torch.no_grad()
+def rescale(model: Any, seed: int) -> str:
+    """Where the loss is flat, give the kernels lengthscales of the size of their inputs; what was wrong, or "".
+
+    Those with ``requires_grad=False`` stay.  Where that does not help all are as they were.  An input that is a
+    thousand times smaller than a lengthscale which all inputs share, as they do before a fit, is given one of its own.
+    """
+    why = flatness(model, seed)
+    before = [(p, p.detach().clone()) for p in model.parameters()]
+    moved = [_moved(part, model, bool(why)) for part in model.modules() if getattr(part, "has_lengthscale", False)]
+    if not any(moved):
+        return ""
+    if flatness(model, seed):
+        for parameter, value in before:
+            parameter.copy_(value)
+        return ""
+    return why or "some inputs are far smaller"
+
+
+def _moved(kernel: Any, model: Any, all_of_it: bool) -> bool:
+    """Whether a kernel now has other lengthscales."""
+    x, raw = _floating(model), kernel.raw_lengthscale
+    if x is None or not raw.requires_grad:
+        return False
+    if kernel.active_dims is not None:
+        x = x[:, kernel.active_dims] if int(kernel.active_dims.max()) < x.shape[1] else x
+    sizes, now = x.std(dim=0), kernel.lengthscale.detach().double().cpu()
+    if kernel.ard_num_dims is None:
+        wanted = sizes.norm().expand(now.shape)
+    elif now.shape[-1] == x.shape[1]:
+        wanted = (sizes * x.shape[1] ** 0.5).expand(now.shape)
+    else:
+        return False
+    if all_of_it:
+        far = torch.ones_like(now, dtype=torch.bool)
+    elif kernel.ard_num_dims is None or hasattr(kernel, "period_length") or bool((now != now.flatten()[0]).any()):
+        return False
+    else:
+        far = now > _FAR * wanted
+    far = far & (wanted > 0)
+    if not bool(far.any()):
+        return False
+    chosen = torch.where(far, wanted, now).to(raw)
+    kernel.lengthscale = _inside(chosen, kernel.raw_lengthscale_constraint)
+    return True
+
+
+def _inside(values: Tensor, constraint: Any) -> Tensor:
+    """Moved inside of the bounds; on them a transform would give infinity."""
+    lower, upper = (float(bound.max()) for bound in (constraint.lower_bound, constraint.upper_bound))
+    room = 1e-3 * (upper - lower) if upper < float("inf") else 1e-3 * abs(lower)
+    return values.clamp(lower + room, upper - room)
+
+
+def _floating(model: Any) -> Tensor | None:
+    """``(n, d)`` float64 on the CPU: the inputs that are measured, of rows with a target; None of a batch."""
+    inputs = [part for part in model.train_inputs if part.is_floating_point()]
+    if len(inputs) != 1 or inputs[0].dim() != 2:
+        return None
+    return inputs[0].detach().double().cpu()
+
+
+def _neighbours(x: Tensor, seed: int) -> Tensor:
+    """Rows, and the nearest other point of each by standardised inputs."""
+    unit = x / x.std(dim=0).where(x.std(dim=0) > 0, 1)
+    some = torch.randperm(len(x), generator=generator(seed, "rows whose neighbours tell a flat start"))[:_POINTS]
+    distance = torch.cdist(unit[some], unit, compute_mode="donot_use_mm_for_euclid_dist")
+    distance[distance == 0] = torch.inf
+    return torch.cat([some, distance.argmin(dim=1)]).unique()

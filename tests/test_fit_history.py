@@ -1,0 +1,97 @@
+"""What a fit tells: standard errors, residuals, iterations, products, and a picture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, iterative
+
+pytestmark = TORCH_WARNINGS
+
+
+def fitted(**options: Any) -> Any:
+    model = sketchgp.accelerate(SOLVED["scale-rbf-ard"].build()[0], preconditioner=sketchgp.RPCholesky(rank=10))
+    return sketchgp.fit(
+        model, **{"optimizer": "lbfgs", "objective": "probes", "iterations": 6, "num_probes": 5, **options}
+    )
+
+
+def test_steps_know_their_solves() -> None:
+    with iterative(tol=1e-3), sketchgp.record_solves() as solves:
+        history = fitted()
+    assert history.evaluations == len(solves) - 1
+    solves.pop()  # of the bracket
+    assert sum(history.iterations) == sum(report.iterations for report in solves)
+    assert sum(history.products) == sum(report.work["products"] for report in solves)
+    assert max(history.residuals) == max(report.max_residual for report in solves)
+    assert all(0 < residual <= 1e-3 for residual in history.residuals)
+    assert all(0 < error < 0.1 for error in history.standard_errors)
+
+
+def test_nothing_is_estimated_of_an_exact_loss() -> None:
+    history = fitted(objective="exact")
+    assert history.objective == "exact"
+    assert history.standard_errors == history.residuals == [0.0] * len(history.losses)
+    assert history.iterations == [0] * len(history.losses)
+
+
+def test_standard_errors_fall_with_the_probes() -> None:
+    with iterative(tol=1e-3):
+        few, many = (fitted(num_probes=count, iterations=1).standard_errors[0] for count in (10, 1000))
+        assert fitted(num_probes=1, iterations=1).standard_errors == [math.inf]
+    assert 6 < few / many < 16
+
+
+def test_an_improvement_below_its_error_is_none() -> None:
+    """The loss goes on falling, by less than the probes can tell; unless it is to go on until the very end."""
+    with iterative(tol=1e-6):
+        ended = fitted(num_probes=3, iterations=60, tol=1e-12)
+        to_the_end = fitted(num_probes=3, iterations=60, tol=0)
+    assert ended.reason == "the loss has settled"
+    assert len(ended.losses) < len(to_the_end.losses)
+    assert ended.best_loss - to_the_end.best_loss < ended.standard_errors[-1]
+
+
+def test_a_picture() -> None:
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    with iterative(tol=1e-3):
+        history = fitted()
+    axes = history.plot()
+    loss, best = axes.get_lines()
+    assert list(loss.get_ydata()) == history.losses
+    assert list(best.get_ydata()) == [history.best_loss]
+    (norms,) = axes.figure.axes[1].get_lines()
+    assert list(norms.get_ydata()) == history.gradients
+    (band,) = axes.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    highest = max(v + e for v, e in zip(history.losses, history.standard_errors, strict=True))
+    assert float(heights.max()) == pytest.approx(highest)
+    mine = matplotlib.Figure().subplots()
+    assert history.plot(mine, by="seconds") is mine
+    assert list(mine.get_lines()[0].get_xdata()) == history.seconds
+    with pytest.raises(sketchgp.InputError, match="by"):
+        history.plot(by="hours")
+    with pytest.raises(sketchgp.InputError, match="at least one step"):
+        sketchgp.FitHistory().plot()
+
+
+def test_a_fit_does_not_depend_on_what_was_computed_before() -> None:
+    """Pivots that another computation chose are not those of a fit."""
+    losses = []
+    for before in (False, True):
+        model = sketchgp.accelerate(SOLVED["scale-rbf-ard"].build()[0], preconditioner=sketchgp.RPCholesky(rank=10))
+        with iterative(tol=1e-3):
+            if before:
+                kept = model.state_dict()
+                kept = {name: value.clone() for name, value in kept.items()}
+                model.covar_module.base_kernel.lengthscale = torch.tensor([[0.1, 5.0]])
+                model.eval()
+                _ = model(model.train_inputs[0][:3] + 0.1).mean
+                model.load_state_dict(kept)
+            losses.append(sketchgp.fit(model, objective="probes", iterations=3).losses)
+    assert losses[0] == losses[1]

@@ -1,0 +1,114 @@
+"""Starts where the loss is flat in the lengthscales: mended, or told; never "settled"."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data
+from sketchgp.fitting.scales import flatness, rescale
+
+pytestmark = TORCH_WARNINGS
+
+
+def build(unit: Any = 1.0, ard: int | None = 2, kernel: Any = kernels.MaternKernel, dtype: Any = torch.float64) -> Any:
+    """Inputs in other units than lengthscales of about 1."""
+    x, y, _ = data(120)
+    parts = gpytorch.likelihoods.GaussianLikelihood(), kernels.ScaleKernel(kernel(ard_num_dims=ard))
+    return sketchgp.accelerate(Plain((x * torch.as_tensor(unit)).to(dtype), y.to(dtype), *parts).to(dtype))
+
+
+@pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
+@pytest.mark.parametrize("unit", [1e6, 1e-6, (1.0, 1e-7), (1e7, 1.0)], ids=str)
+@pytest.mark.parametrize("ard", [None, 2])
+def test_the_unit_of_the_inputs_changes_nothing(ard: int | None, unit: Any, optimizer: str) -> None:
+    if ard is None and not isinstance(unit, float):
+        pytest.skip("one lengthscale does not fit both")
+    options: dict[str, Any] = {"tol": 1e-6} if optimizer == "lbfgs" else {"optimizer": "adam", "iterations": 60}
+    expected = sketchgp.fit(build(ard=ard), **options)
+    model = build(torch.tensor(unit, dtype=torch.float64), ard)
+    with pytest.warns(UserWarning, match="size of the inputs"):
+        history = sketchgp.fit(model, **options)
+    assert history.best_loss == pytest.approx(expected.best_loss, abs=1e-3 if optimizer == "lbfgs" else 0.3)
+    assert len(history.notes) == 1
+    assert "started from lengthscales of the size of the inputs" in history.notes[0]
+    if optimizer == "lbfgs":
+        assert history.reason == "the loss has settled"
+
+
+def test_float32() -> None:
+    with pytest.warns(UserWarning, match="all points are alike"):
+        history = sketchgp.fit(build(1e-6, dtype=torch.float32))
+    assert history.best_loss < 0
+
+
+@pytest.mark.parametrize("unit", [1e6, 1e-6])
+def test_what_the_user_wants_is_heard_and_not_called_settled(unit: float) -> None:
+    model = build(unit)
+    before = model.covar_module.base_kernel.lengthscale.detach().clone()
+    with pytest.warns(UserWarning, match="does not change with them"):
+        history = sketchgp.fit(model, start="model")
+    assert torch.allclose(model.covar_module.base_kernel.lengthscale.detach(), before, rtol=1e-3)
+    assert history.reason.startswith("the loss is flat")
+    assert not history.converged
+    assert history.notes == []
+    fixed = build(unit)
+    fixed.covar_module.base_kernel.raw_lengthscale.requires_grad_(False)
+    with pytest.warns(UserWarning, match="does not change with them"):
+        assert not sketchgp.fit(fixed).converged
+    assert torch.equal(fixed.covar_module.base_kernel.lengthscale, before)
+
+
+def test_lengthscales_in_bounds() -> None:
+    model = build(1e6)
+    kernel = model.covar_module.base_kernel
+    kernel.register_constraint("raw_lengthscale", gpytorch.constraints.Interval(1e-3, 5e5))
+    kernel.lengthscale = 1.0
+    with pytest.warns(UserWarning, match="size of the inputs"):
+        sketchgp.fit(model)
+    assert float(kernel.lengthscale.detach().max()) <= 5e5
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_usual_starts_are_left_alone(name: str) -> None:
+    """Of every form of model; and one pass more leaves no trace."""
+    model = sketchgp.accelerate(SOLVED[name].build()[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = sketchgp.fit(model, iterations=1)
+    assert not [w for w in caught if "lengthscales" in str(w.message)]
+    assert history.notes == []
+
+
+def test_what_a_fit_switched_off_stays_off() -> None:
+    """An input that was found not to matter has a long lengthscale of its own: no reason to begin anew."""
+    model = build()
+    model.covar_module.base_kernel.lengthscale = torch.tensor([[0.3, 4e3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        sketchgp.fit(model, iterations=1)
+    assert float(model.covar_module.base_kernel.lengthscale.detach()[0, 1]) == pytest.approx(4e3)
+
+
+def test_short_lengthscales_that_neighbours_feel_are_left_alone() -> None:
+    """A long series: neighbours are a lengthscale apart, the whole is a thousand times as long."""
+    x = torch.arange(3000.0, dtype=torch.float64).unsqueeze(-1)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(ard_num_dims=1))
+    model = Plain(x, torch.sin(x.squeeze(-1)), gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    before = kernel.base_kernel.lengthscale.detach().clone()
+    assert rescale(model, 0) == flatness(model, 0) == ""
+    assert torch.equal(kernel.base_kernel.lengthscale, before)
+
+
+def test_repeated_points_do_not_hide_that_all_are_alone() -> None:
+    model = build(1e6)
+    x = model.train_inputs[0]
+    model.set_train_data(torch.cat([x[:60], x[:60]]), strict=False)
+    with pytest.warns(UserWarning, match="every point is alone"):
+        sketchgp.fit(model, iterations=1)

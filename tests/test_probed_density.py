@@ -1,0 +1,139 @@
+"""Estimated log densities: their gradient is the derivative of their value, and they know how sure they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from torch import Tensor
+
+import sketchgp
+from gp_models import SOLVED, TORCH_WARNINGS, dense, iterative, marginal
+from sketchgp.models.accelerated.probed_density import probed_values, standard_error
+from sketchgp.operators import KernelMatrix
+from sketchgp.solvers import ConjugateGradients, System
+
+pytestmark = TORCH_WARNINGS
+
+
+def vector(model: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def put(model: Any, values: Tensor) -> None:
+    for parameter, part in zip(model.parameters(), values.split([p.numel() for p in model.parameters()]), strict=True):
+        parameter.data.copy_(part.reshape(parameter.shape))
+
+
+def loss(model: Any) -> Tensor:
+    mll = sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)
+    return -mll(model(*model.train_inputs), model.train_targets).sum()
+
+
+def accelerated(name: str, preconditioner: Any) -> Any:
+    model = sketchgp.accelerate(SOLVED[name].build()[0], preconditioner=preconditioner)
+    return model.train()
+
+
+@pytest.mark.parametrize("preconditioner", [sketchgp.RPCholesky(rank=15), sketchgp.Nystrom(rank=15), None], ids=repr)
+@pytest.mark.parametrize("name", ["scale-rbf-ard", "fixed-noise", "batch", "hadamard"])
+def test_the_gradient_is_the_derivative_of_the_value(name: str, preconditioner: Any) -> None:
+    """By differences of values with the same probes and pivots, along a random direction."""
+    model = accelerated(name, preconditioner)
+    acceleration = model._sketchgp
+    held = contextlib.nullcontext() if acceleration.cache is None else acceleration.cache.holding()
+    with iterative(tol=1e-8), acceleration.fixed_probes(0, 7), held:
+        loss(model).backward()
+        gradient = torch.cat(
+            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
+        )
+        start = vector(model)
+        direction = torch.randn(len(start), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        values = []
+        for step in (1e-4, -1e-4):
+            put(model, start + step * direction)
+            values.append(float(loss(model).detach()))
+    expected = (values[0] - values[1]) / 2e-4
+    assert float(gradient @ direction) == pytest.approx(expected, rel=1e-3 if preconditioner is None else 2e-5)
+
+
+def test_lanczos_vectors() -> None:
+    """``W^T P W = 1`` and ``W^T A W = T`` for the matrices by which they are known."""
+    x = torch.rand(60, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    kernel = gpytorch.kernels.RBFKernel().double()
+    kernel.lengthscale = 0.3
+    system = System(KernelMatrix.of(kernel, x), torch.full((60,), 0.05, dtype=torch.float64))
+    built = sketchgp.RPCholesky(rank=12).build(system.operator, system.noise)
+    rhs = torch.randn(60, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    start = torch.zeros_like(rhs)
+    start[:, 3] = 1.0  # the last column alone is no probe
+    solver = ConjugateGradients(tol=1e-6)
+    value, report, matrices, vectors = solver.tridiagonalize(system, rhs, built, 3, initial=start)
+    matrix = kernel(x).to_dense().detach() + 0.05 * torch.eye(60, dtype=torch.float64)
+    assert report.converged
+    assert float((matrix @ value - rhs).norm(dim=0).max()) < 1e-5
+    for t, w, column in zip(matrices, vectors, rhs.mT, strict=False):
+        k = int((w.norm(dim=0) > 0).sum())
+        assert k > 4
+        assert torch.allclose(w[:, :k].mT @ built.to_dense() @ w[:, :k], torch.eye(k, dtype=torch.float64), atol=1e-4)
+        assert torch.allclose(w[:, :k].mT @ matrix @ w[:, :k], t[:k, :k], atol=1e-4)
+        first = torch.linalg.solve(built.to_dense(), column)
+        assert torch.allclose(w[:, 0], first / (first @ column).sqrt(), atol=1e-9)
+
+
+def test_the_standard_error_is_that_of_the_probes() -> None:
+    """Of many losses with other probes: their deviations from the exact one are as large as each of them says."""
+    model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=4))
+    with dense():
+        exact = -float(marginal(model)[0])
+    deviations, errors = [], []
+    with iterative(tol=1e-3):
+        for seed in range(20):
+            with model._sketchgp.fixed_probes(seed, 5), probed_values() as values:
+                value = loss(model)
+                value.backward()
+            deviations.append(float(value.detach()) - exact)
+            errors.append(standard_error(values))
+    assert 0.7 < math.sqrt(sum(d**2 for d in deviations) / sum(e**2 for e in errors)) < 1.4
+
+
+def test_a_single_probe_knows_nothing_of_its_error() -> None:
+    model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=4))
+    with iterative(tol=1e-4), model._sketchgp.fixed_probes(0, 1), probed_values() as values:
+        loss(model).backward()
+    assert standard_error(values) == math.inf
+    assert standard_error([]) == 0
+
+
+def test_float32() -> None:
+    model = sketchgp.accelerate(SOLVED["scale-rbf-ard"].build(torch.float32)[0]).train()
+    twin = accelerated("scale-rbf-ard", "auto")
+    found = []
+    for one in (model, twin):
+        with gpytorch.settings.max_cholesky_size(20), one._sketchgp.fixed_probes(0, 20):
+            loss(one).backward()
+        found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3
+
+
+def test_losses_with_deterministic_probes_are_one_function() -> None:
+    """A step far away and back, for which pivots are chosen anew otherwise."""
+    found = {}
+    for fixed in (True, False):
+        model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=15))
+        start = vector(model)
+        with iterative(tol=1e-6), gpytorch.settings.deterministic_probes(fixed):
+            torch.manual_seed(0)
+            first = loss(model)
+            first.backward()
+            model.covar_module.base_kernel.lengthscale = 0.02
+            loss(model).backward()
+            put(model, start)
+            torch.manual_seed(0)
+            found[fixed] = float(loss(model).detach() - first.detach())
+    assert abs(found[True]) < 1e-12
+    assert abs(found[False]) > 1e-6, "the data must make the test meaningful"
