@@ -128,19 +128,27 @@ class Unknown(kernels.RBFKernel):
         return super().forward(x1, x2, **options) ** 2
 
 
-OTHERS = ("bound", "probes")
-
-
-def test_what_it_does_not_serve_is_by_bounds_or_probes() -> None:
-    """L-BFGS, sums of covariances, unknown kernels, and conjugate gradients themselves."""
+def test_what_it_does_not_serve_is_by_probes() -> None:
+    """L-BFGS, sums of covariances, unknown kernels, and conjugate gradients themselves: as without it."""
     solver = SOLVERS["ASkotch"]
     with iterative(tol=1e-4):
-        assert sketchgp.fit(build(solver), optimizer="lbfgs", iterations=1).objective in OTHERS
-        assert sketchgp.fit(build(sketchgp.ConjugateGradients()), iterations=1).objective in OTHERS
+        assert sketchgp.fit(build(solver), optimizer="lbfgs", iterations=1).objective != "samples"
+        assert sketchgp.fit(build(sketchgp.ConjugateGradients()), iterations=1).objective != "samples"
         x, y, _ = data(n=60)
         unknown = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), Unknown()).double()
-        assert sketchgp.fit(sketchgp.accelerate(unknown, solver=solver), iterations=1).objective in OTHERS
+        assert sketchgp.fit(sketchgp.accelerate(unknown, solver=solver), iterations=1).objective != "samples"
         lcm, _ = SOLVED["lcm"].build()
-        assert sketchgp.fit(sketchgp.accelerate(lcm, solver=solver), iterations=1).objective in OTHERS
+        assert sketchgp.fit(sketchgp.accelerate(lcm, solver=solver), iterations=1).objective != "samples"
     few = sketchgp.fit(build(solver), iterations=1)  # which GPyTorch factorizes
-    assert few.objective in OTHERS
+    assert few.objective != "samples"
+
+
+def test_it_can_be_asked_for_and_is_refused_where_it_cannot_be() -> None:
+    with iterative(tol=1e-4):
+        assert sketchgp.fit(build(SOLVERS["ASkotch"]), objective="samples", iterations=1).bracket is None
+        for choices in ({"optimizer": "lbfgs"}, {"solver": "auto"}):
+            model = build(choices.pop("solver", SOLVERS["ASkotch"]))
+            with pytest.raises(sketchgp.InputError, match="expects Adam, a solver"):
+                sketchgp.fit(model, objective="samples", **choices)
+        with pytest.raises(sketchgp.InputError, match="checkpoint"):
+            sketchgp.fit(build(SOLVERS["ASkotch"]), checkpoint="kept", iterations=1)

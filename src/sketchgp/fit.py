@@ -65,8 +65,8 @@ def fit(
         Gaussian likelihood and no batch).  Lengthscales with which every point is alone, or all are alike, so that the
         loss does not change with them, are first made of the size of the inputs, with a warning; with ``"model"`` there
         is only the warning.
-    :param objective: ``"exact"``, ``"bound"`` or ``"probes"``, or ``"auto"`` as above.  A bound that is asked for is
-        minimised however wide it is.
+    :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
+        asked for is minimised however wide it is.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors, or samples, of the log determinant.
@@ -80,7 +80,8 @@ def fit(
     :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
         no cost, one of each choice of pivots excepted, and then on: to the bits that an uninterrupted one ends with (on
         the same device and number of threads), from the parameters that the first run began with.  Of another model,
-        other data or other choices than ``iterations`` and ``tol`` it is refused; so is one that another fit is using.
+        other data or other choices than ``iterations`` and ``tol`` it is refused; so is one that another fit is using,
+        and any for losses by samples.
     :param every: seconds between two writes of the checkpoint.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
     :raises NumericalError: if the first loss is not finite.
@@ -91,7 +92,7 @@ def fit(
     acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
     checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
     checks.word("fit", "start", start, ("auto", "model", "subset"))
-    checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes"))
+    checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes", "samples"))
     iterations = checks.count("fit", "iterations", iterations, optional=True)
     num_probes = checks.count("fit", "num_probes", num_probes)
     if learning_rate is not None:

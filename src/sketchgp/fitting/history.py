@@ -28,7 +28,8 @@ class FitHistory:
     ``best_step`` is the step whose parameters the model was left with; ``reason`` says why the fit ended.
     ``optimizer`` is ``"lbfgs"`` or ``"adam"``; ``objective`` says how losses were computed: ``"exact"`` (one
     factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors),
-    ``"samples"`` (gradients by samples that a solver of the user's choice solves for, losses right but for a constant),
+    ``"samples"`` (gradients by samples that a solver of the user's choice solves for, losses right but for a constant,
+    of which no standard error is known),
     ``"bound"`` (an upper bound of the exact one; Titsias's for an inducing-point model) or ``"given"`` (whatever the
     ``mll`` does).
     ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``restarts`` at

@@ -35,12 +35,12 @@ _AT_LAST = "where that ended a bound had become tight: went on with it"
 def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, optimizer: str) -> tuple[str, str]:
     """``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``; and why, where there is something to say.
 
-    :param asked: one of the first three, or ``"auto"``: a bound is then to be tried first.
+    :param asked: one of the first four, or ``"auto"``: a bound is then to be tried first.
     :param optimizer: as asked for; samples are of no use to L-BFGS.
     :raises InputError: where it cannot be had.
     """
     if acceleration is None:
-        if asked in ("exact", "probes"):
+        if asked in ("exact", "probes", "samples"):
             raise InputError(f'fit: objective="{asked}" is of accelerated models; an InducingPointGP has a bound.')
         return "bound", ""
     if isinstance(mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
@@ -54,10 +54,16 @@ def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, o
     no_bound = why_no_bound(acceleration)
     if asked == "bound" and no_bound:
         raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
+    if asked in ("auto", "samples"):
+        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(model, acceleration):
+            return "samples", ""
+        if asked == "samples":
+            raise InputError(
+                'fit: objective="samples" expects Adam, a solver such as accelerate(model, solver=ASkotch()), one '
+                f"plain kernel with random features, and more than {cholesky_points()} rows."
+            )
     if asked != "auto":
         return asked, ""
-    if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(model, acceleration):
-        return "samples", ""
     free = isinstance(acceleration.solver, str) and threshold_untouched()
     fits = 8 * rows * rows * systems <= memory_budget.value(device)
     if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):

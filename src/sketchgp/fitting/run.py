@@ -77,6 +77,10 @@ class Fit:
         self.model, self.mll, self.acceleration, self.choices = model, mll, acceleration, choices
         self.show, self.callback = show, callback
         self.kind, why = route(model, mll, acceleration, choices.objective, choices.optimizer)
+        if self.kind == "samples" and checkpoint is not None:
+            raise InputError(
+                "fit: checkpoint is of losses that are known by themselves; those by samples are followed."
+            )
         optimizer = choices.optimizer
         if optimizer == "auto":
             optimizer = "lbfgs" if choices.learning_rate is None and self.kind != "samples" else "adam"

@@ -8,7 +8,8 @@ so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:
 
 The same holds for any function of F whose gradient is 2 H; where ``F^T H`` is not symmetric, the symmetric matrix with
 its upper triangle takes its place (the derivative of a Cholesky factorization).
-Blocks of rows of the first are handed to the kernel at once.
+Blocks of rows of the first are handed to the kernel at once.  ``F^T H`` takes no product of n r^2 where it is known:
+it is ``I - C^-1`` for log det P, C the capacitance matrix, and of few columns where H is; ``H L^-1`` is so there, too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .substitution import cholesky_solve
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
+
+Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass
@@ -70,13 +73,15 @@ class _Logdet(torch.autograd.Function):
         root = operator.capacitance_root()
         of_diagonal = 1 / diagonal  # right as it is for rank 0
 
-        def rows_of(rows: slice) -> Tensor:  # P^-1 F = D^-1 F C^-1
+        def rows_of(rows: slice) -> Tensor:  # H = P^-1 F = D^-1 F C^-1
             part = operator.factor[rows]
             half = cholesky_solve(part.mT, root).mT / diagonal[rows, None]
             of_diagonal[rows] = (1 - (part * half).sum(-1)) / diagonal[rows]
-            return half * grad
+            return torch.linalg.solve_triangular(operator.pivoted.core_root, half * grad, upper=False, left=False)
 
-        gradients = operator.pull_back(ctx.saved_tensors, rows_of)
+        core = -torch.cholesky_inverse(root)  # F^T H
+        core.diagonal().add_(1)
+        gradients = operator.pulled_back(ctx.saved_tensors, rows_of, core * grad)
         return (None, *gradients, of_diagonal * grad)
 
 
@@ -174,14 +179,10 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     ) -> tuple[Tensor | None, ...]:
         diagonal = tensors[-1].detach()
         left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
-        left_f, right_f = left.mT @ self.factor, right.mT @ self.factor
-
-        def rows_of(rows: slice) -> Tensor:  # half the gradient of F
-            drawn = of_samples[rows] @ low_rank_noise.mT
-            return (left[rows] @ right_f + right[rows] @ left_f + drawn) / 2
-
+        halves = [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
+        halves.append((of_samples / 2, low_rank_noise.mT))  # together half the gradient of F
         of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * diagonal.sqrt())
-        return (*self.pull_back(tensors, rows_of), of_diagonal)
+        return (*self.pull_back_products(tensors, halves), of_diagonal)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
@@ -189,16 +190,39 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
             v.to(self.factor.dtype).expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1)
             for v in (left_vecs, right_vecs)
         )
-        left_f, right_f = left.mT @ self.factor, right.mT @ self.factor
-        gradients = self.pull_back(self._args, lambda rows: (left[rows] @ right_f + right[rows] @ left_f) / 2)
-        return (*gradients, (left * right).sum(-1))
+        halves = [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
+        return (*self.pull_back_products(self._args, halves), (left * right).sum(-1))
 
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> tuple[Tensor | None, ...]:
+    def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
+        """:meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
+        a, b = torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
+        over = torch.linalg.solve_triangular(self.pivoted.core_root, b, upper=False, left=False)
+        return self.pulled_back(tensors, lambda rows: a[rows] @ over, (self.factor.mT @ a) @ b)
+
+    @torch.no_grad()
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
         """Gradients for x and the kernel's parameters from H, half the gradient of F, given by rows.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
+        """
+        core = self.factor.new_zeros(self.rank, self.rank)
+
+        def over(rows: slice) -> Tensor:
+            h = rows_of(rows)
+            core.add_(self.factor[rows].mT @ h)
+            return torch.linalg.solve_triangular(self.pivoted.core_root, h, upper=False, left=False)
+
+        return self.pulled_back(tensors, over, core)
+
+    @torch.no_grad()
+    def pulled_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor) -> Gradients:
+        """:meth:`pull_back` from the two matrices that H is wanted for.
+
+        :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
+        :param rows_of: ``slice -> (h, r)`` rows of ``H L^-1``; called once for each block, whatever needs a gradient.
+        :param core: ``F^T H``, ``(r, r)``; read when all rows have been asked for.
         """
         x, *parameters = tensors[:-1]
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
@@ -210,7 +234,6 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
             return (None,) * (1 + len(parameters))
         of_x = torch.zeros_like(x) if x.requires_grad else None
         totals = [torch.zeros_like(p) if p.requires_grad else None for p in parameters]
-        core = self.factor.new_zeros(r, r)
         chosen = x.detach()[pivots].requires_grad_(x.requires_grad)
 
         def add(rows: Tensor, gradient: Tensor) -> None:
@@ -226,10 +249,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
                 of_x.index_add_(0, pivots, of_chosen)
 
         for rows in blocks:
-            h = rows_of(rows)
-            core += self.factor[rows].mT @ h
-            gradient = torch.linalg.solve_triangular(root, 2 * h, upper=False, left=False)
-            add(torch.arange(rows.start, rows.stop, device=x.device), gradient)
+            add(torch.arange(rows.start, rows.stop, device=x.device), 2 * rows_of(rows))
         upper = core.triu()
         core = (upper + upper.mT) - torch.diag(core.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
