@@ -85,6 +85,29 @@ def test_lanczos_vectors() -> None:
         assert torch.allclose(w[:, 0], first / (first @ column).sqrt(), atol=1e-9)
 
 
+def test_lanczos_vectors_stay_within_the_memory_budget() -> None:
+    """The first 20 are kept in any case: those of the same solve with all memory, and the value hardly changes."""
+    model = accelerated("scale-rbf-ard", None)
+    found = []
+    for budget in (10**9, 1):
+        with (
+            iterative(tol=1e-6),
+            sketchgp.settings.memory_budget(budget),
+            model._sketchgp.fixed_probes(0, 5),
+            sketchgp.record_solves() as solves,
+        ):
+            value = loss(model)
+            value.backward()
+        found.append((float(value.detach()), solves[0]))
+    assert found[0][1].iterations == found[1][1].iterations > 20
+    assert found[0][1].notes == []
+    assert found[1][1].notes == ["the memory budget allows 20 Lanczos vectors of a probe and no more"]
+    assert found[0][1].converged
+    assert found[1][1].converged
+    assert found[1][0] == pytest.approx(found[0][0], abs=5e-3)
+    assert found[1][0] != found[0][0]
+
+
 def test_the_standard_error_is_that_of_the_probes() -> None:
     """Of many losses with other probes: their deviations from the exact one are as large as each of them says."""
     model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=4))

@@ -223,7 +223,8 @@ class ConjugateGradients(Budgeted):
         :param rhs: ``(..., n, t)``; :param columns: the first so many are those of Lanczos.
         :param initial: ``(..., n, t)``, zero in those columns.
         :returns: the solution, its report, T ``(columns, ..., k, k)``, and W ``(columns, ..., n, k)``, both in rhs's
-            dtype; rows of T past a column's end are unit rows, columns of W are zero.
+            dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
+            budget allows of W, or 20; a note of the report says where that was short.
         """
         with torch.no_grad():
             method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
+from ...settings import memory_budget
 from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Goal, RemainingEnergy
@@ -27,6 +28,7 @@ _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the res
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
 _LOST = 4.0  # of the true residual over that of the recurrence
+_DEPTH = 20  # Lanczos vectors that are kept whatever the memory budget is; GPyTorch takes no more of them
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
@@ -56,7 +58,7 @@ class Gradients(Method):
         keep_vectors: bool = False,
     ) -> None:
         super().__init__()
-        self.keep_vectors, self.vectors = keep_vectors, list[Tensor]()
+        self.keep_vectors, self.vectors, self.depth = keep_vectors, list[Tensor](), float("inf")
         self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
         self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
         self.out_dtype = rhs.dtype
@@ -69,6 +71,9 @@ class Gradients(Method):
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
+        if keep_vectors:
+            each = self.b[..., :lanczos_columns].numel() * rhs.dtype.itemsize
+            self.depth = max(_DEPTH, memory_budget.value(rhs.device) // max(each, 1))
         self.exact = accurate or system.dtype == torch.float64
         self.coefficients: list[Tensor] = []
         self.verified = True  # whether the true residual is that of the value
@@ -320,9 +325,12 @@ class Gradients(Method):
         self.active = usable & going_on[..., index]
         beta = turn(p, z, following, self.sz, usable)
         self.sz = following
-        if first_cycle and self.lanczos_columns:
+        kept = len(self.coefficients)
+        if first_cycle and self.lanczos_columns and kept < self.depth:
             self._keep_coefficients(alpha, beta, index)
-            if self.keep_vectors:
+            if kept + 1 == self.depth:
+                self.notes.append(f"the memory budget allows {kept + 1} Lanczos vectors of a probe and no more")
+            elif self.keep_vectors:
                 self._keep_vectors(z, index)
         self.iterations += 1
         self.steps += 1
