@@ -130,6 +130,29 @@ def test_fantasies_copies_and_pickles():
     assert relative(found, wanted) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_fantasies_are_as_exact_as_means(dtype):
+    """By the deviations of observations, also where the noise is small; not to the residual of other solves."""
+    model, test = model_of()
+    model = model.to(dtype).eval()
+    model.set_train_data(model.train_inputs[0].to(dtype), model.train_targets.to(dtype), strict=False)
+    model.likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.GreaterThan(1e-6))
+    model.likelihood.noise, test = 1e-5, test.to(dtype)
+    new = test[:3], torch.zeros(3, dtype=dtype)
+    plain = copy.deepcopy(model).double()
+    plain.set_train_data(
+        torch.cat([model.train_inputs[0], new[0]]).double(), torch.cat([model.train_targets, new[1]]).double(), False
+    )
+    with dense(), torch.no_grad():
+        wanted = plain(test.double())
+        deviation = (wanted.variance + 1e-5).sqrt()
+    sketchgp.accelerate(model)
+    with iterative(tol=1e-3), torch.no_grad():
+        model(test)
+        found = model.get_fantasy_model(*new)(test).mean
+    assert float(((found - wanted.mean) / deviation).abs().max()) < 0.02
+
+
 def test_fantasies_beside_a_checkpoint(tmp_path):
     """They are of another problem than the file's, and do not touch it."""
     model, test = model_of()

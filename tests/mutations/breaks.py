@@ -1089,6 +1089,13 @@ BREAKS = (
         "the bound of a mean leaves its rounding to float32 out",
     ),
     Break(
+        "models/accelerated/strategy.py",
+        "return fantasy_solve()",
+        "return nullcontext()",
+        ("test_mean_solvers.py",),
+        "fantasies' means are solved for to the residual of other solves",
+    ),
+    Break(
         "models/accelerated/conditioning.py",
         "torch.maximum(above - there, there - below)",
         "(there - below)",

@@ -98,6 +98,13 @@ class Acceleration:
             return self._gradients_of_mean(None), why
         return self._with_tolerance(chosen), why
 
+    def fantasy_solver(self) -> ConjugateGradients | Cholesky:
+        """The solver of the means of fantasies: as exact as the mean's."""
+        if isinstance(self.solver, Cholesky):
+            return self.solver
+        tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None
+        return dataclasses.replace(self._gradients_of_mean(tol), max_seconds=None, checkpoint=None)
+
     @property
     def tolerance_left_open(self) -> bool:
         """Whether the user named no tolerance of conjugate gradients."""

@@ -39,7 +39,7 @@ from .acceleration import Acceleration, Inverse
 from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
-from .mean_solve import other_solves, predicted_points, solving_mean
+from .mean_solve import other_solves, predicted_points, solving_fantasies, solving_mean
 from .probed_density import Probes, probed_inv_quad_logdet
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
@@ -218,6 +218,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if self._chosen is None:
             if solving_mean():
                 self._chosen = acceleration.mean_solver(self.shape[-1], self.device)
+            elif solving_fantasies():
+                self._chosen = acceleration.fantasy_solver(), ""
             else:
                 self._chosen = acceleration.column_solver(), ""
         return self._chosen

@@ -1,9 +1,9 @@
 """What a solve is for: the one that a model's posterior mean needs is told apart from all others.
 
 GPyTorch's prediction strategy solves for the mean once and keeps the result.  An accelerated model's strategy marks
-that solve, so that it can go to a solver that only serves means (ASkotch, Skotch, EigenPro 2); solves for variances,
-fantasies and gradients, of other right-hand sides, stay with conjugate gradients.  Solves of a posterior go to the
-tolerance of evaluation.  Both are context variables: another thread's are its own.
+that solve, so that it can go to a solver that only serves means (ASkotch, Skotch, EigenPro 2); solves for variances and
+gradients, of other right-hand sides, and for the means of fantasies, of other systems, stay with conjugate gradients.
+Solves of a posterior go to the tolerance of evaluation.  All are context variables: another thread's are its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 Elsewhere = tuple[Tensor, Tensor] | None
 _solving: ContextVar[bool] = ContextVar("sketchgp_solving_mean", default=False)
+_fantasies: ContextVar[bool] = ContextVar("sketchgp_solving_fantasies", default=False)
 _evaluating: ContextVar[bool] = ContextVar("sketchgp_evaluating", default=False)
 _elsewhere: ContextVar[Callable[[], Elsewhere] | None] = ContextVar("sketchgp_predicted_points", default=None)
 
@@ -37,14 +38,26 @@ def held(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+def solving_fantasies() -> bool:
+    """Whether the solve under way is that of the mean of a model's fantasies."""
+    return _fantasies.get()
+
+
+def fantasy_solve() -> AbstractContextManager[None]:
+    """The solve inside is that of the mean of a model's fantasies."""
+    return held(_fantasies, True)
+
+
 def mean_solve() -> AbstractContextManager[None]:
     """The solve inside is that of a posterior mean."""
     return held(_solving, True)
 
 
-def other_solves() -> AbstractContextManager[None]:
+@contextmanager
+def other_solves() -> Iterator[None]:
     """What is solved inside is not the mean's own system."""
-    return held(_solving, False)
+    with held(_solving, False), held(_fantasies, False):
+        yield
 
 
 def evaluating() -> AbstractContextManager[None]:

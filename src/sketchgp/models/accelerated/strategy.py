@@ -25,7 +25,7 @@ from ...report import SolveReport, merged, own_solves
 from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .factorized import conditioned, root_of
-from .mean_solve import mean_solve
+from .mean_solve import fantasy_solve, mean_solve
 from .missing import observed_part, observed_rows
 from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
 
@@ -102,11 +102,15 @@ class AcceleratedPredictionStrategy(_Posteriors):
     def weights(self) -> Any:
         """``(K + noise)^-1 (y - mean)``, ``(..., n)``, NaN where targets are missing; in float64 where it is
         sketchgp's solution, or of few points, else in the model's dtype."""
-        with self._lock(), mean_solve(), own_solves() as solves:
+        with self._lock(), self._marked(), own_solves() as solves:
             weights = self._weights(settings.observation_nan_policy.value())
         if solves:
             self.report = merged(solves)
         return weights
+
+    def _marked(self) -> AbstractContextManager[None]:
+        """What the solve for the weights is for."""
+        return mean_solve()
 
     def _lock(self) -> AbstractContextManager[Any]:
         """Of the model: of two threads, the second waits for what the first one solves."""
@@ -165,14 +169,17 @@ class AcceleratedPredictionStrategy(_Posteriors):
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
-        """A strategy whose mean is solved for like everything else: it is of another problem."""
+        """A strategy whose mean is solved for by conjugate gradients: it is of another problem."""
         strategy = super().get_fantasy_strategy(*args, **kwargs)
         strategy.__class__ = FantasyPredictionStrategy
         return strategy
 
 
-class FantasyPredictionStrategy(_Posteriors):
-    """GPyTorch's strategy, of a model's fantasies."""
+class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
+    """Of a model's fantasies."""
+
+    def _marked(self) -> AbstractContextManager[None]:
+        return fantasy_solve()
 
 
 def adopt(strategy: Any) -> Any:
