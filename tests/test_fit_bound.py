@@ -18,6 +18,7 @@ from torch import Tensor
 
 import sketchgp
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, N, Plain, data, dense, iterative, marginal, relative
+from sketchgp.fitting.route import WIDTH
 from sketchgp.models.accelerated.bound_density import Bound, bounded
 from sketchgp.models.accelerated.threshold import exactly
 from sketchgp.operators import KernelMatrix
@@ -213,9 +214,9 @@ def test_a_fit_by_bounds_ends_where_an_exact_one_does(dtype: torch.dtype) -> Non
         assert relative(part, wanted) < (0.1 if "constant" in name else 0.01), name
     assert history.bracket is not None and expected.bracket is not None
     loss = exact_loss(model)
-    rounding = 0.0 if dtype == torch.float64 else 1e-6  # of the constraints' transforms, which a float32 model has
-    assert history.bracket[0] - rounding <= loss <= history.bracket[1] + rounding
-    assert history.bracket[1] - history.bracket[0] < 0.01
+    rounded = 0.0 if dtype == torch.float64 else 1e-6  # of hyperparameters, which the model makes in its own dtype
+    assert history.bracket[0] - rounded <= loss <= history.bracket[1] + rounded
+    assert history.bracket[1] - history.bracket[0] < WIDTH
     assert f"exactly {history.bracket[0]:.4f} to {history.bracket[1]:.4f}" in str(history)
     assert expected.bracket == (pytest.approx(exact_loss(exact), abs=1e-10),) * 2
 
@@ -247,7 +248,7 @@ def test_pivots_are_chosen_anew_where_bounds_become_wide(optimizer: str) -> None
     assert all("chosen anew" in note for note in history.notes)
     assert len(history.notes) == len(history.restarts)
     final = history.widths[history.best_step]
-    assert final is not None and final <= 0.01
+    assert final is not None and final <= WIDTH
     assert abs(history.best_loss - exact_loss(model)) <= final
     first = smooth(lengthscale=20.0)._sketchgp.preconditioner
     assert first == sketchgp.RPCholesky(), "the rank must be free"
@@ -264,11 +265,11 @@ def test_a_wide_bound_is_left_for_probes() -> None:
     assert "with 3 columns" in note and "probes" in note
     assert history.bracket is not None
     assert history.bracket[0] <= exact_loss(model) <= history.bracket[1]
-    assert history.bracket[1] - history.bracket[0] > 0.01
+    assert history.bracket[1] - history.bracket[0] > WIDTH
     with iterative(tol=1e-6):
         asked = sketchgp.fit(model, iterations=3, objective="bound")
     assert asked.objective == "bound"
-    assert all(width is not None and width > 0.01 for width in asked.widths)
+    assert all(width is not None and width > WIDTH for width in asked.widths)
 
 
 def test_bounds_left_for_probes_on_the_way() -> None:

@@ -27,7 +27,9 @@ from .start import exact_objective
 from .steps import Steps
 
 EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
-WIDTH = 0.01  # nats a row that a bound may leave open to be taken for the loss: one nat for a hundred rows
+# Nats a row that a bound may leave open to be taken for the loss.  A fit loses at most that, and lost a tenth of it to
+# all of it where it was measured; one with probes lost 0.0001 to 0.0007 (benchmarks/bounds.py).
+WIDTH = 0.002
 _TIGHT = 1e-7  # of the rows, that r^T P^-1 r of the last solve is to come to
 _AT_LAST = "where that ended a bound had become tight: went on with it"
 
@@ -160,7 +162,8 @@ def bound_at_last(own: Objective, acceleration: Acceleration | None, history: Fi
 def bracket(
     objective: Objective, own: Objective, acceleration: Acceleration | None, history: FitHistory
 ) -> tuple[float, float] | None:
-    """The two ends of the exact loss at the parameters that the model has; None where they are not known.
+    """The two ends of the exact loss at the hyperparameters that the model has, as it makes them in its dtype; None
+    where they are not known.
 
     :param objective: that the fit ended with; :param own: the model's own losses, in training mode.
     """
