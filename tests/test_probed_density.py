@@ -96,16 +96,19 @@ def test_lanczos_vectors_stay_within_the_memory_budget() -> None:
             model._sketchgp.fixed_probes(0, 5),
             sketchgp.record_solves() as solves,
         ):
+            model.zero_grad()
             value = loss(model)
             value.backward()
-        found.append((float(value.detach()), solves[0]))
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((float(value.detach()), solves[0], gradient))
     assert found[0][1].iterations == found[1][1].iterations > 20
     assert found[0][1].notes == []
     assert found[1][1].notes == ["the memory budget allows 20 Lanczos vectors of a probe and no more"]
     assert found[0][1].converged
     assert found[1][1].converged
     assert found[1][0] == pytest.approx(found[0][0], abs=5e-3)
-    assert found[1][0] != found[0][0]
+    assert abs(found[1][0] - found[0][0]) > 1e-9, "the data must make the test meaningful"
+    assert float((found[1][2] - found[0][2]).norm() / found[0][2].norm()) < 0.05
 
 
 def test_the_standard_error_is_that_of_the_probes() -> None:
