@@ -95,6 +95,7 @@ BY_NAME: dict[str, list[Any]] = {
     "projection_tol": [0.0, 1.0, *NOT_NUMBERS],
     "cooldown": [1.5, *NOT_NUMBERS],
     "seed": NOT_SEEDS,
+    "probe_seed": NOT_SEEDS,
     "version": [0, 3, *NOT_COUNTS],
     "kernel": ["RBF", 3, None, RBFKernel, POINTS, GaussianLikelihood()],
     "x": [*NOT_POINTS, *OF_OTHERS["points"]],

@@ -34,8 +34,8 @@ def loss(model: Any) -> Tensor:
     return -mll(model(*model.train_inputs), model.train_targets).sum()
 
 
-def accelerated(name: str, preconditioner: Any) -> Any:
-    model = sketchgp.accelerate(SOLVED[name].build()[0], preconditioner=preconditioner)
+def accelerated(name: str, preconditioner: Any, **choices: Any) -> Any:
+    model = sketchgp.accelerate(SOLVED[name].build()[0], preconditioner=preconditioner, **choices)
     return model.train()
 
 
@@ -144,6 +144,16 @@ def test_float32() -> None:
             loss(one).backward()
         found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3
+
+
+@pytest.mark.parametrize("seed", [0, 7, None])
+def test_probes_of_two_losses(seed: int | None) -> None:
+    model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=15), probe_seed=seed)
+    with iterative(tol=1e-8), torch.no_grad():
+        first, second = float(loss(model)), float(loss(model))
+        other = float(loss(accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=15), probe_seed=1)))
+    assert (first == second) == (seed is not None)
+    assert first != other
 
 
 def test_losses_with_deterministic_probes_are_one_function() -> None:

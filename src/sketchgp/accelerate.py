@@ -8,7 +8,7 @@ import torch
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
-from .checks import count, found, word
+from .checks import count, found, seed, word
 from .errors import InputError
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
@@ -37,6 +37,7 @@ def accelerate(
     matmul_precision: str = "float32",
     variance: str = "auto",
     variance_samples: int = 128,
+    probe_seed: int | None = 0,
 ) -> Model:
     """Give a GPyTorch model sketchgp's preconditioner, solver and kernel products, in place.
 
@@ -81,11 +82,15 @@ def accelerate(
 
         For a moment, ``with sketchgp.settings.variance("exact"):`` says otherwise.
     :param variance_samples: of ``"samples"``, whose relative standard error is below ``sqrt(2 / variance_samples)``.
+    :param probe_seed: of the probe vectors that log determinants are estimated with.  They are the same at every
+        evaluation, so that a loss is one function of the hyperparameters: a line search (BoTorch's
+        ``fit_gpytorch_mll``) ends early with others, without a word.  None draws fresh ones each time, as GPyTorch
+        does.
     :returns: the model.
     :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets
         ``(n, 1)`` of a model of one output, NaN among the inputs); the model is then as it was.
     """
-    return install(model, preconditioner, solver, matmul, matmul_precision, variance, variance_samples)
+    return install(model, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed)
 
 
 def install(
@@ -96,6 +101,7 @@ def install(
     matmul_precision: str,
     variance: str,
     variance_samples: int,
+    probe_seed: int | None,
     built: bool = True,
 ) -> Model:
     """What :func:`accelerate` does.
@@ -121,12 +127,15 @@ def install(
     word(owner, "matmul", matmul, _MATMULS)
     word(owner, "variance", variance, VARIANCES)
     variance_samples = count(owner, "variance_samples", variance_samples, least=2)
+    probe_seed = None if probe_seed is None else seed(owner, "probe_seed", probe_seed)
     check_choice(owner, "auto" if matmul == "gpytorch" else matmul, matmul_precision)
     _check_data(model, preconditioner, solver, built)
     if model.train_inputs is not None:
         check_present(matmul, model.train_inputs[0].device, model.train_inputs[0].dtype)
 
-    acceleration = Acceleration(preconditioner, solver, matmul, matmul_precision, variance, variance_samples)
+    acceleration = Acceleration(
+        preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed
+    )
     for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
         if not is_accelerated(module):
             module.__class__ = accelerated_class(type(module), mixin)  # the same for one that type(model)(...) made

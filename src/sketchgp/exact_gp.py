@@ -39,6 +39,7 @@ class ExactGP(gpytorch.models.ExactGP):
         matmul_precision: str = "float32",
         variance: str = "auto",
         variance_samples: int = 128,
+        probe_seed: int | None = 0,
     ) -> None:
         owner = type(self).__name__
         parts = train_x if isinstance(train_x, tuple | list) else [train_x]
@@ -47,4 +48,6 @@ class ExactGP(gpytorch.models.ExactGP):
                 instance(owner, name, value, torch.Tensor, "a tensor" + (", or a tuple of them" * (name == "train_x")))
         instance(owner, "likelihood", likelihood, _GaussianLikelihoodBase, "a Gaussian likelihood")
         super().__init__(train_x, train_y, likelihood)
-        install(self, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, built=False)
+        install(
+            self, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed, built=False
+        )

@@ -44,7 +44,7 @@ class Acceleration:
     matmul_precision: str = "float32"
     variance: str = "auto"
     variance_samples: int = 128
-    probe_seed: int | None = None
+    probe_seed: int | None = 0
     probe_count: int | None = None
     cache: PreconditionerCache | None = field(init=False, repr=False)
     lock: threading.RLock = field(init=False, repr=False, compare=False)
