@@ -78,10 +78,10 @@ def fit(
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
-        no cost, one of each choice of pivots excepted, and then on: to the bits that an uninterrupted one ends with (on
-        the same device and number of threads), from the parameters that the first run began with.  Of another model,
-        other data or other choices than ``iterations`` and ``tol`` it is refused; so is one that another fit is using,
-        and any for losses by samples.
+        no cost, one of each choice of pivots and the last of each bound excepted, and then on: to the bits that an
+        uninterrupted one ends with (on the same device and number of threads), from the parameters that the first run
+        began with.  Of another model, other data or other choices than ``iterations`` and ``tol`` it is refused; so is
+        one that another fit is using, and any for losses by samples.
     :param every: seconds between two writes of the checkpoint.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
     :raises NumericalError: if the first loss is not finite.

@@ -2271,10 +2271,17 @@ BREAKS = (
     ),
     Break(
         "fitting/record.py",
-        "return self.evaluations[index], self.gradients[index], index == self.chosen",
-        "return self.evaluations[index], self.gradients[index], False",
+        "return self.evaluations[index], self.gradients[index], last or index == self.chosen",
+        "return self.evaluations[index], self.gradients[index], last",
         ("test_fit_checkpoint.py",),
         "a fit that goes on chooses other pivots",
+    ),
+    Break(
+        "fitting/record.py",
+        "self.gradients[index], last or index == self.chosen",
+        "self.gradients[index], index == self.chosen",
+        ("test_fit_checkpoint.py",),
+        "a fit that had ended has another bracket when it is called again",
     ),
     Break(
         "fitting/record.py",
