@@ -145,6 +145,16 @@ def test_more_steps_than_before(tmp_path: Path) -> None:
     assert torch.equal(parameters(model), parameters(whole))
 
 
+@pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
+def test_a_fit_that_had_ended_says_the_same_again(optimizer: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"objective": "bound", "optimizer": optimizer, "iterations": 6, "tol": 0}
+    with iterative(tol=1e-3):
+        first = sketchgp.fit(build(), **options, checkpoint=tmp_path / "fit.pt")
+        again = sketchgp.fit(build(), **options, checkpoint=tmp_path / "fit.pt")
+    assert again.losses == first.losses
+    assert again.bracket == first.bracket
+
+
 def test_running_means_are_kept(tmp_path: Path) -> None:
     class Deep(Plain):
         def __init__(self, *parts: Any) -> None:

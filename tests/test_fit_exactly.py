@@ -13,7 +13,7 @@ from gpytorch import kernels
 from torch import Tensor
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal, relative
+from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal, relative
 
 pytestmark = TORCH_WARNINGS
 
@@ -255,5 +255,30 @@ def test_models_that_cannot_be_copied_or_converted() -> None:
 def test_targets_that_are_missing_are_named() -> None:
     x, y = regression(30)
     model = ard(x, torch.where(torch.arange(30) % 5 == 0, torch.nan, y))
-    with pytest.raises(sketchgp.InputError, match="observation_nan_policy"):
-        sketchgp.fit(model)
+    for policy in ("ignore", "fill"):
+        refused = pytest.raises(sketchgp.InputError, match="observation_nan_policy")
+        with gpytorch.settings.observation_nan_policy(policy), refused:
+            sketchgp.fit(model)
+
+
+def test_a_kernel_that_holds_the_likelihood_is_copied_with_it() -> None:
+    """GPyTorch's InducingPointKernel hands its own likelihood to copies of it."""
+    model, _ = LEFT_ALONE["sgpr"].build(torch.float32)
+    wide, _ = LEFT_ALONE["sgpr"].build()
+    history = sketchgp.fit(sketchgp.accelerate(model), iterations=4)
+    expected = sketchgp.fit(sketchgp.accelerate(wide), iterations=4)
+    assert history.losses == pytest.approx(expected.losses, abs=1e-4)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.covar_module.likelihood is model.likelihood
+
+
+def test_in_inference_mode() -> None:
+    expected = sketchgp.fit(ard(*regression()), iterations=3)
+    model = ard(*regression())
+    with torch.inference_mode():
+        history = sketchgp.fit(model, iterations=3)
+    assert history.losses == expected.losses
+    bounds = sketchgp.fit(ard(*regression()), iterations=3, objective="bound")
+    model = ard(*regression())
+    with torch.inference_mode():
+        assert sketchgp.fit(model, iterations=3, objective="bound").losses == bounds.losses

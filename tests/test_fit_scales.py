@@ -112,3 +112,24 @@ def test_repeated_points_do_not_hide_that_all_are_alone() -> None:
     model.set_train_data(torch.cat([x[:60], x[:60]]), strict=False)
     with pytest.warns(UserWarning, match="every point is alone"):
         sketchgp.fit(model, iterations=1)
+
+
+def test_a_few_neighbours_do_not_hide_that_the_others_are_alone() -> None:
+    """One input is far larger than its lengthscale, and by chance a few points hardly differ in it."""
+    x, y, _ = data(400)
+    x = torch.cat([x, (x[:, :1] * 7919.0).frac()], dim=1) * torch.tensor([1.0, 1.0, 3e5], dtype=torch.float64)
+    x[:4, 2] = x[4:8, 2]
+    x[:4, :2] = x[4:8, :2] + 0.1
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=3))
+    model = sketchgp.accelerate(Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double())
+    with pytest.warns(UserWarning, match="every point is alone"):
+        history = sketchgp.fit(model)
+    assert history.best_loss < 0.5
+
+
+def test_a_single_point_warns_of_nothing() -> None:
+    parts = gpytorch.likelihoods.GaussianLikelihood(), kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=2))
+    x = torch.zeros(1, 2, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        sketchgp.fit(sketchgp.accelerate(Plain(x, x[:, 0] + 1, *parts).double()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import gpytorch
@@ -78,10 +79,10 @@ def fit(
     :param progress: show a progress bar (default: only in a terminal).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
-        no cost, one of each choice of pivots excepted, and then on: to the bits that an uninterrupted one ends with (on
-        the same device and number of threads), from the parameters that the first run began with.  Of another model,
-        other data or other choices than ``iterations`` and ``tol`` it is refused; so is one that another fit is using,
-        and any for losses by samples.
+        no cost, one of each choice of pivots and the last of each bound excepted, and then on: to the bits that an
+        uninterrupted one ends with (on the same device and number of threads), from the parameters that the first run
+        began with.  Of another model, other data or other choices than ``iterations`` and ``tol`` it is refused; so is
+        one that another fit is using, and any for losses by samples.
     :param every: seconds between two writes of the checkpoint.
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
     :raises NumericalError: if the first loss is not finite.
@@ -112,7 +113,7 @@ def fit(
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("fit: model expects at least one parameter that requires a gradient, got none.")
     missing = bool(torch.isnan(model.train_targets).any())
-    if missing and gpytorch.settings.observation_nan_policy.value() == "ignore":
+    if missing and gpytorch.settings.observation_nan_policy.value() != "mask":
         raise InputError('fit: the training targets hold NaN; wrap the call in observation_nan_policy("mask").')
     if mll is None:
         mll = ExactMarginalLogLikelihood(model.likelihood, model)
@@ -122,4 +123,5 @@ def fit(
         mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
     choices = Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
     show = sys.stderr.isatty() if progress is None else progress
-    return Fit(model, mll, acceleration, choices, show, callback, checkpoint, every)()
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # gradients are wanted
+        return Fit(model, mll, acceleration, choices, show, callback, checkpoint, every)()

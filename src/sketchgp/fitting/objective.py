@@ -63,6 +63,7 @@ class Objective:
             return found
         found, kept, again = known
         if again:
+            self.stage.replayed()
             self._computed()
         if self.bound is not None:
             self.bound.gap = None if found.width is None else found.width * self.rows

@@ -3,7 +3,7 @@
 Neither SciPy's L-BFGS nor Adam has to be looked into: given the same losses and gradients they take the same steps.
 So every evaluation is kept, parameters, loss and gradient, and a fit that is called again runs through them at no cost
 until it comes to one that is not there.  What an evaluation leaves in a cache, the pivots of a preconditioner, is had
-again by computing those evaluations anew that chose them.
+again by computing those evaluations anew that chose them; by bounds the last one, too, which brackets are made with.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ class Stage:
             del self.points[index:], self.gradients[index:], self.evaluations[index:]
             return None
         self.next += 1
-        return self.evaluations[index], self.gradients[index], index == self.chosen
+        last = self.bound is not None and self.next == len(self.points)
+        return self.evaluations[index], self.gradients[index], last or index == self.chosen
 
     def replayed(self) -> None:
-        """After an evaluation that was found: leave what the last one did."""
+        """Around an evaluation that was found: leave what the last one did."""
         if self.next == len(self.points) and self.bound is not None and self._left:
             self.bound.restore(self._left)
 

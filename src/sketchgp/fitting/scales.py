@@ -15,6 +15,7 @@ from ..random_streams import generator
 
 _POINTS = 128  # whose nearest neighbours are looked at
 _ALONE = 1e-6  # a correlation of neighbours, and
+_FEW = 0.05  # of the points, which may be near another one by chance and still leave nothing to learn from, and
 _ALIKE = 1e-5  # of any points below 1, that no gradient is felt of
 _FAR = 1e3  # of lengthscales that nobody set, over the size of their input
 ALONE = "every point is alone"
@@ -46,8 +47,10 @@ def flatness(model: Any, seed: int) -> str:
     apart = (x[chosen].unsqueeze(1) != x[chosen]).any(dim=-1)
     if not bool(apart.any()) or not bool(torch.isfinite(correlation).all()):
         return ""
-    found = correlation[apart]
-    return ALONE if float(found.abs().max()) < _ALONE else ALIKE if float(found.min()) > 1 - _ALIKE else ""
+    nearest = (correlation.abs() * apart).amax(dim=1)
+    if float((nearest >= _ALONE).double().mean()) < _FEW:
+        return ALONE
+    return ALIKE if float(correlation[apart].min()) > 1 - _ALIKE else ""
 
 
 @torch.no_grad()
@@ -72,7 +75,7 @@ def rescale(model: Any, seed: int) -> str:
 def _moved(kernel: Any, model: Any, all_of_it: bool) -> bool:
     """Whether a kernel now has other lengthscales."""
     x, raw = _floating(model), kernel.raw_lengthscale
-    if x is None or not raw.requires_grad:
+    if x is None or len(x) < 2 or not raw.requires_grad:
         return False
     if kernel.active_dims is not None:
         x = x[:, kernel.active_dims] if int(kernel.active_dims.max()) < x.shape[1] else x

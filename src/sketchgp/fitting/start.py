@@ -31,7 +31,13 @@ def exact_objective(model: Any, mll: Any) -> Objective:
 
 def _in_float64(mll: Any) -> Any:
     """A copy of a marginal log likelihood with its model, in float64 and in training mode."""
-    twin = copy.deepcopy(mll)
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(mll, memo)
+    own = {id(part) for part in mll.modules()}
+    for part in list(twin.modules()):  # an InducingPointKernel's copy holds the likelihood of the model itself
+        for name, child in part._modules.items():
+            if id(child) in own and id(part) not in own:
+                part._modules[name] = copy.deepcopy(child, memo)
     twin.train()
     return twin.double()
 
