@@ -98,7 +98,9 @@ class FitHistory:
         before = ""
         if self.subset is not None and self.subset.losses:
             before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
-        worth = "" if self.bracket is None else ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+        worth = " (but for a constant)" if self.objective == "samples" else ""
+        if self.bracket is not None:
+            worth = ", exactly {:.4f} to {:.4f}".format(*self.bracket)
         return (
             f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
