@@ -34,11 +34,11 @@ class FitHistory:
     ``mll`` does).
     ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``restarts`` at
     which steps the optimiser began anew with another function: new pivots of the bound, or probes instead of it, or it
-    instead of probes.  By L-BFGS losses never rise between restarts.  ``bracket`` holds two numbers between which the
-    exact loss at the final parameters certainly is, by one more solve, rounding included; None where nothing is
-    certain.  ``evaluations`` counts losses with gradient, those of a line search included.  ``subset`` is the history
-    of the fit on a random subset that this one started from, with ``rows`` rows; None where it started from the model's
-    parameters.  ``notes`` say what was decided on the way.
+    instead of probes. By L-BFGS losses never rise between restarts. ``bracket`` holds two numbers between which the
+    exact loss at the final parameters certainly is, by one more solve, rounding included; with exact losses that number
+    twice, as float64 rounds it; None where nothing is certain. ``evaluations`` counts losses with gradient, those of a
+    line search included. ``subset`` is the history of the fit on a random subset that this one started from, with
+    ``rows`` rows; None where it started from the model's parameters. ``notes`` say what was decided on the way.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -98,7 +98,9 @@ class FitHistory:
         before = ""
         if self.subset is not None and self.subset.losses:
             before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
-        worth = "" if self.bracket is None else ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+        worth = " (but for a constant)" if self.objective == "samples" else ""
+        if self.bracket is not None:
+            worth = ", exactly {:.4f} to {:.4f}".format(*self.bracket)
         return (
             f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
