@@ -272,6 +272,20 @@ def test_a_kernel_that_holds_the_likelihood_is_copied_with_it() -> None:
     assert model.covar_module.likelihood is model.likelihood
 
 
+def test_a_sum_with_an_inducing_point_kernel_in_float32() -> None:
+    """Exact variances are of a copy in float64."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x, y = regression(60, dtype=torch.float32)
+        model = Plain(x.to(dtype), y.to(dtype), gpytorch.likelihoods.GaussianLikelihood(), gpytorch.kernels.RBFKernel())
+        inducing = gpytorch.kernels.InducingPointKernel(gpytorch.kernels.RBFKernel(), x[:9].to(dtype), model.likelihood)
+        model.covar_module = inducing + gpytorch.kernels.MaternKernel()
+        model = sketchgp.accelerate(model.to(dtype)).eval()
+        found.append(sketchgp.predict(model, x[:5].to(dtype) + 0.1, variance="exact").variance.double())
+        assert {p.dtype for p in model.parameters()} == {dtype}
+    assert torch.allclose(*found, atol=1e-5)
+
+
 def test_in_inference_mode() -> None:
     expected = sketchgp.fit(ard(*regression()), iterations=3)
     model = ard(*regression())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 
 from ..models.accelerated.threshold import exactly
+from ..models.copies import copied
 from ..random_streams import generator
 from .objective import Objective
 
@@ -31,13 +31,7 @@ def exact_objective(model: Any, mll: Any) -> Objective:
 
 def _in_float64(mll: Any) -> Any:
     """A copy of a marginal log likelihood with its model, in float64 and in training mode."""
-    memo: dict[int, Any] = {}
-    twin = copy.deepcopy(mll, memo)
-    own = {id(part) for part in mll.modules()}
-    for part in list(twin.modules()):  # an InducingPointKernel's copy holds the likelihood of the model itself
-        for name, child in part._modules.items():
-            if id(child) in own and id(part) not in own:
-                part._modules[name] = copy.deepcopy(child, memo)
+    twin = copied(mll)
     twin.train()
     return twin.double()
 

@@ -6,7 +6,6 @@ With ``A = K + noise`` and c the covariances of the training points with a test 
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +27,7 @@ from ...operators.lazies import adopt_kernels
 from ...operators.rounding import entry_rounding
 from ...solvers import ConjugateGradients, System
 from ...solvers.certificate import summing
+from ..copies import copied
 from .acceleration import ATTRIBUTE, Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix
 from .approximate import Approximate
@@ -72,7 +72,7 @@ class Conditioning:
             isinstance(part, KernelMatrix) for _, part in terms(noisy._linear_op)
         )
         if not exact and noisy.dtype != torch.float64:
-            model = copy.deepcopy(model).double()
+            model = copied(model).double()
             noisy = _noisy(model, observed)
         plain = exact and isinstance(noisy._linear_op, KernelMatrix) and not noisy.batch_shape
         return (PlainConditioning if plain and model.train_inputs[0].dim() == 2 else Conditioning)(
