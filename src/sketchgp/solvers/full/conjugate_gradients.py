@@ -213,7 +213,6 @@ class ConjugateGradients(Budgeted):
         name: str = "none",
         below: bool = False,
         setup_seconds: float = 0.0,
-        initial: Tensor | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor, Tensor]:
         """Solve one system (or a batch) and keep what Lanczos's method sees on the way.
 
@@ -221,20 +220,13 @@ class ConjugateGradients(Budgeted):
         ``W = R^-T V`` satisfies ``W^T P W = I`` and ``W^T A W = T`` until rounding is felt.
 
         :param rhs: ``(..., n, t)``; :param columns: the first so many are those of Lanczos.
-        :param initial: ``(..., n, t)``, zero in those columns.
         :returns: the solution, its report, T ``(columns, ..., k, k)``, and W ``(columns, ..., n, k)``, both in rhs's
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
         with torch.no_grad():
             method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
-            run = Run(
-                method,
-                Budget(self.max_iterations or 1000, None),
-                began=clock() - setup_seconds,
-                initial=initial,
-                raising=True,
-            )
+            run = Run(method, Budget(self.max_iterations or 1000, None), began=clock() - setup_seconds, raising=True)
             outcome = run.loop(None)
         report = self._concluded(run, method, name)
         return outcome.value.to(rhs.dtype), report, method.lanczos_matrices(), method.lanczos_vectors()

@@ -125,7 +125,7 @@ class Gradients(Method):
             start = initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
             self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.system.accurate_product(self.value)
-        self.warm = initial is not None and bool(self.value[..., : self.lanczos_columns].any())
+        self.warm = initial is not None
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
