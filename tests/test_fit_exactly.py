@@ -286,6 +286,17 @@ def test_a_sum_with_an_inducing_point_kernel_in_float32() -> None:
     assert torch.allclose(*found, atol=1e-5)
 
 
+def test_a_factorization_that_was_named_is_taken() -> None:
+    model = ard(*regression())
+    sketchgp.restore(model)
+    sketchgp.accelerate(model, solver=sketchgp.Cholesky())
+    with iterative(tol=1e-3):
+        history = sketchgp.fit(model, iterations=3)
+    expected = sketchgp.fit(ard(*regression()), iterations=3)
+    assert history.objective == "exact"
+    assert history.losses == pytest.approx(expected.losses, abs=1e-9)
+
+
 def test_in_inference_mode() -> None:
     expected = sketchgp.fit(ard(*regression()), iterations=3)
     model = ard(*regression())

@@ -41,7 +41,8 @@ def fit(
     """Maximise the marginal likelihood of an accelerated model, or an :class:`InducingPointGP`, in place.
 
     The loss is computed *exactly*, by one factorization in float64, up to 5,000 rows (CUDA: 20,000) that fit the memory
-    budget, unless ``accelerate`` was given a solver, or GPyTorch a ``max_cholesky_size``: ``n^3`` operations a loss.
+    budget, unless ``accelerate`` was given a solver, or GPyTorch a ``max_cholesky_size``: ``n^3`` operations a loss
+    (and whatever n is with the solver :class:`Cholesky`).
     Above that an upper *bound* of it is minimised where it is within 0.002 a row of a lower one: of Artemev, Burt, van
     der Wilk (arXiv:2102.08314), with exact gradients, and no random number but those of the pivots.  Elsewhere the loss
     is estimated with *probes*, drawn once, so that it is the same function at every step; log determinants are as in

@@ -19,6 +19,7 @@ from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
 from ..report import shortfall_counted
 from ..settings import memory_budget
+from ..solvers import Cholesky
 from .before import Before
 from .history import SETTLED, FitHistory
 from .lbfgs import STUCK
@@ -66,6 +67,8 @@ def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, o
             )
     if asked != "auto":
         return asked, ""
+    if isinstance(acceleration.solver, Cholesky):
+        return "exact", ""
     free = isinstance(acceleration.solver, str) and threshold_untouched()
     fits = 8 * rows * rows * systems <= memory_budget.value(device)
     if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
