@@ -290,12 +290,13 @@ def test_the_gradient_is_that_of_the_estimate() -> None:
     assert found == pytest.approx((values[0] - values[1]) / 2e-3, rel=0.02)
 
 
-def test_probes_are_fresh_unless_they_are_to_stay() -> None:
-    model = build()
-    mll = sketchgp.LeaveOneOutPseudoLikelihood(model.likelihood, model)
-    with iterative(probes=5):
-        first, second = (value_and_gradients(model, mll)[0] for _ in range(2))
-    assert not torch.equal(first, second)
+def test_probes_stay_unless_they_are_to_be_fresh() -> None:
+    for seed in (0, None):
+        model = sketchgp.accelerate(sketchgp.restore(build()), probe_seed=seed).train()
+        mll = sketchgp.LeaveOneOutPseudoLikelihood(model.likelihood, model)
+        with iterative(probes=5):
+            first, second = (value_and_gradients(model, mll)[0] for _ in range(2))
+        assert torch.equal(first, second) == (seed is not None)
 
 
 def test_few_points_are_gpytorch_s_own() -> None:

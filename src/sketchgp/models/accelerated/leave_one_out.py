@@ -29,8 +29,8 @@ class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
     so arrays of n x n.  This one, with an accelerated model beyond the 800 points that GPyTorch factorizes, solves for
     the targets and a few probes together (:func:`sketchgp.leave_one_out` has the formulas), and once more for the
     gradient.  The value is an estimate without bias but for what is of third order; the gradient is that of the
-    estimate.  Probes are drawn anew each time, as many as GPyTorch's ``num_trace_samples`` says, or stay the same under
-    ``deterministic_probes`` and in :func:`sketchgp.fit`, which takes this class in place of GPyTorch's by itself.
+    estimate.  Probes stay the same, unless the model was accelerated with ``probe_seed=None``; there are as many as
+    GPyTorch's ``num_trace_samples`` says.  :func:`sketchgp.fit` takes this class in place of GPyTorch's by itself.
 
     :param likelihood: of the model.
     :param model: the model.
