@@ -44,6 +44,12 @@ def iterative(probes: int = 30, tol: float = 1e-8) -> Iterator[None]:
         yield
 
 
+def small_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits start from 10 rows, then twice as many while they are half of all or fewer."""
+    for name, value in {"_SUBSET": 10, "_LEVEL": 2, "_SHARE": 2}.items():
+        monkeypatch.setattr(f"sketchgp.fitting.run.{name}", value)
+
+
 @contextlib.contextmanager
 def dense() -> Iterator[None]:
     """GPyTorch's settings under which every solve is a Cholesky factorization: the reference."""

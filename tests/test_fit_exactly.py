@@ -13,7 +13,19 @@ from gpytorch import kernels
 from torch import Tensor
 
 import sketchgp
-from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal, relative
+from gp_models import (
+    LEFT_ALONE,
+    SOLVED,
+    TORCH_WARNINGS,
+    Plain,
+    data,
+    dense,
+    iterative,
+    marginal,
+    relative,
+    small_subsets,
+)
+from sketchgp.fitting import route
 
 pytestmark = TORCH_WARNINGS
 
@@ -101,6 +113,28 @@ def test_goes_on_from_the_subset() -> None:
     assert abs(history.losses[0] - best) < 0.02
     assert history.evaluations < 25
     assert relative(model.covar_module.outputscale.detach(), alone.covar_module.outputscale.detach()) < 0.5
+
+
+def test_goes_on_from_subset_to_subset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins where the one before ended, and all of them have fewer rows than the model."""
+    small_subsets(monkeypatch)
+    x, y = regression()
+    model = ard(x, y, noise=1e-3)
+    with iterative(tol=1e-5):
+        history = sketchgp.fit(model, start="subset", objective="probes", num_probes=50, tol=1e-3)
+    chain = [history]
+    while chain[-1].subset is not None:
+        chain.append(chain[-1].subset)
+    assert [(one.rows, one.objective) for one in chain] == [
+        (120, "probes"),
+        (40, "probes"),
+        (20, "probes"),
+        (10, "exact"),
+    ]
+    assert [one.bracket is None for one in chain] == [False, True, True, True]
+    alone = ard(x, y, noise=1e-3)
+    assert history.best_loss < sketchgp.fit(alone).best_loss + 0.02
+    assert model.train_targets.shape == y.shape and bool((model.train_targets == y).all())
 
 
 @pytest.mark.parametrize("name", ["fixed-noise", "hadamard", "lcm"])
@@ -232,6 +266,22 @@ def test_inducing_points_move_where_asked_whatever_their_unit() -> None:
         assert float(moved.abs().max()) > 0.05
         found[unit] = np.array(history.losses)
     assert np.abs(found[1e3] - found[1.0]).max() < 1e-5
+
+
+def test_factorizes_where_solves_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for more rows than are factorized at once; a preconditioner of three columns makes solves long."""
+    monkeypatch.setitem(route.EXACT, "cpu", 100)
+    x, y = regression(820, torch.float32)
+    model = ard(x, y, noise=1e-2)
+    sketchgp.restore(model)
+    sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=3))
+    history = sketchgp.fit(model, start="model", iterations=3)
+    assert history.objective == "exact"
+    assert history.restarts == [1]
+    assert "longer than a factorization" in history.notes[-1]
+    assert history.products[0] > 0 and not any(history.products[1:])
+    kept = sketchgp.fit(model, start="model", iterations=1, objective="probes")
+    assert kept.objective == "probes" and not kept.restarts
 
 
 def test_models_that_cannot_be_copied_or_converted() -> None:

@@ -48,8 +48,8 @@ def fit(
     is estimated with *probes*, drawn once, so that it is the same function at every step; log determinants are as in
     Wenger et al. (arXiv:2107.00243), gradients their derivatives, and the preconditioner's pivots are kept while they
     serve, by L-BFGS throughout.  Bounds that become wider on the way are made anew, with more pivots, or left for
-    probes; never within a line search, and ``FitHistory.notes`` say so.  An inducing-point model has a *bound* of its
-    own.
+    probes, and probes whose solves take longer than a factorization that fits into memory are left for exact losses;
+    never within a line search, and ``FitHistory.notes`` say so.  An inducing-point model has a *bound* of its own.
 
     A solver that ``accelerate`` was given, ASkotch, say, that is neither conjugate gradients nor Cholesky, serves Adam,
     which is then what ``"auto"`` takes: gradients are those of *samples* that it solves for, with no n x r factor
@@ -63,10 +63,10 @@ def fit(
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
         where a ``learning_rate`` is given, or for losses by samples.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
-        exactly; ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a
-        Gaussian likelihood and no batch).  Lengthscales with which every point is alone, or all are alike, so that the
-        loss does not change with them, are first made of the size of the inputs, with a warning; with ``"model"`` there
-        is only the warning.
+        exactly, from 64,000 rows on then to 16,000 as it does to all, and so on; ``"auto"`` does so with L-BFGS above
+        3,000 rows where it is known how to take rows of the model (a Gaussian likelihood and no batch).  Lengthscales
+        with which every point is alone, or all are alike, so that the loss does not change with them, are first made of
+        the size of the inputs, with a warning; with ``"model"`` there is only the warning.
     :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
         asked for is minimised however wide it is.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).

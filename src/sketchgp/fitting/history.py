@@ -11,6 +11,7 @@ from .picture import draw
 SETTLED = "the loss has settled"
 FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
 WIDENED = "the bounds of the loss have become too wide"
+DEAR = "solves take longer than a factorization"
 
 
 @dataclass(repr=False)
@@ -33,12 +34,13 @@ class FitHistory:
     ``"bound"`` (an upper bound of the exact one; Titsias's for an inducing-point model) or ``"given"`` (whatever the
     ``mll`` does).
     ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``restarts`` at
-    which steps the optimiser began anew with another function: new pivots of the bound, or probes instead of it, or it
-    instead of probes. By L-BFGS losses never rise between restarts. ``bracket`` holds two numbers between which the
-    exact loss at the final parameters certainly is, by one more solve, rounding included; with exact losses that number
-    twice, as float64 rounds it; None where nothing is certain. ``evaluations`` counts losses with gradient, those of a
-    line search included. ``subset`` is the history of the fit on a random subset that this one started from, with
-    ``rows`` rows; None where it started from the model's parameters. ``notes`` say what was decided on the way.
+    which steps the optimiser began anew with another function: new pivots of the bound, probes instead of it, it
+    instead of probes, or the exact loss instead of them. By L-BFGS losses never rise between restarts. ``bracket``
+    holds two numbers between which the exact loss at the final parameters certainly is, by one more solve, rounding
+    included; with exact losses that number twice, as float64 rounds it; None where nothing is certain. ``evaluations``
+    counts losses with gradient, those of a line search included. ``subset`` is the history of the fit on a random
+    subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
+    model's parameters. ``notes`` say what was decided on the way.
     """
 
     losses: list[float] = field(default_factory=list)

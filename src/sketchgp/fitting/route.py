@@ -28,6 +28,10 @@ from .start import exact_objective
 from .steps import Steps
 
 EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
+# An evaluation by factorization takes the time of so many rows a product with K (and its share of all else) in one with
+# probes: 45 at 9,600 rows and 68 at 6,000, on one core (docs/tuning.md).
+_ROWS_A_PRODUCT = 60
+_ROOM = 1.5  # the memory budget, a quarter of what is free, is to hold such a part more than one matrix
 # Nats a row that a bound may leave open to be taken for the loss.  A fit loses at most that, and lost a tenth of it to
 # all of it where it was measured; one with probes lost 0.0001 to 0.0007 (benchmarks/bounds.py).
 WIDTH = 0.002
@@ -69,13 +73,46 @@ def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, o
         return asked, ""
     if isinstance(acceleration.solver, Cholesky):
         return "exact", ""
-    free = isinstance(acceleration.solver, str) and threshold_untouched()
     fits = 8 * rows * rows * systems <= memory_budget.value(device)
-    if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
+    if _free(acceleration) and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
         return "exact", ""
     if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
         return "probes", "GPyTorch factorizes the matrix, by its settings in force"
     return ("probes", f"no bound: {no_bound}") if no_bound else ("bound", "")
+
+
+def _free(acceleration: Acceleration) -> bool:
+    """Whether the user left it to us how to solve."""
+    return isinstance(acceleration.solver, str) and threshold_untouched()
+
+
+def dearest(own: Objective, acceleration: Acceleration | None, asked: str) -> float:
+    """Products with K of an evaluation with probes, above which a factorization is sooner done; infinite where that
+    does not fit into memory, or is not to be.
+
+    :param own: the model's own losses; :param asked: of how they are computed.
+    """
+    if acceleration is None or asked != "auto" or own.model.train_targets.device.type != "cpu":
+        return math.inf
+    fits = _ROOM * 8 * own.rows**2 <= memory_budget.value()
+    return own.rows / _ROWS_A_PRODUCT if fits and _systems(own) == 1 and _free(acceleration) else math.inf
+
+
+def factorized(own: Objective, steps: Steps, acceleration: Acceleration) -> Objective:
+    """What a fit goes on with where its solves take longer than a factorization.
+
+    :param own: the model's own losses; they get the best parameters.
+    """
+    history = steps.history
+    own.restore(steps.best)
+    history.objective = "exact"
+    history.restarts.append(len(history.losses))
+    history.notes.append(
+        f"after {len(history.losses)} steps the solves of a loss took longer than a factorization: went on with those"
+    )
+    if acceleration.cache is not None:
+        acceleration.cache.release()
+    return exact_objective(own.model, own.mll)
 
 
 def _sampled(model: Any, acceleration: Acceleration) -> bool:

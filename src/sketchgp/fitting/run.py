@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..accelerate import acceleration_of
 from ..errors import InputError, warn
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.bound_density import TooWide
@@ -22,17 +24,19 @@ from ..models.accelerated.sampled_density import Samples, sampling
 from .adam import adam
 from .adam import improvement as adam_improvement
 from .before import Before
-from .history import FLAT, SETTLED, WIDENED, FitHistory
+from .history import DEAR, FLAT, SETTLED, WIDENED, FitHistory
 from .lbfgs import improvement as lbfgs_improvement
 from .lbfgs import lbfgs
 from .objective import Objective
 from .record import Record, fit_marks
-from .route import WIDTH, bound_at_last, bracket, new_bound, next_objective, route
+from .route import WIDTH, bound_at_last, bracket, dearest, factorized, new_bound, next_objective, route
 from .scales import flatness, rescale
 from .start import exact_objective, on_subset
 from .steps import Steps
 
-_SUBSET = 2000  # rows of a subset to start from
+_SUBSET = 2000  # rows of a subset to start from, fitted exactly;
+_LEVEL = 8  # of the next subset so many times as many, fitted as all rows are,
+_SHARE = 4  # where so many times as many are fewer than all rows
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
 _SPAN = {"exact": 10, "bound": 10}  # steps of L-BFGS over which a loss is judged, by its kind;
@@ -61,6 +65,7 @@ class Fit:
     :param mll: of it; :param acceleration: of it, None for an inducing-point model.
     :param show: whether to show progress; :param callback: called with step and loss.
     :param checkpoint: a file for evaluations, or None; :param every: seconds between two writes.
+    :param within: the record of the fit of which this one, of some of its rows, is a part.
     """
 
     def __init__(
@@ -73,9 +78,10 @@ class Fit:
         callback: Callable[[int, float], Any] | None,
         checkpoint: str | os.PathLike[str] | None,
         every: float,
+        within: Record | None = None,
     ) -> None:
         self.model, self.mll, self.acceleration, self.choices = model, mll, acceleration, choices
-        self.show, self.callback = show, callback
+        self.show, self.callback, self.whole = show, callback, within is None
         self.kind, why = route(model, mll, acceleration, choices.objective, choices.optimizer)
         if self.kind == "samples" and checkpoint is not None:
             raise InputError(
@@ -90,7 +96,7 @@ class Fit:
         self.own = self.current = Objective(model, mll)
         self.steps: Steps | None = None
         marks = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
-        self.record = Record(
+        self.record = within or Record(
             self.own, checkpoint, every, lambda: fit_marks(model, mll, f"{marks} {_solved_by(acceleration)}")
         )
 
@@ -136,16 +142,17 @@ class Fit:
             return self._from_subset(asked)
         return None
 
-    def _minimise(self, inverse: np.ndarray | None) -> None:
+    def _minimise(self, inverse: np.ndarray | None) -> np.ndarray | None:
         """Runs of the optimiser, until one ends for good.
 
-        :param inverse: about the inverse Hessian where they begin.
+        :param inverse: about the inverse Hessian where they begin; the same where they end is returned.
         """
         history, choices = self.history, self.choices
         limit = choices.iterations or _ITERATIONS[history.optimizer]
+        title = "marginal likelihood" if self.whole else f"{history.rows} rows"
         with (
             self._one_function(),
-            tqdm(total=limit, desc="marginal likelihood", unit="step", disable=not self.show, leave=False) as bar,
+            tqdm(total=limit, desc=title, unit="step", disable=not self.show, leave=False) as bar,
         ):
             while True:
                 self.steps = steps = self._steps(limit, bar, near=inverse is not None)
@@ -161,7 +168,13 @@ class Fit:
                     asked = choices.objective
                     self.current = next_objective(self.current, steps, self.own, self.acceleration, asked=asked)
                     continue
+                if history.reason == DEAR:
+                    assert self.acceleration is not None
+                    self.current = factorized(self.own, steps, self.acceleration)
+                    continue
                 self.own.restore(steps.best)
+                if not self.whole:
+                    return inverse
                 if self.flat and history.reason == SETTLED:
                     history.reason = FLAT if flatness(self.model, choices.seed) else SETTLED
                 history.bracket = bracket(self.current, self.own, self.acceleration, history)
@@ -169,7 +182,7 @@ class Fit:
                 if self.kind != history.objective:
                     after = bound_at_last(self.own, self.acceleration, history)
                 if after is None:
-                    return
+                    return inverse
                 self.current = after
 
     def _steps(self, limit: int, bar: Any, near: bool) -> Steps:
@@ -184,9 +197,10 @@ class Fit:
         best = None if self.steps is None or not history.losses else self.steps.best
         cache = None if self.acceleration is None else self.acceleration.cache
         current.stage = self.record.stage(cache if current.bound is None else current.bound.cache, current.bound)
-        return Steps(
-            current, history, limit, bar, self.callback, improvement, self.choices.tol, self.record.began, widest, best
-        )
+        probing = history.optimizer == "lbfgs" and history.objective == "probes"
+        most = dearest(self.own, self.acceleration, self.choices.objective) if probing else math.inf
+        began, tol = self.record.began, self.choices.tol
+        return Steps(current, history, limit, bar, self.callback, improvement, tol, began, widest, best, most)
 
     @contextmanager
     def _one_function(self) -> Iterator[None]:
@@ -207,7 +221,9 @@ class Fit:
 
         :param asked: whether the user wants it, and is told where it cannot be.
         """
-        twin = on_subset(self.mll, _SUBSET, self.choices.seed)
+        rows = _SUBSET if self.kind == "samples" else _rows_before(self.history.rows)
+        exact = rows == _SUBSET
+        twin = on_subset(self.mll, rows, self.choices.seed, exact)
         if twin is None:
             if asked:
                 raise InputError(
@@ -215,6 +231,18 @@ class Fit:
                     'be taken; use start="model".'
                 )
             return None
+        try:
+            inverse, best = (self._fit_exactly if exact else self._fit_part)(twin)
+        except RuntimeError:  # a forward that holds what no copy converts
+            if asked:
+                raise
+            self.history.subset = None
+            return None
+        self.current.restore(best)
+        return inverse
+
+    def _fit_exactly(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
+        """About the inverse Hessian at the least exact loss of a part of the rows, and the parameters there."""
         self.history.subset = found = FitHistory(
             optimizer="lbfgs", objective="exact", rows=len(twin.model.train_targets)
         )
@@ -223,15 +251,18 @@ class Fit:
         with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
             improvement = partial(lbfgs_improvement, span=_SPAN["exact"])
             steps = Steps(part, found, limit, bar, None, improvement, self.choices.tol, self.record.began)
-            try:
-                inverse = lbfgs(part, steps)
-            except RuntimeError:  # a forward that holds what no copy converts
-                if asked:
-                    raise
-                self.history.subset = None
-                return None
-        self.current.restore(steps.best)
-        return inverse
+            return lbfgs(part, steps), steps.best
+
+    def _fit_part(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
+        """The same of more rows, by a fit of their own, which begins with fewer."""
+        choices = dataclasses.replace(self.choices, start="subset", iterations=None, optimizer="lbfgs")
+        fit = Fit(twin.model, twin, acceleration_of(twin.model), choices, self.show, None, None, 0.0, self.record)
+        self.history.subset = fit.history
+        inverse = fit._minimise(fit._from_the_start())
+        assert fit.steps is not None
+        if fit.acceleration is not None and fit.acceleration.cache is not None:  # the record knows it
+            fit.acceleration.cache.release()
+        return inverse, fit.steps.best
 
     def _away_from_flatness(self) -> str:
         """Lengthscales of the size of the data where the loss is flat otherwise; why it still is."""
@@ -248,6 +279,14 @@ class Fit:
                 "Standardise the inputs, or start from lengthscales of their size."
             )
         return why
+
+
+def _rows_before(rows: int) -> int:
+    """How many rows a fit to so many rows starts from."""
+    before = _SUBSET
+    while _SHARE * _LEVEL * before <= rows:
+        before *= _LEVEL
+    return before
 
 
 def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Where a fit starts: from a random subset of the rows, fitted exactly."""
+"""Where a fit starts: from a random subset of the rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def _in_float64(mll: Any) -> Any:
     return twin.double()
 
 
-def on_subset(mll: Any, rows: int, seed: int) -> Any | None:
-    """A float64 copy of a marginal log likelihood whose model has only so many random rows of its data.
+def on_subset(mll: Any, rows: int, seed: int, double: bool) -> Any | None:
+    """A copy of a marginal log likelihood whose model has only so many random rows of its data.
+
+    :param double: whether the copy is in float64.
 
     None for a model that it is not known how to take rows of (one with a batch, or with noises of its own making), or
     that cannot be copied.
@@ -51,7 +53,7 @@ def on_subset(mll: Any, rows: int, seed: int) -> Any | None:
     order = torch.randperm(len(seen), generator=generator(seed, "rows of a subset to start a fit from"))
     chosen = seen[order[:rows]].sort().values.to(targets.device)
     try:
-        twin = _in_float64(mll)
+        twin = _in_float64(mll) if double else copied(mll).train()
     except (RuntimeError, TypeError):  # what a model holds may be no one's to copy
         return None
     twin.model.set_train_data(

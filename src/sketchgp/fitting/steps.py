@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..models.accelerated.probed_density import standard_error
-from .history import SETTLED, WIDENED, FitHistory
+from .history import DEAR, SETTLED, WIDENED, FitHistory
 from .objective import Objective
 from .record import Evaluation
 
@@ -28,6 +28,7 @@ class Steps:
         probes make all losses it is far smaller than that of a loss, and falls with the length of the steps.
     :param widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
         its first step; :param best: the parameters of the best step of the run before.
+    :param dearest: a run ends where an evaluation takes more products with the kernel matrix.
 
     :ivar first: how many steps there were before this run.
     :ivar best: the parameters of the best step.
@@ -45,10 +46,11 @@ class Steps:
         began: float,
         widest: float = math.inf,
         best: list[Tensor] | None = None,
+        dearest: float = math.inf,
     ) -> None:
         self.objective, self.history, self.limit, self.bar = objective, history, limit, bar
         self.callback, self.improvement, self.tol, self.began = callback, improvement, tol, began
-        self.first, self.widest = len(history.losses), widest
+        self.first, self.widest, self.dearest = len(history.losses), widest, dearest
         self.best = objective.state() if best is None else best
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
         self._since: list[Evaluation] = []  # the step before
@@ -86,6 +88,8 @@ class Steps:
             history.reason = "stopped by the callback"
         elif width is not None and width > self.widest:
             history.reason = WIDENED
+        elif found.products > self.dearest:
+            history.reason = DEAR
         elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
