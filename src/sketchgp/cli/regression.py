@@ -32,7 +32,9 @@ class Regression(gpytorch.models.ExactGP):
     """
 
     def __init__(self, x: Tensor, y: Tensor, kernel: str = "matern52"):
-        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        # Targets without noise want less than GPyTorch's least one, 1e-4; this is scikit-learn's.
+        least = gpytorch.constraints.GreaterThan(1e-5)
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood(noise_constraint=least))
         self.mean_module = gpytorch.means.ConstantMean()
         self.covar_module = gpytorch.kernels.ScaleKernel(KERNELS[kernel](x.shape[-1]))
         # Standardised rows are about sqrt(2 d) apart: start with lengthscales of that order.

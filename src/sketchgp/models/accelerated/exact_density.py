@@ -49,5 +49,7 @@ class _InvQuadLogdet(torch.autograd.Function):
         scaled = weights * of_each.unsqueeze(-2)
         of_matrix = None
         if ctx.needs_input_grad[0]:
-            of_matrix = inverse * of_determinant[..., None, None] - scaled @ weights.mT
+            of_matrix = inverse * of_determinant[..., None, None]
+            n, t = weights.shape[-2:]
+            of_matrix.view(-1, n, n).baddbmm_(scaled.reshape(-1, n, t), weights.reshape(-1, n, t).mT, alpha=-1)
         return of_matrix, 2 * scaled
