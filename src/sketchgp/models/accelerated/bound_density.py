@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from ...errors import SketchGPError
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import Access, evaluated_accurately, terms
-from ...operators.substitution import cholesky_solve
+from ...operators.low_rank_plus_diagonal import inverse_rows
 from ...preconditioners import Preconditioner, PreconditionerCache
 from ...preconditioners.tightened import log_slack
 from ...solvers import ConjugateGradients, System
@@ -293,8 +293,7 @@ def _of_factor(
 
     def rows_of(rows: slice) -> Tensor:
         part = factor[..., rows, :]
-        half = cholesky_solve(part.mT, root).mT / diagonal[..., rows, None]
-        of_inverse[..., rows] = (1 - (part * half).sum(dim=-1)) / diagonal[..., rows]
+        half, of_inverse[..., rows] = inverse_rows(part, diagonal[..., rows], root)
         half.mul_(of_determinant[..., None, None]).addcmul_(part, of_prior[..., rows, None], value=-1)
         return half.sub_(weighed[..., rows, :] @ projected.mT)
 
