@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
 from ...preconditioners import PreconditionerCache
 from ...random_streams import generator
@@ -70,12 +71,8 @@ class _Solve(torch.autograd.Function):
         return value
 
     @staticmethod
+    @in_callers_context
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # On CUDA this is another thread, which has none of the caller's context variables (the memory budget).
-        return ctx.caller.copy().run(_Solve._backward, ctx, grad)
-
-    @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, *args = ctx.saved_tensors
         with solve_for("other"):
             back = _Solve.apply(ctx.tree, grad, *args)
