@@ -757,13 +757,6 @@ BREAKS = (
         "an iteration costs nothing",
     ),
     Break(
-        "preconditioners/cache.py",
-        "if found is None or self.choice.rank is not None or found.shape[-1] >= wanted:",
-        "if True:",
-        PRECONDITIONERS,
-        "low-rank variances are made of the few pivots of a cheap solve",
-    ),
-    Break(
         "lowrank/factor.py",
         "wider[:, : factor.shape[1]] = factor",
         "wider[:, -factor.shape[1] :] = factor",
