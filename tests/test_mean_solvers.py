@@ -43,7 +43,13 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return posterior(model, test)
 
 
-@pytest.mark.parametrize("name", SOLVED)
+PLAIN = {  # one kernel matrix each, whose rows are those of the others, too
+    "nested-scale", "batch-matern", "periodic", "product-kernel", "additive-kernel", "rational-quadratic",
+    "active-dims", "active-dims-scale", "bare-matern",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in SOLVED if name not in PLAIN])
 def test_mean_and_variance_are_the_dense_ones(name):
     """Every kind of model; batches are solved one by one."""
     wanted_mean, wanted_variance = reference(SOLVED[name])
