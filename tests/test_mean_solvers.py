@@ -136,8 +136,8 @@ def test_fantasies_copies_and_pickles():
     assert relative(found, wanted) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_fantasies_are_as_exact_as_means(dtype):
+@pytest.mark.parametrize(("dtype", "preconditioner"), [(torch.float64, None), (torch.float32, "auto")])
+def test_fantasies_are_as_exact_as_means(dtype, preconditioner):
     """By the deviations of observations, also where the noise is small; not to the residual of other solves."""
     model, test = model_of()
     model = model.to(dtype).eval()
@@ -152,7 +152,7 @@ def test_fantasies_are_as_exact_as_means(dtype):
     with dense(), torch.no_grad():
         wanted = plain(test.double())
         deviation = (wanted.variance + 1e-5).sqrt()
-    sketchgp.accelerate(model)
+    sketchgp.accelerate(model, preconditioner=preconditioner)
     with iterative(tol=1e-3), torch.no_grad():
         model(test)
         found = model.get_fantasy_model(*new)(test).mean
