@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 DATA_VARIABLE = "SKETCHGP_DATA"
+COVERED = 1.959964  # deviations around a mean that hold 95%
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -120,6 +121,18 @@ class Model(gpytorch.models.ExactGP):
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def scores(mean: Tensor, variance: Tensor, y: Tensor) -> dict[str, float]:
+    """Of predicted observations ``(m,)``: root mean square error, negative log density, and how many lie within the
+    interval of 95%."""
+    mean, variance, y = (part.detach().double().reshape(-1) for part in (mean, variance, y))
+    error, variance = mean - y, variance.clamp_min(1e-12)
+    return {
+        "rmse": float(error.square().mean().sqrt()),
+        "nll": float((0.5 * (error.square() / variance + (2 * math.pi * variance).log())).mean()),
+        "coverage": float((error.abs() <= COVERED * variance.sqrt()).double().mean()),
+    }
 
 
 # ------------------------------------------------------------------------------------------- machine

@@ -46,9 +46,9 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
-from common import Model, load_arrays, standardise
+from common import Model, load_arrays, scores, standardise
 from hyperparameters_report import report
-from hyperparameters_rivals import DENSE, RIVALS, Data, parameters, scores, true_loss
+from hyperparameters_rivals import DENSE, RIVALS, Data, parameters, true_loss
 from measure import high_water_mb
 from runner import Benchmark, Group
 

@@ -1,4 +1,4 @@
-"""What ``fit`` is compared with: GPyTorch's exact model, SGPR and SVGP, and a dense L-BFGS; how all are scored."""
+"""What ``fit`` is compared with: GPyTorch's exact model, SGPR and SVGP, and a dense L-BFGS."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from gpytorch.kernels import InducingPointKernel, MaternKernel, ScaleKernel
 from scipy.optimize import minimize
 from torch import Tensor
 
-from common import Model
+from common import Model, scores
 from measure import counted_gpytorch_cg
 
 STEPS, EPOCHS = 100, 100  # of Adam for exact models and SGPR; of SVGP
 BATCH, LEAST = 1024, 2000  # rows of a step of SVGP, and the fewest steps, however few the rows
 DENSE = 8000  # training rows up to which the dense fit is tried
-_COVERED = 1.959964  # deviations around the mean that hold 95%
 
 
 class Data(NamedTuple):
@@ -32,17 +31,6 @@ class Data(NamedTuple):
     y: Tensor
     test_x: Tensor
     test_y: Tensor
-
-
-def scores(mean: Tensor, variance: Tensor, y: Tensor) -> dict[str, float]:
-    """Of predicted observations ``(m,)``, in units of the training targets' deviation."""
-    mean, variance, y = (part.detach().double().reshape(-1) for part in (mean, variance, y))
-    error, variance = mean - y, variance.clamp_min(1e-12)
-    return {
-        "rmse": float(error.square().mean().sqrt()),
-        "nll": float((0.5 * (error.square() / variance + (2 * math.pi * variance).log())).mean()),
-        "coverage": float((error.abs() <= _COVERED * variance.sqrt()).double().mean()),
-    }
 
 
 def parameters(model: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
-from common import describe, load_arrays, number, standardise, table
+from common import describe, load_arrays, number, scores, standardise, table
 from measure import high_water_mb
 from runner import Benchmark, Group
 
@@ -82,23 +82,19 @@ class Places:
         self.x, self.y, self.test_x, self.test_y = (torch.as_tensor(part).float() for part in (x, y, test_x, test_y))
 
 
-def scores(mean: Tensor, variance: Tensor, y: Tensor, scale: float) -> dict[str, float]:
+def field_scores(mean: Tensor, variance: Tensor, y: Tensor, scale: float) -> dict[str, float]:
     """Of predicted observations, errors and CRPS in degrees; the density of a target in its own deviations.
 
     CRPS of a Gaussian: Gneiting and Raftery (Journal of the American Statistical Association 102, 2007), equation 21's
     negative.
     """
+    found = scores(mean, variance, y)
     mean, y, deviation = mean.double(), y.double(), variance.double().sqrt()
     z = (y - mean) / deviation
     normal = torch.distributions.Normal(0.0, 1.0)
     crps = deviation * (z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - 1 / math.sqrt(math.pi))
-    return {
-        "rmse": scale * float((y - mean).square().mean().sqrt()),
-        "mae": scale * float((y - mean).abs().mean()),
-        "crps": scale * float(crps.mean()),
-        "nll": float((0.5 * z.square() + deviation.log() + 0.5 * math.log(2 * math.pi)).mean()),
-        "coverage": float((z.abs() <= 1.959964).double().mean()),
-    }
+    errors = {"rmse": found["rmse"], "mae": float((y - mean).abs().mean()), "crps": float(crps.mean())}
+    return {**found, **{name: scale * error for name, error in errors.items()}}
 
 
 def work(solves: list[Any]) -> list[dict[str, Any]]:
@@ -149,7 +145,7 @@ def fitted(places: Places, nu: float, sizes: dict[str, Any], everything: bool) -
         "lengthscales": model.covar_module.base_kernel.lengthscale.reshape(-1).tolist(),
         "outputscale": model.covar_module.outputscale.item(), "noise": model.likelihood.noise.item(),
         "mean": model.mean_module.constant.item(), "scale": places.scale,
-        **scores(found.mean, found.observation_variance, places.test_y, places.scale),
+        **field_scores(found.mean, found.observation_variance, places.test_y, places.scale),
     }  # fmt: skip
     if everything and places.whole and places.raw.shape[1] == 2:
         result["map"] = pixels(places, found)

@@ -122,8 +122,11 @@ def test_every_matmul_gives_the_dense_answer(name: str, matmul: str) -> None:
     assert gradient_error(found_gradient, gradient) < 3e-2
 
 
-@pytest.mark.parametrize("choice", list(PRECONDITIONERS))
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "batch", "fixed-noise"])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [*(("scale-rbf-ard", choice) for choice in PRECONDITIONERS),
+     *((name, choice) for name in ("batch", "fixed-noise") for choice in ("rpcholesky", "nystrom", "none"))],
+)  # fmt: skip
 def test_every_preconditioner_gives_the_dense_answer(name: str, choice: str) -> None:
     mean, variance, value, gradient = reference(name)
     model, test = case(name).build()

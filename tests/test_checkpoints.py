@@ -52,10 +52,8 @@ VARIANTS = {
     "askotch-float32-stagnates": ASkotch(block_size=BLOCK, tol=1e-6),  # float32 cannot do better
     "askotch-optimistic": ASkotch(block_size=BLOCK, tol=1e-3),  # its target is lowered, as its estimates are wrong
     "askotch-nystrom": ASkotch(block_size=BLOCK, rank=15, tol=1e-3),
-    "askotch-plain": ASkotch(block_size=BLOCK, rank=0, max_passes=10, tol=1e-8),
     "askotch-uniform": ASkotch(block_size=BLOCK, sampling="uniform", mu=0.1, tol=1e-2),
-    "askotch-small-blocks": ASkotch(block_size=7, sampling="uniform", max_passes=5, tol=1e-8),
-    "askotch-v1": ASkotch(block_size=BLOCK, version=1, max_passes=9, tol=1e-8),
+    "askotch-small-blocks": ASkotch(block_size=7, sampling="uniform", max_passes=2, tol=1e-8),
     "askotch-v1-nystrom": ASkotch(block_size=BLOCK, version=1, rank=15, max_passes=9, tol=1e-8),
     "skotch": Skotch(block_size=BLOCK, tol=1e-3),
     "skotch-v1": Skotch(block_size=BLOCK, version=1, max_passes=9, tol=1e-8),
@@ -226,9 +224,7 @@ def test_saving_changes_nothing(name, path):
     assert saved.report.passes == plain.report.passes
 
 
-@pytest.mark.parametrize(
-    "name", ["askotch", "askotch-float32", "askotch-v1-nystrom", "skotch", "skotch-v1", "eigenpro2", "eigenpro2-halved"]
-)
+@pytest.mark.parametrize("name", ["askotch", "askotch-float32", "askotch-v1-nystrom", "skotch", "eigenpro2"])
 def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     """By its budget, which cuts through windows and passes."""
     solver, problem = VARIANTS[name], _problem_of(name)
@@ -243,7 +239,7 @@ def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     monkeypatch.setattr(refinement.Refinement, "step", step)
     expected = _solve(solver, problem)
     stops = passes[:-1]
-    for count in range(0, len(stops), max(1, len(stops) // 10)):
+    for count in range(0, len(stops), max(1, len(stops) // 6)):
         stopped = _solve(dataclasses.replace(solver, checkpoint=path, max_passes=stops[count]), problem)
         reached = bool((stopped.report.residual <= stopped.report.tol).all())
         assert stopped.report.reason == ("reached the tolerance" if reached else "ran out of passes")
@@ -933,8 +929,6 @@ def test_the_same_problem_is_not_refused(path, kind):
 
 AUTOMATIC = {
     "askotch": ASkotch(max_passes=5, tol=1e-12),
-    "askotch-v1": ASkotch(version=1, max_passes=5, tol=1e-12),
-    "skotch": Skotch(max_passes=5, tol=1e-12),
     "skotch-v1": Skotch(version=1, max_passes=5, tol=1e-12),
     "eigenpro2": EigenPro2(max_passes=5, tol=1e-12),
 }

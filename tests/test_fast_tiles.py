@@ -132,6 +132,7 @@ KERNELS: dict[str, Make] = {
         lambda k: k * RQKernel(batch_shape=b) + ScaleKernel(k, batch_shape=b) + k * LaplaceKernel(batch_shape=b)
     )(MaternKernel(nu=2.5, batch_shape=b)),
 }
+OF_EACH_FORM = ["rbf-ard", "matern12", "rq", "periodic", "laplace-ard", "constant", "sum", "multiplied-out"]
 
 # kernels of three input dimensions that select some of them, at every level and out of order
 SELECTING: dict[str, Callable[[], Kernel]] = {
@@ -202,11 +203,11 @@ def test_the_reference_is_what_gpytorch_computes(name):
     assert relative(reference(kernel, x, x), kernel(x).to_dense()) < 1e-7  # its distances are at least 1e-15
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 20])
+@pytest.mark.parametrize("d", [1, 3, 20])
 @pytest.mark.parametrize("name", KERNELS)
 def test_values(name, d, many_tiles):
-    kernel, x = make(name, d, seed=d), points(70, d, seed=d)
-    for z in (None, points(41, d, seed=9), x.clone()):
+    kernel, x = make(name, d, seed=d), points(45, d, seed=d)
+    for z in (None, points(31, d, seed=9), x.clone()):
         check_values(kernel, x, z)
 
 
@@ -237,8 +238,11 @@ def test_l1_distances_of_any_number_of_features(name, d, many_tiles):
     check_values(make(name, d), points(50, d), points(31, d, seed=9))
 
 
-@pytest.mark.parametrize("batch", ["kernels", "inputs", "both", "crossed", "left inputs"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [*((name, batch) for name in KERNELS for batch in ("both", "crossed")),
+     *((name, batch) for name in OF_EACH_FORM for batch in ("kernels", "inputs", "left inputs"))],
+)  # fmt: skip
 def test_batches(name, batch, many_tiles):
     kernel = make(name, 3, BATCH if batch in ("kernels", "both") else NO_BATCH)
     x, z = points(40), points(23, seed=9)
@@ -279,24 +283,22 @@ def test_a_matrix_repeated_along_a_batch_is_one_matrix():
     assert relative(operator._matmul(rhs), reference(kernel, x, x) @ rhs) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", [*KERNELS, *SELECTING])
-def test_far_from_the_origin(name, dtype, many_tiles):
-    kernel = make(name).to(dtype)
-    x, z = points(70, shift=1e4, dtype=dtype), points(41, shift=1e4, seed=9, dtype=dtype)
-    for right in (None, z):
-        check_values(kernel, x, right, 1e-12 if dtype == torch.float64 else 1e-5)
+def test_far_from_the_origin(name, many_tiles):
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        kernel, x = make(name).to(dtype), points(45, shift=1e4, dtype=dtype)
+        check_values(kernel, x, None, limit)
+    check_values(kernel, x, points(31, shift=1e4, seed=9, dtype=dtype), limit)
 
 
-@pytest.mark.parametrize("d", [3, 20])
 @pytest.mark.parametrize("name", KERNELS)
-def test_values_in_float32(name, d, many_tiles):
-    kernel, x = make(name, d).float(), points(90, d, dtype=torch.float32)
-    for z in (None, points(41, d, seed=9, dtype=torch.float32)):
+def test_values_in_float32(name, many_tiles):
+    kernel, x = make(name, 20).float(), points(45, 20, dtype=torch.float32)
+    for z in (None, points(31, 20, seed=9, dtype=torch.float32)):
         check_values(kernel, x, z, 1e-5)
 
 
-@pytest.mark.parametrize("lengthscale", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("lengthscale", [1e-1, 1e-3])
 @pytest.mark.parametrize("d", [1, 2])
 @pytest.mark.parametrize("name", ["rbf", "matern12", "matern32", "matern52", "rq", "laplace"])
 def test_short_lengthscales_in_float32(name, d, lengthscale):
@@ -376,12 +378,12 @@ def test_near_pairs_are_few_at_short_lengthscales(many_tiles):
 @pytest.mark.parametrize("name", KERNELS)
 def test_duplicated_points_and_constant_columns(name, many_tiles):
     for d in (2, 4):
-        x = points(25, d).repeat(3, 1)
+        x = points(15, d).repeat(3, 1)
         x[:, 1] = 5.0
         for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
             kernel = make(name, d).to(dtype)
             check_values(kernel, x.to(dtype), None, limit)
-            check_values(kernel, x.to(dtype), x[10:50].to(dtype), limit)
+            check_values(kernel, x.to(dtype), x[10:30].to(dtype), limit)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -481,8 +483,7 @@ def check_gradients(
         assert relative(gradient, wanted) < limit
 
 
-@pytest.mark.parametrize("inputs", [False, True], ids=["parameters", "inputs"])
-@pytest.mark.parametrize("d", [1, 3, 20])
+@pytest.mark.parametrize(("d", "inputs"), [(1, True), (3, False), (3, True), (20, True)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_gradients(name, d, inputs, many_tiles):
     kernel, x = make(name, d), points(50, d)
@@ -516,8 +517,11 @@ def test_gradients_of_l1_distances_of_many_features(d, many_tiles):
             check_gradients(make("laplaces", d), points(40, d), z, "product", inputs)
 
 
-@pytest.mark.parametrize("batch", ["kernels", "inputs", "both"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [*((name, "both") for name in KERNELS),
+     *((name, batch) for name in OF_EACH_FORM for batch in ("kernels", "inputs"))],
+)  # fmt: skip
 def test_gradients_of_batches(name, batch, many_tiles):
     kernel = make(name, 3, NO_BATCH if batch == "inputs" else BATCH)
     x, z = points(40), points(23, seed=9)
@@ -565,7 +569,7 @@ def test_gradients_of_a_repeated_matrix(name, batch, inputs, many_tiles):
 @pytest.mark.parametrize("name", KERNELS)
 def test_gradients_in_float32(name, d, many_tiles):
     kernel = make(name, d).float()
-    x, z = points(80, d, shift=10.0, dtype=torch.float32), points(31, d, shift=10.0, seed=9, dtype=torch.float32)
+    x, z = points(45, d, shift=10.0, dtype=torch.float32), points(31, d, shift=10.0, seed=9, dtype=torch.float32)
     for inputs in (False, True):
         check_gradients(kernel, x, None, "product", inputs, 3e-4)
         check_gradients(kernel, x, z, "product", inputs, 3e-4)

@@ -520,24 +520,6 @@ def test_copies_and_pickles_start_empty():
         assert relative(other.get(_operator(), _noise("constant")).to_dense(), cache._built.to_dense()) == 0
 
 
-def test_pivots_are_training_points():
-    cache = PreconditionerCache(RPCholesky(15))
-    pivots = cache.pivots(_operator(), _noise("constant"))
-    assert len(pivots.unique()) == 15
-    assert PreconditionerCache(Nystrom(15)).pivots(_operator(), _noise("constant")) is None
-
-
-def test_pivots_of_an_automatic_rank_are_many():
-    """What asks for them are variances, which do not get cheaper by taking few."""
-    operator, noise = _operator(n=300, lengthscale=2.0), _noise("constant", 300)
-    cache = PreconditionerCache(RPCholesky())
-    few = cache.get(operator, noise).rank
-    pivots = cache.pivots(operator, noise)
-    assert few < 100 < len(pivots.unique()) == len(pivots) <= math.ceil(10 * math.sqrt(300))
-    assert cache.pivots(operator, noise) is pivots
-    assert cache.get(operator, noise).rank == few
-
-
 def test_names_and_equality():
     assert RPCholesky(5).name == "RPCholesky"
     assert Nystrom().name == "Nystrom[gaussian]"

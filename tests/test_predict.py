@@ -104,7 +104,7 @@ def test_every_matmul(matmul: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("variance", ["exact", "low_rank", None])
-@pytest.mark.parametrize("batch_size", [1, 7, 39, 40, 1000])
+@pytest.mark.parametrize("batch_size", [1, 7, 39, 1000])
 def test_chunks_equal_the_whole(variance: str | None, batch_size: int) -> None:
     model, x = build()
     with iterative():

@@ -80,7 +80,7 @@ def _close(found, expected, matrix, vectors, dtype):
 
 
 @pytest.mark.parametrize("which", INDICES)
-@pytest.mark.parametrize("engine", ["auto", "dense", "tiled"])
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_of_a_kernel_matrix(name, dtype, engine, which):
@@ -99,7 +99,7 @@ COLUMNS = [torch.tensor([88, 3, 41]), torch.tensor([17]), torch.arange(89, -1, -
 
 
 @pytest.mark.parametrize("accurate", [False, True])
-@pytest.mark.parametrize("engine", ["auto", "dense", "tiled"])
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["rbf-ard", "matern12", "matern52", "rational-quadratic", "sum", "laplace"])
 def test_some_columns_of_rows_of_a_kernel_matrix(name, dtype, engine, accurate):

@@ -91,8 +91,7 @@ def assert_honest(name, problem, solution):
         torch.testing.assert_close(solution.report.residual, true, rtol=0.05, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.parametrize(("columns", "dtype"), [(None, torch.float64), (3, torch.float64), (3, torch.float32)])
 @every_solver
 def test_solutions_and_reports(name, columns, dtype):
     problem = make(name, columns, dtype)

@@ -39,9 +39,10 @@ _TIGHT = 1e-7  # of the rows, that r^T P^-1 r of the last solve is to come to
 _AT_LAST = "where that ended a bound had become tight: went on with it"
 
 
-def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, optimizer: str) -> tuple[str, str]:
+def route(own: Objective, acceleration: Acceleration | None, asked: str, optimizer: str) -> tuple[str, str]:
     """``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``; and why, where there is something to say.
 
+    :param own: the model's own losses.
     :param asked: one of the first four, or ``"auto"``: a bound is then to be tried first.
     :param optimizer: as asked for; samples are of no use to L-BFGS.
     :raises InputError: where it cannot be had.
@@ -50,19 +51,20 @@ def route(model: Any, mll: Any, acceleration: Acceleration | None, asked: str, o
         if asked in ("exact", "probes", "samples"):
             raise InputError(f'fit: objective="{asked}" is of accelerated models; an InducingPointGP has a bound.')
         return "bound", ""
-    if isinstance(mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
-        mll, gpytorch.mlls.ExactMarginalLogLikelihood
+    if isinstance(own.mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
+        own.mll, gpytorch.mlls.ExactMarginalLogLikelihood
     ):
         if asked != "auto":
-            raise InputError(f'fit: objective="{asked}" is of marginal likelihoods; {type(mll).__name__} is its own.')
+            raise InputError(
+                f'fit: objective="{asked}" is of marginal likelihoods; {type(own.mll).__name__} is its own.'
+            )
         return "given", ""
-    own, device = Objective(model, mll), model.train_targets.device
-    rows, systems = own.rows, _systems(own)
+    rows, systems, device = own.rows, _systems(own), own.model.train_targets.device
     no_bound = why_no_bound(acceleration)
     if asked == "bound" and no_bound:
         raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
     if asked in ("auto", "samples"):
-        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(model, acceleration):
+        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(own.model, acceleration):
             return "samples", ""
         if asked == "samples":
             raise InputError(

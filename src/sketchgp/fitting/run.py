@@ -82,7 +82,8 @@ class Fit:
     ) -> None:
         self.model, self.mll, self.acceleration, self.choices = model, mll, acceleration, choices
         self.show, self.callback, self.whole = show, callback, within is None
-        self.kind, why = route(model, mll, acceleration, choices.objective, choices.optimizer)
+        self.own = self.current = Objective(model, mll)
+        self.kind, why = route(self.own, acceleration, choices.objective, choices.optimizer)
         if self.kind == "samples" and checkpoint is not None:
             raise InputError(
                 "fit: checkpoint is of losses that are known by themselves; those by samples are followed."
@@ -93,7 +94,6 @@ class Fit:
         self.history = FitHistory(optimizer=optimizer, objective=self.kind, notes=[why] if why else [])
         event = 1 if model.train_targets.dim() == 1 else 2
         self.history.rows = int(model.train_targets.shape[-event])
-        self.own = self.current = Objective(model, mll)
         self.steps: Steps | None = None
         marks = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
         self.record = within or Record(

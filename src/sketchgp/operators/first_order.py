@@ -1,8 +1,10 @@
-"""Gradients that can be taken once: differentiating them again is an error, never a zero."""
+"""Backward passes: gradients that can be taken once, where taking them again is an error and never a zero; and with the
+context variables of the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -31,6 +33,17 @@ def first_order(gradients: Sequence[Tensor | None], *owners: Tensor) -> tuple[Te
     if not torch.is_grad_enabled() or not any(owner.requires_grad for owner in owners):
         return tuple(gradients)
     return tuple(None if one is None else _FirstOrder.apply(one.detach(), *owners) for one in gradients)
+
+
+def in_callers_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass with the context variables of ``ctx.caller``, which the forward pass has put there: on CUDA it is
+    in another thread, which has none of them (the memory budget)."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.caller.copy().run(backward, ctx, *grads)
+
+    return run
 
 
 class Evaluate(torch.autograd.Function):

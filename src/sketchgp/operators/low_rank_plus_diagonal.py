@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,9 +16,19 @@ from .substitution import cholesky_solve
 from .tiles import spans
 
 Rows = Callable[[slice], Tensor]
+Gradients = tuple[Tensor | None, ...]
 
 _ENTRIES = 2**22  # of F that are scaled at once, so that no second n x r array is made
 _WIDTH = 512  # columns of the symmetric C that are made at once
+
+
+def inverse_rows(factor: Tensor, diagonal: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of ``P^-1 F = D^-1 F C^-1``, ``(..., h, r)``, and as many entries of ``diag(P^-1)``, ``(..., h)``.
+
+    :param factor: such rows of F; :param diagonal: entries of d; :param root: of C (:meth:`capacitance_root`).
+    """
+    rows = cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
+    return rows, (1 - (factor * rows).sum(-1)) / diagonal
 
 
 class _Logdet(torch.autograd.Function):
@@ -30,9 +41,7 @@ class _Logdet(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        factor, diagonal, root = ctx.saved_tensors
-        half = cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
-        of_diagonal = (1 - (factor * half).sum(-1)) / diagonal
+        half, of_diagonal = inverse_rows(*ctx.saved_tensors)
         return 2 * half * grad[..., None, None], of_diagonal * grad[..., None], None
 
 
@@ -158,19 +167,18 @@ class LowRankPlusDiagonal(LinearOperator):
         of_samples: Tensor,
         low_rank_noise: Tensor,
         full_noise: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Gradients for what the operator is made of, of a function of it and of samples from it.
 
         :param tensors: those of :meth:`representation`, with the flags that say which need a gradient.
         :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
         :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
         """
-        of_factor, of_diagonal = self._bilinear_derivative(left, right)
-        assert of_factor is not None
-        assert of_diagonal is not None
-        gradient = of_samples.to(self.factor.dtype)
-        drawn = gradient @ low_rank_noise.mT, (gradient * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
-        return of_factor + _sum_to(drawn[0], of_factor.shape), of_diagonal + _sum_to(drawn[1], of_diagonal.shape)
+        left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
+        drawn = (of_samples / 2, low_rank_noise.mT)
+        of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
+        of_factor = self.pull_back_products(tensors, [*self._halves(left, right), drawn])
+        return (*of_factor, _sum_to(of_diagonal, self.diagonal_part.shape))
 
     @torch.no_grad()
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
@@ -179,14 +187,21 @@ class LowRankPlusDiagonal(LinearOperator):
         z2 = torch.randn(*self.batch_shape, self.shape[-1], num_samples, **options)
         return self.sample(z1, z2).movedim(-1, 0)
 
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
         left, right = (v.to(self.factor.dtype) for v in (left_vecs, right_vecs))
-        of_factor = left @ (right.mT @ self.factor) + right @ (left.mT @ self.factor)
-        of_diagonal = (left * right).sum(-1)
-        return _sum_to(of_factor, self.factor.shape), _sum_to(of_diagonal, self.diagonal_part.shape)
+        of_factor = self.pull_back_products(self._args, self._halves(left, right))
+        return (*of_factor, _sum_to((left * right).sum(-1), self.diagonal_part.shape))
+
+    def _halves(self, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """``G F`` as :meth:`pull_back_products` takes it, G the symmetric part of ``left right^T``."""
+        return [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
+
+    def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
+        """:meth:`pull_back` of ``sum_i a_i b_i``, for a_i ``(..., n, t)`` and b_i ``(..., t, r)``."""
+        return (_sum_to(reduce(torch.add, (2 * a @ b for a, b in pairs)), self.factor.shape),)
 
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> tuple[Tensor | None, ...]:
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
         """The gradient for F, ``2 G F``, of a function of P whose gradient is G.
 
         :param tensors: F and the diagonal, with the flags that say which need a gradient.

@@ -22,13 +22,10 @@ from torch import Tensor
 
 from .engines import TILED
 from .kernel_matrix import KernelMatrix
-from .low_rank_plus_diagonal import LowRankPlusDiagonal, Rows
-from .substitution import cholesky_solve
+from .low_rank_plus_diagonal import Gradients, LowRankPlusDiagonal, Rows, inverse_rows
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
-
-Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass
@@ -74,9 +71,7 @@ class _Logdet(torch.autograd.Function):
         of_diagonal = 1 / diagonal  # right as it is for rank 0
 
         def rows_of(rows: slice) -> Tensor:  # H = P^-1 F = D^-1 F C^-1
-            part = operator.factor[rows]
-            half = cholesky_solve(part.mT, root).mT / diagonal[rows, None]
-            of_diagonal[rows] = (1 - (part * half).sum(-1)) / diagonal[rows]
+            half, of_diagonal[rows] = inverse_rows(operator.factor[rows], diagonal[rows], root)
             return torch.linalg.solve_triangular(operator.pivoted.core_root, half * grad, upper=False, left=False)
 
         core = -torch.cholesky_inverse(root)  # F^T H
@@ -168,30 +163,10 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     def log_determinant(self) -> Tensor:
         return _Logdet.apply(self, *self._args).to(self.dtype)
 
-    def sampled_derivative(
-        self,
-        tensors: tuple[Tensor, ...],
-        left: Tensor,
-        right: Tensor,
-        of_samples: Tensor,
-        low_rank_noise: Tensor,
-        full_noise: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        diagonal = tensors[-1].detach()
-        left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
-        halves = [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
-        halves.append((of_samples / 2, low_rank_noise.mT))  # together half the gradient of F
-        of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * diagonal.sqrt())
-        return (*self.pull_back_products(tensors, halves), of_diagonal)
-
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
         batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
-        left, right = (
-            v.to(self.factor.dtype).expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1)
-            for v in (left_vecs, right_vecs)
-        )
-        halves = [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
-        return (*self.pull_back_products(self._args, halves), (left * right).sum(-1))
+        left, right = (v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1) for v in (left_vecs, right_vecs))
+        return super()._bilinear_derivative(left, right)
 
     @torch.no_grad()
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:

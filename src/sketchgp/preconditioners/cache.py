@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -61,13 +60,12 @@ class PreconditionerCache:
         self._factor: Tensor | None = None
         self._built: LowRankPlusDiagonal | None = None
         self._pivoted_factor: PivotedFactor | None = None
-        self._more: tuple[Any, Tensor | None] | None = None  # pivots, beyond those of an automatic rank
 
     def release(self) -> None:
         """Give the memory back: the preconditioner is built anew when it is wanted again."""
         with self._lock:
             self._forget_built()
-            self._pivoted_factor = self._more = None
+            self._pivoted_factor = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"choice": self.choice}
@@ -154,25 +152,6 @@ class PreconditionerCache:
     def _forget_built(self) -> None:
         self._built = self._factor = self._selection = None
         self._matrix_key = self._noise_key = None
-
-    def pivots(self, operator: Any, noise: Tensor) -> Tensor | None:
-        """Indices of the training points behind the factor, (r,) or (..., r); None for a dense sketch.
-
-        Where the rank is automatic they are at least ``10 sqrt(n)``, within the memory budget: what they are for, which
-        is variances, does not get better by an iteration as a solve does.
-        """
-        with self._lock, torch.no_grad():
-            self.get(operator, noise)
-            assert self._selection is not None
-            found, n = self._selection.pivots, operator.shape[-1]
-            wanted = min(self.choice.rank_for(n, operator.device), math.ceil(10 * math.sqrt(n)))
-            if found is None or self.choice.rank is not None or found.shape[-1] >= wanted:
-                return found
-            keys = (self._matrix_key, self._noise_key)
-            if self._more is None or self._more[0] != keys:
-                selection = dataclasses.replace(self.choice, rank=wanted).select(Access(operator), noise.detach())
-                self._more = (keys, selection.pivots)
-            return self._more[1]
 
     def take_seconds(self) -> float:
         """Time spent building since this was last asked."""

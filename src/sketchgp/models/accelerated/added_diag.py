@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
 from ...preconditioners import PreconditionerCache
 from ...random_streams import generator
@@ -39,7 +40,7 @@ from .acceleration import Acceleration, Inverse
 from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
-from .mean_solve import other_solves, predicted_points, solving_fantasies, solving_mean
+from .mean_solve import predicted_points, solve_for, solving_for
 from .probed_density import Probes, probed_inv_quad_logdet
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
@@ -70,14 +71,10 @@ class _Solve(torch.autograd.Function):
         return value
 
     @staticmethod
+    @in_callers_context
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # On CUDA this is another thread, which has none of the caller's context variables (the memory budget).
-        return ctx.caller.copy().run(_Solve._backward, ctx, grad)
-
-    @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, *args = ctx.saved_tensors
-        with other_solves():
+        with solve_for("other"):
             back = _Solve.apply(ctx.tree, grad, *args)
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
         if any(ctx.needs_input_grad[2:]):  # symmetrized, as the matrix is symmetric
@@ -220,9 +217,10 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     def _solver(self, acceleration: Acceleration) -> tuple[Solver[FullProblem], str]:
         """The solver of the solve under way, and why where it was chosen; decided once an operator."""
         if self._chosen is None:
-            if solving_mean():
+            purpose = solving_for()
+            if purpose == "mean":
                 self._chosen = acceleration.mean_solver(self.shape[-1], self.device)
-            elif solving_fantasies():
+            elif purpose == "fantasies":
                 self._chosen = acceleration.fantasy_solver(), ""
             else:
                 self._chosen = acceleration.column_solver(), ""

@@ -34,7 +34,8 @@ from torch.autograd.function import once_differentiable
 from ...errors import SketchGPError
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import Access, evaluated_accurately, terms
-from ...operators.substitution import cholesky_solve
+from ...operators.first_order import in_callers_context
+from ...operators.low_rank_plus_diagonal import inverse_rows
 from ...preconditioners import Preconditioner, PreconditionerCache
 from ...preconditioners.tightened import log_slack
 from ...solvers import ConjugateGradients, System
@@ -250,12 +251,8 @@ class _InvQuadLogdet(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_callers_context
     def backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # On CUDA this is another thread, which has none of the caller's context variables (the memory budget).
-        return ctx.caller.copy().run(_InvQuadLogdet._backward, ctx, of_each, of_determinant)
-
-    @staticmethod
-    def _backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:
         prior, *args = ctx.saved_tensors
         of_matrix: tuple[Tensor | None, ...] = (None,) * ctx.count
         both, z = ctx.found.w + ctx.found.z, ctx.found.z
@@ -293,8 +290,7 @@ def _of_factor(
 
     def rows_of(rows: slice) -> Tensor:
         part = factor[..., rows, :]
-        half = cholesky_solve(part.mT, root).mT / diagonal[..., rows, None]
-        of_inverse[..., rows] = (1 - (part * half).sum(dim=-1)) / diagonal[..., rows]
+        half, of_inverse[..., rows] = inverse_rows(part, diagonal[..., rows], root)
         half.mul_(of_determinant[..., None, None]).addcmul_(part, of_prior[..., rows, None], value=-1)
         return half.sub_(weighed[..., rows, :] @ projected.mT)
 

@@ -201,7 +201,7 @@ class PlainConditioning(Conditioning):
         error, below, above = found.certain
         of_rows, of_x = self._cross_rounding(x)
         of_rows, weights = of_rows.unsqueeze(-1), found.weights.abs()
-        noise, roots, scale = self.noise.to(torch.float64).unsqueeze(-1), self._roots(), prior.clamp(min=0).sqrt()
+        noise, roots, scale = self.noise.to(torch.float64).unsqueeze(-1), self._roots, prior.clamp(min=0).sqrt()
         of_product = scale * ((of_rows + of_x) * roots * weights).sum(dim=0)
         deviation = scale * ((of_rows + of_x) * roots / noise.sqrt()).norm(dim=0)  # in the norm of A^-1
         of_cross = 2 * of_product + deviation * (2 * error + deviation)
@@ -219,11 +219,12 @@ class PlainConditioning(Conditioning):
         x = self.inputs(x)
         of_rows, of_x = self._cross_rounding(x)
         weights = weights if self.observed is None else weights[self.observed]
-        sizes = self._roots().squeeze(-1) * weights.abs()
+        sizes = self._roots.squeeze(-1) * weights.abs()
         of_product = (of_x + summing(len(weights))) * sizes.sum() + (of_rows * sizes).sum()
         of_result = torch.finfo(mean.dtype).eps * mean.to(torch.float64).abs()
         return self.block(x, None).clamp(min=0).sqrt() * (bound + of_product) + of_result
 
+    @cached_property
     def _roots(self) -> Tensor:
         """``k(x_i, x_i)^1/2`` of the training points, ``(n, 1)``."""
         return self.block(self.matrix.x1, None).clamp(min=0).sqrt().unsqueeze(-1)

@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 from gpytorch import settings
 from torch import Tensor
 
 Elsewhere = tuple[Tensor, Tensor] | None
-_solving: ContextVar[bool] = ContextVar("sketchgp_solving_mean", default=False)
-_fantasies: ContextVar[bool] = ContextVar("sketchgp_solving_fantasies", default=False)
+Purpose = Literal["mean", "fantasies", "other"]
+_purpose: ContextVar[Purpose] = ContextVar("sketchgp_solving_for", default="other")
 _evaluating: ContextVar[bool] = ContextVar("sketchgp_evaluating", default=False)
 _elsewhere: ContextVar[Callable[[], Elsewhere] | None] = ContextVar("sketchgp_predicted_points", default=None)
-
-
-def solving_mean() -> bool:
-    """Whether the solve under way is that of a posterior mean."""
-    return _solving.get()
 
 
 @contextmanager
@@ -38,26 +33,14 @@ def held(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-def solving_fantasies() -> bool:
-    """Whether the solve under way is that of the mean of a model's fantasies."""
-    return _fantasies.get()
+def solving_for() -> Purpose:
+    """Whether the solve under way is that of a posterior mean, of the mean of a model's fantasies, or another."""
+    return _purpose.get()
 
 
-def fantasy_solve() -> AbstractContextManager[None]:
-    """The solve inside is that of the mean of a model's fantasies."""
-    return held(_fantasies, True)
-
-
-def mean_solve() -> AbstractContextManager[None]:
-    """The solve inside is that of a posterior mean."""
-    return held(_solving, True)
-
-
-@contextmanager
-def other_solves() -> Iterator[None]:
-    """What is solved inside is not the mean's own system."""
-    with held(_solving, False), held(_fantasies, False):
-        yield
+def solve_for(purpose: Purpose) -> AbstractContextManager[None]:
+    """The solve inside is for that."""
+    return held(_purpose, purpose)
 
 
 def evaluating() -> AbstractContextManager[None]:
@@ -77,7 +60,7 @@ def predicting(points: Callable[[], Elsewhere]) -> AbstractContextManager[None]:
 def predicted_points(n: int) -> Elsewhere:
     """What :func:`predicting` was told, if the system under way is that of the mean, of n training points."""
     points = _elsewhere.get()
-    found = None if points is None or not solving_mean() else points()
+    found = None if points is None or solving_for() != "mean" else points()
     return found if found is not None and found[0].shape[-2] == n else None
 
 

@@ -22,7 +22,7 @@ from ...fingerprint import data_key, tensor_key
 from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import float64
-from ...operators.first_order import first_order
+from ...operators.first_order import first_order, in_callers_context
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
 from ...report import SolveReport
@@ -197,20 +197,17 @@ class _Explained(torch.autograd.Function):
         return found.diagonal(c) if diagonal else found.matrix(c)
 
     @staticmethod
+    @in_callers_context
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        with torch.no_grad():
-            found = ctx.caller.copy().run(_Explained._backward, ctx, grad)
-        return first_order(found, grad, *ctx.saved_tensors)
-
-    @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, c, *parts = ctx.saved_tensors
-        half = weights * grad.unsqueeze(-2) if ctx.diagonal else weights @ ((grad + grad.mT) / 2)
         of_parts: tuple[Tensor | None, ...] = (None,) * len(parts)
-        if any(ctx.needs_input_grad[5:]):
-            operator = ctx.tree(*parts)
-            of_parts = operator._bilinear_derivative(-half.to(operator.dtype), weights.to(operator.dtype))
-        return (None, None, None, None, (2 * half).sum_to_size(c.shape), *of_parts)
+        with torch.no_grad():
+            half = weights * grad.unsqueeze(-2) if ctx.diagonal else weights @ ((grad + grad.mT) / 2)
+            if any(ctx.needs_input_grad[5:]):
+                operator = ctx.tree(*parts)
+                of_parts = operator._bilinear_derivative(-half.to(operator.dtype), weights.to(operator.dtype))
+            of_c = (2 * half).sum_to_size(c.shape)
+        return first_order((None, None, None, None, of_c, *of_parts), grad, *ctx.saved_tensors)
 
 
 class PosteriorCovariance(LazyCovariance):

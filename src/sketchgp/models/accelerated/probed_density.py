@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...operators import LowRankPlusDiagonal
+from ...operators.first_order import in_callers_context
 from .mean_solve import held
 
 _NEGLIGIBLE = 1e-6  # of a matrix's eigenvalues, over the sum of their sizes
@@ -110,12 +111,8 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_callers_context
     def backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # On CUDA this is another thread, which has none of the caller's context variables.
-        return ctx.caller.copy().run(_ProbedInvQuadLogdet._backward, ctx, of_each, of_determinant)
-
-    @staticmethod
-    def _backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:
         solved, vectors, square, *args = ctx.saved_tensors
         parts = args[len(args) - ctx.of_built :]
         operator = ctx.tree(*args[ctx.given : len(args) - ctx.of_built])

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ...operators import KernelMatrix
 from ...operators.expression import recognise
+from ...operators.first_order import in_callers_context
 from ...operators.random_features import PriorPaths
 from ...random_streams import generator
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
@@ -152,11 +153,8 @@ class _InvQuadLogdet(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_callers_context
     def backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.caller.copy().run(_InvQuadLogdet._backward, ctx, of_each, of_determinant)
-
-    @staticmethod
-    def _backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:
         solutions, *args = ctx.saved_tensors
         t = len(of_each)
         scale = torch.cat([-of_each, (of_determinant / ctx.count).expand(ctx.count)])

@@ -25,7 +25,7 @@ from ...report import SolveReport, merged, own_solves
 from .acceleration import choices_of
 from .added_diag import solved_by_us
 from .factorized import conditioned, root_of
-from .mean_solve import fantasy_solve, mean_solve
+from .mean_solve import Purpose, solve_for
 from .missing import observed_part, observed_rows
 from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
 
@@ -33,56 +33,9 @@ _WEIGHTS = "sketchgp_weights"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
 
 
-class _Posteriors(DefaultPredictionStrategy):
-    """A strategy whose posterior covariances are solved for by sketchgp."""
-
-    def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
-        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
-        ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
-        return self._posterior(test_test_covar, test_train_covar, self._noisy())
-
-    def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
-        if settings.skip_posterior_variances.on():
-            return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
-        observed = observed_rows(self.train_labels)
-        if observed is not None:
-            noisy, cross = self._of_observed(noisy, observed), cross[..., :, observed.nonzero().squeeze(-1)]
-        if solved_by_us(noisy):
-            return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
-        if observed is not None:
-            dense = cross.to_dense()
-            return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
-        root = self._root()
-        if root is None:
-            return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        return conditioned(prior, cross, root)
-
-    def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
-        """``K + noise`` of the observed targets."""
-        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
-        assert acceleration is not None  # the strategy is an accelerated model's
-        return observed_part(noisy, observed, acceleration)
-
-    def _noisy(self) -> Any:
-        """``K + noise`` of the training data, evaluated."""
-        noisy = self._unevaluated().evaluate_kernel()
-        return noisy.detach() if settings.detach_test_caches.on() else noisy
-
-    def _unevaluated(self) -> Any:
-        prior = self.train_prior_dist
-        zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
-        return self.likelihood(zero, self.train_inputs).lazy_covariance_matrix
-
-    def _root(self) -> Tensor | None:
-        """The factor of few training points in less than float64; differentiable, whatever ``detach_test_caches`` says:
-        GPyTorch's own ``detach`` leaves a kernel that is not evaluated yet as it is."""
-        return root_of(self._unevaluated())
-
-
-class AcceleratedPredictionStrategy(_Posteriors):
-    """GPyTorch's strategy, with the solve for the mean marked, its solution kept in float64, and missing targets left
-    out of it by sketchgp.
+class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
+    """GPyTorch's strategy, with the solve for the mean marked, its solution kept in float64, missing targets left out
+    of it, and posterior covariances solved for, by sketchgp.
 
     The weights of neighbouring points cancel in a mean where the noise is small: rounded to float32, or multiplied by
     the kernel in float32, they lose as many digits as the solve has won.
@@ -91,6 +44,7 @@ class AcceleratedPredictionStrategy(_Posteriors):
     """
 
     report: SolveReport | None = None
+    _purpose: Purpose = "mean"
 
     @property
     def mean_cache(self) -> Any:
@@ -102,15 +56,11 @@ class AcceleratedPredictionStrategy(_Posteriors):
     def weights(self) -> Any:
         """``(K + noise)^-1 (y - mean)``, ``(..., n)``, NaN where targets are missing; in float64 where it is
         sketchgp's solution, or of few points, else in the model's dtype."""
-        with self._lock(), self._marked(), own_solves() as solves:
+        with self._lock(), solve_for(self._purpose), own_solves() as solves:
             weights = self._weights(settings.observation_nan_policy.value())
         if solves:
             self.report = merged(solves)
         return weights
-
-    def _marked(self) -> AbstractContextManager[None]:
-        """What the solve for the weights is for."""
-        return mean_solve()
 
     def _lock(self) -> AbstractContextManager[Any]:
         """Of the model: of two threads, the second waits for what the first one solves."""
@@ -168,6 +118,49 @@ class AcceleratedPredictionStrategy(_Posteriors):
         product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
         return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
 
+    def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
+        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
+        ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
+        return self._posterior(test_test_covar, test_train_covar, self._noisy())
+
+    def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
+        if settings.skip_posterior_variances.on():
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
+        observed = observed_rows(self.train_labels)
+        if observed is not None:
+            noisy, cross = self._of_observed(noisy, observed), cross[..., :, observed.nonzero().squeeze(-1)]
+        if solved_by_us(noisy):
+            return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
+        if observed is not None:
+            dense = cross.to_dense()
+            return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
+        root = self._root()
+        if root is None:
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        return conditioned(prior, cross, root)
+
+    def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
+        """``K + noise`` of the observed targets."""
+        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
+        assert acceleration is not None  # the strategy is an accelerated model's
+        return observed_part(noisy, observed, acceleration)
+
+    def _noisy(self) -> Any:
+        """``K + noise`` of the training data, evaluated."""
+        noisy = self._unevaluated().evaluate_kernel()
+        return noisy.detach() if settings.detach_test_caches.on() else noisy
+
+    def _unevaluated(self) -> Any:
+        prior = self.train_prior_dist
+        zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
+        return self.likelihood(zero, self.train_inputs).lazy_covariance_matrix
+
+    def _root(self) -> Tensor | None:
+        """The factor of few training points in less than float64; differentiable, whatever ``detach_test_caches`` says:
+        GPyTorch's own ``detach`` leaves a kernel that is not evaluated yet as it is."""
+        return root_of(self._unevaluated())
+
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
         """A strategy whose mean is solved for by conjugate gradients: it is of another problem."""
         strategy = super().get_fantasy_strategy(*args, **kwargs)
@@ -178,8 +171,7 @@ class AcceleratedPredictionStrategy(_Posteriors):
 class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
     """Of a model's fantasies."""
 
-    def _marked(self) -> AbstractContextManager[None]:
-        return fantasy_solve()
+    _purpose: Purpose = "fantasies"
 
 
 def adopt(strategy: Any) -> Any:
