@@ -363,9 +363,9 @@ class Gradients(Method):
 
     def _drifted(self) -> bool:
         """Whether rounding has taken the recurrence's residual so far from the true one that going on is in vain: by
-        three tenths of it, and by more than a cycle may leave."""
+        three tenths of it, and so far that where it is to come to would not do."""
         gap = self._gap(self.weights())
-        allowed = torch.maximum(0.3 * self.current, self._aimed)[..., self.index]
+        allowed = torch.maximum(0.3 * self.current, 1.4 * self._aimed)[..., self.index]
         return bool((self.active & (gap > allowed)).any())
 
     def _end_near(self) -> None:
@@ -374,7 +374,7 @@ class Gradients(Method):
         near = self.active & (current <= _NEAR * tol)
         if bool(near.any()):
             gap = self._gap(self.weights().to(self.out_dtype).to(torch.float64))
-            self.active = self.active & ~(near & (torch.hypot(current, 1.5 * gap) <= 0.95 * tol))
+            self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= 0.95 * tol))
 
     def _gap(self, value: Tensor) -> Tensor:
         """Of the columns worked on, how far the recurrence's residual is from a value's, relative, ``(..., t)``."""
