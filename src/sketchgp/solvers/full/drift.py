@@ -1,9 +1,9 @@
 """How far rounding has taken the residual of a recurrence from the true one: an estimate by a few rows.
 
-The recurrence ``r -= alpha A p`` of conjugate gradients keeps the error of every product, and the true residual ``b - A w``
-goes its own way.  Going on below their difference is in vain (van der Vorst and Ye, "Residual replacement strategies
-for Krylov subspace iterative methods", SIAM J. Sci. Comput. 22, 2000); the residual then has to be computed anew.  They
-bound that difference; here it is measured, in rows drawn once, since the bounds for float32 are far too large.
+The recurrence ``r -= alpha A p`` of conjugate gradients keeps the error of every product, and the true residual
+``b - A w`` goes its own way.  Going on below their difference is in vain: the residual then has to be computed anew.
+Van der Vorst and Ye, "Residual replacement strategies for Krylov subspace iterative methods" (SIAM J. Sci. Comput. 22,
+2000), bound that difference; here it is measured in rows drawn once, since bounds are far too large in float32.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .drift import Drift
 
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
-_NEAR = 0.9  # of the tolerance, from where on it is looked whether the recurrence has come far enough
+_NEAR, _THERE = 0.95, 0.98  # of the tolerance: where it is looked for what rounding adds, and what both may come to
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
@@ -374,7 +374,7 @@ class Gradients(Method):
         near = self.active & (current <= _NEAR * tol)
         if bool(near.any()):
             gap = self._gap(self.weights().to(self.out_dtype).to(torch.float64))
-            self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= 0.95 * tol))
+            self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
 
     def _gap(self, value: Tensor) -> Tensor:
         """Of the columns worked on, how far the recurrence's residual is from a value's, relative, ``(..., t)``."""
