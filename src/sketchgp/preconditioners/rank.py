@@ -50,7 +50,7 @@ class Prices:
 
 # CPU: one core of an Intel Xeon (AVX-512).  More cores, or older ones, change all of them by much the same factor.
 # Others: estimated from the data sheet of an Nvidia H100 (67 teraflops in float64, 3.4 TB a second); not measured.
-_CPU = Prices(flop=0.017, apply=0.85, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
+_CPU = Prices(flop=0.014, apply=0.85, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
 _OTHER = Prices(flop=2e-5, apply=5e-3, stored=2.5e-3, tile=1.5e-3, feature=3e-5, single=1e-2, row=1e-2, step=3e5)
 
 _PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
@@ -66,7 +66,7 @@ class Costs:
     def __init__(self, matrix: Access, one_by_one: bool = False) -> None:
         self.n, self.prices = matrix.n, _CPU if matrix.device.type == "cpu" else _OTHER
         # of an entry of F: the column is made orthogonal to it, and meets it again in half of F^T D^-1 F
-        self.build = 2 * self.prices.flop + (self.prices.apply / 2 if one_by_one else 2 * self.prices.flop)
+        self.build = 3 * self.prices.flop + (self.prices.apply / 2 if one_by_one else 0)
         product = column = width = 0.0
         for _, part in terms(matrix.source):
             tile, stored = self._tile(part, torch.float64), self._stored(part)
