@@ -338,6 +338,31 @@ def test_float32_refinement_reaches_the_tolerance():
     assert float(_true_residual(problem, solution.value).max()) <= 1.01e-3
 
 
+@pytest.mark.parametrize("smooth", [False, True])
+def test_float32_goes_no_further_than_the_tolerance(smooth):
+    """Where rounding leaves next to nothing, the first iteration whose recurrence is at the tolerance is the last."""
+    problem = _problem(n=500, dtype=torch.float32, smooth=smooth)
+    report = ConjugateGradients(tol=1e-3).solve(problem, preconditioner=RPCholesky(20)).report
+    assert report.converged
+    assert float(report.history[:-1].min()) > 0.94e-3
+
+
+@pytest.mark.parametrize("kind", ["kernel", "sum", "stored", "batch"])
+def test_rows_of_accurate_products(kind):
+    problem = _problem(n=90, columns=2, dtype=torch.float32)
+    matrix = KernelMatrix.of(problem.kernel, problem.x)
+    noise = problem.noise_vector
+    if kind == "sum":
+        matrix = matrix + DenseLinearOperator(torch.eye(90)) * 0.5
+    if kind == "stored":
+        matrix = DenseLinearOperator(dense(problem.kernel, problem.x).detach())
+    if kind == "batch":
+        matrix, noise = KernelMatrix.of(problem.kernel, torch.stack([problem.x, 2 * problem.x])), noise.expand(2, -1)
+    system, rows = System(matrix, noise), torch.tensor([0, 7, 88])
+    vectors = problem.y.double()
+    assert relative(system.accurate_rows(rows, vectors), system.accurate_product(vectors)[..., rows, :]) < 1e-12
+
+
 def test_rounding_is_reported():
     problem = _problem(n=300, noise=1e-7, dtype=torch.float32)
     with pytest.warns(ConvergenceWarning, match=r"was rounded .* use float64"):

@@ -53,7 +53,7 @@ def rpcholesky(
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    factor = torch.zeros(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
+    factor = torch.empty(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
     scores = Scores(matrix, diagonal, weights)
@@ -82,12 +82,13 @@ def rpcholesky(
             continue
         failures = 0
         chosen = proposals[kept]
-        new = matrix.columns(chosen) - factor[:, :done] @ rows[kept].mT
-        new = torch.linalg.solve_triangular(root, new.mT, upper=False).mT
+        # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
+        new = matrix.columns(chosen).mT - rows[kept] @ factor[:, :done].mT
+        new = torch.linalg.solve_triangular(root, new, upper=False)
         if done + len(chosen) > factor.shape[1]:
             factor = widened(factor, min(rank, max(2 * done, done + len(chosen))))
-        factor[:, done : done + len(chosen)] = new
-        residual = (residual - new.square().sum(dim=1)).clamp_(min=0)
+        factor[:, done : done + len(chosen)] = new.mT
+        residual = (residual - new.square().sum(dim=0)).clamp_(min=0)
         residual[chosen] = 0
         pivots.append(chosen)
         done += len(chosen)

@@ -267,6 +267,18 @@ class AccurateProduct:
         assert total is not None
         return total
 
+    @torch.no_grad()
+    def rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """``K[indices] vectors``, ``(..., b, t)`` in float64, for indices ``(b,)``."""
+        total = vectors.new_zeros(())
+        for scale, operator in self._terms:
+            if isinstance(operator, KernelMatrix):
+                product = operator.rows(indices)._matmul(vectors)
+            else:
+                product = columns(operator, indices).mT.to(torch.float64) @ vectors
+            total = total + product * scale
+        return total
+
 
 def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
     """``K vectors`` for vectors ``(..., n, t)`` in float64, as :class:`AccurateProduct` has it, and differentiable."""

@@ -74,9 +74,17 @@ class System:
         if self.dtype == torch.float64:
             return self.product(vectors)
         self.products += 1
+        return self._accurately()(vectors).addcmul_(self._diagonal, vectors)
+
+    def accurate_rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """Rows of that product, ``(..., b, t)`` for indices ``(b,)``."""
+        rows = self._diagonal[..., indices, :] * vectors[..., indices, :]
+        return self._accurately().rows(indices, vectors) + rows
+
+    def _accurately(self) -> AccurateProduct:
         if self._accurate is None:
             self._accurate = AccurateProduct(self.operator)
-        return self._accurate(vectors).addcmul_(self._diagonal, vectors)
+        return self._accurate
 
 
 @dataclass

@@ -36,9 +36,9 @@ class ConjugateGradients(Budgeted):
 
     Costs one product with K an iteration and six n x t float64 arrays.  Vectors and inner products are float64.
     With float32 data the products run in float32, the residual is recomputed with float64 products when the
-    recurrence ends (and every 100 iterations), and the solve goes on from there (iterative refinement) until the
-    *true* residual meets the tolerance; where float32 products cannot get there it changes to float64 ones.  There
-    are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
+    recurrence ends or has drifted away from it (:mod:`.drift`), and the solve goes on from there (iterative refinement)
+    until the *true* residual meets the tolerance; where float32 products cannot get there it changes to float64 ones.
+    There are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach.  ``"posterior"``: go
         on until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an

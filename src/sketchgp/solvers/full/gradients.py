@@ -22,8 +22,11 @@ from ..lanczos import tridiagonal
 from ..loop import Method, Outcome
 from ..problem import System
 from .aim import Aim, Rows
+from .drift import Drift
 
-_CHECK_EVERY = 100  # float32 iterations between two looks at the true residual
+_LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
+_LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
+_NEAR, _THERE = 0.95, 0.98  # of the tolerance: where it is looked for what rounding adds, and what both may come to
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
@@ -75,6 +78,7 @@ class Gradients(Method):
             each = self.b[..., :lanczos_columns].numel() * rhs.dtype.itemsize
             self.depth = max(_DEPTH, memory_budget.value(rhs.device) // max(each, 1))
         self.exact = accurate or system.dtype == torch.float64
+        self.drift = Drift(system)
         self.coefficients: list[Tensor] = []
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
@@ -302,6 +306,7 @@ class Gradients(Method):
 
     def step(self) -> bool:
         first_cycle = self.steps == self.iterations and not self.warm
+        recorded = first_cycle and self.lanczos_columns > 0
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
@@ -323,10 +328,12 @@ class Gradients(Method):
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
         self.active = usable & going_on[..., index]
+        if self.goal is None and self.aim is None and not self.exact and not recorded:
+            self._end_near()
         beta = turn(p, z, following, self.sz, usable)
         self.sz = following
         kept = len(self.coefficients)
-        if first_cycle and self.lanczos_columns and kept < self.depth:
+        if recorded and kept < self.depth:
             self._keep_coefficients(alpha, beta, index)
             if kept + 1 == self.depth:
                 self.notes.append(f"the memory budget allows {kept + 1} Lanczos vectors of a probe and no more")
@@ -336,7 +343,7 @@ class Gradients(Method):
         self.steps += 1
         self.least = torch.minimum(self.least, self.current)
         growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
-        looked_at = not self.exact and self.steps % _CHECK_EVERY == 0
+        looked_at = not self.exact and self.steps % (_LEFT_ALONE if recorded else _LOOK_EVERY) == 0
         if (
             not bool(self.active.any())
             or bool((self.current > growth * self.least).any())
@@ -355,9 +362,23 @@ class Gradients(Method):
         self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
 
     def _drifted(self) -> bool:
-        """Whether the recurrence residual has left the true one by more than a third of it."""
-        true = (self.b - self.system.accurate_product(self.weights()))[..., self.index]
-        return bool(((true - self.s).norm(dim=-2) > 0.3 * true.norm(dim=-2)).any())
+        """Whether rounding has taken the recurrence's residual so far from the true one that going on is in vain: by
+        three tenths of it, and so far that where it is to come to would not do."""
+        gap = self._gap(self.weights())
+        allowed = torch.maximum(0.3 * self.current, 1.4 * self._aimed)[..., self.index]
+        return bool((self.active & (gap > allowed)).any())
+
+    def _end_near(self) -> None:
+        """End columns whose value, rounded as it will be returned, is at the tolerance by what rows say of it."""
+        tol, current = self.tol[..., self.index], self.current[..., self.index]
+        near = self.active & (current <= _NEAR * tol)
+        if bool(near.any()):
+            gap = self._gap(self.weights().to(self.out_dtype).to(torch.float64))
+            self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
+
+    def _gap(self, value: Tensor) -> Tensor:
+        """Of the columns worked on, how far the recurrence's residual is from a value's, relative, ``(..., t)``."""
+        return self.drift.between(self.b[..., self.index], value[..., self.index], self.s) / self.norm[..., self.index]
 
     def _keep_coefficients(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:
         full = self.b.new_zeros(2, *self.residual.shape)
