@@ -11,8 +11,8 @@ import torch
 from gpytorch import kernels
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, Plain, data
-from sketchgp.fitting.scales import flatness, rescale
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, small_subsets
+from sketchgp.fitting.scales import flatness, rescale, wake
 
 pytestmark = TORCH_WARNINGS
 
@@ -133,3 +133,31 @@ def test_a_single_point_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         sketchgp.fit(sketchgp.accelerate(Plain(x, x[:, 0] + 1, *parts).double()))
+
+
+def test_inputs_that_few_rows_took_for_none_or_for_labels_matter_again() -> None:
+    """Their lengthscales tell more rows nothing: one is huge, one far below the distance of two values."""
+    x, y, _ = data(120, d=3)
+    x[:, 1] = (3 * x[:, 1]).round()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Plain(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(ard_num_dims=3))).double()
+    base = model.covar_module.base_kernel
+    base.lengthscale = torch.tensor([0.3, 1e-3, 1e4])
+    wake(model)
+    found = base.lengthscale.detach().flatten()
+    size = x.std(dim=0) * 3**0.5
+    assert float(found[0]) == pytest.approx(0.3)
+    assert found[1:].tolist() == pytest.approx([float(size[1]), 10 * float(size[2])], rel=1e-6)
+    model.train()
+    (-gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)(model(x), y)).backward()
+    assert bool((base.raw_lengthscale.grad.abs() > 1e-6).all())
+    wake(model)
+    assert torch.equal(base.lengthscale.detach().flatten(), found)
+
+
+def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_subsets(monkeypatch)
+    woken: list[int] = []
+    monkeypatch.setattr("sketchgp.fitting.run.wake", lambda model: woken.append(len(model.train_targets)))
+    sketchgp.fit(build(), start="subset", iterations=1)
+    assert woken[-1] == 120 and len(woken) == 3

@@ -28,6 +28,7 @@ _MEMORY = 20  # pairs of steps and gradients
 _FAILED = 1e3  # a loss that could not be computed is taken to be so much higher than the best one
 _FLAT = 1e-6  # norm of a gradient, per row, below which nothing is left to do
 _SEARCH = 20  # evaluations of a line search
+_LONGEST = 1.0  # scale of a variable: flat ones, of inputs that do not matter, would go too far at the second step
 STUCK = "the line search found no lower loss"
 
 
@@ -109,7 +110,7 @@ def _scale(gradient: np.ndarray, inverse: np.ndarray | None) -> np.ndarray:
     """``(p,)``: variables over it have a Hessian near a multiple of 1, and the first step, of length 1, is Newton's."""
     if inverse is None:
         return np.ones_like(gradient)
-    scale = np.sqrt(np.diag(inverse))
+    scale = np.sqrt(np.diag(inverse)).clip(max=_LONGEST)
     return scale * min(1.0, max(float(np.linalg.norm(scale * gradient)), _FLAT))
 
 

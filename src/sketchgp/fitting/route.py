@@ -29,7 +29,7 @@ from .steps import Steps
 
 EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
 # An evaluation by factorization takes the time of so many rows a product with K (and its share of all else) in one with
-# probes: 45 at 9,600 rows and 68 at 6,000, on one core (docs/tuning.md).
+# probes: 45 at 9,600 rows and 68 at 6,000 of uci_pol, on one core.
 _ROWS_A_PRODUCT = 60
 _ROOM = 1.5  # the memory budget, a quarter of what is free, is to hold such a part more than one matrix
 # Nats a row that a bound may leave open to be taken for the loss.  A fit loses at most that, and lost a tenth of it to

@@ -30,7 +30,7 @@ from .lbfgs import lbfgs
 from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, bracket, dearest, factorized, new_bound, next_objective, route
-from .scales import flatness, rescale
+from .scales import flatness, rescale, wake
 from .start import exact_objective, on_subset
 from .steps import Steps
 
@@ -239,6 +239,7 @@ class Fit:
             self.history.subset = None
             return None
         self.current.restore(best)
+        wake(self.current.model)
         return inverse
 
     def _fit_exactly(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:

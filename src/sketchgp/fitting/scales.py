@@ -1,4 +1,4 @@
-"""Starts where the loss is flat: lengthscales that are not of the size of the data.
+"""Starts where the loss is flat: lengthscales that are not of the size of the data, of all inputs or of one.
 
 With lengthscales far below the distances of neighbours every point is alone, with ones far above all points are alike;
 a marginal likelihood does not change with them there, and no gradient leads away.
@@ -18,6 +18,8 @@ _ALONE = 1e-6  # a correlation of neighbours, and
 _FEW = 0.05  # of the points, which may be near another one by chance and still leave nothing to learn from, and
 _ALIKE = 1e-5  # of any points below 1, that no gradient is felt of
 _FAR = 1e3  # of lengthscales that nobody set, over the size of their input
+_LITTLE = 10.0  # lengthscales over the size of their input, at which it matters a little
+_APART = 0.1  # lengthscales over the least distance of two values, at which all of them are uncorrelated
 ALONE = "every point is alone"
 ALIKE = "all points are alike"
 
@@ -72,13 +74,42 @@ def rescale(model: Any, seed: int) -> str:
     return why or "some inputs are far smaller"
 
 
-def _moved(kernel: Any, model: Any, all_of_it: bool) -> bool:
-    """Whether a kernel now has other lengthscales."""
-    x, raw = _floating(model), kernel.raw_lengthscale
-    if x is None or len(x) < 2 or not raw.requires_grad:
-        return False
+@torch.no_grad()
+def wake(model: Any) -> None:
+    """Make lengthscales of single inputs, at which the loss hardly depends on them, such that it does a little.
+
+    Few rows may take an input for one that does not matter, or for a mere label; with the lengthscales of that, huge or
+    tiny, no gradient would tell more rows better.
+    """
+    for kernel in model.modules():
+        x = _inputs(kernel, model) if getattr(kernel, "has_lengthscale", False) else None
+        if x is None or kernel.ard_num_dims is None or kernel.lengthscale.shape[-1] != x.shape[1]:
+            continue
+        now, size = kernel.lengthscale.detach().double().cpu(), x.std(dim=0) * x.shape[1] ** 0.5
+        gaps = x.sort(dim=0).values.diff(dim=0)
+        least = gaps.where(gaps > 0, torch.inf).amin(dim=0)
+        chosen = torch.where(now < _APART * least, size, now).minimum(_LITTLE * size)
+        moved = (chosen != now) & (size > 0)
+        if bool(moved.any()):
+            chosen = torch.where(moved, chosen, now).to(kernel.raw_lengthscale)
+            kernel.lengthscale = _inside(chosen, kernel.raw_lengthscale_constraint)
+
+
+def _inputs(kernel: Any, model: Any) -> Tensor | None:
+    """Those that a kernel with lengthscales to be moved sees, ``(n, d)``; None where that is not known."""
+    x = _floating(model)
+    if x is None or len(x) < 2 or not kernel.raw_lengthscale.requires_grad:
+        return None
     if kernel.active_dims is not None:
         x = x[:, kernel.active_dims] if int(kernel.active_dims.max()) < x.shape[1] else x
+    return x
+
+
+def _moved(kernel: Any, model: Any, all_of_it: bool) -> bool:
+    """Whether a kernel now has other lengthscales."""
+    x, raw = _inputs(kernel, model), kernel.raw_lengthscale
+    if x is None:
+        return False
     sizes, now = x.std(dim=0), kernel.lengthscale.detach().double().cpu()
     if kernel.ard_num_dims is None:
         wanted = sizes.norm().expand(now.shape)
