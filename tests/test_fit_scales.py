@@ -143,21 +143,26 @@ def test_inputs_that_few_rows_took_for_none_or_for_labels_matter_again() -> None
     model = Plain(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(ard_num_dims=3))).double()
     base = model.covar_module.base_kernel
     base.lengthscale = torch.tensor([0.3, 1e-3, 1e4])
-    wake(model)
-    found = base.lengthscale.detach().flatten()
+    (woken,) = wake(model)
     size = x.std(dim=0) * 3**0.5
-    assert float(found[0]) == pytest.approx(0.3)
-    assert found[1:].tolist() == pytest.approx([float(size[1]), 10 * float(size[2])], rel=1e-6)
-    model.train()
-    (-gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)(model(x), y)).backward()
-    assert bool((base.raw_lengthscale.grad.abs() > 1e-6).all())
-    wake(model)
-    assert torch.equal(base.lengthscale.detach().flatten(), found)
+    expected = [0.3, float(size[1]), 10 * float(size[2])]
+    assert base.lengthscale.flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert wake(model) == []
+    for sign in (1.0, -1.0):  # of the gradient: to a shorter one, and back to the huge one
+        base.raw_lengthscale.grad = torch.full_like(base.raw_lengthscale, sign)
+        woken.judge()
+        expected[2] = 10 * float(size[2]) if sign > 0 else 1e4
+        assert base.lengthscale.flatten().tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     small_subsets(monkeypatch)
     woken: list[int] = []
-    monkeypatch.setattr("sketchgp.fitting.run.wake", lambda model: woken.append(len(model.train_targets)))
+
+    def waking(model: Any) -> list[Any]:
+        woken.append(len(model.train_targets))
+        return wake(model)
+
+    monkeypatch.setattr("sketchgp.fitting.run.wake", waking)
     sketchgp.fit(build(), start="subset", iterations=1)
     assert woken[-1] == 120 and len(woken) == 3

@@ -30,7 +30,7 @@ from .lbfgs import lbfgs
 from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, bracket, dearest, factorized, new_bound, next_objective, route
-from .scales import flatness, rescale, wake
+from .scales import Woken, flatness, rescale, wake
 from .start import exact_objective, on_subset
 from .steps import Steps
 
@@ -95,6 +95,7 @@ class Fit:
         event = 1 if model.train_targets.dim() == 1 else 2
         self.history.rows = int(model.train_targets.shape[-event])
         self.steps: Steps | None = None
+        self.woken: list[Woken] = []
         marks = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
         self.record = within or Record(
             self.own, checkpoint, every, lambda: fit_marks(model, mll, f"{marks} {_solved_by(acceleration)}")
@@ -157,6 +158,7 @@ class Fit:
             while True:
                 self.steps = steps = self._steps(limit, bar, near=inverse is not None)
                 try:
+                    self._judge_woken(steps)
                     if history.optimizer == "adam":
                         adam(self.current, steps, choices.learning_rate or 0.1)
                     else:
@@ -184,6 +186,14 @@ class Fit:
                 if after is None:
                     return inverse
                 self.current = after
+
+    def _judge_woken(self, steps: Steps) -> None:
+        """One evaluation says which of the inputs that a subset took for none do matter."""
+        if self.woken:
+            steps.count(self.current.evaluate())
+            for woken in self.woken:
+                woken.judge()
+            self.woken = []
 
     def _steps(self, limit: int, bar: Any, near: bool) -> Steps:
         """Of the next run; :param near: whether it begins near a minimum."""
@@ -239,7 +249,8 @@ class Fit:
             self.history.subset = None
             return None
         self.current.restore(best)
-        wake(self.current.model)
+        if self.history.optimizer == "lbfgs":
+            self.woken = wake(self.current.model)
         return inverse
 
     def _fit_exactly(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:

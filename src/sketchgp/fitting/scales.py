@@ -6,6 +6,7 @@ a marginal likelihood does not change with them there, and no gradient leads awa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,25 +75,49 @@ def rescale(model: Any, seed: int) -> str:
     return why or "some inputs are far smaller"
 
 
+@dataclass(frozen=True)
+class Woken:
+    """Lengthscales of one kernel that were made such that the loss depends on them.
+
+    :ivar before: what they were, ``(..., d)``; :ivar huge: which of them were.
+    """
+
+    kernel: Any
+    before: Tensor
+    huge: Tensor
+
+    @torch.no_grad()
+    def judge(self) -> None:
+        """Give those back that were huge and that the gradient, which is there, sends there again."""
+        raw = self.kernel.raw_lengthscale
+        if raw.grad is None or not bool(torch.isfinite(raw.grad).all()):
+            return
+        back = self.huge.to(raw.device) & (raw.grad < 0)
+        self.kernel.lengthscale = torch.where(back, self.before.to(raw), self.kernel.lengthscale)
+
+
 @torch.no_grad()
-def wake(model: Any) -> None:
+def wake(model: Any) -> list[Woken]:
     """Make lengthscales of single inputs, at which the loss hardly depends on them, such that it does a little.
 
     Few rows may take an input for one that does not matter, or for a mere label; with the lengthscales of that, huge or
-    tiny, no gradient would tell more rows better.
+    tiny, no gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge.
     """
+    found = []
     for kernel in model.modules():
         x = _inputs(kernel, model) if getattr(kernel, "has_lengthscale", False) else None
         if x is None or kernel.ard_num_dims is None or kernel.lengthscale.shape[-1] != x.shape[1]:
             continue
-        now, size = kernel.lengthscale.detach().double().cpu(), x.std(dim=0) * x.shape[1] ** 0.5
+        before, size = kernel.lengthscale.detach().clone(), x.std(dim=0) * x.shape[1] ** 0.5
+        now = before.double().cpu()
         gaps = x.sort(dim=0).values.diff(dim=0)
         least = gaps.where(gaps > 0, torch.inf).amin(dim=0)
-        chosen = torch.where(now < _APART * least, size, now).minimum(_LITTLE * size)
-        moved = (chosen != now) & (size > 0)
-        if bool(moved.any()):
-            chosen = torch.where(moved, chosen, now).to(kernel.raw_lengthscale)
+        tiny, huge = (now < _APART * least) & (size > 0), (now > _LITTLE * size) & (size > 0)
+        if bool((tiny | huge).any()):
+            chosen = torch.where(tiny, size, torch.where(huge, _LITTLE * size, now)).to(kernel.raw_lengthscale)
             kernel.lengthscale = _inside(chosen, kernel.raw_lengthscale_constraint)
+            found.append(Woken(kernel, before, huge))
+    return found
 
 
 def _inputs(kernel: Any, model: Any) -> Tensor | None:
