@@ -55,4 +55,3 @@ class ArcCosineKernel(Kernel):
         else:
             found = 3 * sine * cosine + rest * (1 + 2 * cosine.square())
         return size**self.order * found / math.pi
-

@@ -214,4 +214,3 @@ class _Sums(torch.autograd.Function):
             for total, (_, weights) in zip(found, waves.weights, strict=True):
                 total[rows] += slopes.reshape(len(turns), -1) @ weights[which]
         return (None, None, *found)
-

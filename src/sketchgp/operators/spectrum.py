@@ -100,8 +100,7 @@ def _waves_of(expression: Expression, kernel: Any, uniforms: Tensor, p: int) -> 
         period = expression.own(kernel.period_length, 2).detach().to(uniforms)
         return math.pi / period * signs
     means, scales = (
-        expression.own(t, 3).detach().to(uniforms).reshape(-1, p)
-        for t in (kernel.mixture_means, kernel.mixture_scales)
+        expression.own(t, 3).detach().to(uniforms).reshape(-1, p) for t in (kernel.mixture_means, kernel.mixture_scales)
     )
     weights = expression.own(kernel.mixture_weights, 1).detach().to(uniforms)
     steps = (weights.cumsum(0) / weights.sum())[:-1]
