@@ -31,14 +31,13 @@ from .lessons import FeatureHeldOut, Lessons
 from .losses import LOSSES
 from .problem import Labels, RandomFeatureProblem, same_points
 
-_LEAST, _MOST = 1024, 16384  # automatic features
+_LEAST, _MOST = 2048, 16384  # automatic features
+_OF_ROWS = 32  # times n^1/2
 _OF_STREAM = 8192  # of a stream of unknown length
 _STEP, _CUDA_STEP = 1024, 2048  # features of a step
 _PLAIN_STEP = 256  # of a step without preconditioner
 _ROWS = 4  # of a batch, for each feature of a step
 _EPOCHS = 10
-_DECAY = 10.0  # sweeps over the features after which the step has halved
-_FIRST = 0.5  # of a Newton step
 _CENTRE = 1024  # rows of a first batch that phases are counted from the mean of
 
 
@@ -53,7 +52,7 @@ class DoublyStochastic(Budgeted):
     - ``preconditioned``: ``a_j -= step (C_j + N lambda)^-1 (1/b Phi_j^T l' + N lambda a_j)``, ``C_j = 1/b Phi_j^T D
       Phi_j`` the covariance of the block's features on the batch (section 4 of the paper; D the curvature of the loss),
       blocks in turn.  Its fixed point is that of the problem on the N features, with lambda as it is; the step is
-      ``0.5 step_scale / (1 + sweeps / 10)``.
+      ``0.5 step_scale / (1 + sweeps / 10)``; with all the data in a batch and the squared loss, step_scale.
     - else Algorithm 1 of the paper: ``f <- (1 - step lambda) f - step / |j| phi_j^T 1/b Phi_j^T l'`` with
       ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows,
       theta = 2 / lambda as its theorems have it, or less where lambda is so small that this would heap up noise.  With
@@ -68,8 +67,8 @@ class DoublyStochastic(Budgeted):
     that of f = 0.  The learner of tensors goes over them ``epochs`` times; a stream is gone through once, unless
     ``epochs`` says more; an endless one ends by ``max_iterations``, ``max_seconds``, the callback or Ctrl-C.
 
-    :param num_features: N; None for new features at every step, without end.  ``"auto"`` is ``16 n^1/2``, from 1,024 to
-        16,384 and as memory allows, 8,192 for a stream of unknown length.
+    :param num_features: N; None for new features at every step, without end.  ``"auto"`` is ``32 n^1/2`` as a power of
+        2, from 2,048 to 16,384 and as memory allows, 8,192 for a stream of unknown length.
     :param features: ``"random"``, ``"orthogonal"`` or ``"quasi"``
         (:class:`~sketchgp.operators.feature_map.RandomFeatures`).
     :param block_size: features of a step, at most; None is 1,024 (on CUDA 2,048; 256 without preconditioner).  A
@@ -166,15 +165,25 @@ class DoublyStochastic(Budgeted):
         features = RandomFeatures(problem.kernel, origin, self.seed, self.features)
         total = self.num_features
         if total == "auto":
-            total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, 16 * math.sqrt(rows))))
+            total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
             fits = available_memory(origin.device) // (8 * 4 * 8 * max(1, columns))
             total = max(_LEAST, min(total, _MOST, fits // 2 * 2))
         assert total is None or isinstance(total, int)
         block = self.block_size or self._block(origin.device)
-        pairs = max(1, block // 2) if total is None else max(1, min(block, total) // 2)
-        scale = self.step_scale * (_FIRST if self.preconditioned else 1)
-        how = Steps(pairs, None if total is None else total // 2, self.preconditioned, scale, _DECAY, self.averaging)
-        return Learner(features, LOSSES[problem.loss], how, columns)
+        pairs = max(1, (block if total is None else min(block, total)) // 2)
+        return Learner(features, LOSSES[problem.loss], self._steps(pairs, total and total // 2), columns)
+
+    def _steps(self, pairs: int, total: int | None) -> Steps:
+        return Steps(pairs, total, self.preconditioned, self.step_scale, self.averaging)
+
+    def restored(
+        self, kernel: Any, origin: Tensor, loss: str, pairs: int, total: int | None, average: Tensor
+    ) -> Learner:
+        """A learner with an average ``(pairs, 2, c)`` that was saved."""
+        features = RandomFeatures(kernel, origin, self.seed, self.features)
+        learner = Learner(features, LOSSES[loss], self._steps(pairs, total), average.shape[2])
+        learner.average = average
+        return learner
 
     def _block(self, device: torch.device) -> int:
         if not self.preconditioned:

@@ -13,7 +13,10 @@ from ...operators.feature_map import Made, RandomFeatures
 from .losses import Squared
 
 _ENTRIES = 2**21  # of features at points at once
+_COUNTED = 512  # rows at all features at once
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
+_FIRST = 0.5  # preconditioned step, of a whole one
+_SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
 _ROWS = 4  # of a batch for each feature that is fitted to it
 _VANISHING = 1e-100  # of the decay, which is then multiplied into the coefficients
 _SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
@@ -30,7 +33,6 @@ class Steps:
     total: int | None
     preconditioned: bool
     scale: float
-    decay_after: float
     averaging: bool
 
 
@@ -41,6 +43,8 @@ class Learner:
 
     :ivar coefficients: ``(pairs, 2, c)`` float64, to be multiplied by ``decay``; :ivar average: of the iterates.
     :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time.
+    :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
+        are.
     """
 
     saved = ("coefficients", "average", "decay", "place", "steps", "visited", "first_step", "settles", "rows")
@@ -54,6 +58,7 @@ class Learner:
         self.place = self.steps = self.visited = self.rows = 0
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
+        self.gram: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -66,11 +71,12 @@ class Learner:
             pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
             self.coefficients, self.average = pads
 
-    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, counted: bool = False) -> Tensor:
         """One doubly stochastic step on a batch; f before it, ``(b, c)``.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
+        :param counted: whether its rows are new.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         made = self.features.prepare(x)
@@ -83,15 +89,20 @@ class Learner:
         gradient = self.loss.gradient(f, y)
         slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64) / len(x)
         self._grow(which.stop)
+        if self.gram is not None and counted:
+            self._count(made)
+        exact = whole and self.loss.quadratic and self.how.preconditioned
         if self.how.preconditioned:
-            self._newton(which, phi, self.loss.weights(f, y), slope, ridge)
+            passes = self.visited / (self.how.total or 1)
+            step = self.how.scale * (1 if exact else _FIRST / (1 + passes / _SETTLED_AFTER))
+            self._newton(which, phi, self.loss.weights(f, y), slope, ridge, step)
         else:
             self._plain(which, phi, slope, ridge)
         self.steps += 1
         self.rows += len(x)
         self.visited += which.stop - which.start
         self.place = which.stop % self.how.total if self.how.total else which.stop
-        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging else 1.0
+        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and not exact else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
         return f
 
@@ -109,7 +120,21 @@ class Learner:
             zeros = self.coefficients.new_zeros(more, 2, self.columns)
             self.coefficients, self.average = (torch.cat([t, zeros]) for t in (self.coefficients, self.average))
 
-    def _newton(self, which: slice, phi: Tensor, weights: Tensor | None, slope: Tensor, ridge: float) -> None:
+    def _count(self, made: Made) -> None:
+        assert self.gram is not None and self.how.total is not None
+        for start in range(0, len(made[0][0]), _COUNTED):
+            rows = [part[start : start + _COUNTED] for part in made[0]], *made[1:]
+            phi = self.all_features(rows)
+            self.gram += (phi.mT @ phi).to(torch.float64)
+
+    def all_features(self, made: Made) -> Tensor:
+        """``(p, N)``, pair by pair."""
+        assert self.how.total is not None
+        return torch.stack(self.features.pairs(made, 0, self.how.total), dim=2).flatten(1)
+
+    def _newton(
+        self, which: slice, phi: Tensor, weights: Tensor | None, slope: Tensor, ridge: float, step: float
+    ) -> None:
         """``a_j -= step (Phi^T D Phi / b + N lambda)^-1 (Phi^T l' / b + N lambda a_j)``, whose fixed point is that of
         the ridge regression on all N features, whatever the matrix is."""
         assert self.how.total is not None
@@ -121,8 +146,6 @@ class Learner:
         rounding = torch.finfo(phi.dtype).eps * len(matrix) * matrix.diagonal().mean().clamp_min(1e-300)
         matrix.diagonal().add_(level + rounding)
         factor = torch.linalg.cholesky(matrix)
-        passes = self.visited / self.how.total
-        step = self.how.scale / (1 + passes / self.how.decay_after)
         change = torch.cholesky_solve(slope + level * a, factor) * step
         self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
 

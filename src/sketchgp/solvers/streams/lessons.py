@@ -81,11 +81,13 @@ class Lessons(Method):
 
     @property
     def average(self) -> list[Tensor]:
-        return [self.learner.coefficients, self.learner.average]
+        gram = [] if self.learner.gram is None else [self.learner.gram]
+        return [self.learner.coefficients, self.learner.average, *gram]
 
     @average.setter
     def average(self, saved: list[Tensor]) -> None:
-        self.learner.coefficients, self.learner.average = saved
+        self.learner.coefficients, self.learner.average, *gram = saved
+        self.learner.gram = gram[0] if gram else None
 
     @property
     def labels(self) -> list[int]:
@@ -109,7 +111,8 @@ class Lessons(Method):
 
     @property
     def _shown(self) -> int:
-        return 1 if self.problem.loss != "squared" or self.extra is not None else self.learner.columns
+        """Columns of the residual."""
+        return 1 if self.problem.loss != "squared" else self.problem.targets.columns or self.learner.columns
 
     def step(self) -> bool:
         x, y, numbers = self._next()
@@ -122,7 +125,7 @@ class Lessons(Method):
             targets = torch.cat([targets, self.extra(x, numbers)], dim=1)
         learner.widen(targets.shape[1])
         n = self.total or self.first_number + self.rows + len(x)
-        f = learner.step(x, targets, problem.noise / n, whole)
+        f = learner.step(x, targets, problem.noise / n, whole, counted=self.epoch == 0)
         if not self.window:
             self.losses = self.losses_of_none = torch.zeros_like(self.losses)
         self.losses = self.losses + self._loss(f, targets)
@@ -142,8 +145,7 @@ class Lessons(Method):
         return self.ended or self.window == _WINDOW or self._done
 
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
-        value = self.learner.loss.value(f, y)
-        return value[: self._shown] if self.extra is None else value[: self.problem.targets.columns].sum().reshape(1)
+        return self.learner.loss.value(f, y)[: self._shown]
 
     def _next(self) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of the epoch under way, or the first one of the next, and the numbers of its rows."""

@@ -13,6 +13,7 @@ class Squared:
     """``(f - y)^2 / 2``, whose minimiser with a ridge of ``noise / n`` is the posterior mean of a Gaussian process."""
 
     name = "squared"
+    quadratic = True
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """``dl / df`` ``(b, c)`` of f and y ``(b, c)``."""
@@ -30,7 +31,7 @@ class Squared:
 class Logistic(Squared):
     """``log(1 + exp(-y f))`` of every class against the rest, y = 1 or -1."""
 
-    name = "logistic"
+    name, quadratic = "logistic", False
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return -y * torch.sigmoid(-y * f)
@@ -46,7 +47,7 @@ class Logistic(Squared):
 class Multinomial(Squared):
     """``log sum_c exp(f_c) - f_y``; y has a 1 in the column of the class, 0 else."""
 
-    name = "multinomial"
+    name, quadratic = "multinomial", False
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.softmax(dim=1) - y
@@ -63,7 +64,7 @@ class Multinomial(Squared):
 class Hinge(Squared):
     """``max(0, 1 - y f)`` of every class against the rest, y = 1 or -1: support vector machines."""
 
-    name = "hinge"
+    name, quadratic = "hinge", False
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.where(y * f < 1, -y, torch.zeros_like(y))
