@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .expression import Expression, recognise
+from .expression import Expression, Prepared, recognise
 from .profiles import RAYS
 from .rays import ray_numbers, ray_values, ray_weights
 from .spectrum import ISOTROPIC_HINT, frequencies, heavy, isotropic, numbers
@@ -24,7 +24,24 @@ _PATTERN = 64  # pairs of features among which the terms of a kernel have their 
 _CHUNK = 256  # numbers of a term for which frequencies are made together
 _KEPT = 2**26  # bytes of frequencies that are kept, whatever the kernel and the data
 
-Made = tuple[list[Tensor], list[Tensor | None], Tensor]
+
+class Made(NamedTuple):
+    """What features of points are made of.
+
+    :ivar parts: of each factor ``(p, width)``, float64 where its frequencies are heavy-tailed; :ivar coefficients: of
+        each term ``(T,)``.
+    :ivar dtype: of features; :ivar points: p.
+    """
+
+    parts: list[Tensor]
+    coefficients: Tensor
+    dtype: torch.dtype
+    points: int
+
+    def rows(self, which: slice) -> Made:
+        """Of some of the points."""
+        count = len(range(self.points)[which])
+        return Made([part[which] for part in self.parts], self.coefficients, self.dtype, count)
 
 
 class _Term(NamedTuple):
@@ -72,16 +89,16 @@ class RandomFeatures:
             )
         self._expression: Expression = expression
         with torch.no_grad():
-            at_origin = self.prepare(self.origin)
-        self._alphas = tuple(at_origin[1])
-        self._terms = self._make_terms([part.shape[-1] for part in at_origin[0]], at_origin[2])
+            at_origin = self._prepared(self.origin)
+        self._alphas = tuple(f.alpha for f in at_origin.features)
+        self._terms = self._make_terms([f.left.shape[-1] for f in at_origin.features], at_origin.coefficients)
         self._kept: dict[tuple[Any, ...], list[Tensor]] = {}
         self._kept_bytes = 0
 
     def _make_terms(self, widths: list[int], shares: Tensor) -> list[_Term]:
         expression, terms = self._expression, []
         every = {index for term in expression.terms for index in term}
-        directed = any(expression.atoms[i].profile is not RAYS and isotropic(expression, i) for i in every)
+        directed = any(isotropic(expression, i) for i in every)
         if self.kind == "orthogonal" and not directed:
             raise InputError(f"Orthogonal features are known of {ISOTROPIC_HINT}, which this kernel has none of.")
         for number, (term, slots) in enumerate(zip(expression.terms, _shares(shares), strict=True)):
@@ -101,13 +118,18 @@ class RandomFeatures:
         return terms
 
     def prepare(self, x: Tensor) -> Made:
-        """What features are made of: those of each factor ``(p, width)``, its shape parameter, and the coefficient of
-        each term ``(T,)``; for x ``(p, d)``, in its dtype."""
+        """What features of x ``(p, d)`` are made of, in float64 as far as phases of many turns need it."""
+        made = self._prepared(x)
+        parts = [
+            f.left if heavy(self._expression, index) else f.left.to(x.dtype) for index, f in enumerate(made.features)
+        ]
+        return Made(parts, made.coefficients.to(x.dtype), x.dtype, len(x))
+
+    def _prepared(self, x: Tensor) -> Prepared:
         z, origin = x, self.origin.to(x)
         if self.kernel.active_dims is not None:
             z, origin = (t.index_select(-1, self.kernel.active_dims.to(x.device)) for t in (z, origin))
-        made = self._expression.prepare(z, z, True, torch.Size(), x.dtype, origin)
-        return [f.left for f in made.features], [f.alpha for f in made.features], made.coefficients
+        return self._expression.prepare(z, z, True, torch.Size(), torch.float64, origin)
 
     def __call__(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Features of x ``(p, d)``: of the pairs from start to stop, all that come first in their pair before all that
@@ -119,29 +141,27 @@ class RandomFeatures:
 
         :param made: of :meth:`prepare`.
         """
-        parts, coefficients = made[0], made[2]
+        like = made.coefficients.new_empty(0)
         numbers = torch.arange(start, stop)
-        found = [parts[0].new_empty(len(parts[0]), stop - start) for _ in range(2)] if len(self._terms) > 1 else []
+        found = [like.new_empty(made.points, stop - start) for _ in range(2)] if len(self._terms) > 1 else []
         for number, term in enumerate(self._terms):
             share = _PATTERN / len(term.slots)
-            height = (coefficients[number] * (2 * share if term.waves else share)).sqrt()
+            height = (made.coefficients[number] * (2 * share if term.waves else share)).sqrt()
             if len(self._terms) == 1:
-                return self._members(number, parts, start, stop, height)
+                return self._members(number, made, start, stop, height)
             mine = torch.isin(numbers % _PATTERN, term.slots)
             if not bool(mine.any()):
                 continue
             first = start // _PATTERN * len(term.slots) + int((term.slots < start % _PATTERN).sum())
-            members = self._members(number, parts, first, first + int(mine.sum()), height)
-            places = mine.nonzero().squeeze(1).to(parts[0].device)
+            members = self._members(number, made, first, first + int(mine.sum()), height)
+            places = mine.nonzero().squeeze(1).to(like.device)
             found = [old.index_copy(1, places, new) for old, new in zip(found, members, strict=True)]
         return found[0], found[1]
 
-    def _members(
-        self, number: int, parts: list[Tensor], start: int, stop: int, height: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _members(self, number: int, made: Made, start: int, stop: int, height: Tensor) -> tuple[Tensor, Tensor]:
         """Both members of the pairs of one term, by their numbers in it."""
         chunks = [
-            self._chunk(number, parts, chunk, height, max(start, chunk) - chunk, min(stop, chunk + _CHUNK) - chunk)
+            self._chunk(number, made, chunk, height, max(start, chunk) - chunk, min(stop, chunk + _CHUNK) - chunk)
             for chunk in range(start // _CHUNK * _CHUNK, stop, _CHUNK)
         ]
         if len(chunks) == 1:
@@ -150,10 +170,10 @@ class RandomFeatures:
         return first, second
 
     def _chunk(
-        self, number: int, parts: list[Tensor], chunk: int, height: Tensor, start: int, stop: int
+        self, number: int, made: Made, chunk: int, height: Tensor, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Of the pairs from ``chunk + start`` to ``chunk + stop`` of a term."""
-        term, like = self._terms[number], parts[0]
+        term, parts, like = self._terms[number], made.parts, made.coefficients
         weights = [w[start:stop] for w in self._weights(number, chunk, like)]
         if term.waves:
             turns: Tensor | None = None
@@ -164,7 +184,7 @@ class RandomFeatures:
             angles = ((turns - turns.detach().round()).to(like.dtype)).mul(2 * math.pi)
             first, second = angles.cos() * height, angles.sin() * height
         else:
-            first = second = height.expand(len(like), stop - start)
+            first = second = height.expand(made.points, stop - start)
         rest = weights[len(term.waves) :]
         for place, (index, *_) in enumerate(term.rays):
             kernel = self._expression.atoms[index].leaves[0].kernel

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .expression import Expression
-from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
+from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, RAYS, WAVES
 
 ISOTROPIC_HINT = "RBF, Matern, rational quadratic and periodic kernels"
 
@@ -41,12 +41,12 @@ def numbers(expression: Expression, index: int, width: int) -> int:
 
 def isotropic(expression: Expression, index: int) -> bool:
     """Whether the directions of the factor's frequencies are uniform on the sphere."""
-    return expression.atoms[index].profile not in (LAPLACE, WAVES)
+    return expression.atoms[index].profile not in (LAPLACE, WAVES, RAYS)
 
 
 def heavy(expression: Expression, index: int) -> bool:
     """Whether frequencies are far larger than usual now and then, so that phases need float64."""
-    return expression.atoms[index].profile not in (GAUSS, WAVES)
+    return expression.atoms[index].profile not in (GAUSS, WAVES, RAYS)
 
 
 def frequencies(

@@ -52,7 +52,8 @@ class DoublyStochastic(Budgeted):
     - ``preconditioned``: ``a_j -= step (C_j + N lambda)^-1 (1/b Phi_j^T l' + N lambda a_j)``, ``C_j = 1/b Phi_j^T D
       Phi_j`` the covariance of the block's features on the batch (section 4 of the paper; D the curvature of the loss),
       blocks in turn.  Its fixed point is that of the problem on the N features, with lambda as it is; the step is
-      ``0.5 step_scale / (1 + sweeps / 10)``; with all the data in a batch and the squared loss, step_scale.
+      ``0.5 step_scale / (1 + sweeps / 10)``; where all the data are in a batch it does not fall, and for the squared
+      loss is step_scale.
     - else Algorithm 1 of the paper: ``f <- (1 - step lambda) f - step / |j| phi_j^T 1/b Phi_j^T l'`` with
       ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows,
       theta = 2 / lambda as its theorems have it, or less where lambda is so small that this would heap up noise.  With

@@ -91,10 +91,10 @@ class Learner:
         self._grow(which.stop)
         if self.gram is not None and counted:
             self._count(made)
-        exact = whole and self.loss.quadratic and self.how.preconditioned
+        steady = self.loss.steady if whole and self.how.preconditioned else None
         if self.how.preconditioned:
             passes = self.visited / (self.how.total or 1)
-            step = self.how.scale * (1 if exact else _FIRST / (1 + passes / _SETTLED_AFTER))
+            step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
             self._newton(which, phi, self.loss.weights(f, y), slope, ridge, step)
         else:
             self._plain(which, phi, slope, ridge)
@@ -102,7 +102,7 @@ class Learner:
         self.rows += len(x)
         self.visited += which.stop - which.start
         self.place = which.stop % self.how.total if self.how.total else which.stop
-        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and not exact else 1.0
+        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
         return f
 
@@ -122,9 +122,8 @@ class Learner:
 
     def _count(self, made: Made) -> None:
         assert self.gram is not None and self.how.total is not None
-        for start in range(0, len(made[0][0]), _COUNTED):
-            rows = [part[start : start + _COUNTED] for part in made[0]], *made[1:]
-            phi = self.all_features(rows)
+        for start in range(0, made.points, _COUNTED):
+            phi = self.all_features(made.rows(slice(start, start + _COUNTED)))
             self.gram += (phi.mT @ phi).to(torch.float64)
 
     def all_features(self, made: Made) -> Tensor:
@@ -174,15 +173,14 @@ class Learner:
         calm = max(1.0, phi.shape[1] * (largest / max(mean, 1e-300)) ** 2)
         self.settles = min(_SETTLED / (self.first_step * ridge), calm) if ridge > 0 else calm
 
-    @torch.no_grad()
     def evaluate(self, made: Made, coefficients: Tensor, decay: float = 1.0) -> Tensor:
         """f at points ``(p, c)`` float64, by tiles of features; :param made: of the points."""
-        points = made[0][0]
-        total = torch.zeros(len(points), coefficients.shape[2], dtype=torch.float64, device=points.device)
-        size = max(64, _ENTRIES // max(1, len(points)) // 256 * 256)
+        p = made.points
+        total = torch.zeros(p, coefficients.shape[2], dtype=torch.float64, device=coefficients.device)
+        size = max(64, _ENTRIES // max(1, p) // 256 * 256)
         for start in range(0, len(coefficients), size):
             stop = min(start + size, len(coefficients))
-            a = coefficients[start:stop].to(points.dtype)
+            a = coefficients[start:stop].to(made.dtype)
             first, second = self.features.pairs(made, start, stop)
             total += torch.addmm(first @ a[:, 0], second, a[:, 1])
             self.entries += 2 * first.numel()

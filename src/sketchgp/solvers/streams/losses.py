@@ -13,7 +13,7 @@ class Squared:
     """``(f - y)^2 / 2``, whose minimiser with a ridge of ``noise / n`` is the posterior mean of a Gaussian process."""
 
     name = "squared"
-    quadratic = True
+    steady: float | None = 1.0  # the preconditioned step where all data are in a batch; None for one that falls
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """``dl / df`` ``(b, c)`` of f and y ``(b, c)``."""
@@ -31,7 +31,7 @@ class Squared:
 class Logistic(Squared):
     """``log(1 + exp(-y f))`` of every class against the rest, y = 1 or -1."""
 
-    name, quadratic = "logistic", False
+    name, steady = "logistic", 0.5
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return -y * torch.sigmoid(-y * f)
@@ -47,7 +47,7 @@ class Logistic(Squared):
 class Multinomial(Squared):
     """``log sum_c exp(f_c) - f_y``; y has a 1 in the column of the class, 0 else."""
 
-    name, quadratic = "multinomial", False
+    name, steady = "multinomial", 0.5
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.softmax(dim=1) - y
@@ -64,7 +64,7 @@ class Multinomial(Squared):
 class Hinge(Squared):
     """``max(0, 1 - y f)`` of every class against the rest, y = 1 or -1: support vector machines."""
 
-    name, quadratic = "hinge", False
+    name, steady = "hinge", None
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.where(y * f < 1, -y, torch.zeros_like(y))
