@@ -69,7 +69,7 @@ def test_the_fixed_point_is_the_ridge_regression(columns):
     """With the noise as it is: a step there changes nothing, and steps from 0 get there, on small batches nearly."""
     y = Y if columns is None else torch.stack([Y, Y.square()], dim=1)
     problem = RandomFeatureProblem(a_kernel(), X, y, 0.2)
-    for batch, tol in ((N, 0.015), (40, 0.05)):
+    for batch, tol in ((N, 0.03), (40, 0.08)):
         solver = dataclasses.replace(SMALL, batch_size=batch, epochs=60)
         learner = solver.learner(problem)
         report, value = solver.learn(learner, problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class RandomFeatures:
     A pair hangs on the seed, its number and the kernel alone: nothing is stored but the first 64 MiB of frequencies,
     which are then not made anew.  Evaluating N features at p points takes ``p N d`` operations and p N cosines.
 
-    :param kernel: a GPyTorch kernel without batch.  Its parameters are read when features are made.
+    :param kernel: a GPyTorch kernel without batch, of which a copy is kept.
     :param origin: ``(1, d)``, where phases are counted from; amid the points.
     :param kind: ``"random"``; ``"orthogonal"``, frequencies of orthogonal directions; ``"quasi"``, of a scrambled Sobol
         sequence.
@@ -80,8 +81,11 @@ class RandomFeatures:
     """
 
     def __init__(self, kernel: Any, origin: Tensor, seed: int, kind: str = "random") -> None:
-        self.kernel, self.origin, self.seed, self.kind = kernel, origin.detach(), seed, kind
+        self.origin, self.seed, self.kind = origin.detach(), seed, kind
         expression = recognise(kernel, waves=True, rays=True)
+        if expression is not None:  # of parameters that nobody changes, and that are constants
+            self.kernel = copy.deepcopy(kernel).requires_grad_(False)
+            expression = recognise(self.kernel, waves=True, rays=True)
         if expression is None:
             raise InputError(
                 f"{type(kernel).__name__} has no random features here; they are known of kernels of these kinds: "

@@ -55,6 +55,8 @@ class Lessons(Method):
         super().__init__()
         self.name, self.problem, self.learner, self.generator = name, problem, learner, generator
         self.device = learner.coefficients.device
+        if problem.loss != "squared":
+            self.measure = "wrong held-out labels"
         self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
         self.block_size, self.first_number = block_size, learner.rows
         self.epoch = self.seen = self.rows = self.waited = 0

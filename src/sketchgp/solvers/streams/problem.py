@@ -110,6 +110,7 @@ class RandomFeatureProblem:
 
     @property
     def streamed(self) -> bool:
+        """Whether the data come in batches."""
         return not torch.is_tensor(self.x)
 
     def checked(self, owner: str, x: Any, y: Any) -> Batch:
