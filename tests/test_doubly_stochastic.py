@@ -8,10 +8,11 @@ import io
 import itertools
 import math
 import pickle
+import signal
 
 import pytest
 import torch
-from gpytorch.kernels import ConstantKernel, MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import ConstantKernel, LinearKernel, MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean
 from torch.utils.data import DataLoader, TensorDataset
@@ -97,24 +98,43 @@ def test_the_error_falls_like_one_over_the_steps():
     kernel, noise, x, y = a_kernel(scale=1.0), 8.0, X[:40], Y[:40]
     covariance = kernel(x).to_dense()
     exact = covariance @ torch.linalg.solve(covariance + noise * torch.eye(40, dtype=torch.float64), y)
-    steps, seeds = [12, 25, 50, 100, 200], 12
+    steps, seeds = [25, 50, 100, 200], 16
     errors = torch.zeros(len(steps), dtype=torch.float64)
     for seed in range(seeds):
-        solver = DoublyStochastic(
-            num_features=None, preconditioned=False, block_size=32, batch_size=10, seed=seed, epochs=10**6
-        )
-        problem = RandomFeatureProblem(kernel, x, y, noise)
-        learner = solver.learner(problem)
-        for before, now in itertools.pairwise([0, *steps]):
-            solver = dataclasses.replace(solver, max_iterations=now - before)
-            solver.learn(learner, problem)
-            f = learner.evaluate(learner.features.prepare(x), learner.average)[:, 0]
-            errors[steps.index(now)] += (f - exact).square().mean() / seeds
-        assert len(learner.coefficients) == 16 * steps[-1]  # all of them new
+        solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=16, seed=seed)
+        learner, generator = solver.learner(RandomFeatureProblem(kernel, x, y, noise)), torch.Generator()
+        generator.manual_seed(seed)
+        for step in range(1, steps[-1] + 1):
+            rows = torch.randint(40, (10,), generator=generator)
+            learner.step(x[rows], y[rows].unsqueeze(1), noise / 40)
+            if step in steps:
+                f = learner.evaluate(learner.features.prepare(x), learner.average)[:, 0]
+                errors[steps.index(step)] += (f - exact).square().mean() / seeds
+        assert len(learner.coefficients) == 8 * steps[-1]  # all of them new
     t = torch.tensor(steps, dtype=torch.float64).log()
     slope = float(((t - t.mean()) * errors.log()).sum() / (t - t.mean()).square().sum())
     assert -1.2 < slope < -0.8, (slope, errors)
-    assert float(errors[-1]) < 1e-3 * float(exact.square().mean())
+    assert float(errors[-1]) < 3e-3 * float(exact.square().mean())
+
+
+def test_steps_are_those_of_the_paper():
+    """Algorithm 1, written for functions; its steps are theta / (i + i_0)."""
+    solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=8, averaging=False)
+    problem = RandomFeatureProblem(a_kernel(), X, Y, 24.0)
+    learner, f = solver.learner(problem), torch.zeros(15, dtype=torch.float64)
+    made, at = (learner.features.prepare(x) for x in (X, TEST))
+    on_data, weight = torch.zeros(N, dtype=torch.float64), 24.0 / N
+    for i in range(6):
+        assert relative(learner.step(X, Y.unsqueeze(1), weight)[:, 0], on_data) < 1e-12
+        step = learner.first_step / (1 + i / learner.settles)
+        phi, there = (torch.cat(learner.features.pairs(one, 4 * i, 4 * i + 4), dim=1) for one in (made, at))
+        slope = phi.mT @ (on_data - Y) / N / 8
+        on_data, f = ((1 - step * weight) * old - step * values @ slope for old, values in ((on_data, phi), (f, there)))
+        assert relative(learner.evaluate(at, learner.average)[:, 0], f) < 1e-12
+    phi = torch.cat(learner.features.pairs(made, 0, 4), dim=1)
+    largest = torch.linalg.matrix_norm(phi, 2) ** 2 / phi.numel()
+    assert learner.first_step == pytest.approx(1 / float(largest + weight))
+    assert learner.first_step * learner.settles <= 2 / weight * (1 + 1e-9)  # theta
 
 
 @pytest.mark.parametrize("loss", ["logistic", "multinomial"])
@@ -196,6 +216,15 @@ def test_endless_streams_end_when_they_are_told():
     timed = gp(dataclasses.replace(SMALL, max_seconds=0.05))
     with pytest.warns(ConvergenceWarning, match="ran out of time"):
         timed.learn(endless())
+
+
+def test_ctrl_c_keeps_what_was_learned():
+    model = gp(dataclasses.replace(SMALL, epochs=50))
+    with pytest.warns(ConvergenceWarning, match="was interrupted"):
+        report = model.learn(X, Y, callback=lambda progress: signal.raise_signal(signal.SIGINT))
+    assert report.work["epochs"] == 1 and bool(torch.isfinite(model(TEST).mean).all())
+    model.learn(X, Y)
+    assert model.report.reason is Reason.FINISHED
 
 
 def test_a_generator_has_one_epoch():
@@ -463,6 +492,18 @@ def test_constants_and_means_of_the_inputs():
     assert relative(model(TEST).mean, mean(TEST) + cross @ inner) < 0.1
 
 
+def test_a_linear_model():
+    """Of inner products: the features of an ordinary ridge regression."""
+    kernel = (LinearKernel() + ConstantKernel()).double().requires_grad_(False)
+    model = gp(dataclasses.replace(SMALL, epochs=100), kernel=kernel, variance="features")
+    model.learn(X, Y)
+    covariance, cross = kernel(X).to_dense(), kernel(TEST, X).to_dense()
+    inverse = torch.linalg.inv(covariance + 0.2 * torch.eye(N, dtype=torch.float64))
+    assert relative(model(TEST).mean, 0.4 + cross @ inverse @ (Y - 0.4)) < 0.02
+    exact = kernel(TEST).to_dense() - cross @ inverse @ cross.mT
+    assert relative(model(TEST).variance, exact.diagonal()) < 0.05
+
+
 def test_what_changes_is_noticed():
     model = gp()
     with pytest.raises(InputError, match="expects a model that has learned"):
@@ -514,6 +555,8 @@ def test_bad_choices():
         RandomFeatureGP(FixedNoiseGaussianLikelihood(torch.ones(N)), ConstantMean(), a_kernel())
     with pytest.raises(InputError, match="use 'samples' with num_features=None"):
         gp(DoublyStochastic(num_features=None, preconditioned=False), variance="features").learn(X, Y)
+    with pytest.raises(InputError, match="choose variance='features'"):
+        gp(kernel=LinearKernel().double(), variance="samples")
     with pytest.raises(InputError, match="loss expects"):
         RandomFeatureProblem(a_kernel(), X, Y, 0.1, "absolute")
     with pytest.raises(InputError, match="DoublyStochastic expects a RandomFeatureProblem"):

@@ -16,6 +16,7 @@ from .errors import InputError
 from .models.inducing.independent_outputs import IndependentOutputs
 from .models.inducing.sparse_covariance import PathwisePosterior
 from .models.streamed import Mapped, Streamed
+from .operators.expression import recognise
 from .operators.random_features import PriorPaths
 from .operators.uniforms import Philox
 from .random_streams import generator
@@ -87,6 +88,11 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             )
         self.variance = word(owner, "variance", variance, _VARIANCES)
         self.variance_samples = count(owner, "variance_samples", variance_samples)
+        if variance == "samples" and recognise(kernel, waves=True) is None:
+            raise InputError(
+                f"{owner}: variance='samples' needs functions from the prior, which are known of sums of waves, not of "
+                f"this {type(kernel).__name__}; choose variance='features' or 'none'."
+            )
         self.likelihood, self.mean_module, self.covar_module = likelihood, mean, kernel
         self._begin(solver)
         self._outputs: int | None = None
@@ -131,7 +137,6 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         self._method = self.variance
         if self._method == "features":
             if total is None:
-                self.forget()
                 raise InputError(
                     "variance='features' expects a number of features; use 'samples' with num_features=None."
                 )

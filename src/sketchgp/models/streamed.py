@@ -141,7 +141,11 @@ class Streamed:
             else:
                 learner = self.solver.learner(problem)
             self._learner, self._learned = learner, self._mark()
-            self._started(problem, learner)
+            try:
+                self._started(problem, learner)
+            except InputError:
+                self.forget()
+                raise
         return learner
 
     def _known(self) -> Learner | None:

@@ -60,7 +60,7 @@ class Labels:
         checks.labels(owner, "y", y)
         if y.shape != (len(x),) or y.device != x.device:
             raise InputError(f"{owner}: y expects shape ({len(x)},) on {x.device}, got {tuple(y.shape)} on {y.device}.")
-        seen = y.unique().tolist()
+        seen = [int(one) for one in y.unique().tolist()]
         self.classes += [one for one in seen if one not in self.classes]
         hot = y.unsqueeze(1) == torch.tensor(self.classes, device=y.device)
         return torch.where(hot, 1.0, self.rest).to(torch.float64)
