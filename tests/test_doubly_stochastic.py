@@ -227,7 +227,14 @@ def test_ctrl_c_keeps_what_was_learned():
     assert model.report.reason is Reason.FINISHED
 
 
-def test_a_generator_has_one_epoch():
+def test_a_generator_has_one_epoch(tmp_path):
+    """Of which no batch is lost."""
+    whole, model = gp(), gp()
+    whole.learn(stream([0, 60, 60]))
+    report = model.learn(batch for batch in stream([0, 60, 60]))
+    assert report.iterations == 2 and torch.equal(model(TEST).mean, whole(TEST).mean)
+    with pytest.raises(InputError, match="cannot be gone through twice"):
+        gp(dataclasses.replace(SMALL, checkpoint=tmp_path / "c.pt")).learn(iter(stream([60, 60])))
     with pytest.raises(InputError, match="a generator does not"):
         gp(dataclasses.replace(SMALL, epochs=2)).learn(iter(stream([60, 60])))
 

@@ -258,6 +258,7 @@ class Mapped:
 
     def __init__(self, stream: Iterable[Any], change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.stream, self.change = stream, change
+        self.once = isinstance(stream, Iterator)
 
     def __iter__(self) -> Iterator[Any]:
         for pair in self.stream:

@@ -26,8 +26,9 @@ from ...report import Reason, SolveReport, conclude
 from ..choices import Budgeted
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
 from ..problem import Solution
+from .held_out import FeatureHeldOut
 from .learner import Extra, Learner, Steps
-from .lessons import FeatureHeldOut, Lessons
+from .lessons import Lessons
 from .losses import LOSSES
 from .problem import Labels, RandomFeatureProblem, same_points
 
@@ -150,9 +151,7 @@ class DoublyStochastic(Budgeted):
 
         :raises InputError: for a stream without a batch.
         """
-        x, y = next(problem.batches(), (None, None)) if problem.streamed else (problem.x, problem.y)
-        if x is None:
-            raise InputError("x expects a stream of at least one batch, got none.")
+        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
         assert torch.is_tensor(x)
         rows = problem.rows if problem.streamed else len(x)
         columns = problem.targets.columns
@@ -245,11 +244,12 @@ class DoublyStochastic(Budgeted):
             return None
         x, y = problem.x, problem.y
         if problem.streamed:
-            (x, y), again = (next(problem.batches(), (torch.empty(0), torch.empty(0))) for _ in range(2))
-            if tensor_mark(x, y) != tensor_mark(*again):
+            (x, y), again = problem.first(), problem.first()
+            if problem.once or tensor_mark(x, y) != tensor_mark(*again):
                 raise InputError(
                     "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
-                    "this one has begun with two different batches. Shuffle its data once, before, or do without."
+                    "this one cannot be gone through twice, or has begun with two different batches. Shuffle its data "
+                    "once, before, or do without."
                 )
         assert torch.is_tensor(x) and y is not None
         marks = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +114,26 @@ class RandomFeatureProblem:
         """Whether the data come in batches."""
         return not torch.is_tensor(self.x)
 
+    @property
+    def once(self) -> bool:
+        """Whether the stream can be gone through once only, as a generator."""
+        return isinstance(self.x, Iterator) or bool(getattr(self.x, "once", False))
+
+    def first(self) -> Batch:
+        """The first batch of a stream, which is not taken from it.
+
+        :raises InputError: where there is none, or it does not fit.
+        """
+        assert not torch.is_tensor(self.x)
+        feed, skipped, once = iter(self.x), [], self.once
+        for pair in feed:
+            skipped.append(pair)
+            if not (isinstance(pair, tuple | list) and torch.is_tensor(pair[0]) and not len(pair[0])):
+                if once:
+                    self.x = itertools.chain(skipped, feed)
+                return next(self._looked_at([pair]))
+        raise InputError("x expects a stream of at least one batch, got none.")
+
     def checked(self, owner: str, x: Any, y: Any) -> Batch:
         """A batch whose inputs are points ``(b, d)``, finite, and whose targets are a row each.
 
@@ -137,8 +158,11 @@ class RandomFeatureProblem:
         :raises InputError: for one that is no pair, holds NaN, or differs in features, dtype or device.
         """
         assert not torch.is_tensor(self.x)
+        return self._looked_at(self.x)
+
+    def _looked_at(self, stream: Iterable[Any]) -> Iterator[Batch]:
         first: Tensor | None = None
-        for number, pair in enumerate(self.x):
+        for number, pair in enumerate(stream):
             owner = f"batch {number} of the stream"
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise checks.refusal(owner, "it", "a pair (x, y)", pair)
