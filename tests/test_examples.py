@@ -11,6 +11,7 @@ import pytest
 
 SMALL = {  # arguments for a run of seconds
     "inducing_points.py": ["--rows", "2000"],
+    "random_feature_stream.py": ["--batches", "6"],
     "thompson_sampling.py": ["--points", "900", "--rounds", "1"],
 }
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))

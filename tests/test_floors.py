@@ -38,6 +38,8 @@ FLOORS = {
     "exact_gp": 6,
     "inducing_point_gp": 6,
     "one_hot": 6,
+    "random_feature_classifier": 6,
+    "random_feature_gp": 6,
     "predict": 6,
     "posterior_samples": 6,
     "botorch": 6,

@@ -12,9 +12,11 @@ import sketchgp
 
 NAMES = {
     "ASkotch",
+    "ArcCosineKernel",
     "Cholesky",
     "ConjugateGradients",
     "ConvergenceWarning",
+    "DoublyStochastic",
     "EigenPro2",
     "EigenPro3",
     "EigenPro4",
@@ -41,6 +43,9 @@ NAMES = {
     "Prediction",
     "QR",
     "RPCholesky",
+    "RandomFeatureClassifier",
+    "RandomFeatureGP",
+    "RandomFeatureProblem",
     "SketchGPError",
     "NystromPCG",
     "SketchySAGA",
@@ -145,6 +150,38 @@ SIGNATURES = {
         "rank": None,
         "rho": None,
         "seed": 0,
+    },
+    "DoublyStochastic": {
+        "max_seconds": None,
+        "checkpoint": None,
+        "every": 60.0,
+        "num_features": "auto",
+        "features": "random",
+        "block_size": None,
+        "batch_size": None,
+        "preconditioned": True,
+        "epochs": None,
+        "max_iterations": None,
+        "step_scale": 1.0,
+        "averaging": True,
+        "patience": None,
+        "seed": 0,
+    },
+    "RandomFeatureProblem": {"kernel": ..., "x": ..., "y": ..., "noise": ..., "loss": "squared", "rows": None},
+    "RandomFeatureGP": {
+        "likelihood": ...,
+        "mean": ...,
+        "kernel": ...,
+        "solver": None,
+        "variance": "samples",
+        "variance_samples": 64,
+    },
+    "RandomFeatureClassifier": {
+        "kernel": ...,
+        "loss": "multinomial",
+        "noise": 1.0,
+        "classes": None,
+        "solver": None,
     },
     "choose_inducing_points": {"kernel": ..., "x": ..., "m": ..., "method": "uniform", "noise": None, "seed": 0},
     "OneHot": {"labels": ...},
@@ -251,6 +288,7 @@ def test_signature(name):
         "EigenPro4",
         "NystromPCG",
         "SketchySAGA",
+        "DoublyStochastic",
     ],
 )
 def test_solvers_solve_problems(name):
@@ -286,7 +324,7 @@ def test_blockwise_solve_signature(name):
     [
         *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),
         *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
-        *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "NystromPCG", "SketchySAGA"),
+        *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "NystromPCG", "SketchySAGA", "DoublyStochastic"),
     ],
 )
 def test_choices_are_frozen_and_comparable(choice):

@@ -10,7 +10,7 @@ from .exact_gp import ExactGP
 from .fit import FitHistory, fit
 from .inducing_point_gp import InducingPointGP
 from .inducing_points import InducingPoints, choose_inducing_points
-from .kernels import LaplaceKernel
+from .kernels import ArcCosineKernel, LaplaceKernel
 from .leave_one_out import LeaveOneOut, leave_one_out
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
@@ -19,6 +19,8 @@ from .one_hot import OneHot
 from .posterior_samples import PosteriorSamples, sample_posterior
 from .preconditioners import GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
+from .random_feature_classifier import RandomFeatureClassifier
+from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, record_solves
 from .solvers import (
     KRILL,
@@ -26,6 +28,7 @@ from .solvers import (
     ASkotch,
     Cholesky,
     ConjugateGradients,
+    DoublyStochastic,
     EigenPro2,
     EigenPro3,
     EigenPro4,
@@ -33,6 +36,7 @@ from .solvers import (
     FullProblem,
     InducingPointProblem,
     NystromPCG,
+    RandomFeatureProblem,
     SketchySAGA,
     Skotch,
     Solution,
@@ -44,9 +48,11 @@ __all__ = [
     "KRILL",
     "QR",
     "ASkotch",
+    "ArcCosineKernel",
     "Cholesky",
     "ConjugateGradients",
     "ConvergenceWarning",
+    "DoublyStochastic",
     "EigenPro2",
     "EigenPro3",
     "EigenPro4",
@@ -72,6 +78,9 @@ __all__ = [
     "PosteriorSamples",
     "Prediction",
     "RPCholesky",
+    "RandomFeatureClassifier",
+    "RandomFeatureGP",
+    "RandomFeatureProblem",
     "SketchGPError",
     "SketchySAGA",
     "Skotch",

@@ -28,12 +28,14 @@ from .models.accelerated.posterior import (
 )
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.tiles import spans
+from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, own_solves
 from .settings import VARIANCES
 from .settings import variance as variance_setting
 
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
+_STREAMED_ROWS = 1024
 
 
 @dataclass(repr=False)
@@ -43,7 +45,8 @@ class Prediction:
 
     ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
     ``"low_rank"`` or ``"samples"`` (see :func:`sketchgp.accelerate`), ``"dtc"`` (of an
-    :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), or ``"none"``.
+    :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), ``"features"``
+    (of a :class:`sketchgp.RandomFeatureGP`), or ``"none"``.
     ``variance_standard_error`` is the relative one of ``variance``, None where it is not by samples or low-rank.
     ``variance_check`` compares those with exact ones at ``points`` test points (None where ``"auto"`` did so in an
     earlier prediction): ``min_ratio``, ``median_ratio``,
@@ -86,8 +89,8 @@ def predict(
     Unlike ``model(x)`` it never makes an m x n or m x m array: the mean goes by chunks of tiles, and so do variances.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose variances are
-        those of DTC or by samples as the model was told (``variance`` is then ``"auto"`` or None); it is put into eval
-        mode.
+        those of DTC or by samples as the model was told, or a :class:`RandomFeatureGP` that has learned (``variance``
+        is then ``"auto"`` or None); it is put into eval mode.
     :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
     :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
         compared with exact variances at 4 test points, with a warning where they are off by more than their standard
@@ -99,11 +102,16 @@ def predict(
 
     A solve that does not reach its tolerance warns, and one behind a mean does so at every prediction that uses it.
     """
-    if not isinstance(model, InducingPointGP):
+    if not isinstance(model, InducingPointGP | RandomFeatureGP):
         acceleration_of(model, "predict")
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
+    show = sys.stderr.isatty() if progress is None else progress
+    if isinstance(model, RandomFeatureGP):
+        model.eval()
+        x = x.unsqueeze(-1) if torch.is_tensor(x) and x.dim() == 1 else x
+        return _streamed(model, tensor("predict", "x", x, (2,)), variance, batch_size or _STREAMED_ROWS, show)
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("predict: model expects training data, got none.")
     if len(model.train_inputs) != 1:
@@ -123,7 +131,6 @@ def predict(
             f"inputs; got {tuple(x.shape)}, {x.dtype} on {x.device}."
         )
     model.eval()
-    show = sys.stderr.isatty() if progress is None else progress
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
     with torch.no_grad():
@@ -201,6 +208,30 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         method = model.variance_method
         error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
         return Prediction(mean, latent, observed, method, None, report, error)
+
+
+def _streamed(model: RandomFeatureGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
+    """Of a model of random features."""
+    if variance not in (None, "auto"):
+        raise InputError(f"The variance of a RandomFeatureGP is what the model was told; variance expects 'auto' or "
+                         f"None, got {variance!r}.")  # fmt: skip
+    method = "none" if variance is None else model.variance_method
+    means, latent = [], []
+    with torch.no_grad():
+        deviations = None
+        for part in tqdm(list(spans(len(x), rows)), desc="prediction", disable=not show or len(x) <= rows, leave=False):
+            posterior = model(x[part])
+            means.append(posterior.mean)
+            if method != "none":
+                deviations = deviations or model.deviations()
+                latent.append(deviations(x[part]).square().mean(dim=-1).to(x.dtype))
+        mean = torch.cat(means)
+        if method == "none":
+            return Prediction(mean, None, None, method, None, model.report)
+        found = torch.cat(latent)
+        found = found.unsqueeze(-1).expand_as(mean) if mean.dim() > 1 else found
+        error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
+        return Prediction(mean, found, found + model.likelihood.noise, method, None, model.report, error)
 
 
 def use_weights(model: ExactGP, weights: Tensor) -> None:

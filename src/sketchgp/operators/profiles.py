@@ -140,11 +140,12 @@ LAPLACE = Profile("laplace", True, -LOG2E, 1.0, -1.0, _gauss, _gauss_derivative)
 
 
 def _refused(*_: object) -> NoReturn:
-    raise NotImplementedError("A kernel that is known by its frequencies has no tiles of its own.")
+    raise NotImplementedError("A kernel that is known by its random features has no tiles of its own.")
 
 
 WAVES = Profile("waves", False, 1.0, 1.0, 1.0, _refused, _refused)  # what only random features are made of
-_ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE, WAVES)}
+RAYS = Profile("rays", False, 1.0, 1.0, 1.0, _refused, _refused)  # the same, of inner products instead of distances
+_ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE, WAVES, RAYS)}
 
 
 def _by_name(name: str) -> Profile:

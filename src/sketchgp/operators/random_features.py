@@ -1,15 +1,9 @@
 """Functions drawn from a Gaussian process of mean zero, as sums of waves: random Fourier features.
 
-By Bochner's theorem a stationary kernel with ``k(0) = 1`` is ``k(u - v) = E cos(w . (u - v))`` over frequencies w of
-its spectral density, so that ``f(u) = sqrt(2 / L) sum_l cos(w_l . u + b_l)``, b uniform on a circle, has mean 0 and
-covariance k for every L.  Rahimi and Recht, "Random features for large-scale kernel machines" (NeurIPS 2007);
-Shinozuka (1971) for waves of one height, whose covariances vary less than with random heights.
-
-Spectral densities are known of what :mod:`~sketchgp.operators.expression` makes of kernels: a factor is a function of
-features of the inputs, Gaussian (normal frequencies), Matern (multivariate t), rational quadratic (normal with a gamma
-distributed precision) or l1 Laplace (Cauchy, one for each dimension).  A periodic kernel is a Gaussian of points on
-circles.  A spectral mixture's are normal about the means of its components, in each dimension for itself; a cosine has
-one.  Frequencies of factors add, functions of terms are independent.
+With frequencies w of the spectral density of a stationary kernel (:mod:`~sketchgp.operators.spectrum`),
+``f(u) = sqrt(2 / L) sum_l cos(w_l . u + b_l)``, b uniform on a circle, has mean 0 and covariance k for every L.
+Rahimi and Recht, "Random features for large-scale kernel machines" (NeurIPS 2007); Shinozuka (1971) for waves of one
+height, whose covariances vary less than with random heights.
 """
 
 from __future__ import annotations
@@ -21,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpytorch.kernels import CosineKernel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .expression import Expression, Features, Prepared, recognise
 from .kernel_matrix import KernelMatrix
-from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
+from .spectrum import frequencies as drawn_from
+from .spectrum import numbers
 from .tall import constant
 from .tiles import spans
+from .uniforms import Philox
 
 _FREQUENCIES = 1024  # L, of one function and term
 _ROWS = 1024  # points at once
@@ -142,15 +137,19 @@ class _Waves:
         device: torch.device,
     ) -> _Waves:
         """:param factors: index in an expression, that, and the features (at any point) of each factor."""
-        weights, count = [], samples * frequencies
-        for index, expression, features in factors:
-            drawn = _frequencies(expression, index, features, count, generator).div_(2 * math.pi)
+        seed = int(torch.randint(2**62, (), generator=generator))
+        uniforms = Philox(seed, "frequencies and phases of functions")
+        if not factors:
+            phases = torch.special.ndtri(uniforms(torch.arange(samples), 1).squeeze(1))
+            return cls(samples, frequencies, (), phases.to(device))
+        widths = [features.left.shape[-1] for *_, features in factors]
+        counts = [numbers(expression, index, p) for (index, expression, _), p in zip(factors, widths, strict=True)]
+        *parts, phases = uniforms(torch.arange(samples * frequencies), sum(counts) + 1).split([*counts, 1], dim=1)
+        weights = []
+        for (index, expression, features), p, part in zip(factors, widths, parts, strict=True):
+            drawn = drawn_from(expression, index, p, part, features.alpha).div_(2 * math.pi)
             weights.append((index, drawn.to(device)))
-        if factors:
-            phases = torch.rand(count, dtype=torch.float64, generator=generator)
-        else:
-            phases = torch.randn(samples, dtype=torch.float64, generator=generator)
-        return cls(samples, frequencies, tuple(weights), phases.to(device))
+        return cls(samples, frequencies, tuple(weights), phases.squeeze(1).contiguous().to(device))
 
     def part(self, which: slice) -> _Waves:
         """Some of the functions."""
@@ -215,53 +214,3 @@ class _Sums(torch.autograd.Function):
             for total, (_, weights) in zip(found, waves.weights, strict=True):
                 total[rows] += slopes.reshape(len(turns), -1) @ weights[which]
         return (None, None, *found)
-
-
-def _frequencies(
-    expression: Expression, index: int, features: Features, count: int, generator: torch.Generator
-) -> Tensor:
-    """``(count, p)`` draws of the spectral density of the factor ``phi(q)`` of this index for features ``(..., p)``,
-    float64."""
-    atom = expression.atoms[index]
-
-    def normal(width: int) -> Tensor:
-        return torch.randn(count, width, dtype=torch.float64, generator=generator)
-
-    drawn = normal(features.left.shape[-1])
-    if atom.profile is GAUSS:
-        return drawn
-    if atom.profile is LAPLACE:
-        return drawn / normal(drawn.shape[-1])
-    if atom.profile is RATIONAL_QUADRATIC:
-        alpha = features.alpha
-        assert alpha is not None
-        shape = alpha.detach().reshape(1, 1).cpu().expand(count, 1)
-        return drawn * (torch._standard_gamma(shape.contiguous(), generator=generator) / shape).sqrt()
-    if atom.profile is WAVES:
-        return _waves_of(expression, atom.leaves[0].kernel, drawn, generator)
-    # Matern: features are sqrt(2 nu) x / lengthscale, so that the t with 2 nu degrees of freedom is a normal over the
-    # root of a chi square
-    freedom = round(2 * atom.leaves[0].kernel.nu)
-    return drawn / normal(freedom).norm(dim=-1, keepdim=True)
-
-
-def _waves_of(expression: Expression, kernel: Any, normal: Tensor, generator: torch.Generator) -> Tensor:
-    """Of a spectral mixture or a cosine kernel, of either sign in every dimension.
-
-    :param normal: ``(count, p)`` normal numbers.
-    :raises InputError: for a cosine of the distance in several dimensions, which is no covariance.
-    """
-    count, p = normal.shape
-    signs = torch.randint(2, normal.shape, generator=generator) * 2 - 1
-    if isinstance(kernel, CosineKernel):
-        if p > 1:
-            raise InputError(f"A CosineKernel of {p} dimensions is no covariance; give each its own by active_dims.")
-        period = expression.own(kernel.period_length, 2).detach().to("cpu", torch.float64)
-        return math.pi / period * signs
-    means, scales = (
-        expression.own(t, 3).detach().to("cpu", torch.float64).reshape(-1, p)
-        for t in (kernel.mixture_means, kernel.mixture_scales)
-    )
-    weights = expression.own(kernel.mixture_weights, 1).detach().to("cpu", torch.float64)
-    which = torch.multinomial(weights, count * p, replacement=True, generator=generator).reshape(count, p)
-    return (means.gather(0, which) + scales.gather(0, which) * normal) * signs * (2 * math.pi)

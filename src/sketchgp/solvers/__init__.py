@@ -18,6 +18,8 @@ from .inducing.sketchysaga import SketchySAGA
 from .loop import Progress
 from .problem import FullProblem, Solution, System
 from .solver import Solver, SystemSolver
+from .streams.doubly_stochastic import DoublyStochastic
+from .streams.problem import RandomFeatureProblem
 
 FULL_SOLVERS = (ConjugateGradients, Cholesky, ASkotch, Skotch, EigenPro2)
 INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, NystromPCG, SketchySAGA, EigenPro3, EigenPro4)
@@ -32,6 +34,7 @@ __all__ = [
     "Budgeted",
     "Cholesky",
     "ConjugateGradients",
+    "DoublyStochastic",
     "EigenPro2",
     "EigenPro3",
     "EigenPro4",
@@ -41,6 +44,7 @@ __all__ = [
     "NormalEquationsSolver",
     "NystromPCG",
     "Progress",
+    "RandomFeatureProblem",
     "SketchySAGA",
     "Skotch",
     "Solution",

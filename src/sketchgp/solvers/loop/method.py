@@ -23,6 +23,7 @@ class Method:
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
     :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points.
+    :cvar measure: what the held-out error is, in words.
     :ivar name: as reports print it; ``size`` of what is solved for.
     :ivar device: where the tensors live.
     :ivar generator: every random choice of a step comes from it; None where there is none.
@@ -35,6 +36,7 @@ class Method:
     unit = "iterations"
     judges_held_out = False
     letter = "n"
+    measure = "held-out RMSE"
     name = ""
     size = 0
     device = torch.device("cpu")

@@ -171,7 +171,7 @@ class Run:
         error = None
         if self.watcher.held_out is not None:
             error = self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
-        held = "" if error is None else f", held-out RMSE {float(error.mean()):.4g}"
+        held = "" if error is None else f", {method.measure} {float(error.mean()):.4g}"
         bar.set_postfix_str(f"residual about {largest_of(estimate):.1e}{held}", refresh=False)
         self.progress = Progress(
             method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights

@@ -1,0 +1,268 @@
+"""What models of random features share: a function that is learned from tensors, streams or single batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..errors import InputError
+from ..fingerprint import module_mark
+from ..operators.tiles import spans
+from ..report import SolveReport
+from ..solvers.loop import Progress
+from ..solvers.streams.doubly_stochastic import DoublyStochastic
+from ..solvers.streams.learner import Extra, Learner
+from ..solvers.streams.problem import Batch, RandomFeatureProblem, same_points
+
+_ROWS = 2048  # points at once
+_CENTRE = 1024  # rows of the first batch that phases are counted from the mean of
+_STATE = ("decay", "place", "steps", "visited", "rows", "first_step", "settles")
+
+
+class Streamed:
+    """A mixin of modules: ``learn``, ``partial_fit``, and the function they have found.
+
+    :ivar solver: how it is learned; :ivar report: of the last ``learn``.
+    """
+
+    covar_module: Any
+    solver: DoublyStochastic
+    report: SolveReport | None
+
+    def _begin(self, solver: DoublyStochastic | None) -> None:
+        owner = type(self).__name__
+        self.solver = DoublyStochastic() if solver is None else solver
+        checks.instance(owner, "solver", self.solver, DoublyStochastic, "a DoublyStochastic(...), or None")
+        self.report = None
+        self._learner: Learner | None = None
+        self._learned: str = ""  # marks of what it was learned with
+        self._loaded: dict[str, Any] | None = None
+
+    # --- what differs between models ------------------------------------------------------------------------
+
+    def _problem(self, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+        raise NotImplementedError
+
+    def _parts(self) -> tuple[Any, ...]:
+        """Modules that the function hangs on."""
+        return (self.covar_module,)
+
+    def _started(self, problem: RandomFeatureProblem, learner: Learner) -> None:
+        """A learner was made."""
+
+    def _extra(self) -> Extra | None:
+        return None
+
+    def _held(self, held_out: Any) -> Any:
+        """Held-out points and targets as the problem has them."""
+        return held_out
+
+    # --- learning -------------------------------------------------------------------------------------------
+
+    def learn(
+        self,
+        x: Tensor | Iterable[Batch],
+        y: Tensor | None = None,
+        *,
+        rows: int | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        progress: bool | None = None,
+    ) -> SolveReport:
+        """Learn from tensors, or from a stream of batches; what was learned before is gone on from.
+
+        A batch with NaN or infinity, or one that does not fit those before, raises an error that names it: what the
+        batches before it taught is kept.  So it is when Ctrl-C ends the learning.
+
+        :param x: ``(n, d)``; or an iterable of batches ``(x, y)`` of any sizes.
+        :param y: targets, or labels; None for a stream.
+        :param rows: n, where the data are a stream and it is known: the ridge is noise / n.  Else n are the rows that
+            were seen so far.
+        :param held_out: points and targets, or labels, whose error is computed as the solve goes on: the root mean
+            square of each column, or the share of wrong labels.
+        :param callback: called with a :class:`~sketchgp.solvers.Progress` once an epoch or 32 batches; True ends it.
+        :param progress: show a progress bar (default: only in a terminal).
+        :returns: what happened.
+        :raises InputError: for data that do not fit; :raises NumericalError: where it diverges.
+        """
+        owner = f"{type(self).__name__}.learn"
+        with torch.no_grad():
+            problem = self._problem(x, y, rows)
+            self.solver.validate(problem)
+            learner = self._learner_for(problem)
+            self.report, _ = self.solver.learn(
+                learner, problem, callback, self._held(held_out), progress, self._extra(), owner
+            )
+        return self.report
+
+    def partial_fit(self, x: Tensor, y: Tensor, rows: int | None = None) -> Any:
+        """One step on one batch, ``(b, d)`` and its targets or labels; the model itself.
+
+        :param rows: n, if it is known; else n are the rows that were seen so far.
+        :raises InputError: for a batch that does not fit, or holds NaN; nothing has changed then.
+        """
+        owner = f"{type(self).__name__}.partial_fit"
+        with torch.no_grad():
+            problem = self._problem(x, y, None)
+            assert torch.is_tensor(problem.x) and problem.y is not None
+            learner = self._learner_for(problem, rows, one=True)
+            same_points(owner, problem.x, learner.features.origin)
+            targets = problem.targets.encode(owner, problem.y, problem.x)
+            extra = self._extra()
+            if extra is not None:
+                numbers = torch.arange(learner.rows, learner.rows + len(targets), device=targets.device)
+                targets = torch.cat([targets, extra(problem.x, numbers)], dim=1)
+            learner.widen(targets.shape[1])
+            learner.step(problem.x, targets, problem.noise / (rows or learner.rows + len(targets)), counted=True)
+        return self
+
+    def forget(self) -> Any:
+        """Everything that was learned; the model itself.  What follows may have another kernel or solver."""
+        self._learner, self._loaded, self._learned, self.report = None, None, "", None
+        return self
+
+    def _learner_for(self, problem: RandomFeatureProblem, rows: int | None = None, one: bool = False) -> Learner:
+        """The present one, or a new one.
+
+        :param one: whether the data are one batch of more.
+        """
+        learner = self._known()
+        if learner is None:
+            if one:
+                assert torch.is_tensor(problem.x)
+                columns = 1 if problem.y is None or problem.y.dim() < 2 else problem.y.shape[1]
+                columns = columns if problem.loss == "squared" else problem.targets.columns or 0
+                origin = problem.x[:_CENTRE].mean(dim=0, keepdim=True)
+                learner = self.solver.learner_about(problem, origin, rows, columns)
+            else:
+                learner = self.solver.learner(problem)
+            self._learner, self._learned = learner, self._mark()
+            try:
+                self._started(problem, learner)
+            except InputError:
+                self.forget()
+                raise
+        return learner
+
+    def _known(self) -> Learner | None:
+        """What was learned or loaded.
+
+        :raises InputError: where the model has changed since.
+        """
+        if self._loaded is not None and self._learner is None:
+            self._learner = self._restored(self._loaded)
+            self._loaded = None
+        if self._learner is not None and self._learned != self._mark():
+            raise InputError(
+                f"{type(self).__name__}: its kernel, mean, noise or solver changed since it learned, and what it "
+                "learned does not fit them; change them back, or call model.forget() and learn anew."
+            )
+        return self._learner
+
+    def _mark(self) -> str:
+        solver = self.solver
+        choices = (solver.num_features, solver.features, solver.preconditioned, solver.seed, solver.block_size)
+        return " ".join([*(module_mark(part) for part in self._parts()), repr(choices)])
+
+    # --- the function ---------------------------------------------------------------------------------------
+
+    @property
+    def num_features(self) -> int:
+        """That have coefficients; 0 before anything was learned."""
+        learner = self._known()
+        return 0 if learner is None else 2 * len(learner.coefficients)
+
+    def _points(self, owner: str, x: Any) -> tuple[Learner, Tensor]:
+        learner = self._known()
+        if learner is None:
+            raise InputError(f"{owner} expects a model that has learned; call learn or partial_fit first.")
+        x = x.unsqueeze(-1) if torch.is_tensor(x) and x.dim() == 1 else x
+        checks.inputs(owner, "x", x)
+        if not bool(torch.isfinite(x).all()):
+            raise InputError(f"{owner}: x holds NaN or infinity.")
+        same_points(owner, x.reshape(-1, x.shape[-1]), learner.features.origin)
+        return learner, x
+
+    def _values(self, learner: Learner, x: Tensor, columns: slice = slice(None)) -> Tensor:
+        """The function at x ``(..., p, d)``: ``(..., p, c)`` float64, differentiable in x."""
+        flat, a = x.reshape(-1, x.shape[-1]), learner.average[..., columns]
+        parts = [learner.evaluate(learner.features.prepare(flat[span]), a) for span in spans(len(flat), _ROWS)]
+        return torch.cat(parts).reshape(*x.shape[:-1], a.shape[2])
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What was learned, as tensors, numbers and text: part of ``state_dict()``."""
+        learner = self._known()
+        if learner is None:
+            return {"learned": ""}
+        tensors = {"origin": learner.features.origin, "coefficients": learner.coefficients, "average": learner.average}
+        if learner.gram is not None:
+            tensors["gram"] = learner.gram
+        how = learner.how
+        return {
+            "learned": self._learned,
+            "tensors": {name: t.detach().clone() for name, t in tensors.items()},
+            "numbers": {name: getattr(learner, name) for name in _STATE},
+            "pairs": how.pairs,
+            "total": how.total,
+            "own": self._own_state(),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.forget()
+        if state["learned"]:
+            self._loaded, self._learned = state, state["learned"]
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _set_own_state(self, own: dict[str, Any]) -> None:
+        pass
+
+    def _restored(self, state: dict[str, Any]) -> Learner:
+        """The learner of a state, once kernel and all else are there.
+
+        :raises InputError: where the model is another one.
+        """
+        tensors, numbers, device = state["tensors"], state["numbers"], next(self.covar_module.parameters()).device
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._set_own_state(state["own"])
+        if self._learned != self._mark():
+            raise InputError(
+                f"{type(self).__name__}: what was loaded was learned with another kernel, mean, likelihood or solver "
+                "(num_features, features, preconditioned, block_size, seed); make the model with those."
+            )
+        learner = self.solver.restored(
+            self.covar_module, tensors["origin"], self._loss(), state["pairs"], state["total"], tensors["average"]
+        )
+        learner.coefficients, learner.gram = tensors["coefficients"], tensors.get("gram")
+        for name, value in numbers.items():
+            setattr(learner, name, value)
+        self._restarted(learner)
+        return learner
+
+    def _loss(self) -> str:
+        return "squared"
+
+    def _restarted(self, learner: Learner) -> None:
+        """A learner was loaded."""
+
+
+class Mapped:
+    """A stream whose targets are changed as it goes by."""
+
+    def __init__(self, stream: Iterable[Any], change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.stream, self.change = stream, change
+        self.once = isinstance(stream, Iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        for pair in self.stream:
+            if isinstance(pair, tuple | list) and len(pair) == 2 and all(torch.is_tensor(t) for t in pair):
+                yield pair[0], self.change(pair[0], pair[1])
+            else:
+                yield pair

@@ -1,0 +1,247 @@
+"""Random features that are made anew wherever they are needed: ``k(u, v) ~ 1/N sum_i phi_i(u) phi_i(v)``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .expression import Expression, Prepared, recognise
+from .profiles import RAYS
+from .rays import ray_numbers, ray_values, ray_weights
+from .spectrum import ISOTROPIC_HINT, frequencies, heavy, isotropic, numbers
+from .uniforms import Philox, Sobol, Uniforms
+
+KINDS = ("random", "orthogonal", "quasi")
+KNOWN = (
+    "RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine, constant, linear, polynomial "
+    "and ArcCosineKernel, scaled, added and multiplied"
+)
+_PATTERN = 64  # pairs of features among which the terms of a kernel have their shares
+_CHUNK = 256  # numbers of a term for which frequencies are made together
+_KEPT = 2**26  # bytes of frequencies that are kept, whatever the kernel and the data
+
+
+class Made(NamedTuple):
+    """What features of points are made of.
+
+    :ivar parts: of each factor ``(p, width)``, float64 where its frequencies are heavy-tailed; :ivar coefficients: of
+        each term ``(T,)``.
+    :ivar dtype: of features; :ivar points: p.
+    """
+
+    parts: list[Tensor]
+    coefficients: Tensor
+    dtype: torch.dtype
+    points: int
+
+    def rows(self, which: slice) -> Made:
+        """Of some of the points."""
+        count = len(range(self.points)[which])
+        return Made([part[which] for part in self.parts], self.coefficients, self.dtype, count)
+
+
+class _Term(NamedTuple):
+    """One summand of the kernel.
+
+    :ivar waves: (index of the factor, its width, its uniform numbers) of the stationary factors; :ivar rays: of the
+        others.
+    :ivar slots: ``(s,)`` places in a pattern of ``_PATTERN`` pairs that are this term's.
+    :ivar uniforms: where its random numbers come from; :ivar columns: how many a pair takes.
+    """
+
+    waves: tuple[tuple[int, int, int], ...]
+    rays: tuple[tuple[int, int, int], ...]
+    slots: Tensor
+    uniforms: Uniforms
+    columns: int
+
+
+class RandomFeatures:
+    """Pairs of features ``(phi_2l, phi_2l+1)``, ``E phi(u) phi(v) = k(u, v)``, by their number l.
+
+    For a stationary term ``c k`` a pair is ``(2 c)^1/2 (cos w.u, sin w.u)``, w from the spectral density
+    (:mod:`~sketchgp.operators.spectrum`): Rahimi and Recht (NeurIPS 2007); without a random phase, whose variance is
+    larger (Sutherland and Schneider, "On the error of random Fourier features", UAI 2015).  Inner-product kernels are
+    in :mod:`~sketchgp.operators.rays`; a product's features are products.  Terms of a sum take turns, so that each has
+    its share of any 64 consecutive pairs.
+
+    A pair hangs on the seed, its number and the kernel alone: nothing is stored but the first 64 MiB of frequencies,
+    which are then not made anew.  Evaluating N features at p points takes ``p N d`` operations and p N cosines.
+
+    :param kernel: a GPyTorch kernel without batch, of which a copy is kept.
+    :param origin: ``(1, d)``, where phases are counted from; amid the points.
+    :param kind: ``"random"``; ``"orthogonal"``, frequencies of orthogonal directions; ``"quasi"``, of a scrambled Sobol
+        sequence.
+    :raises InputError: for a kernel without random features, or without any that could be orthogonal.
+    """
+
+    def __init__(self, kernel: Any, origin: Tensor, seed: int, kind: str = "random") -> None:
+        self.origin, self.seed, self.kind = origin.detach(), seed, kind
+        expression = recognise(kernel, waves=True, rays=True)
+        if expression is not None:  # of parameters that nobody changes, and that are constants
+            self.kernel = copy.deepcopy(kernel).requires_grad_(False)
+            expression = recognise(self.kernel, waves=True, rays=True)
+        if expression is None:
+            raise InputError(
+                f"{type(kernel).__name__} has no random features here; they are known of kernels of these kinds: "
+                f"{KNOWN}."
+            )
+        self._expression: Expression = expression
+        with torch.no_grad():
+            at_origin = self._prepared(self.origin)
+        self._alphas = tuple(f.alpha for f in at_origin.features)
+        self._terms = self._make_terms([f.left.shape[-1] for f in at_origin.features], at_origin.coefficients)
+        self._kept: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._kept_bytes = 0
+
+    def _make_terms(self, widths: list[int], shares: Tensor) -> list[_Term]:
+        expression, terms = self._expression, []
+        every = {index for term in expression.terms for index in term}
+        directed = any(isotropic(expression, i) for i in every)
+        if self.kind == "orthogonal" and not directed:
+            raise InputError(f"Orthogonal features are known of {ISOTROPIC_HINT}, which this kernel has none of.")
+        for number, (term, slots) in enumerate(zip(expression.terms, _shares(shares), strict=True)):
+            waves, lines = [], []
+            for index in term:
+                if expression.atoms[index].profile is RAYS:
+                    kernel = expression.atoms[index].leaves[0].kernel
+                    lines.append((index, widths[index], ray_numbers(kernel, widths[index])))
+                else:
+                    waves.append((index, widths[index], numbers(expression, index, widths[index])))
+            columns = sum(count for *_, count in waves) + (1 if waves else 2) * sum(count for *_, count in lines)
+            purpose = f"random features of term {number}"
+            uniforms: Uniforms = Philox(self.seed, purpose)
+            if self.kind == "quasi" and columns:
+                uniforms = Sobol(columns, self.seed, purpose)
+            terms.append(_Term(tuple(waves), tuple(lines), slots, uniforms, columns))
+        return terms
+
+    def prepare(self, x: Tensor) -> Made:
+        """What features of x ``(p, d)`` are made of, in float64 as far as phases of many turns need it."""
+        made = self._prepared(x)
+        parts = [
+            f.left if heavy(self._expression, index) else f.left.to(x.dtype) for index, f in enumerate(made.features)
+        ]
+        return Made(parts, made.coefficients.to(x.dtype), x.dtype, len(x))
+
+    def _prepared(self, x: Tensor) -> Prepared:
+        z, origin = x, self.origin.to(x)
+        if self.kernel.active_dims is not None:
+            z, origin = (t.index_select(-1, self.kernel.active_dims.to(x.device)) for t in (z, origin))
+        return self._expression.prepare(z, z, True, torch.Size(), torch.float64, origin)
+
+    def __call__(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Features of x ``(p, d)``: of the pairs from start to stop, all that come first in their pair before all that
+        come second, ``(p, 2 (stop - start))``; differentiable in x."""
+        return torch.cat(self.pairs(self.prepare(x), start, stop), dim=1)
+
+    def pairs(self, made: Made, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Both members of the pairs from start to stop, each ``(p, stop - start)``.
+
+        :param made: of :meth:`prepare`.
+        """
+        like = made.coefficients.new_empty(0)
+        numbers = torch.arange(start, stop)
+        found = [like.new_empty(made.points, stop - start) for _ in range(2)] if len(self._terms) > 1 else []
+        for number, term in enumerate(self._terms):
+            share = _PATTERN / len(term.slots)
+            height = (made.coefficients[number] * (2 * share if term.waves else share)).sqrt()
+            if len(self._terms) == 1:
+                return self._members(number, made, start, stop, height)
+            mine = torch.isin(numbers % _PATTERN, term.slots)
+            if not bool(mine.any()):
+                continue
+            first = start // _PATTERN * len(term.slots) + int((term.slots < start % _PATTERN).sum())
+            members = self._members(number, made, first, first + int(mine.sum()), height)
+            places = mine.nonzero().squeeze(1).to(like.device)
+            found = [old.index_copy(1, places, new) for old, new in zip(found, members, strict=True)]
+        return found[0], found[1]
+
+    def _members(self, number: int, made: Made, start: int, stop: int, height: Tensor) -> tuple[Tensor, Tensor]:
+        """Both members of the pairs of one term, by their numbers in it."""
+        chunks = [
+            self._chunk(number, made, chunk, height, max(start, chunk) - chunk, min(stop, chunk + _CHUNK) - chunk)
+            for chunk in range(start // _CHUNK * _CHUNK, stop, _CHUNK)
+        ]
+        if len(chunks) == 1:
+            return chunks[0]
+        first, second = (torch.cat(members, dim=1) for members in zip(*chunks, strict=True))
+        return first, second
+
+    def _chunk(
+        self, number: int, made: Made, chunk: int, height: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of the pairs from ``chunk + start`` to ``chunk + stop`` of a term."""
+        term, parts, like = self._terms[number], made.parts, made.coefficients
+        weights = [w[start:stop] for w in self._weights(number, chunk, like)]
+        if term.waves:
+            turns: Tensor | None = None
+            for (index, *_), w in zip(term.waves, weights, strict=False):
+                u = parts[index].to(w.dtype)
+                turns = u @ w.mT if turns is None else torch.addmm(turns, u, w.mT)
+            assert turns is not None
+            angles = ((turns - turns.detach().round()).to(like.dtype)).mul(2 * math.pi)
+            first, second = angles.cos() * height, angles.sin() * height
+        else:
+            first = second = height.expand(made.points, stop - start)
+        rest = weights[len(term.waves) :]
+        for place, (index, *_) in enumerate(term.rays):
+            kernel = self._expression.atoms[index].leaves[0].kernel
+            value = ray_values(kernel, parts[index], rest[place])
+            other = value if term.waves else ray_values(kernel, parts[index], rest[place + len(term.rays)])
+            first, second = first * value, second * other
+        return first, second
+
+    def _weights(self, number: int, chunk: int, like: Tensor) -> list[Tensor]:
+        """Frequencies in turns, and weights of inner products, of the pairs from ``chunk`` on of a term."""
+        key = number, chunk, like.dtype, like.device
+        kept = self._kept.get(key)
+        if kept is None:
+            with torch.no_grad():
+                kept = self._drawn(self._terms[number], chunk, like)
+            size = sum(w.nbytes for w in kept)
+            if self._kept_bytes + size <= _KEPT:
+                self._kept[key], self._kept_bytes = kept, self._kept_bytes + size
+        return kept
+
+    def _drawn(self, term: _Term, chunk: int, like: Tensor) -> list[Tensor]:
+        rows = torch.arange(chunk, chunk + _CHUNK, device=like.device)
+        uniforms, found, column = term.uniforms(rows, term.columns), [], 0
+        for index, width, count in term.waves:
+            own, which = uniforms[:, column : column + count], slice(None)
+            orthogonal = self.kind == "orthogonal" and isotropic(self._expression, index)
+            if orthogonal:  # whole groups of as many as there are dimensions
+                begin = chunk // width * width
+                end = -(-(chunk + _CHUNK) // width) * width
+                own = term.uniforms(torch.arange(begin, end, device=like.device), term.columns)
+                own, which = own[:, column : column + count], slice(chunk - begin, chunk - begin + _CHUNK)
+            drawn = frequencies(self._expression, index, width, own, self._alphas[index], orthogonal)[which]
+            dtype = torch.float64 if heavy(self._expression, index) else like.dtype
+            found.append(drawn.div(2 * math.pi).to(dtype))
+            column += count
+        for _ in range(1 if term.waves else 2):
+            for index, _, count in term.rays:
+                kernel = self._expression.atoms[index].leaves[0].kernel
+                found.append(ray_weights(kernel, uniforms[:, column : column + count]).to(like.dtype))
+                column += count
+        return found
+
+
+def _shares(coefficients: Tensor) -> list[Tensor]:
+    """The places ``(s,)`` of each term in a pattern of ``_PATTERN``: at least one each, else in proportion to the
+    coefficients, and spread evenly."""
+    c = coefficients.detach().to("cpu", torch.float64)
+    spare = _PATTERN - len(c)
+    wanted = c / c.sum() * spare if float(c.sum()) > 0 else torch.full_like(c, spare / len(c))
+    counts = wanted.floor()
+    left = (wanted - counts).argsort(descending=True)[: spare - int(counts.sum())]
+    counts[left] += 1
+    ends = (counts + 1).cumsum(0)
+    reversed_bits = torch.tensor([int(f"{place:06b}"[::-1], 2) for place in range(_PATTERN)])
+    owner = torch.searchsorted(ends, reversed_bits.double(), right=True)
+    return [(owner == number).nonzero().squeeze(1) for number in range(len(c))]

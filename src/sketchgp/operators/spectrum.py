@@ -1,0 +1,109 @@
+"""The one sampler of spectral densities: frequencies of a kernel's factors from uniform numbers, by inverse CDFs.
+
+By Bochner's theorem a stationary kernel with ``k(0) = 1`` is ``k(u - v) = E cos(w . (u - v))`` over frequencies w of
+its spectral density.  Those are known of what :mod:`~sketchgp.operators.expression` makes of kernels: a factor is a
+function of features of the inputs, Gaussian (normal frequencies), Matern (multivariate t with 2 nu degrees of freedom:
+normal over the root of a gamma variable), rational quadratic (normal times the root of one) or l1 Laplace (Cauchy, one
+for each dimension).  A periodic kernel is a Gaussian of points on circles.  A spectral mixture's are normal about the
+means of its components, in each dimension for itself; a cosine has one.  Frequencies of factors add, functions of terms
+are independent.
+
+A row of uniform numbers makes a frequency, by monotone functions of them, so that rows that fill the cube evenly
+(:class:`~sketchgp.operators.uniforms.Sobol`) make frequencies that fill the spectrum evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gpytorch.kernels import CosineKernel
+from scipy.special import gammaincinv
+from torch import Tensor
+
+from ..errors import InputError
+from .expression import Expression
+from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, RAYS, WAVES
+
+ISOTROPIC_HINT = "RBF, Matern, rational quadratic and periodic kernels"
+
+
+def numbers(expression: Expression, index: int, width: int) -> int:
+    """Uniform numbers that a frequency of the factor of this index takes; :param width: of its features."""
+    profile = expression.atoms[index].profile
+    if profile in (GAUSS, LAPLACE):
+        return width
+    if profile is WAVES:
+        return 3 * width
+    return width + 1
+
+
+def isotropic(expression: Expression, index: int) -> bool:
+    """Whether the directions of the factor's frequencies are uniform on the sphere."""
+    return expression.atoms[index].profile not in (LAPLACE, WAVES, RAYS)
+
+
+def heavy(expression: Expression, index: int) -> bool:
+    """Whether frequencies are far larger than usual now and then, so that phases need float64."""
+    return expression.atoms[index].profile not in (GAUSS, WAVES, RAYS)
+
+
+def frequencies(
+    expression: Expression, index: int, width: int, uniforms: Tensor, alpha: Tensor | None, orthogonal: bool = False
+) -> Tensor:
+    """``(count, width)`` frequencies of the factor ``phi(q)`` of this index, float64 on the device of the uniforms.
+
+    :param uniforms: ``(count, numbers(...))`` in (0, 1).
+    :param alpha: of a rational quadratic factor, as :class:`~.expression.Features` have it.
+    :param orthogonal: each ``width`` rows, from the first on, get orthogonal directions and keep their lengths
+        (Yu, Suresh, Choromanski, Holtmann-Rice, Kumar, "Orthogonal random features", NeurIPS 2016); count is then a
+        multiple of the width.
+    """
+    atom = expression.atoms[index]
+    if atom.profile is LAPLACE:
+        return uniforms.sub(0.5).mul_(math.pi).tan_()
+    if atom.profile is WAVES:
+        return _waves_of(expression, atom.leaves[0].kernel, uniforms, width)
+    normal = torch.special.ndtri(uniforms[:, :width])
+    if orthogonal:
+        groups = normal.reshape(-1, width, width)
+        directions, triangles = torch.linalg.qr(groups.mT)
+        directions = directions * triangles.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        normal = (directions.mT * groups.norm(dim=-1, keepdim=True)).reshape(-1, width)
+    if atom.profile is GAUSS:
+        return normal
+    if atom.profile is RATIONAL_QUADRATIC:
+        assert alpha is not None
+        shape = float(alpha.detach())
+        return normal * (_gamma(shape, uniforms[:, width:]) / shape).sqrt()
+    # Matern: features are sqrt(2 nu) x / lengthscale, so that the t with 2 nu degrees of freedom is a normal over the
+    # root of a chi square, which is twice a gamma variable of the shape nu
+    return normal / (2 * _gamma(float(atom.leaves[0].kernel.nu), uniforms[:, width:])).sqrt()
+
+
+def _gamma(shape: float, uniforms: Tensor) -> Tensor:
+    """Gamma variables of scale 1."""
+    return torch.as_tensor(gammaincinv(shape, uniforms.cpu().numpy())).to(uniforms)
+
+
+def _waves_of(expression: Expression, kernel: Any, uniforms: Tensor, p: int) -> Tensor:
+    """Of a spectral mixture or a cosine kernel, of either sign in every dimension.
+
+    :raises InputError: for a cosine of the distance in several dimensions, which is no covariance.
+    """
+    first, second, third = uniforms.split(p, dim=1)
+    signs = torch.where(first < 0.5, -1.0, 1.0).to(uniforms)
+    if isinstance(kernel, CosineKernel):
+        if p > 1:
+            raise InputError(f"A CosineKernel of {p} dimensions is no covariance; give each its own by active_dims.")
+        period = expression.own(kernel.period_length, 2).detach().to(uniforms)
+        return math.pi / period * signs
+    means, scales = (
+        expression.own(t, 3).detach().to(uniforms).reshape(-1, p) for t in (kernel.mixture_means, kernel.mixture_scales)
+    )
+    weights = expression.own(kernel.mixture_weights, 1).detach().to(uniforms)
+    steps = (weights.cumsum(0) / weights.sum())[:-1]
+    which = torch.searchsorted(steps.contiguous(), third.contiguous(), right=True)
+    normal = torch.special.ndtri(second)
+    return (means.gather(0, which) + scales.gather(0, which) * normal) * signs * (2 * math.pi)

@@ -1,0 +1,128 @@
+"""``sketchgp.RandomFeatureClassifier``: classes from functions in random features, by logistic and hinge losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import gpytorch
+import torch
+from torch import Tensor
+
+from .checks import found, labels, number, word
+from .errors import InputError
+from .models.streamed import Streamed
+from .solvers.problem import check_kernel
+from .solvers.streams.doubly_stochastic import DoublyStochastic
+from .solvers.streams.losses import CLASSIFICATION
+from .solvers.streams.problem import Labels, RandomFeatureProblem
+
+
+class RandomFeatureClassifier(Streamed, gpytorch.Module):
+    """Classification in N random features, learned by doubly stochastic gradients: a function a class, whose largest
+    value is the label.
+
+    .. code-block:: python
+
+        model = sketchgp.RandomFeatureClassifier(kernel)
+        model.learn(train_x, train_labels)  # or a stream of batches; or model.partial_fit(x, labels)
+        model.predict(test_x), model.probabilities(test_x)
+
+    ``sum_i l(f(x_i), y_i) + noise / 2 ||f||^2`` is minimised.  With noise 1 and a logistic loss f is the mode of the
+    posterior of a Gaussian process with this kernel: what its scale is, ``1 / noise`` is.  Features are made anew
+    wherever they are needed: memory is O(N c) for c classes, whatever n and d are.  ``state_dict()`` holds all that was
+    learned.
+
+    :param kernel: a GPyTorch kernel without batch that has random features (:class:`sketchgp.RandomFeatureGP`).
+    :param loss: ``"multinomial"``, classes together; ``"logistic"``, each against the rest; ``"hinge"``, the same with
+        the loss of support vector machines, which has no probabilities.
+    :param noise: of the ridge.
+    :param classes: the labels that there are; None for those that turn up.  One that first turns up late begins at 0,
+        when steps are small already: give all of them, where they are known.
+    :param solver: :class:`sketchgp.DoublyStochastic`; None for its defaults.
+    :raises InputError: for what is something else.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        loss: str = "multinomial",
+        noise: float = 1.0,
+        classes: Tensor | Iterable[int] | None = None,
+        solver: DoublyStochastic | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        check_kernel(owner, kernel)
+        self.covar_module = kernel
+        self.loss = word(owner, "loss", loss, tuple(CLASSIFICATION))
+        self.noise = number(owner, "noise", noise, least=0, finite=True)
+        if classes is not None and not torch.is_tensor(classes):
+            try:
+                classes = torch.tensor(list(classes))
+            except (TypeError, ValueError, RuntimeError):
+                raise InputError(f"{owner}: classes expects integers, or None, got {found(classes)}.") from None
+        self._given = [] if classes is None else labels(owner, "classes", classes).unique().tolist()
+        self._labels = self._fresh()
+        self._begin(solver)
+
+    def _fresh(self) -> Labels:
+        return Labels(0.0 if self.loss == "multinomial" else -1.0, self._given)
+
+    def _problem(self, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+        self._known()
+        return RandomFeatureProblem(self.covar_module, x, y, self.noise, self.loss, rows, self._labels)
+
+    def _loss(self) -> str:
+        return self.loss
+
+    def _mark(self) -> str:
+        return f"{super()._mark()} {self.loss} {self.noise}"
+
+    def forget(self) -> Any:
+        self._labels = self._fresh()
+        return super().forget()
+
+    @property
+    def classes(self) -> Tensor:
+        """``(c,)`` the labels that are known, in the order of the columns of scores."""
+        self._known()
+        return torch.tensor(self._labels.classes, dtype=torch.int64)
+
+    # --- predictions ----------------------------------------------------------------------------------------
+
+    def scores(self, x: Tensor) -> Tensor:
+        """The functions at x ``(..., p, d)``: ``(..., p, c)``, differentiable in x.
+
+        :raises InputError: before anything was learned, and for points that do not fit.
+        """
+        learner, x = self._points(f"{type(self).__name__}.scores", x)
+        return self._values(learner, x).to(x.dtype)
+
+    forward = scores
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """Of each class at x ``(..., p, d)``: ``(..., p, c)``, sums 1.
+
+        :raises InputError: for the hinge loss, besides.
+        """
+        if self.loss == "hinge":
+            raise InputError("The hinge loss has no probabilities; learn with loss='multinomial' or 'logistic'.")
+        scores = self.scores(x)
+        if self.loss == "multinomial":
+            return scores.softmax(dim=-1)
+        logs = torch.nn.functional.logsigmoid(scores)
+        return logs.softmax(dim=-1)  # each class against the rest, and then one of them
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Labels ``(..., p)`` int64 at x ``(..., p, d)``."""
+        with torch.no_grad():
+            return self.classes.to(x.device)[self.scores(x).argmax(dim=-1)]
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"classes": list(self._labels.classes)}
+
+    def _set_own_state(self, own: dict[str, Any]) -> None:
+        self._labels.classes = list(own["classes"])

@@ -1,0 +1,257 @@
+"""``sketchgp.RandomFeatureGP``: a GPyTorch model in random features that learns from tensors, streams and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
+from torch import Tensor
+
+from .checks import count, instance, word
+from .errors import InputError
+from .models.inducing.independent_outputs import IndependentOutputs
+from .models.inducing.sparse_covariance import PathwisePosterior
+from .models.streamed import Mapped, Streamed
+from .operators.expression import recognise
+from .operators.random_features import PriorPaths
+from .operators.uniforms import Philox
+from .random_streams import generator
+from .solvers.problem import check_kernel
+from .solvers.streams.doubly_stochastic import DoublyStochastic
+from .solvers.streams.learner import Extra, Learner
+from .solvers.streams.problem import RandomFeatureProblem, Targets
+
+_VARIANCES = ("samples", "features", "none")
+_FREQUENCIES = 64  # of a function from the prior
+
+
+class RandomFeatureGP(Streamed, gpytorch.models.GP):
+    """Gaussian-process regression in N random features, learned by doubly stochastic gradients.
+
+    .. code-block:: python
+
+        model = sketchgp.RandomFeatureGP(likelihood, mean, kernel)
+        model.learn(train_x, train_y)  # or a stream of batches: model.learn(loader); or model.partial_fit(x, y)
+        posterior = model.eval()(test_x)  # a MultivariateNormal
+
+    Hyperparameters are given, and are not changed by learning: tune them before, on some of the data, by
+    :func:`sketchgp.fit` and one of the other models.  The mean is ``m(x) + sum_l phi_l(x) a_l``; features are made anew
+    wherever they are needed, so that memory is O(N t) for t outputs, whatever n and d are, beside that of variances.
+
+    Variances are, by ``variance``:
+
+    - ``"features"``: those of Bayesian linear regression on the features, ``phi(x)^T (N I + sum_i phi_i phi_i^T /
+      noise)^-1 phi(x)``, from their covariance that is added up over rows when they are first seen (``n N^2``
+      operations, 8 N^2 bytes).  Far from the data they are right as N grows, and with far fewer features than data they
+      are too small.
+    - ``"samples"``: the mean square of the errors that the learner itself makes with ``variance_samples`` functions
+      that are drawn from the exact prior, in place of the data: as many further outputs, which are learned in the same
+      steps (O(N S) memory).  No bias, a relative deviation of ``(2 / S)^1/2``; features that are too few, and a
+      function that is not learned to the end, make them larger, as they should.
+    - ``"none"``, where only the mean matters, at about half the cost.
+
+    ``state_dict()`` holds all that was learned: saved and loaded into a model that was made alike, it predicts and goes
+    on learning as if nothing had happened.
+
+    :param likelihood: a ``GaussianLikelihood`` without batch.
+    :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch; RBF, Matern, rational quadratic,
+        periodic, Laplace, spectral mixture, cosine, constant, linear, polynomial and arc-cosine kernels, their sums and
+        products.
+    :param solver: :class:`sketchgp.DoublyStochastic`; None for its defaults.
+    :param variance: as above; :param variance_samples: S.
+    :raises InputError: for what is something else.
+    """
+
+    def __init__(
+        self,
+        likelihood: Any,
+        mean: Any,
+        kernel: Any,
+        solver: DoublyStochastic | None = None,
+        variance: str = "samples",
+        variance_samples: int = 64,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        instance(owner, "mean", mean, torch.nn.Module, "a gpytorch mean")
+        check_kernel(owner, kernel)
+        if type(likelihood) is not GaussianLikelihood or likelihood.noise.numel() != 1:
+            kind = type(likelihood).__name__
+            more = " A noise for each point" if isinstance(likelihood, FixedNoiseGaussianLikelihood) else " Another one"
+            raise InputError(
+                f"{owner}: likelihood expects a GaussianLikelihood without batch, got {kind}.{more} needs an "
+                "InducingPointGP or an accelerated model."
+            )
+        self.variance = word(owner, "variance", variance, _VARIANCES)
+        self.variance_samples = count(owner, "variance_samples", variance_samples)
+        if variance == "samples" and recognise(kernel, waves=True) is None:
+            raise InputError(
+                f"{owner}: variance='samples' needs functions from the prior, which are known of sums of waves, not of "
+                f"this {type(kernel).__name__}; choose variance='features' or 'none'."
+            )
+        self.likelihood, self.mean_module, self.covar_module = likelihood, mean, kernel
+        self._begin(solver)
+        self._outputs: int | None = None
+        self._several = False
+        self._method = ""
+        self._paths: PriorPaths | None = None
+        self._noises = Philox(self.solver.seed, "noises of functions that a learner's errors are seen with")
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.covar_module, self.mean_module, self.likelihood
+
+    # --- learning -------------------------------------------------------------------------------------------
+
+    def _problem(self, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+        self._known()
+        noise, targets = float(self.likelihood.noise.detach()), Targets(self._outputs)
+        if torch.is_tensor(x):
+            problem = RandomFeatureProblem(self.covar_module, x, y, noise, targets=targets)
+            assert torch.is_tensor(problem.x) and problem.y is not None
+            problem.y = self._residual(problem.x, problem.y)
+        else:
+            stream = Mapped(x, self._residual) if isinstance(x, Iterable) else x
+            problem = RandomFeatureProblem(self.covar_module, stream, y, noise, rows=rows, targets=targets)
+        return problem
+
+    def _residual(self, x: Tensor, y: Tensor) -> Tensor:
+        """Targets less prior means."""
+        if not y.is_floating_point() or y.dim() not in (1, 2) or len(y) != len(x) or not len(x):
+            return y  # which is refused where batches are looked at
+        if self._outputs is None and self._learner is None:
+            self._several = y.dim() > 1
+        if self._several != (y.dim() > 1):
+            wanted = "(b, t), as before" if self._several else "(b,), as before"
+            raise InputError(f"{type(self).__name__}: y expects shape {wanted}, got {tuple(y.shape)}.")
+        mean = self.mean_module(x.unsqueeze(-1) if x.dim() == 1 else x).detach()
+        return y - (mean.unsqueeze(-1) if y.dim() > 1 else mean)
+
+    def _started(self, problem: RandomFeatureProblem, learner: Learner) -> None:
+        assert isinstance(problem.targets, Targets)
+        self._outputs = problem.targets.columns = learner.columns
+        total = learner.how.total
+        self._method = self.variance
+        if self._method == "features":
+            if total is None:
+                raise InputError(
+                    "variance='features' expects a number of features; use 'samples' with num_features=None."
+                )
+            learner.gram = torch.zeros(2 * total, 2 * total, dtype=torch.float64, device=learner.coefficients.device)
+        elif self._method == "samples":
+            self._restarted(learner)
+            learner.widen(learner.columns + self.variance_samples)
+
+    def _restarted(self, learner: Learner) -> None:
+        if self._method == "samples":
+            stream = generator(self.solver.seed, "functions that a learner's errors are seen with")
+            self._paths = PriorPaths(
+                self.covar_module, learner.features.origin, self.variance_samples, stream, _FREQUENCIES
+            )
+
+    def _extra(self) -> Extra | None:
+        return None if self._method != "samples" else self._samples
+
+    def _samples(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """Noisy values of the functions from the prior, ``(b, S)``; the noise of a row hangs on its number."""
+        assert self._paths is not None
+        unit = torch.special.ndtri(self._noises(numbers, self.variance_samples))
+        return self._paths(x) + unit * float(self.likelihood.noise.detach()) ** 0.5
+
+    def _held(self, held_out: Any) -> Any:
+        pair = isinstance(held_out, tuple | list) and len(held_out) == 2 and all(torch.is_tensor(t) for t in held_out)
+        return (held_out[0], self._residual(*held_out)) if pair else held_out
+
+    def forget(self) -> Any:
+        self._outputs, self._method, self._paths = None, "", None
+        return super().forget()
+
+    # --- predictions ----------------------------------------------------------------------------------------
+
+    @property
+    def variance_method(self) -> str:
+        """What variances are: ``"features"``, ``"samples"`` or ``"none"``; empty before anything was learned."""
+        self._known()
+        return self._method
+
+    def __call__(self, x: Tensor) -> Any:  # type: ignore[override]
+        """The posterior at x ``(..., p, d)``, differentiable in x; variances are computed when they are read.
+
+        :raises InputError: before anything was learned, in training mode, and for points that do not fit.
+        """
+        owner = type(self).__name__
+        if self.training:
+            raise InputError(f"{owner} has no marginal likelihood to be trained by; call model.eval() for predictions.")
+        learner, x = self._points(owner, x)
+        assert self._outputs is not None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
+            prior = self.mean_module(x)
+            mean = self._values(learner, x, slice(0, self._outputs)).to(x.dtype) + prior.unsqueeze(-1)
+        steps = learner.steps
+        covariance = PathwisePosterior(x, errors=lambda: self.deviations(steps))
+        if not self._several:
+            return MultivariateNormal(mean.squeeze(-1), covariance)
+        return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+
+    def deviations(self, steps: int | None = None) -> Any:
+        """What variances are the mean square of, at x ``(..., p, d)``: ``(..., p, S)``; ``samples`` is S.
+
+        :param steps: that had been done when a prediction was made, whose variance is asked for.
+        :raises InputError: where there are none, or more was learned since that prediction.
+        """
+        learner = self._known()
+        if learner is None or self._method == "none":
+            raise InputError("This model was told variance='none'; make one with 'features' or 'samples', and learn.")
+        if steps is not None and steps != learner.steps:
+            raise InputError("The model has learned more since this prediction was made; call it again.")
+        if self._method == "features":
+            return _OfFeatures(learner, float(self.likelihood.noise.detach()))
+        assert self._paths is not None and self._outputs is not None
+        return _OfSamples(self, learner, self._paths, self._outputs)
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"outputs": self._outputs, "several": self._several, "method": self._method}
+
+    def _set_own_state(self, own: dict[str, Any]) -> None:
+        if self.variance != own["method"]:
+            raise InputError(f"What was loaded has variance={own['method']!r}, and this model {self.variance!r}.")
+        self._outputs, self._several, self._method = own["outputs"], own["several"], own["method"]
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        """The prior at x, as GPyTorch's models have it."""
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class _OfFeatures:
+    """``S^1/2 phi(x)^T L^-T`` with ``L L^T = N I + gram / noise``, S = N: the mean of its squares is the variance."""
+
+    def __init__(self, learner: Learner, noise: float) -> None:
+        assert learner.gram is not None
+        self.learner, self.samples = learner, len(learner.gram)
+        matrix = learner.gram / noise
+        matrix.diagonal().add_(self.samples)
+        self._factor = torch.linalg.cholesky(matrix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        phi = self.learner.all_features(self.learner.features.prepare(flat)).to(torch.float64)
+        found = torch.linalg.solve_triangular(self._factor, phi.mT, upper=False).mT * self.samples**0.5
+        return found.reshape(*x.shape[:-1], self.samples)
+
+
+class _OfSamples:
+    """Functions from the prior less what was learned of them, ``(..., p, S)``."""
+
+    def __init__(self, model: RandomFeatureGP, learner: Learner, paths: PriorPaths, outputs: int) -> None:
+        self.model, self.learner, self.paths, self.outputs = model, learner, paths, outputs
+        self.samples = paths.samples
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        found = self.paths(flat) - self.model._values(self.learner, flat, slice(self.outputs, None))
+        return found.reshape(*x.shape[:-1], self.samples)

@@ -1,0 +1,1 @@
+"""Solvers that learn from streams by random features."""

@@ -1,0 +1,277 @@
+"""Doubly stochastic functional gradients: random points and random features at every step.
+
+Reference: Dai, Xie, He, Liang, Raj, Balcan, Song, "Scalable kernel methods via doubly stochastic gradients" (NeurIPS
+2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ...checks import count, flag, number, settle, word
+from ...errors import InputError
+from ...fingerprint import tensor_mark
+from ...memory import available_memory
+from ...operators.feature_map import KINDS, RandomFeatures
+from ...operators.marks import kernel_mark
+from ...random_streams import generator
+from ...report import Reason, SolveReport, conclude
+from ..choices import Budgeted
+from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
+from ..problem import Solution
+from .held_out import FeatureHeldOut
+from .learner import Extra, Learner, Steps
+from .lessons import Lessons
+from .losses import LOSSES
+from .problem import Labels, RandomFeatureProblem, same_points
+
+_LEAST, _MOST = 2048, 16384  # automatic features
+_OF_ROWS = 32  # times n^1/2
+_OF_STREAM = 8192  # of a stream of unknown length
+_STEP, _CUDA_STEP = 1024, 2048  # features of a step
+_PLAIN_STEP = 256  # of a step without preconditioner
+_ROWS = 4  # of a batch, for each feature of a step
+_EPOCHS = 10
+_CENTRE = 1024  # rows of a first batch that phases are counted from the mean of
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoublyStochastic(Budgeted):
+    """Minimises ``mean_i l(f(x_i), y_i) + lambda / 2 ||f||^2`` by steps on a random batch of points and a random block
+    of features, which are made anew from their numbers wherever they are needed and never stored.
+
+    With ``k(u, v) ~ 1/N sum phi(u) phi(v)`` and ``f = sum_l phi_l a_l`` a step evaluates f on a batch of b points with
+    all features so far and changes the block j:
+
+    - ``preconditioned``: ``a_j -= step (C_j + N lambda)^-1 (1/b Phi_j^T l' + N lambda a_j)``, ``C_j = 1/b Phi_j^T D
+      Phi_j`` the covariance of the block's features on the batch (section 4 of the paper; D the curvature of the loss),
+      blocks in turn.  Its fixed point is that of the problem on the N features, with lambda as it is; the step is
+      ``0.5 step_scale / (1 + sweeps / 10)``; where all the data are in a batch it does not fall, and for the squared
+      loss is step_scale.
+    - else Algorithm 1 of the paper: ``f <- (1 - step lambda) f - step / |j| phi_j^T 1/b Phi_j^T l'`` with
+      ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows,
+      theta = 2 / lambda as its theorems have it, or less where lambda is so small that this would heap up noise.  With
+      ``num_features=None`` the features of every step are new, and f converges to the exact function, its mean squared
+      error like 1 / i.
+
+    A step costs ``b N d`` operations and ``b N`` cosines, however many outputs there are, and ``|j|^2 b`` operations
+    for the covariance; memory is O(N c) for c columns, whatever n and d, beside tiles, a block's covariance and 64 MiB
+    of frequencies.  Choose it for streams, for losses other than the squared one, for augmented data and many outputs.
+
+    There is no tolerance: ``residual`` and ``history`` are of batches before their own steps, the root of the loss over
+    that of f = 0.  The learner of tensors goes over them ``epochs`` times; a stream is gone through once, unless
+    ``epochs`` says more; an endless one ends by ``max_iterations``, ``max_seconds``, the callback or Ctrl-C.
+
+    :param num_features: N; None for new features at every step, without end.  ``"auto"`` is ``32 n^1/2`` as a power of
+        2, from 2,048 to 16,384 and as memory allows, 8,192 for a stream of unknown length.
+    :param features: ``"random"``, ``"orthogonal"`` or ``"quasi"``
+        (:class:`~sketchgp.operators.feature_map.RandomFeatures`).
+    :param block_size: features of a step, at most; None is 1,024 (on CUDA 2,048; 256 without preconditioner).  A
+        preconditioned step takes no more than a quarter of the rows of its batch, unless that is all there is.
+    :param batch_size: rows of a batch of tensors; None is four times ``block_size``.  A stream comes in its own.
+    :param preconditioned: as above.
+    :param epochs: the most epochs; None is 10 for tensors and 1 for a stream.
+    :param max_iterations: the most steps; None for no limit.
+    :param step_scale: a factor of the computed step.
+    :param averaging: use an average of the iterates that forgets early ones, instead of the last.
+    :param patience: windows (an epoch, or 32 batches) without a lower held-out error after which to stop, with what was
+        the best; None for all epochs, and the last.
+    :param seed: of features and orders of rows.
+    """
+
+    problem_type: ClassVar[type[RandomFeatureProblem]] = RandomFeatureProblem
+    _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "epochs", "max_iterations")
+
+    num_features: int | str | None = "auto"
+    features: str = "random"
+    block_size: int | None = None
+    batch_size: int | None = None
+    preconditioned: bool = True
+    epochs: int | None = None
+    max_iterations: int | None = None
+    step_scale: float = 1.0
+    averaging: bool = True
+    patience: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_features != "auto":
+            settle(self, count, "num_features", optional=True, least=2)
+        settle(self, count, "block_size", optional=True, least=2)
+        settle(self, count, "batch_size", "epochs", "max_iterations", "patience", optional=True)
+        settle(self, word, "features", allowed=KINDS)
+        settle(self, flag, "preconditioned", "averaging")
+        settle(self, number, "step_scale", above=0, finite=True)
+        settle(self, checks.seed, "seed")
+        self._check_budget()
+        if isinstance(self.num_features, int) and self.num_features % 2:
+            raise InputError(
+                f"num_features expects an even number, as features come in pairs; got {self.num_features}."
+            )
+        if self.num_features is None and self.preconditioned:
+            raise InputError(
+                "num_features=None (new features at every step) expects preconditioned=False: the ridge of a "
+                "preconditioned step is that of all features, which therefore have to be a number."
+            )
+
+    def validate(self, problem: RandomFeatureProblem) -> None:
+        """:raises InputError: for anything but a :class:`RandomFeatureProblem`, or where the choices do not fit it."""
+        if not isinstance(problem, RandomFeatureProblem):
+            raise InputError(f"{self.name} expects a RandomFeatureProblem, got {checks.found(problem)}.")
+        if problem.streamed and self.batch_size is not None:
+            raise InputError("batch_size expects None for a stream, which comes in its own batches; set theirs.")
+
+    # --- solving --------------------------------------------------------------------------------------------
+
+    def solve(
+        self,
+        problem: RandomFeatureProblem,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
+        progress: bool | None = None,
+    ) -> Solution:
+        """Solve a :class:`RandomFeatureProblem`.
+
+        :returns: coefficients ``(N, t)``, float64, of the features ``learner(problem).features``.
+        :raises InputError: for arguments that do not fit; :raises NumericalError: where it diverges.
+        """
+        self.validate(problem)
+        report, value = self.learn(self.learner(problem), problem, callback, held_out, progress)
+        return Solution(value, report)
+
+    def learner(self, problem: RandomFeatureProblem) -> Learner:
+        """A function that is 0, of features about the data's mean.
+
+        :raises InputError: for a stream without a batch.
+        """
+        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
+        assert torch.is_tensor(x)
+        rows = problem.rows if problem.streamed else len(x)
+        columns = problem.targets.columns
+        if problem.loss == "squared":
+            assert y is not None
+            columns = y.reshape(len(y), -1).shape[1]
+        return self.learner_about(problem, x[:_CENTRE].mean(dim=0, keepdim=True), rows, columns or 0)
+
+    def learner_about(self, problem: RandomFeatureProblem, origin: Tensor, rows: int | None, columns: int) -> Learner:
+        """:param origin: ``(1, d)``; :param rows: n, where it is known; :param columns: of the function."""
+        features = RandomFeatures(problem.kernel, origin, self.seed, self.features)
+        total = self.num_features
+        if total == "auto":
+            total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
+            fits = available_memory(origin.device) // (8 * 4 * 8 * max(1, columns))
+            total = max(_LEAST, min(total, _MOST, fits // 2 * 2))
+        assert total is None or isinstance(total, int)
+        block = self.block_size or self._block(origin.device)
+        pairs = max(1, (block if total is None else min(block, total)) // 2)
+        return Learner(features, LOSSES[problem.loss], self._steps(pairs, total and total // 2), columns)
+
+    def _steps(self, pairs: int, total: int | None) -> Steps:
+        return Steps(pairs, total, self.preconditioned, self.step_scale, self.averaging)
+
+    def restored(
+        self, kernel: Any, origin: Tensor, loss: str, pairs: int, total: int | None, average: Tensor
+    ) -> Learner:
+        """A learner with an average ``(pairs, 2, c)`` that was saved."""
+        features = RandomFeatures(kernel, origin, self.seed, self.features)
+        learner = Learner(features, LOSSES[loss], self._steps(pairs, total), average.shape[2])
+        learner.average = average
+        return learner
+
+    def _block(self, device: torch.device) -> int:
+        if not self.preconditioned:
+            return _PLAIN_STEP
+        return _CUDA_STEP if device.type == "cuda" else _STEP
+
+    @torch.no_grad()
+    def learn(
+        self,
+        learner: Learner,
+        problem: RandomFeatureProblem,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: tuple[Tensor, Tensor] | None = None,
+        progress: bool | None = None,
+        extra: Extra | None = None,
+        owner: str = "DoublyStochastic.solve",
+    ) -> tuple[SolveReport, Tensor]:
+        """Go on with a learner, which is changed; the report, and the coefficients ``(N, c)``."""
+        began = clock()
+        checks.function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
+        error = self._held_out(owner, learner, problem, held_out)
+        batch = self.batch_size or _ROWS * (self.block_size or self._block(learner.coefficients.device))
+        epochs = self.epochs or (1 if problem.streamed else _EPOCHS)
+        stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
+        method = Lessons(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
+        checkpoint = self._checkpoint(problem, learner)
+        run = Run(
+            method,
+            Budget(epochs, self.max_seconds),
+            began=began,
+            callback=callback,
+            held_out=error,
+            checkpoint=checkpoint,
+        )
+        outcome = run.loop(progress)
+        report: SolveReport = run.report(**self._facts(learner, method))
+        conclude(report)
+        return report, outcome.value
+
+    def _held_out(self, owner: str, learner: Learner, problem: RandomFeatureProblem, held_out: Any) -> HeldOut | None:
+        if held_out is None:
+            if self.patience is not None:
+                raise InputError(f"{owner}: patience expects held_out points to be patient about, got none.")
+            return None
+        if not isinstance(held_out, tuple | list) or len(held_out) != 2:
+            raise checks.refusal(owner, "held_out", "a pair of points and targets", held_out, True)
+        x, y = problem.checked(f"{owner}: held_out", *held_out)
+        same_points(f"{owner}: held_out", x, learner.features.origin)
+        if not isinstance(problem.targets, Labels):
+            wanted = problem.targets.columns or y.reshape(len(y), -1).shape[1]
+            if y.reshape(len(y), -1).shape[1] != wanted:
+                raise InputError(f"{owner}: held_out targets expect {wanted} column(s), got shape {tuple(y.shape)}.")
+        return FeatureHeldOut(learner, problem, x, y)
+
+    def _checkpoint(self, problem: RandomFeatureProblem, learner: Learner) -> Checkpoint | None:
+        if self.checkpoint is None:
+            return None
+        x, y = problem.x, problem.y
+        if problem.streamed:
+            (x, y), again = problem.first(), problem.first()
+            if problem.once or tensor_mark(x, y) != tensor_mark(*again):
+                raise InputError(
+                    "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
+                    "this one cannot be gone through twice, or has begun with two different batches. Shuffle its data "
+                    "once, before, or do without."
+                )
+        assert torch.is_tensor(x) and y is not None
+        marks = {
+            "the training inputs": tensor_mark(x),
+            "the kernel": kernel_mark(problem.kernel, learner.features.origin),
+            "what had been learned": tensor_mark(learner.coefficients, learner.average) + f" {learner.steps}",
+            **solve_marks(torch.tensor(float(problem.noise)), y, f"{self._described()} {problem.loss} {learner.how}"),
+        }
+        return Checkpoint(self.checkpoint, self.every, marks)
+
+    def _facts(self, learner: Learner, method: Lessons) -> dict[str, Any]:
+        size = 2 * learner.how.pairs
+        details: dict[str, float | str] = {"features": method.size, "block_size": size}
+        if not learner.how.preconditioned:
+            details |= {"first_step": learner.first_step, "theta": learner.first_step * learner.settles}
+        again = "Call learn again to go on."
+        return {
+            "preconditioner": f"covariance of {size} features" if learner.how.preconditioned else "none",
+            "dtype": str(learner.features.origin.dtype).removeprefix("torch."),
+            "details": details,
+            "notes": ["the residual is that of batches before their steps", *method.notes],
+            "remedies": dict.fromkeys(
+                (Reason.ITERATIONS, Reason.TIME, Reason.CALLBACK, Reason.INTERRUPTED, Reason.EPOCHS), again
+            ),
+        }

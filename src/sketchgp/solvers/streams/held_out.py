@@ -1,0 +1,41 @@
+"""The error on points that the learner does not see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...fingerprint import tensor_mark
+from .learner import Learner
+from .problem import Labels, RandomFeatureProblem
+
+
+class FeatureHeldOut:
+    """Coefficients ``(N, c)`` to an error on points of the user's: of targets the root mean square of each column, of
+    labels the share that is wrong, ``(1,)``.
+
+    :param x: ``(p, d)``; :param y: targets or labels.
+    """
+
+    def __init__(self, learner: Learner, problem: RandomFeatureProblem, x: Tensor, y: Tensor) -> None:
+        self.learner, self.problem, self.y = learner, problem, y
+        with torch.no_grad():
+            self._made = learner.features.prepare(x)
+        self.mark = tensor_mark(x, y)
+        self._entries = 0.0
+
+    @property
+    def entries(self) -> float:
+        """Features at points so far."""
+        return self._entries
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        before = self.learner.entries
+        f = self.learner.evaluate(self._made, weights.unflatten(0, (-1, 2)))
+        self._entries += self.learner.entries - before
+        self.learner.entries = before
+        if isinstance(self.problem.targets, Labels):
+            found = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
+            return (found != self.y).double().mean().reshape(1).cpu()
+        wanted = self.y.reshape(len(f), -1).to(torch.float64)
+        return (f[:, : wanted.shape[1]] - wanted).square().mean(dim=0).sqrt().cpu()

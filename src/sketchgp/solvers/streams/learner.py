@@ -1,0 +1,190 @@
+"""A function in random features that is learned step by step: its coefficients, and a doubly stochastic step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import NumericalError
+from ...operators.feature_map import Made, RandomFeatures
+from .losses import Squared
+
+_ENTRIES = 2**21  # of features at points at once
+_COUNTED = 512  # rows at all features at once
+_RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
+_FIRST = 0.5  # preconditioned step, of a whole one
+_SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
+_ROWS = 4  # of a batch for each feature that is fitted to it
+_VANISHING = 1e-100  # of the decay, which is then multiplied into the coefficients
+_SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a step is taken: the choices of the solver once the automatic ones are made.
+
+    :ivar pairs: of features of a step, at most; :ivar total: pairs in all, None for new ones at every step.
+    """
+
+    pairs: int
+    total: int | None
+    preconditioned: bool
+    scale: float
+    averaging: bool
+
+
+class Learner:
+    """``f(x) = sum_l phi_l(x)^T a_l``, the features made anew where they are needed.
+
+    :param features: pairs ``phi_l``; :param columns: c of f.
+
+    :ivar coefficients: ``(pairs, 2, c)`` float64, to be multiplied by ``decay``; :ivar average: of the iterates.
+    :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time.
+    :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
+        are.
+    """
+
+    saved = ("coefficients", "average", "decay", "place", "steps", "visited", "first_step", "settles", "rows")
+
+    def __init__(self, features: RandomFeatures, loss: Squared, steps: Steps, columns: int) -> None:
+        self.features, self.loss, self.how = features, loss, steps
+        device = features.origin.device
+        self.coefficients = torch.zeros(0, 2, columns, dtype=torch.float64, device=device)
+        self.average = self.coefficients.clone()
+        self.decay = 1.0
+        self.place = self.steps = self.visited = self.rows = 0
+        self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
+        self.entries = 0  # features at points, so far
+        self.gram: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.coefficients.shape[2]
+
+    def widen(self, columns: int) -> None:
+        """To more columns, 0 so far."""
+        more = columns - self.columns
+        if more > 0:
+            pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
+            self.coefficients, self.average = pads
+
+    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, counted: bool = False) -> Tensor:
+        """One doubly stochastic step on a batch; f before it, ``(b, c)``.
+
+        :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
+        :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
+        :param counted: whether its rows are new.
+        :raises NumericalError: where numbers are no longer finite; nothing has changed then.
+        """
+        made = self.features.prepare(x)
+        f = self.evaluate(made, self.coefficients, self.decay)
+        if not bool(torch.isfinite(f).all()):
+            raise NumericalError("The function that is learned is not finite any more. Choose a smaller step_scale.")
+        which = self._pairs(len(x), whole)
+        phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
+        self.entries += phi.numel()
+        gradient = self.loss.gradient(f, y)
+        slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64) / len(x)
+        self._grow(which.stop)
+        if self.gram is not None and counted:
+            self._count(made)
+        steady = self.loss.steady if whole and self.how.preconditioned else None
+        if self.how.preconditioned:
+            passes = self.visited / (self.how.total or 1)
+            step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
+            self._newton(which, phi, self.loss.weights(f, y), slope, ridge, step)
+        else:
+            self._plain(which, phi, slope, ridge)
+        self.steps += 1
+        self.rows += len(x)
+        self.visited += which.stop - which.start
+        self.place = which.stop % self.how.total if self.how.total else which.stop
+        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
+        self.average.lerp_(self.coefficients * self.decay, weight)
+        return f
+
+    def _pairs(self, rows: int, whole: bool) -> slice:
+        """Those that are changed: no more than a batch can tell of, where the step is fitted to it."""
+        size = self.how.pairs
+        if self.how.preconditioned and not whole:
+            size = min(size, max(1, rows // (2 * _ROWS)))
+        stop = self.place + size
+        return slice(self.place, min(stop, self.how.total) if self.how.total else stop)
+
+    def _grow(self, pairs: int) -> None:
+        more = pairs - len(self.coefficients)
+        if more > 0:
+            zeros = self.coefficients.new_zeros(more, 2, self.columns)
+            self.coefficients, self.average = (torch.cat([t, zeros]) for t in (self.coefficients, self.average))
+
+    def _count(self, made: Made) -> None:
+        assert self.gram is not None and self.how.total is not None
+        for start in range(0, made.points, _COUNTED):
+            phi = self.all_features(made.rows(slice(start, start + _COUNTED)))
+            self.gram += (phi.mT @ phi).to(torch.float64)
+
+    def all_features(self, made: Made) -> Tensor:
+        """``(p, N)``, pair by pair."""
+        assert self.how.total is not None
+        return torch.stack(self.features.pairs(made, 0, self.how.total), dim=2).flatten(1)
+
+    def _newton(
+        self, which: slice, phi: Tensor, weights: Tensor | None, slope: Tensor, ridge: float, step: float
+    ) -> None:
+        """``a_j -= step (Phi^T D Phi / b + N lambda)^-1 (Phi^T l' / b + N lambda a_j)``, whose fixed point is that of
+        the ridge regression on all N features, whatever the matrix is."""
+        assert self.how.total is not None
+        own = self.coefficients[which]
+        a = own.transpose(0, 1).reshape(len(slope), -1)
+        level = 2 * self.how.total * ridge
+        weighed = phi if weights is None else phi * weights.to(phi.dtype).unsqueeze(1)
+        matrix = (weighed.mT @ phi).to(torch.float64) / len(phi)
+        rounding = torch.finfo(phi.dtype).eps * len(matrix) * matrix.diagonal().mean().clamp_min(1e-300)
+        matrix.diagonal().add_(level + rounding)
+        factor = torch.linalg.cholesky(matrix)
+        change = torch.cholesky_solve(slope + level * a, factor) * step
+        self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
+
+    def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float) -> None:
+        """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
+        step: Algorithm 1 of the paper.  The decay of all coefficients is one number."""
+        if self.first_step != self.first_step:
+            self._choose_step(phi, ridge)
+        step = self.first_step / (1 + self.steps / self.settles)
+        self.decay *= 1 - step * ridge
+        if self.decay < _VANISHING:
+            self.coefficients *= self.decay
+            self.decay = 1.0
+        change = slope * (step / (len(slope) * self.decay))
+        own = self.coefficients[which]
+        self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
+
+    def _choose_step(self, phi: Tensor, ridge: float) -> None:
+        """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows; theta
+        as in the theorems, less where that many steps would heap up more of the features' noise than there was of
+        error."""
+        gram = phi.mT @ phi if len(phi) > phi.shape[1] else phi @ phi.mT
+        largest = float(torch.linalg.eigvalsh(gram.to(torch.float64))[-1]) / phi.numel()
+        mean = float(phi.square().mean())
+        self.first_step = self.how.scale / max(largest + ridge, 1e-300)
+        calm = max(1.0, phi.shape[1] * (largest / max(mean, 1e-300)) ** 2)
+        self.settles = min(_SETTLED / (self.first_step * ridge), calm) if ridge > 0 else calm
+
+    def evaluate(self, made: Made, coefficients: Tensor, decay: float = 1.0) -> Tensor:
+        """f at points ``(p, c)`` float64, by tiles of features; :param made: of the points."""
+        p = made.points
+        total = torch.zeros(p, coefficients.shape[2], dtype=torch.float64, device=coefficients.device)
+        size = max(64, _ENTRIES // max(1, p) // 256 * 256)
+        for start in range(0, len(coefficients), size):
+            stop = min(start + size, len(coefficients))
+            a = coefficients[start:stop].to(made.dtype)
+            first, second = self.features.pairs(made, start, stop)
+            total += torch.addmm(first @ a[:, 0], second, a[:, 1])
+            self.entries += 2 * first.numel()
+        return total * decay
+
+
+Extra = Callable[[Tensor, Tensor], Tensor]  # points, their numbers -> more columns of targets

@@ -1,0 +1,269 @@
+"""A doubly stochastic solve as a method of the loop: batches, windows, held-out errors, what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError, NumericalError
+from ...report import Reason
+from ..loop import Method, Outcome
+from .learner import Extra, Learner
+from .problem import Batch, Labels, RandomFeatureProblem, same_points
+
+_WINDOW = 32  # the most batches between two estimates
+_DIVERGED = 100.0  # loss of a window, over that of f = 0
+_MOST = 1 - 1e-6  # of an epoch that has not ended
+
+
+class Lessons(Method):
+    """A step is a batch; a window an epoch, or 32 batches of it.
+
+    Rows of tensors come in a random order, anew in every epoch.  A stream is gone through from its beginning: going on
+    from a checkpoint skips the batches that were seen.
+
+    :param learner: that goes on from where it is.
+    :param generator: of the orders of rows.
+    :param epochs: the most; :param iterations: the most, or None.
+    :param patience: windows without a lower held-out error, or None.
+    :param extra: makes further columns of targets; :param first_number: of the first row, for it.
+    """
+
+    saved = (
+        "lesson", "labels", "average", "best", "order", "losses", "losses_of_none",
+        "epoch", "seen", "rows", "total", "window", "least", "waited",
+    )  # fmt: skip
+    unit, letter = "epochs", "m"
+
+    def __init__(
+        self,
+        name: str,
+        problem: RandomFeatureProblem,
+        learner: Learner,
+        generator: torch.Generator,
+        block_size: int,
+        epochs: int,
+        iterations: int | None,
+        patience: int | None,
+        extra: Extra | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.problem, self.learner, self.generator = name, problem, learner, generator
+        self.device = learner.coefficients.device
+        if problem.loss != "squared":
+            self.measure = "wrong held-out labels"
+        self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
+        self.block_size, self.first_number = block_size, learner.rows
+        self.epoch = self.seen = self.rows = self.waited = 0
+        self.total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+        self.best: Tensor | None = None
+        self.least = float("inf")
+        self.order = torch.empty(0, dtype=torch.int64)
+        self.losses = self.losses_of_none = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self.window = 0
+        self.ended = False
+        self._feed: Iterator[Batch] | None = None
+        self._ahead: Batch | None = None
+
+    # --- what a checkpoint holds of the learner -------------------------------------------------------------
+
+    @property
+    def lesson(self) -> dict[str, Any]:
+        return {name: getattr(self.learner, name) for name in Learner.saved if name not in ("coefficients", "average")}
+
+    @lesson.setter
+    def lesson(self, saved: dict[str, Any]) -> None:
+        for name, value in saved.items():
+            setattr(self.learner, name, value)
+
+    @property
+    def average(self) -> list[Tensor]:
+        gram = [] if self.learner.gram is None else [self.learner.gram]
+        return [self.learner.coefficients, self.learner.average, *gram]
+
+    @average.setter
+    def average(self, saved: list[Tensor]) -> None:
+        self.learner.coefficients, self.learner.average, *gram = saved
+        self.learner.gram = gram[0] if gram else None
+
+    @property
+    def labels(self) -> list[int]:
+        targets = self.problem.targets
+        return targets.classes if isinstance(targets, Labels) else []
+
+    @labels.setter
+    def labels(self, classes: list[int]) -> None:
+        if isinstance(self.problem.targets, Labels):
+            self.problem.targets.classes = classes
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Features so far, or in all."""
+        return 2 * (self.learner.how.total or len(self.learner.coefficients))
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        return torch.ones(self._shown, dtype=torch.float64)
+
+    @property
+    def _shown(self) -> int:
+        """Columns of the residual."""
+        return 1 if self.problem.loss != "squared" else self.problem.targets.columns or self.learner.columns
+
+    def step(self) -> bool:
+        x, y, numbers = self._next()
+        learner, problem = self.learner, self.problem
+        owner = f"batch {self.seen} of epoch {self.epoch}"
+        same_points(owner, x, learner.features.origin)
+        targets = problem.targets.encode(owner, y, x)
+        whole = not problem.streamed and len(x) == self.total
+        if self.extra is not None:
+            targets = torch.cat([targets, self.extra(x, numbers)], dim=1)
+        learner.widen(targets.shape[1])
+        n = self.total or self.first_number + self.rows + len(x)
+        f = learner.step(x, targets, problem.noise / n, whole, counted=self.epoch == 0)
+        if not self.window:
+            self.losses = self.losses_of_none = torch.zeros_like(self.losses)
+        self.losses = self.losses + self._loss(f, targets)
+        self.losses_of_none = self.losses_of_none + self._loss(torch.zeros_like(f), targets)
+        self.iterations += 1
+        self.seen += 1
+        self.window += 1
+        self.rows += len(x)
+        assert self._feed is not None
+        self._ahead = next(self._feed, None)
+        self.ended = self._ahead is None
+        if self.ended:
+            self.epoch += 1
+            self.total = self.problem.rows or self.rows
+            self.rows = self.seen = 0
+            self.order, self._feed = self.order[:0].clone(), None
+        return self.ended or self.window == _WINDOW or self._done
+
+    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.learner.loss.value(f, y)[: self._shown]
+
+    def _next(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch of the epoch under way, or the first one of the next, and the numbers of its rows."""
+        problem = self.problem
+        if self._feed is None:
+            if not problem.streamed and not self.seen:
+                self.order = torch.randperm(len(problem.x), generator=self.generator)  # type: ignore[arg-type]
+            self._feed = self._batches()
+            self._ahead = next(self._feed, None)
+        if self._ahead is None:
+            if self.seen:
+                raise InputError(
+                    f"The stream ends within the {self.seen} batches that the checkpoint has seen of its epoch. "
+                    "To go on from a checkpoint, a stream must repeat itself."
+                )
+            raise InputError(
+                f"The stream gave no batch in epoch {self.epoch + 1}; for more than one epoch it must start anew at "
+                "each, as a DataLoader does and a generator does not."
+            )
+        x, y = self._ahead
+        if problem.streamed:
+            numbers = torch.arange(self.rows, self.rows + len(x), device=x.device)
+        else:
+            numbers = self.order[self.rows : self.rows + len(x)].to(x.device)
+        return x, y, numbers + self.first_number
+
+    def _batches(self) -> Iterator[Batch]:
+        problem = self.problem
+        if torch.is_tensor(problem.x):
+            assert problem.y is not None
+            for rows in self.order.split(self.block_size)[self.seen :]:
+                rows = rows.to(problem.x.device)
+                yield problem.x[rows], problem.y[rows]
+            return
+        for number, batch in enumerate(problem.batches()):
+            if number >= self.seen:
+                yield batch
+
+    # --- windows --------------------------------------------------------------------------------------------
+
+    def estimate(self) -> Tensor:
+        """The root of the loss over the window's batches, each before its own step, over that of f = 0: the relative
+        residual of each column for the squared loss."""
+        self.window = 0
+        return (self.losses / self.losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().cpu()
+
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        if self.iterations and not bool((self.losses <= _DIVERGED**2 * self.losses_of_none + 1e-300).all()):
+            raise NumericalError(
+                f"Learning diverges: after {self.iterations} batches the loss is {float(self.losses.max()):.1e}, that "
+                f"of f = 0 is {float(self.losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches."
+            )
+        if held_out is not None:
+            mean = float(held_out.square().mean().sqrt())
+            better = mean < self.least
+            self.waited = 0 if better else self.waited + 1
+            if better and self.patience is not None:
+                self.least, self.best = mean, self.learner.average.clone()
+        if self.patience is not None and self.waited >= self.patience:
+            return Reason.EARLY
+        return Reason.FINISHED if self._done else None
+
+    @property
+    def _done(self) -> bool:
+        """Whether all is done that was to be done."""
+        enough = self.most_iterations is not None and self.iterations >= self.most_iterations
+        return enough or self.epoch >= self.most
+
+    @property
+    def judges_held_out(self) -> bool:  # type: ignore[override]
+        return self.patience is not None
+
+    def resume(self, ended: Reason | None) -> Reason | None:
+        return Reason.EARLY if ended is Reason.EARLY else Reason.FINISHED if self._done else None
+
+    def close(self) -> bool:
+        return self.window > 0
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        if self.best is not None:
+            self.learner.average = self.best
+        residual = (self.losses / self.losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        return Outcome(self.weights(), residual, False, reason, {"tol": float("inf"), "residual_rows": 0})
+
+    def weights(self) -> Tensor:
+        """``(N, c)``: of the pairs one after the other."""
+        return self.learner.average.flatten(0, 1)
+
+    # --- work -----------------------------------------------------------------------------------------------
+
+    @property
+    def epochs(self) -> float:
+        return self.epoch + self._under_way
+
+    @property
+    def work(self) -> float:
+        return self.epoch + min(self._under_way, _MOST)
+
+    @property
+    def _under_way(self) -> float:
+        return self.rows / self.total if self.total else 0.0
+
+    @property
+    def data_rows(self) -> int | None:
+        return self.total
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"epochs": self.epochs, "sweeps": self.learner.visited / self._pairs}
+
+    @property
+    def _pairs(self) -> int:
+        return self.learner.how.total or max(1, len(self.learner.coefficients))
+
+    @property
+    def entries(self) -> float:
+        return float(self.learner.entries)
+
+    @property
+    def matrix_entries(self) -> float:
+        return float((self.total or max(1, self.rows)) * 2 * self._pairs)

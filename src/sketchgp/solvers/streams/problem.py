@@ -1,0 +1,183 @@
+"""What is learned from a stream: points, targets or labels, a kernel, a ridge and a loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ...errors import InputError
+from ..problem import check_kernel
+from .losses import LOSSES
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Targets:
+    """Targets of a regression as columns, ``(b, t)`` float64."""
+
+    def __init__(self, columns: int | None = None) -> None:
+        self.columns = columns
+
+    def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
+        """Of a batch x; as many columns as before.
+
+        :raises InputError: for anything else than numbers of a row each.
+        """
+        checks.tensor(owner, "y", y, (1, 2))
+        if len(y) != len(x) or y.device != x.device:
+            raise InputError(f"{owner}: y expects {len(x)} rows on {x.device}, got {len(y)} on {y.device}.")
+        y = y.reshape(len(y), -1)
+        if self.columns is not None and y.shape[1] != self.columns:
+            raise InputError(f"{owner}: y expects {self.columns} column(s) as before, got {y.shape[1]}.")
+        self.columns = y.shape[1]
+        return y.to(torch.float64)
+
+
+class Labels:
+    """Labels as columns, one a class, in the order in which classes first appeared: 1 for the class of a row, ``rest``
+    for the others.
+
+    :param classes: that are known before.
+    """
+
+    def __init__(self, rest: float, classes: Iterable[int] = ()) -> None:
+        self.rest, self.classes = rest, [int(one) for one in classes]
+
+    @property
+    def columns(self) -> int:
+        return len(self.classes)
+
+    def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
+        """Of a batch x; a label that is new makes a new column.
+
+        :raises InputError: for anything else than an integer of a row each.
+        """
+        checks.labels(owner, "y", y)
+        if y.shape != (len(x),) or y.device != x.device:
+            raise InputError(f"{owner}: y expects shape ({len(x)},) on {x.device}, got {tuple(y.shape)} on {y.device}.")
+        seen = [int(one) for one in y.unique().tolist()]
+        self.classes += [one for one in seen if one not in self.classes]
+        hot = y.unsqueeze(1) == torch.tensor(self.classes, device=y.device)
+        return torch.where(hot, 1.0, self.rest).to(torch.float64)
+
+
+@dataclass
+class RandomFeatureProblem:
+    """Minimise ``mean_i l(f(x_i), y_i) + lambda / 2 ||f||^2``, ``lambda = noise / n``, over functions of the kernel's
+    space; the squared loss makes f the posterior mean of a Gaussian process of mean zero, and kernel ridge regression.
+
+    :param kernel: a GPyTorch kernel without batch, of a kind that has random features
+        (:class:`~sketchgp.operators.feature_map.RandomFeatures`).
+    :param x: ``(n, d)`` float32 or float64; or an iterable of batches ``(x, y)``, which may differ in size: y is None.
+    :param y: targets ``(n,)`` or ``(n, t)`` for the squared loss, integer labels ``(n,)`` for the others.
+    :param noise: of the ridge; the noise variance for the squared loss.  0 for none.
+    :param loss: ``"squared"``, ``"logistic"``, ``"multinomial"`` or ``"hinge"``.
+    :param rows: n, where the data are a stream: what noise is divided by.  None divides by the rows that were seen so
+        far, and from the second pass over a stream on by those that it has.
+    :raises InputError: for what is something else.
+    """
+
+    kernel: Any
+    x: Tensor | Iterable[Batch]
+    y: Tensor | None
+    noise: float
+    loss: str = "squared"
+    rows: int | None = None
+    targets: Targets | Labels = field(default_factory=Targets, repr=False)
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_kernel(owner, self.kernel)
+        self.noise = checks.number(owner, "noise", self.noise, least=0, finite=True)
+        checks.word(owner, "loss", self.loss, tuple(LOSSES))
+        self.rows = checks.count(owner, "rows", self.rows, optional=True)
+        if self.loss != "squared" and isinstance(self.targets, Targets):
+            self.targets = Labels(0.0 if self.loss == "multinomial" else -1.0)
+        if not self.streamed:
+            if self.y is None:
+                raise InputError(f"{owner}: y expects the targets of x, got None; it is for streams of (x, y).")
+            self.x, self.y = self.checked(owner, self.x, self.y)
+        elif self.y is not None or not isinstance(self.x, Iterable):
+            raise InputError(
+                f"{owner}: x and y expect a tensor each, or a stream of batches (x, y) and None; got "
+                f"{checks.found(self.x)} and {checks.found(self.y)}."
+            )
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the data come in batches."""
+        return not torch.is_tensor(self.x)
+
+    @property
+    def once(self) -> bool:
+        """Whether the stream can be gone through once only, as a generator."""
+        return isinstance(self.x, Iterator) or bool(getattr(self.x, "once", False))
+
+    def first(self) -> Batch:
+        """The first batch of a stream, which is not taken from it.
+
+        :raises InputError: where there is none, or it does not fit.
+        """
+        assert not torch.is_tensor(self.x)
+        feed, skipped, once = iter(self.x), [], self.once
+        for pair in feed:
+            skipped.append(pair)
+            if not (isinstance(pair, tuple | list) and torch.is_tensor(pair[0]) and not len(pair[0])):
+                if once:
+                    self.x = itertools.chain(skipped, feed)
+                return next(self._looked_at([pair]))
+        raise InputError("x expects a stream of at least one batch, got none.")
+
+    def checked(self, owner: str, x: Any, y: Any) -> Batch:
+        """A batch whose inputs are points ``(b, d)``, finite, and whose targets are a row each.
+
+        :raises InputError: for anything else.
+        """
+        if torch.is_tensor(x) and x.dim() == 1:
+            x = x.unsqueeze(-1)
+        checks.tensor(owner, "x", x, (2,))
+        if not torch.is_tensor(y):
+            raise checks.refusal(owner, "y", "a tensor", y)
+        if self.loss == "squared":
+            checks.tensor(owner, "y", y, (1, 2))
+        else:
+            checks.labels(owner, "y", y)
+        if len(y) != len(x) or y.device != x.device:
+            raise InputError(f"{owner}: y expects {len(x)} rows on {x.device}, got {len(y)} on {y.device}.")
+        return x, y
+
+    def batches(self) -> Iterator[Batch]:
+        """Of a stream, from its beginning, each looked at; those without rows are left out.
+
+        :raises InputError: for one that is no pair, holds NaN, or differs in features, dtype or device.
+        """
+        assert not torch.is_tensor(self.x)
+        return self._looked_at(self.x)
+
+    def _looked_at(self, stream: Iterable[Any]) -> Iterator[Batch]:
+        first: Tensor | None = None
+        for number, pair in enumerate(stream):
+            owner = f"batch {number} of the stream"
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise checks.refusal(owner, "it", "a pair (x, y)", pair)
+            if torch.is_tensor(pair[0]) and len(pair[0]) == 0:
+                continue
+            x, y = self.checked(owner, *pair)
+            first = x if first is None else first
+            same_points(owner, x, first)
+            yield x, y
+
+
+def same_points(owner: str, x: Tensor, first: Tensor) -> None:
+    """:raises InputError: unless x ``(b, d)`` has the features, dtype and device of those before."""
+    if x.shape[1] != first.shape[1] or x.dtype != first.dtype or x.device != first.device:
+        raise InputError(
+            f"{owner}: x expects {first.shape[1]} features, {first.dtype} on {first.device}, as before; got "
+            f"{x.shape[1]} features, {x.dtype} on {x.device}."
+        )

@@ -1,0 +1,191 @@
+"""Random numbers by their place, the sampler of spectral densities, and feature maps that are made anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gpytorch.kernels import LinearKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
+
+from problems import points, relative, set_scales
+from sketchgp import ArcCosineKernel, InputError, LaplaceKernel
+from sketchgp.operators import KernelMatrix
+from sketchgp.operators.feature_map import RandomFeatures
+from sketchgp.operators.uniforms import Philox, Sobol, philox
+from sketchgp.random_streams import salted
+from test_pathwise_variance import KERNELS as STATIONARY
+from test_pathwise_variance import _kernel
+
+INNER = {
+    "linear-ard": lambda: ScaleKernel(LinearKernel(ard_num_dims=3)),
+    "polynomial": lambda: PolynomialKernel(power=3),
+    "arc-cosine-0": lambda: ArcCosineKernel(0),
+    "arc-cosine-1": lambda: ScaleKernel(ArcCosineKernel(1)),
+    "arc-cosine-2": lambda: ArcCosineKernel(2, active_dims=(0, 2)),
+    "inner-sum": lambda: PolynomialKernel(power=2) + ScaleKernel(RBFKernel()),
+    "inner-product": lambda: ArcCosineKernel(1) * MaternKernel(nu=1.5),
+}
+X = points(6, seed=1)
+
+
+def kernel_of(name):
+    return (_kernel(name) if name in STATIONARY else set_scales(INNER[name](), 1.3, 0.5).double()).requires_grad_(False)
+
+
+def features_of(name, kind="random", seed=3):
+    return RandomFeatures(kernel_of(name), points(1, seed=2), seed, kind)
+
+
+# --- numbers by their place ---------------------------------------------------------------------------------------
+
+
+def test_philox_is_the_published_one():
+    """Known answers of Philox4x32-10 (Random123)."""
+    zero, most = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0xFFFFFFFF)
+    for counter, key, wanted in (
+        (zero, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (most, 0xFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ):
+        assert tuple(int(word) for word in philox(*[counter] * 4, key, key)) == wanted
+
+
+def test_numbers_hang_on_their_place_alone(monkeypatch):
+    numbers = Philox(1, "a")(torch.arange(3000), 7)
+    assert numbers.dtype == torch.float64 and bool(((numbers > 0) & (numbers < 1)).all())
+    assert abs(float(numbers.mean()) - 0.5) < 0.01 and abs(float(numbers.var()) * 12 - 1) < 0.03
+    rows = torch.tensor([2999, 5, 5])
+    assert torch.equal(Philox(1, "a")(rows, 3), numbers[rows, :3])
+    monkeypatch.setattr("sketchgp.operators.uniforms._NUMBERS", 16)
+    assert torch.equal(Philox(1, "a")(torch.arange(3000), 7), numbers)
+    for other in (Philox(2, "a"), Philox(1, "b")):
+        assert not torch.equal(other(rows, 3), numbers[rows, :3])
+    assert not torch.equal(Philox(1, "a")(rows + 2**32, 3), numbers[rows, :3])
+    assert Philox(1, "a")(rows[:0], 3).shape == (0, 3)
+
+
+def test_sobol_points_by_their_number():
+    source = Sobol(5, 7, "a")
+    engine = torch.quasirandom.SobolEngine(5, scramble=True, seed=salted(7, "a"))
+    wanted = engine.draw(300, dtype=torch.float64)
+    assert float((source(torch.arange(1, 300), 5) - wanted[1:]).abs().max()) < 2**-29
+    assert torch.equal(source(torch.tensor([299, 8]), 2), source(torch.arange(300), 5)[[299, 8], :2])
+    with pytest.raises(InputError, match="at most 21201"):
+        Sobol(30_000, 0, "a")
+
+
+# --- features -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["random", "quasi"])
+@pytest.mark.parametrize("name", [*STATIONARY, *INNER])
+def test_features_make_the_kernel(name, kind):
+    """Mean over 24 seeds of 512 features, within five of its standard errors."""
+    kernel, count = kernel_of(name), 512
+    wanted, found = kernel(X).to_dense(), []
+    for seed in range(24):
+        phi = features_of(name, kind, seed)(X, 0, count // 2)
+        assert phi.shape == (6, count) and phi.dtype == torch.float64
+        found.append(phi @ phi.mT / count)
+    found = torch.stack(found)
+    error = (found.mean(dim=0) - wanted).abs()
+    assert bool((error <= 5 * found.std(dim=0) / math.sqrt(24) + 2e-3 * wanted.abs().max()).all())
+    assert float(found.std(dim=0).max() / wanted.abs().max()) < 0.35
+
+
+@pytest.mark.parametrize("name", ["rbf-ard", "matern32-ard", "rational-quadratic", "sum", "product", "periodic"])
+def test_orthogonal_features_make_the_kernel(name):
+    wanted = kernel_of(name)(X).to_dense()
+    found = []
+    for seed in range(24):
+        phi = features_of(name, "orthogonal", seed)(X, 0, 256)
+        found.append(phi @ phi.mT / 512)
+    found = torch.stack(found)
+    assert bool(((found.mean(dim=0) - wanted).abs() <= 5 * found.std(dim=0) / math.sqrt(24) + 1e-12).all())
+
+
+def test_what_orthogonal_and_quasi_random_features_gain():
+    """In many dimensions and at near points the former, in few the latter."""
+
+    def error(kind, kernel, x):
+        wanted, total = kernel(x).to_dense(), 0.0
+        for seed in range(10):
+            phi = RandomFeatures(kernel, x[:1], seed, kind)(x, 0, 256)
+            total += float((phi @ phi.mT / 512 - wanted).square().mean())
+        return math.sqrt(total / 10)
+
+    few = set_scales(RBFKernel(), 1.0, 0.5).double().requires_grad_(False)
+    assert error("quasi", few, points(20, 2)) < 0.5 * error("random", few, points(20, 2))
+    many, x = set_scales(RBFKernel(), 1.0, 3.0).double().requires_grad_(False), points(20, 32)
+    assert error("orthogonal", many, x) < 0.8 * error("random", many, x)
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal", "quasi"])
+@pytest.mark.parametrize("name", ["matern12", "sum", "product", "periodic", "inner-sum"])
+def test_features_are_the_same_for_any_split(name, kind):
+    """Also where frequencies were kept, and where they were not."""
+    whole = features_of(name, kind)
+    first, second = whole.pairs(whole.prepare(X), 0, 700)
+    for cuts in ((0, 1, 2, 255, 256, 257, 700), (0, 300, 700)):
+        parts = features_of(name, kind)
+        parts._kept_bytes = 2**40  # nothing more is kept
+        made = parts.prepare(X)
+        found = [parts.pairs(made, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        for members, wanted in zip(zip(*found, strict=True), (first, second), strict=True):
+            assert relative(torch.cat(members, dim=1), wanted) < 1e-12
+    assert relative(whole(X[2:4], 100, 130), torch.cat([first[2:4, 100:130], second[2:4, 100:130]], dim=1)) < 1e-12
+
+
+def test_memory_of_features_does_not_grow():
+    made = RandomFeatures(kernel_of("rbf-ard"), points(1), 0)
+    made._kept_bytes = 2**26 - 256 * 3 * 8
+    made(X, 0, 2000)
+    assert sum(w.nbytes for kept in made._kept.values() for w in kept) <= 256 * 3 * 8
+
+
+def test_features_in_float32_keep_their_digits():
+    """Of heavy tails and many turns."""
+    for name in ("laplace", "matern12", "rbf"):
+        kernel = set_scales(STATIONARY[name](), 1.0, 0.01).requires_grad_(False)
+        x, origin = (points(20) * 64).round() / 64, torch.full((1, 3), 0.5, dtype=torch.float64)
+        exact = RandomFeatures(kernel.double(), origin, 0)(x, 0, 200)
+        found = RandomFeatures(kernel.float(), origin.float(), 0)(x.float(), 0, 200)
+        assert found.dtype == torch.float32
+        assert relative(found.double(), exact) < 1e-4, name
+
+
+def test_gradients_of_features():
+    x = X.clone().requires_grad_()
+    f = RandomFeatures(kernel_of("inner-product"), points(1), 0)
+    assert torch.autograd.gradcheck(lambda x: f(x, 0, 4), (x,))
+
+
+def test_what_has_no_features_is_refused():
+    with pytest.raises(InputError, match="Orthogonal features are known of RBF"):
+        RandomFeatures(LaplaceKernel(), points(1).float(), 0, "orthogonal")
+    with pytest.raises(InputError, match="has no random features here"):
+        RandomFeatures(RBFKernel() + MyKernel(), points(1).float(), 0)
+
+
+class MyKernel(RBFKernel):
+    """It may compute anything."""
+
+
+# --- the arc-cosine kernel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_arc_cosine_kernel(order):
+    """Against units of a layer; its diagonal; gradients at equal and opposite points."""
+    kernel, generator = ArcCosineKernel(order).double(), torch.Generator().manual_seed(0)
+    w = torch.randn(400_000, 3, dtype=torch.float64, generator=generator)
+    units = (X @ w.mT).clamp_min(0) ** order if order else (X @ w.mT > 0).double()
+    wanted = 2 * units @ units.mT / len(w)
+    assert relative(kernel(X).to_dense(), wanted) < 0.02
+    torch.testing.assert_close(kernel(X, diag=True), kernel(X).to_dense().diagonal())
+    x = torch.cat([X[:2], -X[:1]]).requires_grad_()
+    (slope,) = torch.autograd.grad(kernel(x).to_dense().sum(), x)
+    assert bool(torch.isfinite(slope).all())
+    assert KernelMatrix.of(kernel, X).to_dense().shape == (6, 6)
+    with pytest.raises(InputError, match="order expects an integer from 0 to 2"):
+        ArcCosineKernel(3)
