@@ -1,0 +1,153 @@
+"""``python -m sketchgp fit`` without options, on all rows of a table, beside scikit-learn on 1,000 of them.
+
+The test rows are those that the command holds out (seed 0, a tenth).  Inputs and target are standardised by the
+command's training rows, for all; RMSE and NLL are in these units, of the observations.
+
+- scikit-learn: ``GaussianProcessRegressor``, scaled Matern-5/2 with a lengthscale for each input, and noise; its L-BFGS
+  from the same start as the command (lengthscales sqrt(d), scale 1, noise 0.1), on 1,000 random training rows.
+- fit: ``sketchgp.fit`` without options on the same 1,000 rows, the command's model.
+- command: all training rows, in a process of its own; its processor seconds are those of the whole process, reading and
+  predicting included, those of the other two of fit and prediction.
+
+    python benchmarks/command_line.py --data DIRECTORY            # half an hour on one core; resumes
+    python benchmarks/command_line.py --data DIRECTORY --quick    # 200 rows of one set, without the command
+    python benchmarks/command_line.py --report                    # the table again, nothing measured
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sketchgp
+from common import describe, load_arrays, number, scores, table
+from measure import high_water_mb
+from runner import Benchmark, Group
+from sketchgp.cli.regression import Regression, Scaling
+from sketchgp.cli.steps import split_rows
+
+SETS = ("uci_parkinsons", "kin8nm", "cpu_small")
+METHODS = ("scikit-learn", "fit", "command")
+ROWS = 1000
+
+
+def load(directory: Path, name: str, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``rows`` training rows, and the test rows of the command, standardised, float32."""
+    arrays = load_arrays(directory, name)
+    x, y = torch.from_numpy(arrays["X"]).double(), torch.from_numpy(arrays["y"]).double()
+    train, test = split_rows(len(y), 0.1, 0)
+    varies = (x[train] != x[train[0]]).any(0)
+    scaling = Scaling.of(x[train][:, varies], y[train], "y")
+    x, y = scaling.scale_x(x[:, varies], torch.float32), scaling.scale_y(y, torch.float32)
+    return x[train[:rows]], y[train[:rows]], x[test], y[test]
+
+
+def by_scikit_learn(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> dict[str, Any]:
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+
+    d = x.shape[1]
+    kernel = ConstantKernel(1.0) * Matern([d**0.5] * d, nu=2.5) + WhiteKernel(0.1)
+    began = time.process_time()
+    model = GaussianProcessRegressor(kernel).fit(x.double().numpy(), y.double().numpy())
+    fitted = time.process_time() - began
+    mean, deviation = model.predict(test_x.double().numpy(), return_std=True)
+    loss = -model.log_marginal_likelihood_value_ / len(y)
+    return {"loss": float(loss), "cpu_seconds": time.process_time() - began, "fit_cpu_seconds": fitted,
+            **scores(torch.from_numpy(mean), torch.from_numpy(deviation).square(), test_y)}  # fmt: skip
+
+
+def by_fit(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> dict[str, Any]:
+    began = time.process_time()
+    model = sketchgp.accelerate(Regression(x, y))
+    history = sketchgp.fit(model, progress=False)
+    fitted = time.process_time() - began
+    posterior = sketchgp.predict(model, test_x, progress=False)
+    assert posterior.observation_variance is not None
+    return {"loss": history.best_loss, "cpu_seconds": time.process_time() - began, "fit_cpu_seconds": fitted,
+            "steps": len(history.losses), "reason": history.reason,
+            **scores(posterior.mean, posterior.observation_variance, test_y)}  # fmt: skip
+
+
+def by_command(path: Path) -> dict[str, Any]:
+    """What the command prints, and the time that its process took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "sketchgp", "fit", str(path), "--target", "y"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    row = next(line for line in done.stdout.split("\n") if line.startswith("sketchgp, "))
+    header = next(line for line in done.stdout.split("\n") if "RMSE" in line and "NLL" in line)
+    found = dict(zip(re.split(r"\s{2,}", header.strip()), re.split(r"\s{2,}", row.strip()), strict=True))
+    loss = re.search(r"-> (-?[\d.]+) per row", done.stdout)
+    assert loss is not None
+    return {"loss": float(loss[1]), "rmse": float(found["RMSE"]), "nll": float(found["NLL"]),
+            "cpu_seconds": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
+            "said": done.stdout.strip().split("\n")[1:]}  # fmt: skip
+
+
+def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """One cell, in a process of its own."""
+    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if task["method"] == "command":
+            found |= by_command(directory / f"{task['name']}.npz")
+        else:
+            data = load(directory, task["name"], task["rows"])
+            found |= {"train": len(data[0]), "test": len(data[2]), "inputs": data[0].shape[1]}
+            found |= (by_fit if task["method"] == "fit" else by_scikit_learn)(*data)
+    return {**found, "warnings": sorted({str(one.message).split("\n")[0][:200] for one in caught}),
+            "peak_memory_mb": high_water_mb()}  # fmt: skip
+
+
+def report(results: dict[str, Any]) -> str:
+    rows = []
+    for label, run in results["runs"].items():
+        name, method = label.split(", ")
+        digits = [f"{run[key]:.4f}" for key in ("loss", "rmse", "nll")]
+        said = next((line.strip() for line in run.get("said", []) if "tuned on" in line), run.get("reason", ""))
+        rows.append([name, method, *digits, number(run["cpu_seconds"]), said])
+    return "\n".join([
+        "# The command line beside scikit-learn", "", describe(results["machine"]), "",
+        f"scikit-learn and `sketchgp.fit` on {results['problem']['rows']:,} rows, the command on all of them; the same "
+        "test rows, standardised. Losses are negative log marginal likelihoods a row of the rows fitted.", "",
+        table(["set", "", "loss", "RMSE", "NLL", "CPU s", "what it said"], rows), "",
+    ])  # fmt: skip
+
+
+def problem(options: Any) -> dict[str, Any]:
+    return {"rows": 200 if options.quick else ROWS, "kernel": "ScaleKernel(Matern-5/2, ARD)", "dtype": "float32"}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    for name in SETS[: 1 if options.quick else None]:
+        tasks = [(f"{name}, {method}", {"name": name, "method": method, **problem(options)}) for method in METHODS]
+        yield Group(("runs",), tasks[: 2 if options.quick else None], needs=(name,))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="command_line",
+    quick="200 rows of one set, without the command",
+    problem=problem,
+    groups=groups,
+    perform=perform,
+    report=report,
+    say=lambda run: f"loss {run['loss']:.4f}, RMSE {run['rmse']:.4f}, {run['cpu_seconds']:.0f} CPU s",
+    alone=Path(__file__).resolve(),
+    versions=("scikit-learn", "scipy"),
+)
+
+
+if __name__ == "__main__":
+    BENCHMARK.main()
