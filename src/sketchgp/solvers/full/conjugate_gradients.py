@@ -171,7 +171,7 @@ class ConjugateGradients(Budgeted):
             )
             outcome = run.loop(progress)
         report = self._concluded(run, method, name)
-        return outcome.value.to(rhs.dtype), report, method.lanczos_matrices() if lanczos_columns else None
+        return outcome.value.to(rhs.dtype), report, method.lanczos.matrices() if lanczos_columns else None
 
     def explain(
         self,
@@ -229,7 +229,7 @@ class ConjugateGradients(Budgeted):
             run = Run(method, Budget(self.max_iterations or 1000, None), began=clock() - setup_seconds, raising=True)
             outcome = run.loop(None)
         report = self._concluded(run, method, name)
-        return outcome.value.to(rhs.dtype), report, method.lanczos_matrices(), method.lanczos_vectors()
+        return outcome.value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
     def _method(
         self,

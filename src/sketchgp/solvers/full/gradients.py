@@ -1,7 +1,6 @@
 """Conjugate gradients at work: cycles of the recurrence, each from the true residual.
 
-Iterative refinement as in Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12; Lanczos coefficients
-for log determinants as in Gardner et al. (arXiv:1809.11165).
+Iterative refinement as in Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from torch import Tensor
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
-from ...settings import memory_budget
 from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Goal, RemainingEnergy
-from ..lanczos import tridiagonal
 from ..loop import Method, Outcome
 from ..problem import System
 from .aim import Aim, Rows
 from .drift import Drift
+from .lanczos_record import LanczosRecord
 
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
@@ -31,7 +29,6 @@ _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the res
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
 _LOST = 4.0  # of the true residual over that of the recurrence
-_DEPTH = 20  # Lanczos vectors that are kept whatever the memory budget is; GPyTorch takes no more of them
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
@@ -61,9 +58,8 @@ class Gradients(Method):
         keep_vectors: bool = False,
     ) -> None:
         super().__init__()
-        self.keep_vectors, self.vectors, self.depth = keep_vectors, list[Tensor](), float("inf")
         self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
-        self.system, self.preconditioner, self.lanczos_columns = system, preconditioner, lanczos_columns
+        self.system, self.preconditioner = system, preconditioner
         self.out_dtype = rhs.dtype
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
         self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
@@ -74,12 +70,9 @@ class Gradients(Method):
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
-        if keep_vectors:
-            each = self.b[..., :lanczos_columns].numel() * rhs.dtype.itemsize
-            self.depth = max(_DEPTH, memory_budget.value(rhs.device) // max(each, 1))
+        self.lanczos = LanczosRecord(self.b, rhs.dtype, lanczos_columns, keep_vectors)
         self.exact = accurate or system.dtype == torch.float64
         self.drift = Drift(system)
-        self.coefficients: list[Tensor] = []
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
         self.warm = False
@@ -101,6 +94,15 @@ class Gradients(Method):
     def trail(self, parts: list[Tensor]) -> None:
         if self.aim is not None:
             self.aim.trail = parts
+
+    @property
+    def coefficients(self) -> list[Tensor]:
+        """Of Lanczos's method, for a checkpoint."""
+        return self.lanczos.coefficients
+
+    @coefficients.setter
+    def coefficients(self, parts: list[Tensor]) -> None:
+        self.lanczos.coefficients = parts
 
     @property
     def products(self) -> int:
@@ -280,8 +282,8 @@ class Gradients(Method):
         if self.goal is not None:
             self.target = _CYCLE_REDUCTION * self.residual if not self.exact else torch.zeros_like(self.target)
             self.active = ~self._done(self.residual)
-        if self.keep_vectors and self.iterations == 0:
-            self._keep_vectors(self.p, self.index)
+        if self.iterations == 0:
+            self.lanczos.begin(self.p, self._sizes())
 
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
@@ -306,7 +308,7 @@ class Gradients(Method):
 
     def step(self) -> bool:
         first_cycle = self.steps == self.iterations and not self.warm
-        recorded = first_cycle and self.lanczos_columns > 0
+        recorded = first_cycle and self.lanczos.columns > 0
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
@@ -332,13 +334,8 @@ class Gradients(Method):
             self._end_near()
         beta = turn(p, z, following, self.sz, usable)
         self.sz = following
-        kept = len(self.coefficients)
-        if recorded and kept < self.depth:
-            self._keep_coefficients(alpha, beta, index)
-            if kept + 1 == self.depth:
-                self.notes.append(f"the memory budget allows {kept + 1} Lanczos vectors of a probe and no more")
-            elif self.keep_vectors:
-                self._keep_vectors(z, index)
+        if recorded and (note := self.lanczos.add(alpha, beta, z, self._sizes(), index)):
+            self.notes.append(note)
         self.iterations += 1
         self.steps += 1
         self.least = torch.minimum(self.least, self.current)
@@ -380,25 +377,6 @@ class Gradients(Method):
         """Of the columns worked on, how far the recurrence's residual is from a value's, relative, ``(..., t)``."""
         return self.drift.between(self.b[..., self.index], value[..., self.index], self.s) / self.norm[..., self.index]
 
-    def _keep_coefficients(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:
-        full = self.b.new_zeros(2, *self.residual.shape)
-        full[0][..., index], full[1][..., index] = alpha, beta
-        self.coefficients.append(full[..., : self.lanczos_columns])
-
-    def _keep_vectors(self, z: Tensor, index: Tensor) -> None:
-        """The next Lanczos vectors, of the first columns: preconditioned residuals, of norm 1 in the preconditioner."""
-        size = torch.where(self.active & (self.sz > 0), self.sz, torch.inf).sqrt()
-        sign = (-1) ** len(self.vectors)
-        full = self.b.new_zeros(self.b.shape)
-        full[..., index] = sign * z / size.unsqueeze(-2)
-        self.vectors.append(full[..., : self.lanczos_columns].to(self.out_dtype))
-
-    def lanczos_vectors(self) -> Tensor:
-        """``W = P^-1/2 V`` of the first columns, ``(columns, ..., n, k)``; zeros past a column's end."""
-        kept = self.vectors[: max(1, len(self.coefficients))] or [torch.zeros_like(self.b[..., : self.lanczos_columns])]
-        return torch.stack(kept, dim=-1).movedim(-2, 0)
-
-    def lanczos_matrices(self) -> Tensor:
-        """Of the first columns, ``(columns, ..., k, k)``; unit rows past a column's end."""
-        shape = (*self.residual.shape[:-1], self.lanczos_columns)
-        return tridiagonal(self.coefficients, self.b.new_zeros(shape)).movedim(-3, 0).to(self.out_dtype)
+    def _sizes(self) -> Tensor:
+        """Of the columns worked on, the residual's norm in the inverse preconditioner; infinite where one has ended."""
+        return torch.where(self.active & (self.sz > 0), self.sz, torch.inf).sqrt()
