@@ -218,7 +218,7 @@ def test_endless_streams_end_when_they_are_told():
         timed.learn(endless())
 
 
-def test_ctrl_c_keeps_what_was_learned():
+def test_ctrl_c_keeps_what_was_learned(interruptible):
     model = gp(dataclasses.replace(SMALL, epochs=50))
     with pytest.warns(ConvergenceWarning, match="was interrupted"):
         report = model.learn(X, Y, callback=lambda progress: signal.raise_signal(signal.SIGINT))
