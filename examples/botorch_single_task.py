@@ -1,10 +1,11 @@
 """BoTorch: the posterior of a SingleTaskGP on more points than Cholesky likes, solved by sketchgp.
 
-Run it with ``python examples/botorch_single_task.py``; it takes some seconds on two cores and needs
+Run it with ``python examples/botorch_single_task.py``; it takes half a minute on two cores and needs
 ``python -m pip install botorch``. A SingleTaskGP is a GPyTorch ``ExactGP``, so ``accelerate`` takes it;
 ``posterior``, ``fit_gpytorch_mll``, acquisition functions and fantasies then use the accelerated solves.
 """
 
+import argparse
 import sys
 
 import gpytorch
@@ -28,9 +29,13 @@ def objective(x):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=1500, help="training points (default: 1500)")
+    points = parser.parse_args().points
+
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(1500, 2, dtype=torch.float64, generator=generator)
-    y = objective(x) + 0.05 * torch.randn(1500, 1, dtype=torch.float64, generator=generator)
+    x = torch.rand(points, 2, dtype=torch.float64, generator=generator)
+    y = objective(x) + 0.05 * torch.randn(points, 1, dtype=torch.float64, generator=generator)
 
     model = sketchgp.accelerate(SingleTaskGP(x, y))
 
