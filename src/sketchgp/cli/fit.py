@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--drop", type=_names, default=[], metavar="A,B,C", help="columns to leave out")
     parser.add_argument("--kernel", choices=list(KERNELS), default="matern52", help="(%(default)s)")
     parser.add_argument("--iterations", type=_positive, default=500, help="most steps of tuning (%(default)s)")
-    parser.add_argument("--subset", type=_positive, default=5000, help="most rows to tune on (%(default)s)")
+    parser.add_argument("--subset", type=_positive, default=2000, help="most rows to tune on (%(default)s)")
     parser.add_argument("--test-fraction", type=_fraction, default=0.1, help="share of rows held out (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subset and the sketches (0)")
     parser.add_argument("--float64", action="store_true", help="compute in float64: slower, more digits")
