@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, N, dense, iterative, posterior, relative
+from gp_models import SOLVED, TORCH_WARNINGS, N, dense, iterative, posterior, relative, small_subsets
 from sketchgp.fitting import run as fit_run
 
 pytestmark = TORCH_WARNINGS
@@ -256,6 +256,25 @@ def test_ctrl_c_before_the_first_loss_is_passed_on(optimizer: str, monkeypatch: 
         sketchgp.fit(model, optimizer=optimizer, iterations=9)
     assert torch.equal(parameters(model), before)
     assert model.training  # as it was
+
+
+def test_ctrl_c_between_a_subset_and_all_rows_keeps_the_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sketchgp.solvers import System
+
+    model, _ = build()
+    before = parameters(model)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    small_subsets(monkeypatch)
+    monkeypatch.setattr(System, "product", interrupted)
+    with iterative(tol=1e-6), pytest.warns(UserWarning, match="interrupted in its fit to some of the rows"):
+        history = sketchgp.fit(model, start="subset", objective="probes")
+    assert history.reason == "interrupted" and not history.losses and "no step" in str(history)
+    assert history.subset is not None and history.subset.subset is not None  # the first is of 20 rows, by products
+    assert not history.subset.losses and history.subset.subset.losses
+    assert not torch.equal(parameters(model), before) and not model.training
 
 
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])

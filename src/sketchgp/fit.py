@@ -63,10 +63,11 @@ def fit(
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
         where a ``learning_rate`` is given, or for losses by samples.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
-        exactly, from 64,000 rows on then to 16,000 as it does to all, and so on; ``"auto"`` does so with L-BFGS above
-        3,000 rows where it is known how to take rows of the model (a Gaussian likelihood and no batch).  Lengthscales
-        with which every point is alone, or all are alike, so that the loss does not change with them, are first made of
-        the size of the inputs, with a warning; with ``"model"`` there is only the warning.
+        exactly, from 8,000 rows on then to 5,000, from 64,000 on to 16,000 and from 512,000 on to 128,000 of them;
+        ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
+        likelihood and no batch).  Lengthscales with which every point is alone, or all are alike, so that the loss does
+        not change with them, are first made of the size of the inputs, with a warning; with ``"model"`` there is only
+        the warning.
     :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
         asked for is minimised however wide it is.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).

@@ -35,8 +35,8 @@ from .start import exact_objective, on_subset
 from .steps import Steps
 
 _SUBSET = 2000  # rows of a subset to start from, fitted exactly;
-_LEVEL = 8  # of the next subset so many times as many, fitted as all rows are,
-_SHARE = 4  # where so many times as many are fewer than all rows
+_LEVELS = ((8_000, 5_000), (64_000, 16_000), (512_000, 128_000))  # rows from which on larger subsets come between,
+_ROUGH = 10.0  # times the tolerance at which fits to those have settled
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
 _SPAN = {"exact": 10, "bound": 10}  # steps of L-BFGS over which a loss is judged, by its kind;
@@ -95,6 +95,7 @@ class Fit:
         event = 1 if model.train_targets.dim() == 1 else 2
         self.history.rows = int(model.train_targets.shape[-event])
         self.steps: Steps | None = None
+        self.of_subset: list[Tensor] | None = None  # the best parameters of a fit to some of the rows
         self.woken: list[Woken] = []
         marks = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
         self.record = within or Record(
@@ -112,12 +113,16 @@ class Fit:
             self._minimise(self._from_the_start())
         except KeyboardInterrupt:
             history.reason = "interrupted"
-            if not history.losses:
+            if not history.losses and self.of_subset is None:
                 raise
-            warn(f"fit was interrupted after {len(history.losses)} steps; the model has the best parameters so far.")
+            when = f"after {len(history.losses)} steps" if history.losses else "in its fit to some of the rows"
+            warn(f"fit was interrupted {when}; the model has the best parameters so far.")
         finally:
-            if self.steps is not None and history.losses:
-                self.own.restore(self.steps.best)
+            best = self.steps.best if self.steps is not None and history.losses else None
+            if best is None and history.reason == "interrupted":
+                best = self.of_subset
+            if best is not None:
+                self.own.restore(best)
                 if self.current.model is not self.model:
                     _copy_buffers(self.current.model, self.model)
                 self.own.clear()
@@ -246,7 +251,7 @@ class Fit:
         except RuntimeError:  # a forward that holds what no copy converts
             if asked:
                 raise
-            self.history.subset = None
+            self.history.subset = self.of_subset = None
             return None
         self.current.restore(best)
         if self.history.optimizer == "lbfgs":
@@ -263,14 +268,21 @@ class Fit:
         with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
             improvement = partial(lbfgs_improvement, span=_SPAN["exact"])
             steps = Steps(part, found, limit, bar, None, improvement, self.choices.tol, self.record.began)
-            return lbfgs(part, steps), steps.best
+            try:
+                return lbfgs(part, steps), steps.best
+            finally:
+                self.of_subset = steps.best if found.losses else None
 
     def _fit_part(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
         """The same of more rows, by a fit of their own, which begins with fewer."""
-        choices = dataclasses.replace(self.choices, start="subset", iterations=None, optimizer="lbfgs")
+        tol = _ROUGH * self.choices.tol
+        choices = dataclasses.replace(self.choices, start="subset", iterations=None, optimizer="lbfgs", tol=tol)
         fit = Fit(twin.model, twin, acceleration_of(twin.model), choices, self.show, None, None, 0.0, self.record)
         self.history.subset = fit.history
-        inverse = fit._minimise(fit._from_the_start())
+        try:
+            inverse = fit._minimise(fit._from_the_start())
+        finally:
+            self.of_subset = fit.steps.best if fit.steps is not None and fit.history.losses else fit.of_subset
         assert fit.steps is not None
         if fit.acceleration is not None and fit.acceleration.cache is not None:  # the record knows it
             fit.acceleration.cache.release()
@@ -294,11 +306,8 @@ class Fit:
 
 
 def _rows_before(rows: int) -> int:
-    """How many rows a fit to so many rows starts from."""
-    before = _SUBSET
-    while _SHARE * _LEVEL * before <= rows:
-        before *= _LEVEL
-    return before
+    """How many rows a fit to so many rows starts from the optimum of."""
+    return max([_SUBSET, *(level for least, level in _LEVELS if rows >= least)])
 
 
 def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:
