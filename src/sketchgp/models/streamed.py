@@ -197,13 +197,23 @@ class Streamed:
         parts = [learner.evaluate(learner.features.prepare(flat[span]), a) for span in spans(len(flat), _ROWS)]
         return torch.cat(parts).reshape(*x.shape[:-1], a.shape[2])
 
-    # --- saving ---------------------------------------------------------------------------------------------
+    # --- moving and saving --------------------------------------------------------------------------------------------
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """``to``, ``cuda``, ``double`` and so on: what was learned goes along to another device."""
+        state = self._state() if self._learner is not None else None
+        found = super()._apply(*arguments, **options)  # type: ignore[misc]
+        if state is not None:
+            self._learner, self._loaded = None, state
+        return found
 
     def get_extra_state(self) -> dict[str, Any]:
         """What was learned, as tensors, numbers and text: part of ``state_dict()``."""
-        learner = self._known()
-        if learner is None:
-            return {"learned": ""}
+        return {"learned": ""} if self._known() is None else self._state()
+
+    def _state(self) -> dict[str, Any]:
+        learner = self._learner
+        assert learner is not None
         tensors = {"origin": learner.features.origin, "coefficients": learner.coefficients, "average": learner.average}
         tensors |= {name: t for name in _LATER if (t := getattr(learner, name)) is not None}
         how = learner.how
@@ -239,7 +249,8 @@ class Streamed:
         if self._learned != self._mark():
             raise InputError(
                 f"{type(self).__name__}: what was loaded was learned with another kernel, mean, likelihood or solver "
-                "(num_features, features, preconditioned, block_size, seed); make the model with those."
+                "(num_features, features, preconditioned, block_size, seed), or in another dtype; make the model with "
+                "those."
             )
         learner = self.solver.restored(
             self.covar_module, tensors["origin"], self._loss(), state["pairs"], state["total"], tensors["average"]

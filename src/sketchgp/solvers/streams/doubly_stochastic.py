@@ -63,8 +63,9 @@ class DoublyStochastic(Budgeted):
       error like 1 / i.
 
     A step costs ``b N d`` operations and ``b N`` cosines, however many outputs there are, and ``|j| b min(|j|, b)``
-    operations for the covariance; memory is O(N c) for c columns, whatever n and d, beside tiles, a block's covariance and 64 MiB
-    of frequencies.  Choose it for streams, for losses other than the squared one, for augmented data and many outputs.
+    operations for the covariance; memory is O(N c) for c columns, whatever n and d, beside tiles, a block's covariance
+    and 64 MiB of frequencies.  Choose it for streams, for losses other than the squared one, for augmented data and
+    many outputs.
 
     There is no tolerance: ``residual`` and ``history`` are of batches before their own steps, the root of the loss over
     that of f = 0.  The learner of tensors goes over them ``epochs`` times; a stream is gone through once, unless
@@ -211,8 +212,8 @@ class DoublyStochastic(Budgeted):
         epochs = self.epochs or self._epochs(problem, batch)
         if problem.streamed and problem.once and epochs > 1:
             raise InputError(
-                f"{owner}: epochs={epochs} expects a stream that starts anew at each, as a DataLoader or a list does and "
-                "a generator does not; got one that can be gone through once."
+                f"{owner}: epochs={epochs} expects a stream that starts anew at each, as a DataLoader or a list does "
+                "and a generator does not; got one that can be gone through once."
             )
         stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
         method = Lessons(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
