@@ -118,6 +118,18 @@ def test_the_error_falls_like_one_over_the_steps():
     assert float(errors[-1]) < 3e-3 * float(exact.square().mean())
 
 
+@pytest.mark.parametrize("loss", ["hinge", "logistic"])
+def test_steps_without_preconditioner_do_not_stop_at_the_majority(loss):
+    """Where the kernel's largest eigenvalue is that of a constant, and the ridge is small."""
+    x = points(600, 2, seed=5)
+    labels = ((x - 0.5).norm(dim=1) < 0.28).long()  # a quarter
+    kernel = set_scales(ScaleKernel(RBFKernel()), 1.0, 0.5).double().requires_grad_(False)
+    solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=64, batch_size=150, epochs=15)
+    model = RandomFeatureClassifier(kernel, loss, 0.1, solver=solver)
+    model.learn(x, labels)
+    assert float((model.predict(x) != labels).double().mean()) < 0.06
+
+
 def test_steps_are_those_of_the_paper():
     """Algorithm 1, written for functions; its steps are theta / (i + i_0)."""
     solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=8, averaging=False)

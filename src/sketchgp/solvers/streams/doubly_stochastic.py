@@ -57,8 +57,9 @@ class DoublyStochastic(Budgeted):
       10)``, a sweep being one over all blocks, and no less than N rows; where all the data are in a batch it does not
       fall, is step_scale for the squared loss and half of it for logistic ones, and there is no second ridge.
     - else Algorithm 1 of the paper: ``f <- (1 - step lambda) f - step / |j| phi_j^T 1/b Phi_j^T l'`` with
-      ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows,
-      theta = 2 / lambda as its theorems have it, or less where lambda is so small that this would heap up noise.  With
+      ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows
+      (16 times as long for losses of labels, whose slope is never more than 1), theta = 2 / lambda as its theorems have
+      it, or less where lambda is so small that this would heap up noise.  With
       ``num_features=None`` the features of every step are new, and f converges to the exact function, its mean squared
       error like 1 / i.
 

@@ -188,13 +188,13 @@ class Learner:
         self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
 
     def _choose_step(self, phi: Tensor, ridge: float) -> None:
-        """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows; theta
-        as in the theorems, less where that many steps would heap up more of the features' noise than there was of
-        error."""
+        """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows for the
+        loss's curvature; theta as in the theorems, less where that many steps would heap up more of the features' noise
+        than there was of error."""
         gram = phi.mT @ phi if len(phi) > phi.shape[1] else phi @ phi.mT
         largest = float(torch.linalg.eigvalsh(gram.to(torch.float64))[-1]) / phi.numel()
         mean = float(phi.square().mean())
-        self.first_step = self.how.scale / max(largest + ridge, 1e-300)
+        self.first_step = self.how.scale / max(self.loss.curvature * largest + ridge, 1e-300)
         calm = max(1.0, phi.shape[1] * (largest / max(mean, 1e-300)) ** 2)
         self.settles = min(_SETTLED / (self.first_step * ridge), calm) if ridge > 0 else calm
 
