@@ -489,6 +489,7 @@ def test_rows_are_counted_once():
         model.learn(X, Y)
         phi = model._learner.all_features(model._learner.features.prepare(X))
         assert model._learner.rows == N and relative(model._learner.gram, phi.mT @ phi) < 1e-9
+        assert model.report.work["sweeps"] == 6 * 64 / 256 and model.report.work["passes"] < 4  # of this solve alone
     before = model._learner.gram.clone()
     model.solver = SMALL
     model.partial_fit(X[:30], Y[:30], rows=N)

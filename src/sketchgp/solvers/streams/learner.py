@@ -171,7 +171,7 @@ class Learner:
         else:  # by the identity of Woodbury
             wide = weighed.to(torch.float64)
             change = (right - wide.mT @ torch.cholesky_solve(wide @ right, factor) / rows) * (step / damped)
-        self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
+        self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
     def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
@@ -185,7 +185,7 @@ class Learner:
             self.decay = 1.0
         change = slope * (step / (len(slope) * self.decay))
         own = self.coefficients[which]
-        self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
+        self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
     def _choose_step(self, phi: Tensor, ridge: float) -> None:
         """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows for the

@@ -34,7 +34,7 @@ class Lessons(Method):
     """
 
     saved = (
-        "lesson", "labels", "average", "fresh", "best", "order", "losses", "losses_of_none",
+        "lesson", "evaluated", "labels", "average", "fresh", "best", "order", "losses", "losses_of_none",
         "epoch", "seen", "rows", "total", "window", "least", "waited",
     )  # fmt: skip
     unit, letter = "epochs", "features"
@@ -58,6 +58,7 @@ class Lessons(Method):
             self.measure = "wrong held-out labels"
         self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
         learner.begin(problem.x if torch.is_tensor(problem.x) else None)
+        learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.epoch = self.seen = self.rows = self.waited = 0
         self.total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
         self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
@@ -90,6 +91,14 @@ class Lessons(Method):
     def average(self, saved: list[Tensor]) -> None:
         self.learner.coefficients, self.learner.average, *gram = saved
         self.learner.gram = gram[0] if gram else None
+
+    @property
+    def evaluated(self) -> int:
+        return self.learner.entries
+
+    @evaluated.setter
+    def evaluated(self, saved: int) -> None:
+        self.learner.entries = saved
 
     @property
     def fresh(self) -> Tensor | None:
@@ -279,7 +288,7 @@ class Lessons(Method):
 
     @property
     def tally(self) -> dict[str, float]:
-        return {"epochs": self.epochs, "sweeps": self.learner.visited / self._pairs}
+        return {"epochs": self.epochs, "sweeps": (self.learner.visited - self._visited) / self._pairs}
 
     @property
     def _pairs(self) -> int:
