@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from problems import Crash, Largest, normal, points, quiet, relative, set_scales
 from sketchgp import (
+    ArcCosineKernel,
     ConvergenceWarning,
     DoublyStochastic,
     InputError,
@@ -117,6 +118,18 @@ def test_the_error_falls_like_one_over_the_steps():
     assert float(errors[-1]) < 3e-3 * float(exact.square().mean())
 
 
+@pytest.mark.parametrize("loss", ["hinge", "logistic"])
+def test_steps_without_preconditioner_do_not_stop_at_the_majority(loss):
+    """Where the kernel's largest eigenvalue is that of a constant, and the ridge is small."""
+    x = points(600, 2, seed=5)
+    labels = ((x - 0.5).norm(dim=1) < 0.28).long()  # a quarter
+    kernel = set_scales(ScaleKernel(RBFKernel()), 1.0, 0.5).double().requires_grad_(False)
+    solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=64, batch_size=150, epochs=15)
+    model = RandomFeatureClassifier(kernel, loss, 0.1, solver=solver)
+    model.learn(x, labels)
+    assert float((model.predict(x) != labels).double().mean()) < 0.06
+
+
 def test_steps_are_those_of_the_paper():
     """Algorithm 1, written for functions; its steps are theta / (i + i_0)."""
     solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=8, averaging=False)
@@ -197,6 +210,16 @@ def test_a_stream_is_what_it_holds():
         gp().learn([])
 
 
+@pytest.mark.parametrize("size", [1, 4, 30])
+def test_small_batches_learn(size):
+    """In one pass, as well as large ones: what a few rows say of other points is not taken at its word."""
+    x = points(300, 2, seed=3)
+    y = torch.sin(5 * x[:, 0]) + x[:, 1] - 0.4 + 0.3 * normal(300, seed=4)
+    model, truth = gp(DoublyStochastic(num_features=1024), 0.1), torch.sin(5 * TEST[:, 0]) + TEST[:, 1] - 0.4
+    model.learn(stream([size] * (300 // size), x, y))
+    assert float((model(TEST).mean - truth).square().mean() / (truth - 0.4).square().mean()) < 0.05
+
+
 def test_endless_streams_end_when_they_are_told():
     def endless():
         for i in itertools.count():
@@ -235,8 +258,10 @@ def test_a_generator_has_one_epoch(tmp_path):
     assert report.iterations == 2 and torch.equal(model(TEST).mean, whole(TEST).mean)
     with pytest.raises(InputError, match="cannot be gone through twice"):
         gp(dataclasses.replace(SMALL, checkpoint=tmp_path / "c.pt")).learn(iter(stream([60, 60])))
+    model = gp(dataclasses.replace(SMALL, epochs=2))
     with pytest.raises(InputError, match="a generator does not"):
-        gp(dataclasses.replace(SMALL, epochs=2)).learn(iter(stream([60, 60])))
+        model.learn(iter(stream([60, 60])))
+    assert model.num_features == 0  # before anything was learned
 
 
 def test_bad_batches_are_refused_and_what_was_learned_is_kept():
@@ -381,6 +406,19 @@ def test_saved_and_loaded_classifiers():
     assert torch.equal(loaded.probabilities(TEST), model.probabilities(TEST)) and loaded.classes.tolist() == [0, 5, 2]
 
 
+def test_what_was_learned_moves_with_the_model():
+    model, bare = gp(variance="samples"), RandomFeatureClassifier(ArcCosineKernel(1), solver=SMALL)
+    model.learn(X, Y)
+    wanted = model(TEST)
+    assert torch.equal(model.to("cpu")(TEST).mean, wanted.mean) and torch.equal(model(TEST).variance, wanted.variance)
+    with pytest.raises(InputError, match="or in another dtype"):
+        model.float()(TEST.float())
+    bare.learn(X, (Y > 0.8).long())  # a kernel without parameters
+    loaded = RandomFeatureClassifier(ArcCosineKernel(1), solver=SMALL)
+    loaded.load_state_dict(bare.state_dict())
+    assert torch.equal(loaded.scores(TEST), bare.scores(TEST))
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("choices", [{}, {"preconditioned": False, "num_features": None}], ids=["newton", "plain"])
 def test_killed_and_resumed(tmp_path, streamed, choices):
@@ -432,6 +470,60 @@ def test_held_out_points_decide_when_to_stop():
 def test_divergence_is_an_error():
     with pytest.raises(NumericalError, match="smaller step_scale"):
         gp(dataclasses.replace(SMALL, preconditioned=False, step_scale=1e3, epochs=50)).learn(X, Y)
+
+
+# --- rows that come again -----------------------------------------------------------------------------------------
+
+
+def test_rows_are_counted_once():
+    """Of the same tensors, however often and by whichever model they are learned; and no more than there are."""
+    solver = dataclasses.replace(BATCHES, epochs=2)
+    model, first = (
+        gp(solver, variance="features"),
+        gp(dataclasses.replace(solver, max_iterations=2), variance="features"),
+    )
+    first.learn(X, Y)
+    assert 0 < first._learner.rows < N
+    model.load_state_dict(first.state_dict())
+    for _ in range(2):
+        model.learn(X, Y)
+        phi = model._learner.all_features(model._learner.features.prepare(X))
+        assert model._learner.rows == N and relative(model._learner.gram, phi.mT @ phi) < 1e-9
+        assert model.report.work["sweeps"] == 6 * 64 / 256 and model.report.work["passes"] < 4  # of this solve alone
+    before = model._learner.gram.clone()
+    model.solver = SMALL
+    model.partial_fit(X[:30], Y[:30], rows=N)
+    model.learn(stream([60, 60]), rows=N)
+    assert model._learner.rows == N and torch.equal(model._learner.gram, before)
+    model.partial_fit(X[:30], Y[:30])
+    assert model._learner.rows == N + 30 and not torch.equal(model._learner.gram, before)
+    ridges = []
+    step = model._learner.step
+    model._learner.step = lambda x, y, ridge, **more: ridges.append(ridge) or step(x, y, ridge, **more)
+    model.partial_fit(X[:30], Y[:30])
+    assert ridges == [pytest.approx(0.2 / (N + 60))]
+
+
+def test_a_row_has_one_noise_in_whichever_order_it_comes():
+    """That of the functions whose errors are variances: or it would be averaged away over the epochs of a loader."""
+    loader = DataLoader(TensorDataset(X, Y), batch_size=40, shuffle=True, generator=torch.Generator().manual_seed(0))
+    for data, rows in (((X, Y), None), ((loader,), None), ((loader,), N)):
+        model = gp(dataclasses.replace(BATCHES, epochs=3, batch_size=40 if len(data) == 2 else None),
+                   variance="samples", variance_samples=2)  # fmt: skip
+        seen, draw = {}, model._samples
+
+        def look(x, numbers, seen=seen, draw=draw):
+            found = draw(x, numbers)
+            for point, value in zip(x, found, strict=True):
+                seen.setdefault(tuple(point.tolist()), []).append(value)
+            return found
+
+        model._samples = look
+        model.learn(*data, rows=rows)
+        assert len(seen) == N
+        for values in seen.values():
+            assert len(values) == 3 and float((torch.stack(values) - values[0]).abs().max()) < 1e-9
+        assert len({tuple(values[0].tolist()) for values in seen.values()}) == N
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -556,6 +648,11 @@ def test_bad_choices():
             DoublyStochastic(**wrong)
     with pytest.raises(InputError, match="batch_size expects None for a stream"):
         gp(BATCHES).learn(stream([60, 60]))
+    with pytest.raises(InputError, match=r"expect a tensor each.* got ndarray of shape \(120, 2\) and ndarray"):
+        gp().learn(X.numpy(), Y.numpy())
+    for model, y in ((gp(), Y), (RandomFeatureClassifier(a_kernel(), solver=SMALL), (Y > 0.8).long())):
+        with pytest.raises(InputError, match="rows expects None for tensors"):
+            model.learn(X, y, rows=N)
     with pytest.raises(InputError, match="has no random features"):
         gp(kernel=MyKernel().double()).learn(X, Y)
     with pytest.raises(InputError, match="likelihood expects a GaussianLikelihood"):
@@ -579,3 +676,5 @@ def test_solutions():
     with quiet():
         solution = SMALL.solve(problem, progress=False)
     assert solution.value.shape == (256, 1) and solution.report.solver == "DoublyStochastic"
+    assert f"; n = {N}, features = 256, " in str(solution.report)
+    assert "; n = 256, features = 256, " in str(dataclasses.replace(solution.report, n=256))

@@ -23,7 +23,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 import sketchgp
 from forks import CAN_FORK, die, ended, fork, one_thread, run_script
 from problems import Crash, normal, points, quiet
-from sketchgp import FullProblem, InducingPointProblem, InputError, record_solves
+from sketchgp import FullProblem, InducingPointProblem, InputError, RandomFeatureProblem, record_solves
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers import Progress
 from sketchgp.solvers.loop import Run
@@ -44,10 +44,12 @@ INDUCING = {
     "EigenPro3": (sketchgp.EigenPro3(block_size=60), "epochs"),
     "EigenPro4": (sketchgp.EigenPro4(block_size=60, projection="inexact"), "epochs"),
 }
-SOLVERS = FULL | INDUCING
-UNENDING = ("EigenPro3", "EigenPro4")  # have epochs instead of a tolerance
+STREAMS = {"DoublyStochastic": (sketchgp.DoublyStochastic(num_features=64, block_size=16, batch_size=60), "epochs")}
+SOLVERS = FULL | INDUCING | STREAMS
+UNENDING = ("EigenPro3", "EigenPro4", *STREAMS)  # have epochs instead of a tolerance
 DIRECT = {"Cholesky": sketchgp.Cholesky(), "QR": sketchgp.QR()}
 every_solver = pytest.mark.parametrize("name", SOLVERS)
+every_one_with_a_start = pytest.mark.parametrize("name", FULL | INDUCING)
 
 
 def make(name, columns=2, dtype=torch.float64, zero=()):
@@ -59,6 +61,8 @@ def make(name, columns=2, dtype=torch.float64, zero=()):
     kernel.outputscale, kernel.base_kernel.lengthscale = 1.3, 0.7
     if name in FULL:
         return FullProblem(kernel, x.to(dtype), y, 0.1)
+    if name in STREAMS:
+        return RandomFeatureProblem(kernel, x.to(dtype), y, 0.1)
     return InducingPointProblem(kernel, x.to(dtype), y, 0.1, x[::6].to(dtype).clone())
 
 
@@ -67,7 +71,21 @@ def solve(name, problem, callback=None, initial=None, held_out=None, **choices):
     solver = dataclasses.replace(SOLVERS[name][0], **choices)
     with quiet():
         options = {"preconditioner": None} if name == "ConjugateGradients" else {}
-        return solver.solve(problem, initial=initial, callback=callback, held_out=held_out, progress=False, **options)
+        options |= {} if name in STREAMS else {"initial": initial}
+        return solver.solve(problem, callback=callback, held_out=held_out, progress=False, **options)
+
+
+def unknowns(name):
+    return 64 if name in STREAMS else N if name in FULL else M
+
+
+def columns_at(name, problem, x):
+    """The functions whose coefficients a solution is, at x: float64."""
+    if name in STREAMS:
+        learner = SOLVERS[name][0].learner(problem)
+        return learner.all_features(learner.features.prepare(x.to(problem.x.dtype))).double()
+    where = problem.x if name in FULL else problem.inducing_points
+    return problem.kernel.double()(x.double(), where.double()).to_dense()
 
 
 def residual(name, problem, value):
@@ -76,10 +94,10 @@ def residual(name, problem, value):
     y, w = problem.y.double().reshape(N, -1), value.double().reshape(len(value), -1)
     if name in FULL:
         return (kernel(x).to_dense() @ w + 0.1 * w - y).norm(dim=0) / y.norm(dim=0).clamp_min(1e-300)
-    z = problem.inducing_points.double()
-    tall, square = kernel(x, z).to_dense(), kernel(z).to_dense()
+    tall = columns_at(name, problem, x)
     if name in UNENDING:
         return (tall @ w - y).norm(dim=0) / y.norm(dim=0).clamp_min(1e-300)
+    square = kernel(problem.inducing_points.double()).to_dense()
     rhs = tall.mT @ y
     return (tall.mT @ (tall @ w) + 0.1 * square @ w - rhs).norm(dim=0) / rhs.norm(dim=0).clamp_min(1e-300)
 
@@ -99,8 +117,8 @@ def test_solutions_and_reports(name, columns, dtype):
     solution = solve(name, problem, **choices)
     report = solution.report
     width = columns or 1
-    rows = N if name in FULL else M
-    assert solution.value.shape == ((rows,) if columns is None else (rows, columns))
+    rows = unknowns(name)
+    assert solution.value.shape == ((rows,) if columns is None and name not in STREAMS else (rows, width))
     assert type(report) is SolveReport and report.solver.startswith(name) and (report.size, report.n) == (rows, N)
     assert report.columns == width and report.residual.shape == (width,) and report.history.shape[1] == width
     assert len(report.history) >= 2 and report.iterations > 0 and report.passes > 0
@@ -133,6 +151,7 @@ WORK = {  # name -> what a report counts beside iterations and passes
     "SketchySAGA": {"epochs", "sweeps", "halvings"},
     "EigenPro3": {"epochs", "projections"},
     "EigenPro4": {"epochs", "projections", "projection_iterations"},
+    "DoublyStochastic": {"epochs", "sweeps"},
 }
 
 
@@ -242,19 +261,20 @@ def test_advice_is_of_what_the_solver_has(name, dtype):
         others = set(re.findall(r"([A-Z]\w+)\(", advised)) - ({"RPCholesky"} if "preconditioner" in named else set())
         assert others <= set(solvers) - {name} and all((one in (*FULL, "Cholesky")) == full for one in others), advice
         assert reason in STOPPED[1:] or "initial" not in named or "max_" in advised
+        assert name not in STREAMS or reason not in STOPPED or "learn again" in advised  # of the models
         assert (f" after {report.iterations} iterations: " in advice) == (name not in DIRECT)
         assert "last iterate" not in advice
         found |= named
-    assert name in DIRECT or {"max_seconds", "initial", "checkpoint"} <= found
+    assert name in DIRECT or name in STREAMS or {"max_seconds", "initial", "checkpoint"} <= found
 
 
 @every_solver
 def test_no_columns(name):
     solution = solve(name, make(name, columns=0))
-    assert solution.value.shape == (N if name in FULL else M, 0) and solution.report.max_residual == 0
+    assert solution.value.shape == (unknowns(name), 0) and solution.report.max_residual == 0
 
 
-@every_solver
+@every_one_with_a_start
 def test_warm_start(name):
     """From the solution, nothing is left to do; it is not changed in place."""
     problem = make(name)
@@ -297,8 +317,7 @@ def test_held_out_errors(name):
     y = torch.sin(4 * x @ normal(3, 2, seed=2))
     seen = []
     solution = solve(name, problem, lambda progress: seen.append(progress.held_out), held_out=(x, y))
-    where = problem.x if name in FULL else problem.inducing_points
-    error = (problem.kernel(x, where).to_dense() @ solution.value - y).square().mean(dim=0).sqrt()
+    error = (columns_at(name, problem, x) @ solution.value - y).square().mean(dim=0).sqrt()
     passes, seconds, last = solution.report.held_out[-1]
     torch.testing.assert_close(last, error, rtol=1e-6, atol=1e-9)
     assert passes > 0 and seconds > 0 and all(one is not None and one.shape == (2,) for one in seen)

@@ -92,6 +92,16 @@ def mixed(tensor: Tensor) -> tuple[int, int]:
     return int(totals[0]), int(totals[1])
 
 
+def row_numbers(*tensors: Tensor) -> Tensor:
+    """``(n,)`` int64, at least 0, of what the rows of tensors ``(n, ...)`` hold together, alike on every device."""
+    total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
+    for tensor in tensors:
+        words = tensor.detach().to(torch.float64).reshape(len(tensor), -1).contiguous().view(torch.int64)
+        place = torch.arange(1, words.shape[1] + 1, device=words.device)
+        total = _mix(total + _mix(words + _mix(place * _GOLDEN)).sum(dim=1))
+    return total & (2**63 - 1)
+
+
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finalizer, on int64 as if unsigned."""
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST

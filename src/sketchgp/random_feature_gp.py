@@ -110,11 +110,11 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         self._known()
         noise, targets = float(self.likelihood.noise.detach()), Targets(self._outputs)
         if torch.is_tensor(x):
-            problem = RandomFeatureProblem(self.covar_module, x, y, noise, targets=targets)
+            problem = RandomFeatureProblem(self.covar_module, x, y, noise, rows=rows, targets=targets)
             assert torch.is_tensor(problem.x) and problem.y is not None
             problem.y = self._residual(problem.x, problem.y)
         else:
-            stream = Mapped(x, self._residual) if isinstance(x, Iterable) else x
+            stream = Mapped(x, self._residual) if isinstance(x, Iterable) and y is None else x
             problem = RandomFeatureProblem(self.covar_module, stream, y, noise, rows=rows, targets=targets)
         return problem
 

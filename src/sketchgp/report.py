@@ -78,8 +78,9 @@ class HeldOutError(NamedTuple):
 class SolveReport:
     """One linear solve with :attr:`columns` right-hand sides of ``size`` unknowns each.
 
-    ``size`` is n for ``(K + noise) value = rhs``, and m for problems of m inducing points; ``n`` are the rows of the
-    data either way (None for a stream that ended before they were counted).  Batched systems are flattened: a batch of
+    ``size`` is n for ``(K + noise) value = rhs``, m for problems of m inducing points, and N of N random features, as
+    ``letter`` says; ``n`` are the rows of the data either way (None for a stream that ended before
+    they were counted).  Batched systems are flattened: a batch of
     b systems with t columns counts b t columns.
 
     ``work`` is what was done, by name, and holds only what means something for the solver: ``"iterations"`` (steps);
@@ -146,6 +147,7 @@ class SolveReport:
     details: dict[str, float | str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     remedies: dict[Reason, str] = field(default_factory=dict)
+    letter: str = "m"
 
     @property
     def columns(self) -> int:
@@ -206,9 +208,10 @@ class SolveReport:
         return f"{head} {remedy}" if remedy else head
 
     def _sizes(self) -> str:
-        if self.size == self.n:
+        if self.size == self.n and self.letter != "features":
             return f"n = {self.n}"
-        return f"m = {self.size}" if self.n is None else f"n = {self.n}, m = {self.size}"
+        own = f"{self.letter} = {self.size}"
+        return own if self.n is None else f"n = {self.n}, {own}"
 
     def __str__(self) -> str:
         endless = self.tol == float("inf")  # a solver that knows no tolerance

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import checks
 from ..errors import InputError
-from ..fingerprint import module_mark
+from ..fingerprint import module_mark, row_numbers
 from ..operators.tiles import spans
 from ..report import SolveReport
 from ..solvers.loop import Progress
@@ -19,8 +19,8 @@ from ..solvers.streams.learner import Extra, Learner
 from ..solvers.streams.problem import Batch, RandomFeatureProblem, same_points
 
 _ROWS = 2048  # points at once
+_LATER = ("gram", "fresh")  # tensors of a learner that are not always there
 _CENTRE = 1024  # rows of the first batch that phases are counted from the mean of
-_STATE = ("decay", "place", "steps", "visited", "rows", "first_step", "settles")
 
 
 class Streamed:
@@ -80,8 +80,9 @@ class Streamed:
 
         :param x: ``(n, d)``; or an iterable of batches ``(x, y)`` of any sizes.
         :param y: targets, or labels; None for a stream.
-        :param rows: n, where the data are a stream and it is known: the ridge is noise / n.  Else n are the rows that
-            were seen so far.
+        :param rows: n, where the data are a stream and it is known: the ridge is noise / n, and no more rows than these
+            are taken for different ones.  Else n are the rows that were seen so far, and all are different, but for
+            later epochs.  Tensors that come again are known.
         :param held_out: points and targets, or labels, whose error is computed as the solve goes on: the root mean
             square of each column, or the share of wrong labels.
         :param callback: called with a :class:`~sketchgp.solvers.Progress` once an epoch or 32 batches; True ends it.
@@ -102,7 +103,8 @@ class Streamed:
     def partial_fit(self, x: Tensor, y: Tensor, rows: int | None = None) -> Any:
         """One step on one batch, ``(b, d)`` and its targets or labels; the model itself.
 
-        :param rows: n, if it is known; else n are the rows that were seen so far.
+        :param rows: n, if it is known; else all rows that were seen are taken for different ones.  Give it where the
+            same rows come again.
         :raises InputError: for a batch that does not fit, or holds NaN; nothing has changed then.
         """
         owner = f"{type(self).__name__}.partial_fit"
@@ -113,11 +115,13 @@ class Streamed:
             same_points(owner, problem.x, learner.features.origin)
             targets = problem.targets.encode(owner, problem.y, problem.x)
             extra = self._extra()
+            places = learner.rows + torch.arange(len(targets))
             if extra is not None:
-                numbers = torch.arange(learner.rows, learner.rows + len(targets), device=targets.device)
+                numbers = places.to(targets.device) if rows is None else row_numbers(problem.x, targets)
                 targets = torch.cat([targets, extra(problem.x, numbers)], dim=1)
             learner.widen(targets.shape[1])
-            learner.step(problem.x, targets, problem.noise / (rows or learner.rows + len(targets)), counted=True)
+            new = places < (float("inf") if rows is None else rows)
+            learner.step(problem.x, targets, problem.noise / (rows or learner.rows + len(targets)), new=new)
         return self
 
     def forget(self) -> Any:
@@ -193,21 +197,30 @@ class Streamed:
         parts = [learner.evaluate(learner.features.prepare(flat[span]), a) for span in spans(len(flat), _ROWS)]
         return torch.cat(parts).reshape(*x.shape[:-1], a.shape[2])
 
-    # --- saving ---------------------------------------------------------------------------------------------
+    # --- moving and saving --------------------------------------------------------------------------------------------
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """``to``, ``cuda``, ``double`` and so on: what was learned goes along to another device."""
+        state = self._state() if self._learner is not None else None
+        found = super()._apply(*arguments, **options)  # type: ignore[misc]
+        if state is not None:
+            self._learner, self._loaded = None, state
+        return found
 
     def get_extra_state(self) -> dict[str, Any]:
         """What was learned, as tensors, numbers and text: part of ``state_dict()``."""
-        learner = self._known()
-        if learner is None:
-            return {"learned": ""}
+        return {"learned": ""} if self._known() is None else self._state()
+
+    def _state(self) -> dict[str, Any]:
+        learner = self._learner
+        assert learner is not None
         tensors = {"origin": learner.features.origin, "coefficients": learner.coefficients, "average": learner.average}
-        if learner.gram is not None:
-            tensors["gram"] = learner.gram
+        tensors |= {name: t for name in _LATER if (t := getattr(learner, name)) is not None}
         how = learner.how
         return {
             "learned": self._learned,
             "tensors": {name: t.detach().clone() for name, t in tensors.items()},
-            "numbers": {name: getattr(learner, name) for name in _STATE},
+            "numbers": {name: getattr(learner, name) for name in Learner.counters},
             "pairs": how.pairs,
             "total": how.total,
             "own": self._own_state(),
@@ -229,18 +242,21 @@ class Streamed:
 
         :raises InputError: where the model is another one.
         """
-        tensors, numbers, device = state["tensors"], state["numbers"], next(self.covar_module.parameters()).device
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        tensors, numbers = state["tensors"], state["numbers"]
+        own = next((t for part in self._parts() for t in (*part.parameters(), *part.buffers())), tensors["origin"])
+        tensors = {name: tensor.to(own.device) for name, tensor in tensors.items()}
         self._set_own_state(state["own"])
         if self._learned != self._mark():
             raise InputError(
                 f"{type(self).__name__}: what was loaded was learned with another kernel, mean, likelihood or solver "
-                "(num_features, features, preconditioned, block_size, seed); make the model with those."
+                "(num_features, features, preconditioned, block_size, seed), or in another dtype; make the model with "
+                "those."
             )
         learner = self.solver.restored(
             self.covar_module, tensors["origin"], self._loss(), state["pairs"], state["total"], tensors["average"]
         )
         learner.coefficients, learner.gram = tensors["coefficients"], tensors.get("gram")
+        learner.fresh = tensors["fresh"].cpu() if "fresh" in tensors else None
         for name, value in numbers.items():
             setattr(learner, name, value)
         self._restarted(learner)

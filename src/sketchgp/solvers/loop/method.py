@@ -22,7 +22,8 @@ class Method:
     :cvar saved: names of attributes.
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
-    :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points.
+    :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points,
+        ``"features"`` of random features.
     :cvar measure: what the held-out error is, in words.
     :ivar name: as reports print it; ``size`` of what is solved for.
     :ivar device: where the tensors live.

@@ -253,6 +253,7 @@ class Run:
             **{
                 "solver": method.name,
                 "size": method.size,
+                "letter": "m" if method.letter == "n" else method.letter,
                 "n": method.data_rows,
                 "work": {"iterations": method.iterations, **method.tally, "passes": self.passes},
                 "residual": outcome.residual.cpu(),

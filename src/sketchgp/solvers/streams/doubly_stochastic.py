@@ -38,7 +38,7 @@ _OF_STREAM = 8192  # of a stream of unknown length
 _STEP, _CUDA_STEP = 1024, 2048  # features of a step
 _PLAIN_STEP = 256  # of a step without preconditioner
 _ROWS = 4  # of a batch, for each feature of a step
-_EPOCHS = 10
+_EPOCHS, _WHOLE_EPOCHS = 10, 40  # the latter of losses other than the squared one, where all data are in a batch
 _CENTRE = 1024  # rows of a first batch that phases are counted from the mean of
 
 
@@ -50,20 +50,23 @@ class DoublyStochastic(Budgeted):
     With ``k(u, v) ~ 1/N sum phi(u) phi(v)`` and ``f = sum_l phi_l a_l`` a step evaluates f on a batch of b points with
     all features so far and changes the block j:
 
-    - ``preconditioned``: ``a_j -= step (C_j + N lambda)^-1 (1/b Phi_j^T l' + N lambda a_j)``, ``C_j = 1/b Phi_j^T D
-      Phi_j`` the covariance of the block's features on the batch (section 4 of the paper; D the curvature of the loss),
-      blocks in turn.  Its fixed point is that of the problem on the N features, with lambda as it is; the step is
-      ``0.5 step_scale / (1 + sweeps / 10)``; where all the data are in a batch it does not fall, and for the squared
-      loss is step_scale.
+    - ``preconditioned``: ``a_j -= step (C_j + N max(lambda, 0.05 c / b))^-1 (1/b Phi_j^T l' + N lambda a_j)``, ``C_j =
+      1/b Phi_j^T D Phi_j`` the covariance of the block's features on the batch (section 4 of the paper; D the curvature
+      of the loss), c its mean diagonal, blocks in turn.  Its fixed point is that of the problem on the N features, with
+      lambda as it is; the second ridge calms the noise of small batches.  The step is ``0.5 step_scale / (1 + sweeps /
+      10)``, a sweep being one over all blocks, and no less than N rows; where all the data are in a batch it does not
+      fall, is step_scale for the squared loss and half of it for logistic ones, and there is no second ridge.
     - else Algorithm 1 of the paper: ``f <- (1 - step lambda) f - step / |j| phi_j^T 1/b Phi_j^T l'`` with
-      ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows,
-      theta = 2 / lambda as its theorems have it, or less where lambda is so small that this would heap up noise.  With
+      ``step = theta / (i + i_0)``: i_0 such that the first step is as long as the largest eigenvalue of a batch allows
+      (16 times as long for losses of labels, whose slope is never more than 1), theta = 2 / lambda as its theorems have
+      it, or less where lambda is so small that this would heap up noise.  With
       ``num_features=None`` the features of every step are new, and f converges to the exact function, its mean squared
       error like 1 / i.
 
-    A step costs ``b N d`` operations and ``b N`` cosines, however many outputs there are, and ``|j|^2 b`` operations
-    for the covariance; memory is O(N c) for c columns, whatever n and d, beside tiles, a block's covariance and 64 MiB
-    of frequencies.  Choose it for streams, for losses other than the squared one, for augmented data and many outputs.
+    A step costs ``b N d`` operations and ``b N`` cosines, however many outputs there are, and ``|j| b min(|j|, b)``
+    operations for the covariance; memory is O(N c) for c columns, whatever n and d, beside tiles, a block's covariance
+    and 64 MiB of frequencies.  Choose it for streams, for losses other than the squared one, for augmented data and
+    many outputs.
 
     There is no tolerance: ``residual`` and ``history`` are of batches before their own steps, the root of the loss over
     that of f = 0.  The learner of tensors goes over them ``epochs`` times; a stream is gone through once, unless
@@ -73,11 +76,11 @@ class DoublyStochastic(Budgeted):
         2, from 2,048 to 16,384 and as memory allows, 8,192 for a stream of unknown length.
     :param features: ``"random"``, ``"orthogonal"`` or ``"quasi"``
         (:class:`~sketchgp.operators.feature_map.RandomFeatures`).
-    :param block_size: features of a step, at most; None is 1,024 (on CUDA 2,048; 256 without preconditioner).  A
-        preconditioned step takes no more than a quarter of the rows of its batch, unless that is all there is.
-    :param batch_size: rows of a batch of tensors; None is four times ``block_size``.  A stream comes in its own.
+    :param block_size: features of a step, at most; None is 1,024 (on CUDA 2,048; 256 without preconditioner).
+    :param batch_size: the most rows of a batch of tensors, which are made of even size; None is four times
+        ``block_size``.  A stream comes in its own.
     :param preconditioned: as above.
-    :param epochs: the most epochs; None is 10 for tensors and 1 for a stream.
+    :param epochs: the most epochs; None is 10 for tensors, 40 for labels that fit into one batch, 1 for a stream.
     :param max_iterations: the most steps; None for no limit.
     :param step_scale: a factor of the computed step.
     :param averaging: use an average of the iterates that forgets early ones, instead of the last.
@@ -207,7 +210,12 @@ class DoublyStochastic(Budgeted):
         flag(owner, "progress", progress, optional=True)
         error = self._held_out(owner, learner, problem, held_out)
         batch = self.batch_size or _ROWS * (self.block_size or self._block(learner.coefficients.device))
-        epochs = self.epochs or (1 if problem.streamed else _EPOCHS)
+        epochs = self.epochs or self._epochs(problem, batch)
+        if problem.streamed and problem.once and epochs > 1:
+            raise InputError(
+                f"{owner}: epochs={epochs} expects a stream that starts anew at each, as a DataLoader or a list does "
+                "and a generator does not; got one that can be gone through once."
+            )
         stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
         method = Lessons(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
         checkpoint = self._checkpoint(problem, learner)
@@ -223,6 +231,13 @@ class DoublyStochastic(Budgeted):
         report: SolveReport = run.report(**self._facts(learner, method))
         conclude(report)
         return report, outcome.value
+
+    @staticmethod
+    def _epochs(problem: RandomFeatureProblem, batch: int) -> int:
+        if problem.streamed:
+            return 1
+        assert torch.is_tensor(problem.x)
+        return _WHOLE_EPOCHS if problem.loss != "squared" and len(problem.x) <= batch else _EPOCHS
 
     def _held_out(self, owner: str, learner: Learner, problem: RandomFeatureProblem, held_out: Any) -> HeldOut | None:
         if held_out is None:

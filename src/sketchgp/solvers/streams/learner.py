@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fingerprint import tensor_mark
 from ...operators.feature_map import Made, RandomFeatures
 from .losses import Squared
 
@@ -17,7 +18,7 @@ _COUNTED = 512  # rows at all features at once
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
 _FIRST = 0.5  # preconditioned step, of a whole one
 _SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
-_ROWS = 4  # of a batch for each feature that is fitted to it
+_DAMPED = 0.05  # of the mean diagonal of a block's matrix, for each row of a batch less than there are features
 _VANISHING = 1e-100  # of the decay, which is then multiplied into the coefficients
 _SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
 
@@ -42,12 +43,17 @@ class Learner:
     :param features: pairs ``phi_l``; :param columns: c of f.
 
     :ivar coefficients: ``(pairs, 2, c)`` float64, to be multiplied by ``decay``; :ivar average: of the iterates.
-    :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time.
+    :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time;
+        :ivar taken: rows of all batches so far; :ivar rows: those that were new.
+    :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row; :ivar
+        fresh: ``(n,)`` bool, their rows that were not seen yet, None where all were.
     :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
         are.
     """
 
-    saved = ("coefficients", "average", "decay", "place", "steps", "visited", "first_step", "settles", "rows")
+    counters = (
+        "decay", "place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles",
+    )  # fmt: skip
 
     def __init__(self, features: RandomFeatures, loss: Squared, steps: Steps, columns: int) -> None:
         self.features, self.loss, self.how = features, loss, steps
@@ -55,7 +61,9 @@ class Learner:
         self.coefficients = torch.zeros(0, 2, columns, dtype=torch.float64, device=device)
         self.average = self.coefficients.clone()
         self.decay = 1.0
-        self.place = self.steps = self.visited = self.rows = 0
+        self.place = self.steps = self.visited = self.taken = self.rows = self.first = 0
+        self.mark = ""
+        self.fresh: Tensor | None = None
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
         self.gram: Tensor | None = None
@@ -71,47 +79,53 @@ class Learner:
             pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
             self.coefficients, self.average = pads
 
-    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, counted: bool = False) -> Tensor:
+    def begin(self, x: Tensor | None) -> None:
+        """Learning of these tensors begins, or goes on; None for a stream."""
+        mark = "" if x is None else tensor_mark(x)
+        if mark == "" or mark != self.mark:
+            self.mark, self.first = mark, self.rows
+            self.fresh = None if x is None else torch.ones(len(x), dtype=torch.bool)
+
+    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, new: Tensor | None = None) -> Tensor:
         """One doubly stochastic step on a batch; f before it, ``(b, c)``.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
-        :param counted: whether its rows are new.
+        :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         made = self.features.prepare(x)
         f = self.evaluate(made, self.coefficients, self.decay)
         if not bool(torch.isfinite(f).all()):
             raise NumericalError("The function that is learned is not finite any more. Choose a smaller step_scale.")
-        which = self._pairs(len(x), whole)
+        which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel()
         gradient = self.loss.gradient(f, y)
         slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64) / len(x)
         self._grow(which.stop)
-        if self.gram is not None and counted:
-            self._count(made)
+        if self.gram is not None and new is not None:
+            self._count(made, new)
         steady = self.loss.steady if whole and self.how.preconditioned else None
         if self.how.preconditioned:
-            passes = self.visited / (self.how.total or 1)
+            pairs = self.how.total or 1
+            passes = min(self.visited / pairs, self.taken / (2 * pairs))
             step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
-            self._newton(which, phi, self.loss.weights(f, y), slope, ridge, step)
+            self._newton(which, phi, self.loss.weights(f, y), slope, ridge, step, whole)
         else:
             self._plain(which, phi, slope, ridge)
         self.steps += 1
-        self.rows += len(x)
+        self.taken += len(x)
+        self.rows += 0 if new is None else int(new.sum())
         self.visited += which.stop - which.start
         self.place = which.stop % self.how.total if self.how.total else which.stop
         weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
         return f
 
-    def _pairs(self, rows: int, whole: bool) -> slice:
-        """Those that are changed: no more than a batch can tell of, where the step is fitted to it."""
-        size = self.how.pairs
-        if self.how.preconditioned and not whole:
-            size = min(size, max(1, rows // (2 * _ROWS)))
-        stop = self.place + size
+    def _pairs(self) -> slice:
+        """Those that are changed."""
+        stop = self.place + self.how.pairs
         return slice(self.place, min(stop, self.how.total) if self.how.total else stop)
 
     def _grow(self, pairs: int) -> None:
@@ -120,11 +134,13 @@ class Learner:
             zeros = self.coefficients.new_zeros(more, 2, self.columns)
             self.coefficients, self.average = (torch.cat([t, zeros]) for t in (self.coefficients, self.average))
 
-    def _count(self, made: Made) -> None:
+    def _count(self, made: Made, new: Tensor) -> None:
         assert self.gram is not None and self.how.total is not None
         for start in range(0, made.points, _COUNTED):
-            phi = self.all_features(made.rows(slice(start, start + _COUNTED)))
-            self.gram += (phi.mT @ phi).to(torch.float64)
+            some = slice(start, start + _COUNTED)
+            if bool(new[some].any()):
+                phi = self.all_features(made.rows(some))[new[some].to(self.gram.device)]
+                self.gram += (phi.mT @ phi).to(torch.float64)
 
     def all_features(self, made: Made) -> Tensor:
         """``(p, N)``, pair by pair."""
@@ -132,21 +148,30 @@ class Learner:
         return torch.stack(self.features.pairs(made, 0, self.how.total), dim=2).flatten(1)
 
     def _newton(
-        self, which: slice, phi: Tensor, weights: Tensor | None, slope: Tensor, ridge: float, step: float
+        self, which: slice, phi: Tensor, weights: Tensor | None, slope: Tensor, ridge: float, step: float, whole: bool
     ) -> None:
-        """``a_j -= step (Phi^T D Phi / b + N lambda)^-1 (Phi^T l' / b + N lambda a_j)``, whose fixed point is that of
-        the ridge regression on all N features, whatever the matrix is."""
+        """``a_j -= step (C_j + N max(lambda, 0.05 c / b))^-1 (Phi^T l' / b + N lambda a_j)``, ``C_j = Phi^T D Phi / b``
+        and c its mean diagonal.  The fixed point is that of the ridge regression on all N features, whatever the matrix
+        is: it is damped where batches are small, as what b rows say of other points is then mostly noise."""
         assert self.how.total is not None
         own = self.coefficients[which]
         a = own.transpose(0, 1).reshape(len(slope), -1)
         level = 2 * self.how.total * ridge
-        weighed = phi if weights is None else phi * weights.to(phi.dtype).unsqueeze(1)
-        matrix = (weighed.mT @ phi).to(torch.float64) / len(phi)
-        rounding = torch.finfo(phi.dtype).eps * len(matrix) * matrix.diagonal().mean().clamp_min(1e-300)
-        matrix.diagonal().add_(level + rounding)
+        weighed = phi if weights is None else phi * weights.to(phi.dtype).sqrt().unsqueeze(1)
+        rows, size = weighed.shape
+        mean = float(weighed.square().sum(dtype=torch.float64)) / (rows * size)
+        damped = level if whole else max(level, _DAMPED * 2 * self.how.total * mean / rows)
+        damped += torch.finfo(phi.dtype).eps * size * max(mean, 1e-300)
+        right = slope + level * a
+        matrix = (weighed.mT @ weighed if size <= rows else weighed @ weighed.mT).to(torch.float64) / rows
+        matrix.diagonal().add_(damped)
         factor = torch.linalg.cholesky(matrix)
-        change = torch.cholesky_solve(slope + level * a, factor) * step
-        self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
+        if size <= rows:
+            change = torch.cholesky_solve(right, factor) * step
+        else:  # by the identity of Woodbury
+            wide = weighed.to(torch.float64)
+            change = (right - wide.mT @ torch.cholesky_solve(wide @ right, factor) / rows) * (step / damped)
+        self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
     def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
@@ -160,16 +185,16 @@ class Learner:
             self.decay = 1.0
         change = slope * (step / (len(slope) * self.decay))
         own = self.coefficients[which]
-        self.coefficients[which] = own - change.reshape(2, -1, self.columns).transpose(0, 1)
+        self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
     def _choose_step(self, phi: Tensor, ridge: float) -> None:
-        """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows; theta
-        as in the theorems, less where that many steps would heap up more of the features' noise than there was of
-        error."""
+        """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows for the
+        loss's curvature; theta as in the theorems, less where that many steps would heap up more of the features' noise
+        than there was of error."""
         gram = phi.mT @ phi if len(phi) > phi.shape[1] else phi @ phi.mT
         largest = float(torch.linalg.eigvalsh(gram.to(torch.float64))[-1]) / phi.numel()
         mean = float(phi.square().mean())
-        self.first_step = self.how.scale / max(largest + ridge, 1e-300)
+        self.first_step = self.how.scale / max(self.loss.curvature * largest + ridge, 1e-300)
         calm = max(1.0, phi.shape[1] * (largest / max(mean, 1e-300)) ** 2)
         self.settles = min(_SETTLED / (self.first_step * ridge), calm) if ridge > 0 else calm
 

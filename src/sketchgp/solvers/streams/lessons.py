@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
+from ...fingerprint import row_numbers
 from ...report import Reason
 from ..loop import Method, Outcome
 from .learner import Extra, Learner
@@ -29,14 +30,14 @@ class Lessons(Method):
     :param generator: of the orders of rows.
     :param epochs: the most; :param iterations: the most, or None.
     :param patience: windows without a lower held-out error, or None.
-    :param extra: makes further columns of targets; :param first_number: of the first row, for it.
+    :param extra: makes further columns of targets.
     """
 
     saved = (
-        "lesson", "labels", "average", "best", "order", "losses", "losses_of_none",
+        "lesson", "evaluated", "labels", "average", "fresh", "best", "order", "losses", "losses_of_none",
         "epoch", "seen", "rows", "total", "window", "least", "waited",
     )  # fmt: skip
-    unit, letter = "epochs", "m"
+    unit, letter = "epochs", "features"
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Lessons(Method):
         problem: RandomFeatureProblem,
         learner: Learner,
         generator: torch.Generator,
-        block_size: int,
+        batch_size: int,
         epochs: int,
         iterations: int | None,
         patience: int | None,
@@ -56,9 +57,11 @@ class Lessons(Method):
         if problem.loss != "squared":
             self.measure = "wrong held-out labels"
         self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
-        self.block_size, self.first_number = block_size, learner.rows
+        learner.begin(problem.x if torch.is_tensor(problem.x) else None)
+        learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.epoch = self.seen = self.rows = self.waited = 0
         self.total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+        self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
         self.best: Tensor | None = None
         self.least = float("inf")
         self.order = torch.empty(0, dtype=torch.int64)
@@ -72,7 +75,7 @@ class Lessons(Method):
 
     @property
     def lesson(self) -> dict[str, Any]:
-        return {name: getattr(self.learner, name) for name in Learner.saved if name not in ("coefficients", "average")}
+        return {name: getattr(self.learner, name) for name in Learner.counters}
 
     @lesson.setter
     def lesson(self, saved: dict[str, Any]) -> None:
@@ -88,6 +91,22 @@ class Lessons(Method):
     def average(self, saved: list[Tensor]) -> None:
         self.learner.coefficients, self.learner.average, *gram = saved
         self.learner.gram = gram[0] if gram else None
+
+    @property
+    def evaluated(self) -> int:
+        return self.learner.entries
+
+    @evaluated.setter
+    def evaluated(self, saved: int) -> None:
+        self.learner.entries = saved
+
+    @property
+    def fresh(self) -> Tensor | None:
+        return self.learner.fresh
+
+    @fresh.setter
+    def fresh(self, saved: Tensor | None) -> None:
+        self.learner.fresh = saved if saved is None else saved.cpu()
 
     @property
     def labels(self) -> list[int]:
@@ -115,17 +134,20 @@ class Lessons(Method):
         return 1 if self.problem.loss != "squared" else self.problem.targets.columns or self.learner.columns
 
     def step(self) -> bool:
-        x, y, numbers = self._next()
+        x, y, places = self._next()
         learner, problem = self.learner, self.problem
         owner = f"batch {self.seen} of epoch {self.epoch}"
         same_points(owner, x, learner.features.origin)
         targets = problem.targets.encode(owner, y, x)
         whole = not problem.streamed and len(x) == self.total
         if self.extra is not None:
-            targets = torch.cat([targets, self.extra(x, numbers)], dim=1)
+            targets = torch.cat([targets, self.extra(x, self._numbers(x, targets, places))], dim=1)
         learner.widen(targets.shape[1])
-        n = self.total or self.first_number + self.rows + len(x)
-        f = learner.step(x, targets, problem.noise / n, whole, counted=self.epoch == 0)
+        n = self.total or learner.rows + len(x)
+        f = learner.step(x, targets, problem.noise / n, whole, self._new(places))
+        if learner.fresh is not None:
+            learner.fresh[places] = False
+            learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
         if not self.window:
             self.losses = self.losses_of_none = torch.zeros_like(self.losses)
         self.losses = self.losses + self._loss(f, targets)
@@ -147,8 +169,22 @@ class Lessons(Method):
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
         return self.learner.loss.value(f, y)[: self._shown]
 
+    def _new(self, places: Tensor) -> Tensor | None:
+        """Which of a batch's rows were not seen before: of tensors by their places, of a stream those of the first time
+        through, as many as there are said to be."""
+        if self.problem.streamed:
+            room = float("inf") if self.problem.rows is None else self.problem.rows - self.learner.rows
+            return places - self.rows < room if self.epoch == 0 else None
+        return None if self.learner.fresh is None else self.learner.fresh[places]
+
+    def _numbers(self, x: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        """By which rows are known: where those of a stream may come again, in another order, by what they hold."""
+        if self.problem.streamed and (self.most > 1 or self.problem.rows is not None):
+            return row_numbers(x, targets)
+        return places.to(x.device) + self.learner.first
+
     def _next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch of the epoch under way, or the first one of the next, and the numbers of its rows."""
+        """A batch of the epoch under way, or the first one of the next, and the places of its rows in the data."""
         problem = self.problem
         if self._feed is None:
             if not problem.streamed and not self.seen:
@@ -167,16 +203,14 @@ class Lessons(Method):
             )
         x, y = self._ahead
         if problem.streamed:
-            numbers = torch.arange(self.rows, self.rows + len(x), device=x.device)
-        else:
-            numbers = self.order[self.rows : self.rows + len(x)].to(x.device)
-        return x, y, numbers + self.first_number
+            return x, y, torch.arange(self.rows, self.rows + len(x))
+        return x, y, self.order[self.rows : self.rows + len(x)]
 
     def _batches(self) -> Iterator[Batch]:
         problem = self.problem
         if torch.is_tensor(problem.x):
             assert problem.y is not None
-            for rows in self.order.split(self.block_size)[self.seen :]:
+            for rows in self.order.tensor_split(self.parts)[self.seen :]:
                 rows = rows.to(problem.x.device)
                 yield problem.x[rows], problem.y[rows]
             return
@@ -254,7 +288,7 @@ class Lessons(Method):
 
     @property
     def tally(self) -> dict[str, float]:
-        return {"epochs": self.epochs, "sweeps": self.learner.visited / self._pairs}
+        return {"epochs": self.epochs, "sweeps": (self.learner.visited - self._visited) / self._pairs}
 
     @property
     def _pairs(self) -> int:

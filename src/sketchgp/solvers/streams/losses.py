@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_CALM = 1 / 16  # the curvature of losses of labels, which are flat, or nearly, at most rows and never steeper than 1
 _LEAST = 0.1  # of what a row of a logistic loss counts: where it is nearly flat, a step would go too far
 
 
@@ -14,6 +15,7 @@ class Squared:
 
     name = "squared"
     steady: float | None = 1.0  # the preconditioned step where all data are in a batch; None for one that falls
+    curvature = 1.0  # that a first step without preconditioner reckons with
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """``dl / df`` ``(b, c)`` of f and y ``(b, c)``."""
@@ -31,7 +33,7 @@ class Squared:
 class Logistic(Squared):
     """``log(1 + exp(-y f))`` of every class against the rest, y = 1 or -1."""
 
-    name, steady = "logistic", 0.5
+    name, steady, curvature = "logistic", 0.5, _CALM
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return -y * torch.sigmoid(-y * f)
@@ -47,7 +49,7 @@ class Logistic(Squared):
 class Multinomial(Squared):
     """``log sum_c exp(f_c) - f_y``; y has a 1 in the column of the class, 0 else."""
 
-    name, steady = "multinomial", 0.5
+    name, steady, curvature = "multinomial", 0.5, _CALM
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.softmax(dim=1) - y
@@ -64,7 +66,7 @@ class Multinomial(Squared):
 class Hinge(Squared):
     """``max(0, 1 - y f)`` of every class against the rest, y = 1 or -1: support vector machines."""
 
-    name, steady = "hinge", None
+    name, steady, curvature = "hinge", None, _CALM
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.where(y * f < 1, -y, torch.zeros_like(y))

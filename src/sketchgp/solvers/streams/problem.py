@@ -100,6 +100,8 @@ class RandomFeatureProblem:
         if self.loss != "squared" and isinstance(self.targets, Targets):
             self.targets = Labels(0.0 if self.loss == "multinomial" else -1.0)
         if not self.streamed:
+            if self.rows is not None:
+                raise InputError(f"{owner}: rows expects None for tensors, whose n is known; got {self.rows}.")
             if self.y is None:
                 raise InputError(f"{owner}: y expects the targets of x, got None; it is for streams of (x, y).")
             self.x, self.y = self.checked(owner, self.x, self.y)
