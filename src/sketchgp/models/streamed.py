@@ -16,7 +16,7 @@ from ..report import SolveReport
 from ..solvers.loop import Progress
 from ..solvers.streams.doubly_stochastic import DoublyStochastic
 from ..solvers.streams.learner import Extra, Learner
-from ..solvers.streams.problem import Batch, RandomFeatureProblem, same_points
+from ..solvers.streams.problem import Batch, RandomFeatureProblem, runs_once, same_points
 
 _ROWS = 2048  # points at once
 _LATER = ("gram", "fresh")  # tensors of a learner that are not always there
@@ -274,7 +274,7 @@ class Mapped:
 
     def __init__(self, stream: Iterable[Any], change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.stream, self.change = stream, change
-        self.once = isinstance(stream, Iterator)
+        self.once = runs_once(stream)
 
     def __iter__(self) -> Iterator[Any]:
         for pair in self.stream:
