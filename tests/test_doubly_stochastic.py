@@ -532,11 +532,13 @@ def test_rows_are_counted_once():
     assert model._learner.rows == N and torch.equal(model._learner.gram, before)
     model.partial_fit(X[:30], Y[:30])
     assert model._learner.rows == N + 30 and not torch.equal(model._learner.gram, before)
+    model.learn(X, Y + 1)  # seen again with other targets
+    assert model._learner.rows == 2 * N + 30
     ridges = []
     step = model._learner.step
     model._learner.step = lambda x, y, ridge, **more: ridges.append(ridge) or step(x, y, ridge, **more)
     model.partial_fit(X[:30], Y[:30])
-    assert ridges == [pytest.approx(0.2 / (N + 60))]
+    assert ridges == [pytest.approx(0.2 / (2 * N + 60))]
 
 
 def test_a_row_has_one_noise_in_whichever_order_it_comes():

@@ -209,7 +209,10 @@ class Streamed:
 
     def get_extra_state(self) -> dict[str, Any]:
         """What was learned, as tensors, numbers and text: part of ``state_dict()``."""
-        return {"learned": ""} if self._known() is None else self._state()
+        if self._known() is None:
+            return {"learned": ""}
+        state = self._state()
+        return {**state, "tensors": {name: t.detach().clone() for name, t in state["tensors"].items()}}
 
     def _state(self) -> dict[str, Any]:
         learner = self._learner
@@ -219,7 +222,7 @@ class Streamed:
         how = learner.how
         return {
             "learned": self._learned,
-            "tensors": {name: t.detach().clone() for name, t in tensors.items()},
+            "tensors": tensors,
             "numbers": {name: getattr(learner, name) for name in Learner.counters},
             "pairs": how.pairs,
             "total": how.total,

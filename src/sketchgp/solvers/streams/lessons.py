@@ -57,7 +57,7 @@ class Lessons(Method):
         if problem.loss != "squared":
             self.measure = "wrong held-out labels"
         self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
-        learner.begin(problem.x if torch.is_tensor(problem.x) else None)
+        learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.epoch = self.seen = self.rows = self.waited = 0
         self.total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
