@@ -344,7 +344,7 @@ def test_classifiers(loss):
         chance = model.probabilities(TEST)
         torch.testing.assert_close(chance.sum(dim=1), torch.ones(15, dtype=torch.float64))
         assert torch.equal(model.classes[chance.argmax(dim=1)], model.predict(TEST))
-    with pytest.raises(InputError, match="expects a tensor of integers"):
+    with pytest.raises(InputError, match=r"y expects a tensor of integers, got torch\.float64"):
         model.learn(X, Y)
 
 

@@ -145,8 +145,6 @@ class RandomFeatureProblem:
         if torch.is_tensor(x) and x.dim() == 1:
             x = x.unsqueeze(-1)
         checks.tensor(owner, "x", x, (2,))
-        if not torch.is_tensor(y):
-            raise checks.refusal(owner, "y", "a tensor", y)
         if self.loss == "squared":
             checks.tensor(owner, "y", y, (1, 2))
         else:
