@@ -177,14 +177,14 @@ def doubly(data: Data, seconds: float, features: int, preconditioned: bool) -> d
             return
         began, looked[1] = time.perf_counter(), own
         values = predicted(model, data)
-        path["rows"].append(model._learner.rows)
+        path["rows"].append(model._learner.taken)
         path["seconds"].append(own)
         path["error"].append(data.error(values))
         looked[0] += time.perf_counter() - began
 
     stream = (Shifted(data.x, data.y, 0),) if data.task.shifts else (data.x, data.y)
     report = model.learn(*stream, callback=look, progress=False)
-    path["rows"].append(model._learner.rows)
+    path["rows"].append(model._learner.taken)
     path["seconds"].append(report.seconds + report.setup_seconds - looked[0])
     path["error"].append(data.error(predicted(model, data)))
     return {"path": path, "features": model.num_features, "iterations": report.iterations}

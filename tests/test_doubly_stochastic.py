@@ -264,6 +264,22 @@ def test_a_generator_has_one_epoch(tmp_path):
     assert model.num_features == 0  # before anything was learned
 
 
+def test_what_holds_a_generator_is_one():
+    """No batch of it is lost by looking whether there is one."""
+
+    class Source:
+        def __init__(self):
+            self.feed = iter(stream([60, 60]))
+
+        def __iter__(self):
+            return self.feed
+
+    model = gp()
+    assert model.learn(Source()).iterations == 2 and model._learner.rows == N
+    with pytest.raises(InputError, match="expects a stream that starts anew"):
+        gp(dataclasses.replace(SMALL, epochs=2)).learn(Source())
+
+
 def test_bad_batches_are_refused_and_what_was_learned_is_kept():
     model, other = gp(), gp()
     bad = stream([40, 40, 40])
@@ -328,7 +344,7 @@ def test_classifiers(loss):
         chance = model.probabilities(TEST)
         torch.testing.assert_close(chance.sum(dim=1), torch.ones(15, dtype=torch.float64))
         assert torch.equal(model.classes[chance.argmax(dim=1)], model.predict(TEST))
-    with pytest.raises(InputError, match="expects a tensor of integers"):
+    with pytest.raises(InputError, match=r"y expects a tensor of integers, got torch\.float64"):
         model.learn(X, Y)
 
 
@@ -467,6 +483,25 @@ def test_held_out_points_decide_when_to_stop():
         gp(patient).learn(X, Y)
 
 
+def test_the_best_goes_on_with_later_features_and_classes():
+    """With 0 where there was nothing then."""
+    labels = torch.cat([(Y[:60] > 0.8).long(), torch.full((60,), 7)])
+    growing = DoublyStochastic(num_features=None, preconditioned=False, block_size=16, epochs=9, patience=1)
+    for solver in (dataclasses.replace(SMALL, patience=1), growing):
+        model = RandomFeatureClassifier(a_kernel(), solver=solver)
+        model.learn(stream([2] * 60, X, labels), held_out=(X[:60], labels[:60]))
+        assert model.report.reason is Reason.EARLY and model.scores(TEST).shape == (15, 3)
+        model.partial_fit(X[:30], labels[:30])
+        assert model.probabilities(TEST).shape == (15, 3)
+
+
+def test_no_step_at_all():
+    model = gp(dataclasses.replace(SMALL, max_seconds=1e-9))
+    with pytest.warns(ConvergenceWarning, match="relative residual 1.0e"):
+        model.learn(X, torch.stack([Y, Y], dim=1))
+    assert model.report.residual.tolist() == [1, 1] and torch.equal(model(TEST).mean, torch.full((15, 2), 0.4).double())
+
+
 def test_divergence_is_an_error():
     with pytest.raises(NumericalError, match="smaller step_scale"):
         gp(dataclasses.replace(SMALL, preconditioned=False, step_scale=1e3, epochs=50)).learn(X, Y)
@@ -497,11 +532,13 @@ def test_rows_are_counted_once():
     assert model._learner.rows == N and torch.equal(model._learner.gram, before)
     model.partial_fit(X[:30], Y[:30])
     assert model._learner.rows == N + 30 and not torch.equal(model._learner.gram, before)
+    model.learn(X, Y + 1)  # seen again with other targets
+    assert model._learner.rows == 2 * N + 30
     ridges = []
     step = model._learner.step
     model._learner.step = lambda x, y, ridge, **more: ridges.append(ridge) or step(x, y, ridge, **more)
     model.partial_fit(X[:30], Y[:30])
-    assert ridges == [pytest.approx(0.2 / (N + 60))]
+    assert ridges == [pytest.approx(0.2 / (2 * N + 60))]
 
 
 def test_a_row_has_one_noise_in_whichever_order_it_comes():
@@ -654,7 +691,9 @@ def test_bad_choices():
         with pytest.raises(InputError, match="rows expects None for tensors"):
             model.learn(X, y, rows=N)
     with pytest.raises(InputError, match="has no random features"):
-        gp(kernel=MyKernel().double()).learn(X, Y)
+        gp(kernel=MyKernel().double(), variance="samples")
+    with pytest.raises(InputError, match="has no random features"):
+        RandomFeatureClassifier(MyKernel().double()).learn(X, (Y > 0.8).long())
     with pytest.raises(InputError, match="likelihood expects a GaussianLikelihood"):
         RandomFeatureGP(FixedNoiseGaussianLikelihood(torch.ones(N)), ConstantMean(), a_kernel())
     with pytest.raises(InputError, match="use 'samples' with num_features=None"):

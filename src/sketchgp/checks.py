@@ -212,6 +212,8 @@ def labels(owner: str, name: str, value: Any) -> Tensor:
     """A tensor of integers, at least one."""
     right = torch.is_tensor(value) and value.layout == torch.strided
     if not right or value.is_floating_point() or value.is_complex() or value.is_quantized:
+        if right:
+            raise InputError(f"{owner}: {name} expects a tensor of integers, got {value.dtype}.")
         raise refusal(owner, name, "a tensor of integers", value)
     if not value.numel():
         raise InputError(f"{owner}: {name} expects at least one label, got none.")

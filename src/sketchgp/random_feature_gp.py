@@ -17,6 +17,7 @@ from .models.inducing.independent_outputs import IndependentOutputs
 from .models.inducing.sparse_covariance import PathwisePosterior
 from .models.streamed import Mapped, Streamed
 from .operators.expression import recognise
+from .operators.feature_map import unknown
 from .operators.random_features import PriorPaths
 from .operators.uniforms import Philox
 from .random_streams import generator
@@ -88,6 +89,8 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             )
         self.variance = word(owner, "variance", variance, _VARIANCES)
         self.variance_samples = count(owner, "variance_samples", variance_samples)
+        if recognise(kernel, waves=True, rays=True) is None:
+            raise unknown(kernel)
         if variance == "samples" and recognise(kernel, waves=True) is None:
             raise InputError(
                 f"{owner}: variance='samples' needs functions from the prior, which are known of sums of waves, not of "

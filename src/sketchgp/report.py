@@ -79,9 +79,8 @@ class SolveReport:
     """One linear solve with :attr:`columns` right-hand sides of ``size`` unknowns each.
 
     ``size`` is n for ``(K + noise) value = rhs``, m for problems of m inducing points, and N of N random features, as
-    ``letter`` says; ``n`` are the rows of the data either way (None for a stream that ended before
-    they were counted).  Batched systems are flattened: a batch of
-    b systems with t columns counts b t columns.
+    ``letter`` says; ``n`` are the rows of the data either way (None for a stream that ended before they were counted).
+    Batched systems are flattened: a batch of b systems with t columns counts b t columns.
 
     ``work`` is what was done, by name, and holds only what means something for the solver: ``"iterations"`` (steps);
     ``"products"`` with the matrix of the system, float64 ones to see the true residual included; ``"passes"`` (kernel

@@ -16,7 +16,7 @@ from ..report import SolveReport
 from ..solvers.loop import Progress
 from ..solvers.streams.doubly_stochastic import DoublyStochastic
 from ..solvers.streams.learner import Extra, Learner
-from ..solvers.streams.problem import Batch, RandomFeatureProblem, same_points
+from ..solvers.streams.problem import Batch, RandomFeatureProblem, runs_once, same_points
 
 _ROWS = 2048  # points at once
 _LATER = ("gram", "fresh")  # tensors of a learner that are not always there
@@ -209,7 +209,10 @@ class Streamed:
 
     def get_extra_state(self) -> dict[str, Any]:
         """What was learned, as tensors, numbers and text: part of ``state_dict()``."""
-        return {"learned": ""} if self._known() is None else self._state()
+        if self._known() is None:
+            return {"learned": ""}
+        state = self._state()
+        return {**state, "tensors": {name: t.detach().clone() for name, t in state["tensors"].items()}}
 
     def _state(self) -> dict[str, Any]:
         learner = self._learner
@@ -219,7 +222,7 @@ class Streamed:
         how = learner.how
         return {
             "learned": self._learned,
-            "tensors": {name: t.detach().clone() for name, t in tensors.items()},
+            "tensors": tensors,
             "numbers": {name: getattr(learner, name) for name in Learner.counters},
             "pairs": how.pairs,
             "total": how.total,
@@ -274,7 +277,7 @@ class Mapped:
 
     def __init__(self, stream: Iterable[Any], change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.stream, self.change = stream, change
-        self.once = isinstance(stream, Iterator)
+        self.once = runs_once(stream)
 
     def __iter__(self) -> Iterator[Any]:
         for pair in self.stream:

@@ -26,6 +26,12 @@ _CHUNK = 256  # numbers of a term for which frequencies are made together
 _KEPT = 2**26  # bytes of frequencies that are kept, whatever the kernel and the data
 
 
+def unknown(kernel: Any) -> InputError:
+    return InputError(
+        f"{type(kernel).__name__} has no random features here; they are known of kernels of these kinds: {KNOWN}."
+    )
+
+
 class Made(NamedTuple):
     """What features of points are made of.
 
@@ -87,10 +93,7 @@ class RandomFeatures:
             self.kernel = copy.deepcopy(kernel).requires_grad_(False)
             expression = recognise(self.kernel, waves=True, rays=True)
         if expression is None:
-            raise InputError(
-                f"{type(kernel).__name__} has no random features here; they are known of kernels of these kinds: "
-                f"{KNOWN}."
-            )
+            raise unknown(kernel)
         self._expression: Expression = expression
         with torch.no_grad():
             at_origin = self._prepared(self.origin)

@@ -18,7 +18,7 @@ _COUNTED = 512  # rows at all features at once
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
 _FIRST = 0.5  # preconditioned step, of a whole one
 _SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
-_DAMPED = 0.05  # of the mean diagonal of a block's matrix, for each row of a batch less than there are features
+_DAMPED = 0.05  # of N / b times the mean diagonal of a block's matrix: the least ridge that a batch of b rows is met by
 _VANISHING = 1e-100  # of the decay, which is then multiplied into the coefficients
 _SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
 
@@ -79,12 +79,12 @@ class Learner:
             pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
             self.coefficients, self.average = pads
 
-    def begin(self, x: Tensor | None) -> None:
-        """Learning of these tensors begins, or goes on; None for a stream."""
-        mark = "" if x is None else tensor_mark(x)
+    def begin(self, *data: Tensor) -> None:
+        """Learning of these tensors, x and y, begins or goes on; none for a stream."""
+        mark = tensor_mark(*data) if data else ""
         if mark == "" or mark != self.mark:
             self.mark, self.first = mark, self.rows
-            self.fresh = None if x is None else torch.ones(len(x), dtype=torch.bool)
+            self.fresh = torch.ones(len(data[0]), dtype=torch.bool) if data else None
 
     def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, new: Tensor | None = None) -> Tensor:
         """One doubly stochastic step on a batch; f before it, ``(b, c)``.
@@ -162,14 +162,13 @@ class Learner:
         mean = float(weighed.square().sum(dtype=torch.float64)) / (rows * size)
         damped = level if whole else max(level, _DAMPED * 2 * self.how.total * mean / rows)
         damped += torch.finfo(phi.dtype).eps * size * max(mean, 1e-300)
-        right = slope + level * a
-        matrix = (weighed.mT @ weighed if size <= rows else weighed @ weighed.mT).to(torch.float64) / rows
-        matrix.diagonal().add_(damped)
+        right, wide = slope + level * a, weighed.to(torch.float64) if size > rows else None
+        matrix = (weighed.mT @ weighed).to(torch.float64) if wide is None else wide @ wide.mT
+        matrix.div_(rows).diagonal().add_(damped)
         factor = torch.linalg.cholesky(matrix)
-        if size <= rows:
+        if wide is None:
             change = torch.cholesky_solve(right, factor) * step
         else:  # by the identity of Woodbury
-            wide = weighed.to(torch.float64)
             change = (right - wide.mT @ torch.cholesky_solve(wide @ right, factor) / rows) * (step / damped)
         self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 

@@ -57,7 +57,7 @@ class Lessons(Method):
         if problem.loss != "squared":
             self.measure = "wrong held-out labels"
         self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
-        learner.begin(problem.x if torch.is_tensor(problem.x) else None)
+        learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.epoch = self.seen = self.rows = self.waited = 0
         self.total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class Lessons(Method):
         self.best: Tensor | None = None
         self.least = float("inf")
         self.order = torch.empty(0, dtype=torch.int64)
-        self.losses = self.losses_of_none = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
         self.ended = False
         self._feed: Iterator[Batch] | None = None
@@ -259,8 +259,10 @@ class Lessons(Method):
         return self.window > 0
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        if self.best is not None:
-            self.learner.average = self.best
+        if self.best is not None:  # of features and classes that there were then
+            last = self.learner.average
+            self.learner.average = torch.zeros_like(last)
+            self.learner.average[: len(self.best), :, : self.best.shape[2]] = self.best
         residual = (self.losses / self.losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
         return Outcome(self.weights(), residual, False, reason, {"tol": float("inf"), "residual_rows": 0})
 

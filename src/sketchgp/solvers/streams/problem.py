@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ... import checks
 from ...errors import InputError
@@ -119,7 +120,7 @@ class RandomFeatureProblem:
     @property
     def once(self) -> bool:
         """Whether the stream can be gone through once only, as a generator."""
-        return isinstance(self.x, Iterator) or bool(getattr(self.x, "once", False))
+        return bool(getattr(self.x, "once", False)) or runs_once(self.x)
 
     def first(self) -> Batch:
         """The first batch of a stream, which is not taken from it.
@@ -144,8 +145,6 @@ class RandomFeatureProblem:
         if torch.is_tensor(x) and x.dim() == 1:
             x = x.unsqueeze(-1)
         checks.tensor(owner, "x", x, (2,))
-        if not torch.is_tensor(y):
-            raise checks.refusal(owner, "y", "a tensor", y)
         if self.loss == "squared":
             checks.tensor(owner, "y", y, (1, 2))
         else:
@@ -174,6 +173,14 @@ class RandomFeatureProblem:
             first = x if first is None else first
             same_points(owner, x, first)
             yield x, y
+
+
+def runs_once(stream: Any) -> bool:
+    """Whether a stream does not start anew when it is gone through again: a generator, or what holds one."""
+    if isinstance(stream, Iterator):
+        return True
+    known = isinstance(stream, list | tuple | DataLoader)  # whose workers would start for nothing
+    return not known and isinstance(stream, Iterable) and iter(stream) is iter(stream)
 
 
 def same_points(owner: str, x: Tensor, first: Tensor) -> None:
