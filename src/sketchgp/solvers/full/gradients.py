@@ -21,6 +21,7 @@ from ..problem import System
 from .aim import Aim, Rows
 from .drift import Drift
 from .lanczos_record import LanczosRecord
+from .rounded_inverse import RoundedInverse
 
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
@@ -72,6 +73,7 @@ class Gradients(Method):
         self.size, self.device = system.n, rhs.device
         self.lanczos = LanczosRecord(self.b, rhs.dtype, lanczos_columns, keep_vectors)
         self.exact = accurate or system.dtype == torch.float64
+        self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # that of float32 iterations
         self.drift = Drift(system)
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
@@ -236,7 +238,13 @@ class Gradients(Method):
         return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
 
     def _precondition(self, vectors: Tensor) -> Tensor:
-        return vectors if self.preconditioner is None else self.preconditioner.apply_inverse(vectors)
+        if self.preconditioner is None:
+            return vectors
+        if self.exact or self.goal is not None or self.lanczos.columns:  # what P says is taken at its word there
+            return self.preconditioner.apply_inverse(vectors)
+        if self.inverse is None:
+            self.inverse = RoundedInverse.of(self.preconditioner) or self.preconditioner
+        return self.inverse.apply_inverse(vectors)
 
     def _verify(self) -> None:
         """The residual of the float64 iterate, and of the value rounded as it will be returned, in float64 products.
