@@ -1,0 +1,262 @@
+"""Ranks of a process group: the answers of one rank, a rank that fails, ranks that differ.
+
+All cases are run once, by 2 and by 3 gloo processes on the CPU; the tests look at what each rank found.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpytorch.kernels import Kernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
+from torch import Tensor
+
+from forks import CAN_FORK, run_script
+from problems import normal, points, relative, set_scales
+from ranks import COUNTS, LAST, start
+from sketchgp.distributed import RankError, in_force, sharded
+from sketchgp.errors import InputError
+from sketchgp.operators import KernelMatrix
+
+N = 101  # no multiple of 2 or 3
+Values = Mapping[str, Tensor]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CAN_FORK and dist.is_available() and dist.is_gloo_available()), reason="no gloo, no fork"),
+]
+
+
+# --- cases ----------------------------------------------------------------------------------------------------
+
+
+def _kernel(dtype: torch.dtype = torch.float64) -> Kernel:
+    return set_scales(ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=3)), 1.3, 0.6).to(dtype)
+
+
+def _product(engine: str, kernel: Callable[[], Kernel], dtype: torch.dtype, n: int = N) -> Values:
+    """Products with K, with wide and tall parts of it, and all gradients."""
+    chosen, x, z = kernel().to(dtype), points(n).to(dtype).requires_grad_(), points(5, seed=3).to(dtype)
+    square = KernelMatrix.of(chosen, x, engine=engine)
+    tall, wide = KernelMatrix.of(chosen, x, z, engine=engine), KernelMatrix.of(chosen, z, x, engine=engine)
+    v, u = normal(n, 2, seed=1).to(dtype), normal(5, 2, seed=2).to(dtype)
+    found = {"square": square @ v, "tall": tall @ u, "wide": wide @ v}
+    sum((value * value.detach().cos()).sum() for value in found.values()).backward()
+    named = {name: p.grad for name, p in chosen.named_parameters() if p.grad is not None}
+    assert named and x.grad is not None
+    return {**{name: value.detach() for name, value in found.items()}, "of x": x.grad, **named}
+
+
+def _batch() -> Values:
+    x = torch.stack([points(N, seed=seed) for seed in (0, 1)]).requires_grad_()
+    kernel = ScaleKernel(RBFKernel(batch_shape=torch.Size([2])), batch_shape=torch.Size([2])).to(torch.float64)
+    value = KernelMatrix.of(kernel, x, engine="tiled") @ normal(2, N, 3, seed=1)
+    (value * value.detach().cos()).sum().backward()
+    assert x.grad is not None
+    return {"value": value.detach(), "of x": x.grad}
+
+
+def _polynomial() -> Kernel:
+    return ScaleKernel(PolynomialKernel(power=2))
+
+
+def _rank() -> int:
+    """0 outside of a block."""
+    shards = in_force()
+    return 0 if shards is None else shards.rank
+
+
+ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number of ranks
+    "tiled": lambda: _product("tiled", _kernel, torch.float64),
+    "tiled-float32": lambda: _product("tiled", _kernel, torch.float32),
+    "dense": lambda: _product("dense", _kernel, torch.float64),
+    "auto": lambda: _product("auto", _kernel, torch.float64),
+    "generic": lambda: _product("tiled", _polynomial, torch.float64),
+    "one row": lambda: _product("tiled", _kernel, torch.float64, n=1),
+    "two rows": lambda: _product("dense", _kernel, torch.float64, n=2),
+    "batch": _batch,
+}
+
+
+def _of_others(data: float = 0.0, lengthscale: float = 0.6, dtype: torch.dtype = torch.float64, n: int = N) -> Values:
+    """A product on rank 0, and with something else on the others."""
+    if _rank() == 0:
+        data, lengthscale, dtype, n = 0.0, 0.6, torch.float64, N
+    x = points(n)
+    x[3, 1] += data
+    kernel = set_scales(RBFKernel(), None, lengthscale).to(dtype)
+    return {"value": KernelMatrix.of(kernel, x.to(dtype), engine="tiled") @ normal(n, 1).to(dtype)}
+
+
+def _raises() -> Values:
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    matrix @ normal(N, 1)
+    if _rank() == 1:
+        raise ZeroDivisionError("one over nought")
+    return {"value": matrix @ normal(N, 1)}
+
+
+def _elsewhere() -> Values:
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    return {"value": matrix @ normal(N, 1 if _rank() == 0 else 2)}
+
+
+def _leaves() -> Values:
+    """Rank 1 has nothing more to do, and the others have."""
+    return {} if _rank() == 1 else {"value": KernelMatrix.of(_kernel(), points(N), engine="tiled") @ normal(N, 1)}
+
+
+def _primitives() -> Values:
+    """What each rank gets is the same; what they give depends on the rank."""
+    shards = in_force()
+    assert shards is not None
+    own = points(N)[shards.span(N)]
+    return {
+        "gathered": shards.gather(own, N),
+        "vector": shards.gather(own[:, 0], N, dim=-1),
+        "nothing": shards.gather(own[:0, :0], 0),
+        "sum": shards.sum(torch.tensor([1.0, float(shards.rank)])),
+        "rows": shards.rows(own, torch.tensor([100, 3, 50, 3]), N),
+        "least": torch.tensor(shards.agree(shards.rank + 0.1, min)),
+        "first": torch.tensor(shards.agree(shards.rank + 0.1)),
+        "same": shards.same(torch.tensor([float(shards.rank)])),
+    }
+
+
+def _dies() -> Values:
+    if _rank() == 1:
+        os._exit(0)
+    return {"value": KernelMatrix.of(_kernel(), points(N), engine="tiled") @ normal(N, 1)}
+
+
+APART: dict[str, Callable[[], Values]] = {
+    "primitives": _primitives,
+    "data": lambda: _of_others(data=1e-12),
+    "hyperparameters": lambda: _of_others(lengthscale=0.6000001),
+    "dtypes": lambda: _of_others(dtype=torch.float32),
+    "sizes": lambda: _of_others(n=N - 1),
+    "raises": _raises,
+    "elsewhere": _elsewhere,
+    "leaves": _leaves,
+    "after": lambda: _product("tiled", _kernel, torch.float64),  # once more, after all of that
+}
+
+
+# --- tests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each case gave: ``found[count][rank][case]``."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run_script(__file__, directory)
+    return {count: [torch.load(directory / f"{count}-{rank}.pt") for rank in range(count)] for count in COUNTS}
+
+
+every_count = pytest.mark.parametrize("count", COUNTS)
+
+
+@every_count
+@pytest.mark.parametrize("case", ALIKE)
+def test_the_answer_is_that_of_one_rank(found, case, count):
+    expected = ALIKE[case]()
+    for rank, cases in enumerate(found[count]):
+        result = cases[case]
+        assert "error" not in result, result["trace"]
+        assert result["values"].keys() == expected.keys()
+        assert result["sent"] > 0
+        for name, value in result["values"].items():
+            close = 1e-10 if value.dtype == torch.float64 else 1e-4
+            assert relative(value, expected[name]) < close, name
+            assert torch.equal(value, found[count][0][case]["values"][name]), f"rank {rank} has other bits of {name}"
+
+
+@every_count
+def test_primitives(found, count):
+    for cases in found[count]:
+        assert "error" not in cases["primitives"], cases["primitives"]["trace"]
+        values = cases["primitives"]["values"]
+        assert torch.equal(values["gathered"], points(N))
+        assert torch.equal(values["vector"], points(N)[:, 0])
+        assert values["nothing"].shape == (0, 0)
+        assert values["sum"].tolist() == [count, count * (count - 1) / 2]
+        assert torch.equal(values["rows"], points(N)[[100, 3, 50, 3]])
+        assert values["least"] == pytest.approx(0.1)
+        assert values["first"] == pytest.approx(0.1)
+        assert values["same"] == 0.0
+
+
+@every_count
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("data", "the inputs"),
+        ("hyperparameters", "the kernel and its hyperparameters"),
+        ("dtypes", "its dtype (torch.float32 and torch.float64)"),
+        ("sizes", f"the shape of the kernel matrix (({N - 1}, {N - 1}), with itself"),
+    ],
+)
+def test_ranks_that_differ_are_refused_everywhere(found, case, what, count):
+    for cases in found[count]:
+        assert cases[case]["kind"] == "InputError"
+        assert f"rank 1 differs from rank 0 in {what}" in cases[case]["error"]
+
+
+@every_count
+def test_a_rank_that_raises_makes_all_raise(found, count):
+    for rank, cases in enumerate(found[count]):
+        result = cases["raises"]
+        assert result["kind"] == ("ZeroDivisionError" if rank == 1 else "RankError")
+        assert "one over nought" in result["error"]
+        assert result["seconds"] < 10
+
+
+@every_count
+@pytest.mark.parametrize(("case", "place"), [("elsewhere", "a sum of"), ("leaves", "the end of sharded()")])
+def test_ranks_at_different_places_are_told(found, case, place, count):
+    for cases in found[count]:
+        assert cases[case]["kind"] == "RankError"
+        assert "rank 1 at" in cases[case]["error"]
+        assert place in cases[case]["error"]
+
+
+@every_count
+def test_the_next_block_is_as_if_nothing_had_happened(found, count):
+    for cases in found[count]:
+        assert torch.equal(cases["after"]["values"]["square"], cases["tiled"]["values"]["square"])
+
+
+@every_count
+def test_a_rank_that_dies_makes_the_others_raise(found, count):
+    for rank in range(count):
+        if rank != 1:
+            result = found[count][rank][LAST]
+            assert result["kind"] == "RankError"
+            assert "gone" in result["error"]
+            assert result["seconds"] < 10
+
+
+def test_one_process_is_left_as_it_is():
+    expected = _product("tiled", _kernel, torch.float64)
+    with sharded() as shards:
+        assert (shards.rank, shards.count, in_force()) == (0, 1, None)
+        result = _product("tiled", _kernel, torch.float64)
+    assert all(torch.equal(result[name], value) for name, value in expected.items())
+
+
+def test_other_processes_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE is 2"), sharded():
+        pass
+
+
+def test_a_rank_error_is_one_of_ours():
+    assert issubclass(RankError, RuntimeError)
+
+
+if __name__ == "__main__":
+    start({**ALIKE, **APART}, _dies, Path(sys.argv[1]))
