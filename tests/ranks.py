@@ -40,10 +40,10 @@ def result_of(case: Case) -> dict[str, Any]:
     return {**found, "seconds": time.perf_counter() - began}
 
 
-def start(cases: Mapping[str, Case], last: Case, directory: Path) -> None:
-    """Run the cases on 2 and on 3 ranks at once; ``directory`` then has a file ``count-rank.pt`` of each rank."""
+def start(cases: Mapping[int, Mapping[str, Case]], last: Case, directory: Path) -> None:
+    """Run cases on 2 and on 3 ranks at once; ``directory`` then has a file ``count-rank.pt`` of each rank."""
     one_thread()
-    children = [_fork(cases, last, directory, count, rank) for count in COUNTS for rank in range(count)]
+    children = [_fork(cases[count], last, directory, count, rank) for count in COUNTS for rank in range(count)]
     statuses = [os.waitpid(child, 0)[1] for child in children]
     assert not any(statuses), f"a rank failed: {statuses}"
 

@@ -6,22 +6,47 @@ All cases are run once, by 2 and by 3 gloo processes on the CPU; the tests look 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import gpytorch
 import pytest
 import torch
 import torch.distributed as dist
 from gpytorch.kernels import Kernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 from torch import Tensor
 
+import sketchgp
 from forks import CAN_FORK, run_script
-from problems import normal, points, relative, set_scales
+from gp_models import iterative
+from problems import normal, points, quiet, relative, set_scales
 from ranks import COUNTS, LAST, start
+from sketchgp import (
+    KRILL,
+    QR,
+    ASkotch,
+    Cholesky,
+    ConjugateGradients,
+    EigenPro2,
+    EigenPro3,
+    EigenPro4,
+    Falkon,
+    FullProblem,
+    GreedyCholesky,
+    InducingPointProblem,
+    Nystrom,
+    NystromPCG,
+    RPCholesky,
+    SketchySAGA,
+    Skotch,
+)
 from sketchgp.distributed import RankError, in_force, sharded
 from sketchgp.errors import InputError
 from sketchgp.operators import KernelMatrix
+from sketchgp.report import Reason, SolveReport
 
 N = 101  # no multiple of 2 or 3
 Values = Mapping[str, Tensor]
@@ -64,6 +89,69 @@ def _polynomial() -> Kernel:
     return ScaleKernel(PolynomialKernel(power=2))
 
 
+def _targets(n: int = N, dtype: torch.dtype = torch.float64) -> Tensor:
+    x = points(n)
+    return ((x @ (3 * normal(3, 2, seed=2))).sin() + 0.2 * normal(n, 2, seed=1)).to(dtype)
+
+
+def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> Values:
+    problem = FullProblem(_kernel(dtype), points(n).to(dtype), _targets(n, dtype), 0.05)
+    if not isinstance(solver, Cholesky):
+        options["held_out"] = (points(10, seed=5).to(dtype), _targets(10, dtype))
+    with quiet():  # a solve that ends early has come as far as that of one rank
+        solution = solver.solve(problem, **options)
+    return {"value": solution.value, **{f"held out {i}": one.error for i, one in enumerate(solution.report.held_out)}}
+
+
+def _inducing(solver: Any, dtype: torch.dtype = torch.float64, noise: float = 0.05) -> Values:
+    x = points(N).to(dtype)
+    problem = InducingPointProblem(_kernel(dtype), x, _targets(N, dtype), noise, x[:20])
+    options = {} if isinstance(solver, QR) else {"held_out": (points(10, seed=5).to(dtype), _targets(10, dtype))}
+    with quiet():
+        return {"value": solver.solve(problem, **options).value}
+
+
+class _Model(gpytorch.models.ExactGP):
+    def __init__(self, x: Tensor, y: Tensor, sums: bool = False) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), _kernel()
+        if sums:
+            self.covar_module += ScaleKernel(RBFKernel())
+        self.double()
+        self.likelihood.noise = 0.05
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def _model(sums: bool = False, **options: Any) -> _Model:
+    return sketchgp.accelerate(_Model(points(N), _targets()[:, 0], sums), **options)
+
+
+def _density(**options: Any) -> Values:
+    """The marginal likelihood by probes and a solve, and all of its gradients."""
+    model = _model(**options).train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    with iterative(tol=1e-12):
+        loss = -mll(model(points(N)), _targets()[:, 0])
+        loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def _posterior(variance: str, **options: Any) -> Values:
+    model = _model(variance=variance, **options).eval()
+    with iterative(tol=1e-12), torch.no_grad(), quiet():
+        posterior = model(points(10, seed=5))
+        return {"mean": posterior.mean, "variance": posterior.variance}
+
+
+def _fit(**options: Any) -> Values:
+    model = _model()
+    with iterative(tol=1e-12, probes=5), quiet():
+        history = sketchgp.fit(model, iterations=2, progress=False, **options)
+    return {"losses": torch.tensor(history.losses), **{name: p.detach() for name, p in model.named_parameters()}}
+
+
 def _rank() -> int:
     """0 outside of a block."""
     shards = in_force()
@@ -79,7 +167,47 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "one row": lambda: _product("tiled", _kernel, torch.float64, n=1),
     "two rows": lambda: _product("dense", _kernel, torch.float64, n=2),
     "batch": _batch,
+    "gradients": lambda: _full(ConjugateGradients(tol=1e-12)),
+    "gradients-float32": lambda: _full(ConjugateGradients(tol=1e-4), torch.float32, preconditioner=RPCholesky(rank=20)),
+    "gradients-two rows": lambda: _full(ConjugateGradients(tol=1e-12), n=2),
+    "posterior": lambda: _full(ConjugateGradients(tol="posterior"), preconditioner=RPCholesky(rank=20)),
+    "certified": lambda: _full(ConjugateGradients(tol="certified"), preconditioner=RPCholesky(rank=20)),
+    "block": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=RPCholesky(rank=30, method="block")),
+    "nystrom": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=Nystrom(rank=20)),
+    "greedy": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=GreedyCholesky(rank=20)),
+    "askotch": lambda: _full(ASkotch(block_size=25, max_passes=3)),
+    "askotch-nystrom": lambda: _full(ASkotch(block_size=25, rank=10, max_passes=3)),
+    "askotch-1": lambda: _full(ASkotch(block_size=25, version=1, max_passes=3)),
+    "askotch-float32": lambda: _full(ASkotch(block_size=25, max_passes=3), torch.float32),
+    "skotch": lambda: _full(Skotch(block_size=25, max_passes=3)),
+    "eigenpro2": lambda: _full(EigenPro2(block_size=25, subsample_size=50, max_passes=3)),
+    "cholesky": lambda: _full(Cholesky()),
+    "krill": lambda: _inducing(KRILL(tol=1e-11)),
+    "krill-float32": lambda: _inducing(KRILL(tol=1e-6), torch.float32),
+    "falkon": lambda: _inducing(Falkon(tol=1e-11)),
+    "qr": lambda: _inducing(QR()),
+    "nystrom pcg": lambda: _inducing(NystromPCG(tol=1e-11)),
+    "sketchysaga": lambda: _inducing(SketchySAGA(max_epochs=3)),
+    "eigenpro3": lambda: _inducing(EigenPro3(epochs=2), noise=0.0),
+    "eigenpro4": lambda: _inducing(EigenPro4(epochs=2)),
+    "density": _density,
+    "density-sum": lambda: _density(sums=True),
+    "density-no preconditioner": lambda: _density(preconditioner=None),
+    "exact": lambda: _posterior("exact"),
+    "low rank": lambda: _posterior("low_rank"),
+    "samples": lambda: _posterior("samples", variance_samples=8),
+    "mean by askotch": lambda: _posterior("exact", solver=ASkotch(block_size=50, max_passes=3)),
+    "fit": _fit,
+    "fit of a bound": lambda: _fit(objective="bound"),
 }
+
+
+IN_THREE = (  # of these, what 3 ranks are asked for, too
+    "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "askotch", "askotch-float32", "krill",
+    "eigenpro3", "density", "low rank",
+)  # fmt: skip
+CASES = [(name, count) for count in COUNTS for name in (ALIKE if count == 2 else IN_THREE)]
+ALONE = ("cholesky",)  # what every rank computes by itself
 
 
 def _of_others(data: float = 0.0, lengthscale: float = 0.6, dtype: torch.dtype = torch.float64, n: int = N) -> Values:
@@ -103,6 +231,38 @@ def _raises() -> Values:
 def _elsewhere() -> Values:
     matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
     return {"value": matrix @ normal(N, 1 if _rank() == 0 else 2)}
+
+
+def _iterations(report: SolveReport) -> Values:
+    return {"iterations": torch.tensor(report.iterations), "reason": torch.tensor(list(Reason).index(report.reason))}
+
+
+def _callbacks() -> Values:
+    """Rank 0 asks for an end after three iterations, the others at once."""
+    problem = FullProblem(_kernel(), points(N), _targets(), 0.05)
+    solver = ConjugateGradients(tol=1e-12, max_seconds=1e4)
+    with quiet():
+        solution = solver.solve(problem, None, callback=lambda now: _rank() == 1 or now.iteration == 3)
+    return {"value": solution.value, **_iterations(solution.report)}
+
+
+def _interrupts() -> Values:
+    """Rank 1 is interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    solver = ConjugateGradients(tol=1e-12, max_seconds=1e4)
+    kill = lambda now: os.kill(os.getpid(), signal.SIGINT) if _rank() == 1 and now.iteration == 3 else None  # noqa: E731
+    with quiet():
+        solution = solver.solve(FullProblem(_kernel(), points(N), _targets(), 0.05), None, callback=kill)
+    return {"value": solution.value, **_iterations(solution.report)}
+
+
+def _checkpoint() -> Values:
+    return _full(ConjugateGradients(checkpoint="never-written.pt"))
+
+
+def _other_targets() -> Values:
+    problem = FullProblem(_kernel(), points(N), _targets() + 1e-12 * _rank(), 0.05)
+    return {"value": ConjugateGradients().solve(problem).value}
 
 
 def _leaves() -> Values:
@@ -139,7 +299,11 @@ APART: dict[str, Callable[[], Values]] = {
     "hyperparameters": lambda: _of_others(lengthscale=0.6000001),
     "dtypes": lambda: _of_others(dtype=torch.float32),
     "sizes": lambda: _of_others(n=N - 1),
+    "targets": _other_targets,
     "raises": _raises,
+    "callbacks": _callbacks,
+    "interrupts": _interrupts,
+    "checkpoint": _checkpoint,
     "elsewhere": _elsewhere,
     "leaves": _leaves,
     "after": lambda: _product("tiled", _kernel, torch.float64),  # once more, after all of that
@@ -160,17 +324,16 @@ def found(tmp_path_factory):
 every_count = pytest.mark.parametrize("count", COUNTS)
 
 
-@every_count
-@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize(("case", "count"), CASES)
 def test_the_answer_is_that_of_one_rank(found, case, count):
     expected = ALIKE[case]()
     for rank, cases in enumerate(found[count]):
         result = cases[case]
         assert "error" not in result, result["trace"]
         assert result["values"].keys() == expected.keys()
-        assert result["sent"] > 0
+        assert (result["sent"] > 0) == (case not in ALONE)
         for name, value in result["values"].items():
-            close = 1e-10 if value.dtype == torch.float64 else 1e-4
+            close = 1e-4 if "float32" in case else 1e-10
             assert relative(value, expected[name]) < close, name
             assert torch.equal(value, found[count][0][case]["values"][name]), f"rank {rank} has other bits of {name}"
 
@@ -195,6 +358,7 @@ def test_primitives(found, count):
     ("case", "what"),
     [
         ("data", "the inputs"),
+        ("targets", "the targets"),
         ("hyperparameters", "the kernel and its hyperparameters"),
         ("dtypes", "its dtype (torch.float32 and torch.float64)"),
         ("sizes", f"the shape of the kernel matrix (({N - 1}, {N - 1}), with itself"),
@@ -213,6 +377,24 @@ def test_a_rank_that_raises_makes_all_raise(found, count):
         assert result["kind"] == ("ZeroDivisionError" if rank == 1 else "RankError")
         assert "one over nought" in result["error"]
         assert result["seconds"] < 10
+
+
+@every_count
+@pytest.mark.parametrize(("case", "reason"), [("callbacks", Reason.CALLBACK), ("interrupts", Reason.INTERRUPTED)])
+def test_all_ranks_end_together(found, case, reason, count):
+    for cases in found[count]:
+        assert "error" not in cases[case], cases[case]["trace"]
+        values = cases[case]["values"]
+        assert values["iterations"] == 3
+        assert list(Reason)[values["reason"]] == reason
+        assert torch.equal(values["value"], found[count][0][case]["values"]["value"])
+
+
+@every_count
+def test_checkpoints_are_refused(found, count):
+    for cases in found[count]:
+        assert cases["checkpoint"]["kind"] == "InputError"
+        assert "not known to sharded() yet" in cases["checkpoint"]["error"]
 
 
 @every_count
@@ -259,4 +441,5 @@ def test_a_rank_error_is_one_of_ours():
 
 
 if __name__ == "__main__":
-    start({**ALIKE, **APART}, _dies, Path(sys.argv[1]))
+    some = {name: ALIKE[name] for name in IN_THREE}
+    start({2: {**ALIKE, **APART}, 3: {**some, **APART}}, _dies, Path(sys.argv[1]))

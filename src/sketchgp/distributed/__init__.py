@@ -4,6 +4,18 @@ the large arrays shared out by rows.  ``with sketchgp.distributed.sharded():`` i
 
 from .block import in_force, sharded
 from .exchange import RankError
+from .rows import Factor, ShardedRows, fetched, leading, square_norms, whole
 from .shards import Shards
 
-__all__ = ["RankError", "Shards", "in_force", "sharded"]
+__all__ = [
+    "Factor",
+    "RankError",
+    "ShardedRows",
+    "Shards",
+    "fetched",
+    "in_force",
+    "leading",
+    "sharded",
+    "square_norms",
+    "whole",
+]

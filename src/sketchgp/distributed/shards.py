@@ -91,14 +91,14 @@ class Shards:
         """One number for all: that of rank 0, or another function of every rank's, such as ``min``."""
         return of(self.exchange.meet("a decision", float(number)))
 
-    def same(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor; of one shape and dtype on all ranks."""
+    def same(self, tensor: Tensor, owner: int = 0) -> Tensor:
+        """The tensor of one rank; of one shape and dtype on all."""
         found = tensor.contiguous().clone()
         self._meet("a broadcast", tensor, tensor.shape)
         if found.numel():
-            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+            source = owner if self.group is None else dist.get_global_rank(self.group, owner)
             self._do(lambda: dist.broadcast(found, source, group=self._group_of(found)))
-            self.bytes_sent += found.numel() * found.element_size() if self.rank == 0 else 0
+            self.bytes_sent += found.numel() * found.element_size() if self.rank == owner else 0
         return found
 
     def _meet(self, what: str, tensor: Tensor, shape: Any) -> None:
