@@ -152,6 +152,20 @@ def _fit(**options: Any) -> Values:
     return {"losses": torch.tensor(history.losses), **{name: p.detach() for name, p in model.named_parameters()}}
 
 
+def _inducing_model() -> Values:
+    """A fit, and a posterior."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    x, y = points(N), _targets()[:, 0]
+    options = {"inducing_points": x[:15].clone(), "solver": KRILL(tol=1e-11)}
+    model = sketchgp.InducingPointGP(x, y, likelihood, gpytorch.means.ConstantMean(), _kernel(), **options).double()
+    with quiet():
+        history = sketchgp.fit(model, iterations=2, progress=False)
+    posterior = model.eval()(points(10, seed=5))
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    mean, variance = posterior.mean.detach(), posterior.variance.detach()
+    return {"losses": torch.tensor(history.losses), "mean": mean, "variance": variance, **named}
+
+
 def _rank() -> int:
     """0 outside of a block."""
     shards = in_force()
@@ -197,6 +211,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "low rank": lambda: _posterior("low_rank"),
     "samples": lambda: _posterior("samples", variance_samples=8),
     "mean by askotch": lambda: _posterior("exact", solver=ASkotch(block_size=50, max_passes=3)),
+    "inducing model": _inducing_model,
     "fit": _fit,
     "fit of a bound": lambda: _fit(objective="bound"),
 }

@@ -121,6 +121,11 @@ class TallMatrix:
         shards = in_force()
         return part if shards is None else shards.sum(part)
 
+    def completed(self, values: Tensor) -> Tensor:
+        """All of ``(n, t)`` values of which each rank has those of the rows of :meth:`own_tiles`."""
+        shards, n = in_force(), self.shape[0]
+        return values if shards is None else shards.gather(values[shards.span(n)], n)
+
     def matmul(self, vectors: Tensor) -> Tensor:
         """``T v``: ``(m, t)`` to ``(n, t)``, float64."""
         n, shards = self.shape[0], in_force()

@@ -301,9 +301,10 @@ class Saga(Method):
         :raises NumericalError: for NaN.
         """
         psi, total = torch.empty_like(self.y), torch.zeros_like(self.w)
-        for span, tile in self.exact.tiles():
+        for span, tile in self.exact.own_tiles():
             psi[span] = tile @ self.w - self.y[span]
             total.addmm_(tile.mT, psi[span])
+        psi, total = self.exact.completed(psi), self.exact.total(total)
         noise_term = self.kzz.double()._matmul(self.w) * self.level
         self.kzz_products, self.sweeps = self.kzz_products + 1, self.sweeps + 1
         self._start_anew(psi, total, noise_term)
