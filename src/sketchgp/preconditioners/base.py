@@ -84,10 +84,10 @@ class Preconditioner:
         """The rank asked for, or the bound of the automatic one: what the memory budget holds."""
         if self.rank is not None:
             return min(self.rank, n)
-        stored = memory_budget.value(device) // (16 * self._rows_stored(n))  # two float64 arrays of n x rank
+        stored = memory_budget.value(device) // (16 * self.rows_stored(n))  # two float64 arrays of n x rank
         return max(1, min(n, stored, self._reach(n)))
 
-    def _rows_stored(self, n: int) -> int:
+    def rows_stored(self, n: int) -> int:
         """Of F, on one rank."""
         return n
 

@@ -59,7 +59,7 @@ class RPCholesky(Preconditioner):
     def below(self) -> bool:
         return True
 
-    def _rows_stored(self, n: int) -> int:
+    def rows_stored(self, n: int) -> int:
         shards = in_force()
         return n if shards is None else -(-n // shards.count)
 
