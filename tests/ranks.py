@@ -1,6 +1,7 @@
 """Ranks of gloo process groups that a test forks from one script: each runs cases and writes what they gave.
 
-A case is a function without arguments that returns a dictionary of tensors.  What it raises is kept as text, with the
+A case is a function without arguments that returns a dictionary of tensors, and of functions that give one after the
+block.  What it raises is kept as text, with the
 seconds that it took, so that one case which is to fail leaves the next ones alone.
 """
 
@@ -17,13 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from forks import one_thread
 from sketchgp.distributed import sharded
 from sketchgp.operators import tiles
 
-Case = Callable[[], Mapping[str, Tensor]]
+Case = Callable[[], Mapping[str, Any]]
 COUNTS = (2, 3)  # of ranks
 LAST = "last"  # what the last case is called, which not every rank may live through
 
@@ -34,7 +34,9 @@ def result_of(case: Case) -> dict[str, Any]:
     try:
         with sharded() as shards:
             torch.manual_seed(0)
-            found: dict[str, Any] = {"values": dict(case()), "sent": shards.bytes_sent}
+            values = dict(case())
+            found: dict[str, Any] = {"values": values, "sent": shards.bytes_sent}
+        values.update({name: value() for name, value in values.items() if not torch.is_tensor(value)})
     except BaseException as error:
         found = {"kind": type(error).__name__, "error": str(error), "trace": traceback.format_exc()}
     return {**found, "seconds": time.perf_counter() - began}
@@ -58,7 +60,7 @@ def _fork(cases: Mapping[str, Case], last: Case, directory: Path, count: int, ra
     child = os.fork()
     if child:
         return child
-    signal.alarm(120)  # no child outlives the tests
+    signal.alarm(280)  # no child outlives the tests
     status = 1
     try:
         store = f"file://{directory}/{count}-ranks"

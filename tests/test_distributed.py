@@ -43,13 +43,13 @@ from sketchgp import (
     SketchySAGA,
     Skotch,
 )
-from sketchgp.distributed import RankError, in_force, sharded
+from sketchgp.distributed import RankError, ShardedRows, in_force, sharded, whole
 from sketchgp.errors import InputError
 from sketchgp.operators import KernelMatrix
 from sketchgp.report import Reason, SolveReport
 
 N = 101  # no multiple of 2 or 3
-Values = Mapping[str, Tensor]
+Values = Mapping[str, Any]  # of tensors, and of functions that give one after the block
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (CAN_FORK and dist.is_available() and dist.is_gloo_available()), reason="no gloo, no fork"),
@@ -145,6 +145,19 @@ def _posterior(variance: str, **options: Any) -> Values:
         return {"mean": posterior.mean, "variance": posterior.variance}
 
 
+def _read_later(variance: str) -> Values:
+    """A posterior that is looked at when the block has ended, and a gradient."""
+    model = _model(variance=variance).eval()
+    with iterative(tol=1e-12):
+        posterior = model(points(10, seed=5))
+
+    def read() -> Tensor:
+        with iterative(tol=1e-12), quiet():
+            return posterior.variance.detach()
+
+    return {"mean": posterior.mean.detach(), "variance": read, "again": lambda: _posterior(variance)["variance"]}
+
+
 def _fit(**options: Any) -> Values:
     model = _model()
     with iterative(tol=1e-12, probes=5), quiet():
@@ -210,6 +223,8 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "exact": lambda: _posterior("exact"),
     "low rank": lambda: _posterior("low_rank"),
     "samples": lambda: _posterior("samples", variance_samples=8),
+    "read later": lambda: _read_later("exact"),
+    "read later-low rank": lambda: _read_later("low_rank"),
     "mean by askotch": lambda: _posterior("exact", solver=ASkotch(block_size=50, max_passes=3)),
     "inducing model": _inducing_model,
     "fit": _fit,
@@ -302,6 +317,28 @@ def _primitives() -> Values:
     }
 
 
+def _shares() -> Values:
+    """How many rows of F a rank holds, and whether F is that of one rank."""
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    built = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
+    assert isinstance(built.factor, ShardedRows)
+    return {"own": torch.tensor(len(built.factor.own)), "whole": whole(built.factor), "dense": built.to_dense()}
+
+
+def _nested() -> Values:
+    with sharded():
+        return {}
+
+
+def _used_up() -> Values:
+    """A loss whose preconditioner is shared out has its gradient inside of the block."""
+    model = _model().train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    with iterative(tol=1e-12):
+        loss = -mll(model(points(N)), _targets()[:, 0])
+    return {"loss": lambda: loss.backward()}
+
+
 def _dies() -> Values:
     if _rank() == 1:
         os._exit(0)
@@ -319,6 +356,9 @@ APART: dict[str, Callable[[], Values]] = {
     "callbacks": _callbacks,
     "interrupts": _interrupts,
     "checkpoint": _checkpoint,
+    "shares": _shares,
+    "nested": _nested,
+    "used up": _used_up,
     "elsewhere": _elsewhere,
     "leaves": _leaves,
     "after": lambda: _product("tiled", _kernel, torch.float64),  # once more, after all of that
@@ -332,7 +372,7 @@ APART: dict[str, Callable[[], Values]] = {
 def found(tmp_path_factory):
     """What each case gave: ``found[count][rank][case]``."""
     directory = tmp_path_factory.mktemp("ranks")
-    run_script(__file__, directory)
+    run_script(__file__, directory, limit=300)
     return {count: [torch.load(directory / f"{count}-{rank}.pt") for rank in range(count)] for count in COUNTS}
 
 
@@ -341,7 +381,7 @@ every_count = pytest.mark.parametrize("count", COUNTS)
 
 @pytest.mark.parametrize(("case", "count"), CASES)
 def test_the_answer_is_that_of_one_rank(found, case, count):
-    expected = ALIKE[case]()
+    expected = {name: value if torch.is_tensor(value) else value() for name, value in ALIKE[case]().items()}
     for rank, cases in enumerate(found[count]):
         result = cases[case]
         assert "error" not in result, result["trace"]
@@ -403,6 +443,28 @@ def test_all_ranks_end_together(found, case, reason, count):
         assert values["iterations"] == 3
         assert list(Reason)[values["reason"]] == reason
         assert torch.equal(values["value"], found[count][0][case]["values"]["value"])
+
+
+@every_count
+def test_a_rank_holds_its_share_of_a_factor(found, count):
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    expected = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
+    for rank, cases in enumerate(found[count]):
+        values = cases["shares"]["values"]
+        assert values["own"] == N // count + (rank < N % count)
+        assert relative(values["whole"], expected.factor) < 1e-10
+        assert relative(values["dense"], expected.to_dense()) < 1e-10
+
+
+@every_count
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [("nested", "InputError", "inside of another one"), ("used up", "RankError", "their block has ended")],
+)
+def test_misuse_of_the_block_is_told(found, case, kind, words, count):
+    for cases in found[count]:
+        assert cases[case]["kind"] == kind
+        assert words in cases[case]["error"]
 
 
 @every_count

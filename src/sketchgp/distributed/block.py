@@ -26,8 +26,12 @@ _shards: ContextVar[Shards | None] = ContextVar("sketchgp_shards", default=None)
 
 
 def in_force() -> Shards | None:
-    """The ranks of the block that this is called in; None outside of one, and where there is one rank only."""
-    return _shards.get()
+    """The ranks of the block that this is called in; None outside of one, and where there is one rank only.
+
+    What runs in a copy of the block's context when the block has ended is outside of it.
+    """
+    shards = _shards.get()
+    return shards if shards is not None and shards.open else None
 
 
 @contextmanager
@@ -54,7 +58,7 @@ def sharded(group: Any = None, timeout: float = 1800.0) -> Iterator[Shards]:
     :raises RankError: if another rank raised, is gone, or does something else.
     """
     number("sharded", "timeout", timeout, above=0, finite=True)
-    if _shards.get() is not None:
+    if in_force() is not None:
         raise InputError("sharded: a block inside of another one; one for the whole program is enough.")
     limit, ours = timedelta(seconds=timeout), _initialised(group)
     try:
@@ -112,6 +116,8 @@ def _together(shards: Shards) -> Iterator[Shards]:
     shards.neighbours = machines.count(machines[shards.rank])
 
     def agreed(budget: int, measured: bool, device: torch.device) -> int:
+        if not shards.open:
+            return budget
         if measured and device.type == "cpu":
             budget //= shards.neighbours
         return int(shards.agree(budget, min))
@@ -127,6 +133,7 @@ def _together(shards: Shards) -> Iterator[Shards]:
         raise
     finally:
         shards.open = False
+        exchange.broken = exchange.broken or "their block has ended; what was made inside of it is used up there"
         _shards.reset(token)
 
 
