@@ -63,9 +63,9 @@ def _kernel(dtype: torch.dtype = torch.float64) -> Kernel:
     return set_scales(ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=3)), 1.3, 0.6).to(dtype)
 
 
-def _product(engine: str, kernel: Callable[[], Kernel], dtype: torch.dtype, n: int = N) -> Values:
+def _product(engine: str, kernel: Callable[[], Kernel], dtype: torch.dtype, n: int = N, d: int = 3) -> Values:
     """Products with K, with wide and tall parts of it, and all gradients."""
-    chosen, x, z = kernel().to(dtype), points(n).to(dtype).requires_grad_(), points(5, seed=3).to(dtype)
+    chosen, x, z = kernel().to(dtype), points(n, d).to(dtype).requires_grad_(), points(5, d, seed=3).to(dtype)
     square = KernelMatrix.of(chosen, x, engine=engine)
     tall, wide = KernelMatrix.of(chosen, x, z, engine=engine), KernelMatrix.of(chosen, z, x, engine=engine)
     v, u = normal(n, 2, seed=1).to(dtype), normal(5, 2, seed=2).to(dtype)
@@ -189,6 +189,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "tiled": lambda: _product("tiled", _kernel, torch.float64),
     "tiled-float32": lambda: _product("tiled", _kernel, torch.float32),
     "dense": lambda: _product("dense", _kernel, torch.float64),
+    "dense-rough": lambda: _product("dense", lambda: ScaleKernel(MaternKernel(nu=0.5)), torch.float64, d=8),
     "auto": lambda: _product("auto", _kernel, torch.float64),
     "generic": lambda: _product("tiled", _polynomial, torch.float64),
     "one row": lambda: _product("tiled", _kernel, torch.float64, n=1),

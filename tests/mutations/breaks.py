@@ -2802,17 +2802,10 @@ BREAKS = (
     ),
     Break(
         "operators/shared.py",
-        "part.coincident = torch.stack([indices - span.start, indices] if down else [indices, indices - span.start])",
-        "part.coincident = None",
-        DISTRIBUTED,
-        "distances of points from themselves are not zero where another rank's rows begin",
-    ),
-    Break(
-        "operators/shared.py",
         "within = _half(n, shards) if folds(matrix) else shards.span(n)",
-        "within = _half(n, shards)",
+        "within = slice(0, n) if folds(matrix) else shards.span(n)",
         DISTRIBUTED,
-        "gradients of matrices that are not symmetric lack rows",
+        "every rank adds the gradient of all pairs",
     ),
     Break(
         "operators/pivoted_plus_diagonal.py",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..fingerprint import module_mark, tensor_key
 from .engines import DENSE, TILED, choose
-from .engines.base import Engine, Gradients, folds
+from .engines.base import Gradients, folds
 
 if TYPE_CHECKING:
     from ..distributed import Shards
@@ -40,7 +40,7 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     if span.stop == span.start:
         part = rhs.new_zeros(*matrix.flat_batch, 0 if down else n, rhs.shape[-1])
     else:
-        part = engine.product(_own(matrix, span, down, engine), rhs if down else rhs[..., span, :])
+        part = engine.product(_own(matrix, span, down), rhs if down else rhs[..., span, :])
     return shards.gather(part, n) if down else shards.sum(part)
 
 
@@ -93,15 +93,13 @@ def _half(n: int, shards: Shards) -> slice:
     return slice(first, last)
 
 
-def _own(matrix: KernelMatrix, span: slice, down: bool, engine: Engine) -> KernelMatrix:
+def _own(matrix: KernelMatrix, span: slice, down: bool) -> KernelMatrix:
     """This rank's rows, or columns; kept with the matrix where an engine may keep something with them."""
     kept = matrix.memo.get("own part")
     if kept is not None and kept[1:] == (span, down) and matrix._unchanged(kept[0][0]):
         return kept[0][1]
     indices = torch.arange(span.start, span.stop, device=matrix.device)
     part = matrix._part(indices, None) if down else matrix._part(None, indices)
-    if matrix.same and (engine is TILED or engine is DENSE):
-        part.coincident = torch.stack([indices - span.start, indices] if down else [indices, indices - span.start])
     if matrix.same:
         matrix.memo["own part"] = ((matrix._state(), part), span, down)
     return part
