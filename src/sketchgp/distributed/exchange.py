@@ -88,7 +88,8 @@ class Exchange:
     def _say(self, status: int, what: str, number: float) -> list[tuple[int, int, float]]:
         if self.broken is not None:
             raise told(RankError(f"The ranks can do nothing more together: {self.broken}."))
-        own = torch.tensor([status, _mark(what), struct.unpack("<q", struct.pack("<d", number))[0]])
+        bits = struct.unpack("<q", struct.pack("<d", number))[0]
+        own = torch.tensor([status, _mark(what), bits], device="cpu")  # whatever torch's default device is
         return [
             (int(s), int(mark), struct.unpack("<d", struct.pack("<q", int(bits)))[0])
             for s, mark, bits in self.gathered(own)
@@ -97,9 +98,9 @@ class Exchange:
     def _texts(self, text: str) -> list[str]:
         """One text of every rank, of any length."""
         encoded = text.encode()
-        lengths = [int(one) for one in self.gathered(torch.tensor([len(encoded)]))]
-        own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else own[:0]
+        lengths = [int(one) for one in self.gathered(torch.tensor([len(encoded)], device="cpu"))]
+        padded = bytearray(encoded.ljust(max(1, *lengths)))
+        own = torch.frombuffer(padded, dtype=torch.uint8)
         found = self.gathered(own)
         return [bytes(part[:n].tolist()).decode() for part, n in zip(found, lengths, strict=True)]
 

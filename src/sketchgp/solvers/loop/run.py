@@ -119,6 +119,7 @@ class Run:
             self._begin()
             with bar, DeferredInterrupt() as interrupt:
                 self._loop(bar, interrupt)
+                self._agree(interrupt)
                 if interrupt.seen and self.raising:  # it came too late to be noticed by a step
                     raise KeyboardInterrupt
                 assert self.reason is not None
