@@ -25,6 +25,7 @@ from sketchgp.operators import tiles
 
 Case = Callable[[], Mapping[str, Any]]
 COUNTS = (2, 3)  # of ranks
+OUTSIDE = "outside"  # what the case is called that opens blocks of its own
 LAST = "last"  # what the last case is called, which not every rank may live through
 
 
@@ -42,10 +43,13 @@ def result_of(case: Case) -> dict[str, Any]:
     return {**found, "seconds": time.perf_counter() - began}
 
 
-def start(cases: Mapping[int, Mapping[str, Case]], last: Case, directory: Path) -> None:
-    """Run cases on 2 and on 3 ranks at once; ``directory`` then has a file ``count-rank.pt`` of each rank."""
+def start(cases: Mapping[int, Mapping[str, Case]], outside: Case, last: Case, directory: Path) -> None:
+    """Run cases on 2 and on 3 ranks at once; ``directory`` then has a file ``count-rank.pt`` of each rank.
+
+    :param outside: a case that opens blocks of its own.
+    """
     one_thread()
-    children = [_fork(cases[count], last, directory, count, rank) for count in COUNTS for rank in range(count)]
+    children = [_fork(cases[count], outside, last, directory, count, rank) for count in COUNTS for rank in range(count)]
     statuses = [os.waitpid(child, 0)[1] for child in children]
     assert not any(statuses), f"a rank failed: {statuses}"
 
@@ -56,7 +60,7 @@ def small_tiles() -> None:
         setattr(tiles, name, value)
 
 
-def _fork(cases: Mapping[str, Case], last: Case, directory: Path, count: int, rank: int) -> int:
+def _fork(cases: Mapping[str, Case], outside: Case, last: Case, directory: Path, count: int, rank: int) -> int:
     child = os.fork()
     if child:
         return child
@@ -66,7 +70,8 @@ def _fork(cases: Mapping[str, Case], last: Case, directory: Path, count: int, ra
         store = f"file://{directory}/{count}-ranks"
         dist.init_process_group("gloo", store, timedelta(seconds=60), rank=rank, world_size=count)
         small_tiles()
-        found = {name: result_of(case) for name, case in cases.items()}
+        found: dict[str, Any] = {name: result_of(case) for name, case in cases.items()}
+        found[OUTSIDE] = dict(outside())
         torch.save(found, directory / f"{count}-{rank}.pt")
         torch.save({**found, LAST: result_of(last)}, directory / f"{count}-{rank}.pt")
         status = 0

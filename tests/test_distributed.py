@@ -23,7 +23,7 @@ import sketchgp
 from forks import CAN_FORK, run_script
 from gp_models import iterative
 from problems import normal, points, quiet, relative, set_scales
-from ranks import COUNTS, LAST, start
+from ranks import COUNTS, LAST, OUTSIDE, start
 from sketchgp import (
     KRILL,
     QR,
@@ -340,6 +340,18 @@ def _used_up() -> Values:
     return {"loss": lambda: loss.backward()}
 
 
+def _some() -> Values:
+    """Blocks of all ranks but rank 1, one after the other; it works by itself."""
+    members = [rank for rank in range(dist.get_world_size()) if rank != 1]
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return _product("tiled", _kernel, torch.float64)
+    for _ in range(2):
+        with sharded(group) as shards:
+            found = dict(_product("tiled", _kernel, torch.float64))
+    return {**found, "count": torch.tensor(shards.count)}
+
+
 def _dies() -> Values:
     if _rank() == 1:
         os._exit(0)
@@ -476,6 +488,15 @@ def test_checkpoints_are_refused(found, count):
 
 
 @every_count
+def test_a_block_of_some_ranks(found, count):
+    expected = _product("tiled", _kernel, torch.float64)
+    for rank, cases in enumerate(found[count]):
+        values = cases[OUTSIDE]
+        assert rank == 1 or values["count"] == count - 1
+        assert all(relative(values[name], value) < 1e-10 for name, value in expected.items())
+
+
+@every_count
 @pytest.mark.parametrize(("case", "place"), [("elsewhere", "a sum of"), ("leaves", "the end of sharded()")])
 def test_ranks_at_different_places_are_told(found, case, place, count):
     for cases in found[count]:
@@ -520,4 +541,4 @@ def test_a_rank_error_is_one_of_ours():
 
 if __name__ == "__main__":
     some = {name: ALIKE[name] for name in IN_THREE}
-    start({2: {**ALIKE, **APART}, 3: {**some, **APART}}, _dies, Path(sys.argv[1]))
+    start({2: {**ALIKE, **APART}, 3: {**some, **APART}}, _some, _dies, Path(sys.argv[1]))
