@@ -57,8 +57,8 @@ def die(*args: object) -> None:
     time.sleep(60)
 
 
-def run_script(file: str, *arguments: object) -> None:
-    """A fresh process that runs this file."""
+def run_script(file: str, *arguments: object, limit: float = 120) -> None:
+    """A fresh process that runs this file, for so many seconds at the most."""
     command = [sys.executable, str(Path(file)), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr

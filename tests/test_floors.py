@@ -22,6 +22,7 @@ FLOORS = {
     "report": 0,
     "settings": 0,
     "tensor_file": 0,
+    "distributed": 1,
     "kernels": 1,
     "operators": 1,
     "lowrank": 2,

@@ -14,6 +14,7 @@ from gpytorch.models import ExactGP
 
 from . import checks
 from .accelerate import acceleration_of
+from .distributed import Shards, in_force
 from .errors import InputError
 from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
@@ -86,6 +87,8 @@ def fit(
         began with.  Of another model, other data or other choices than ``iterations`` and ``tol`` it is refused; so is
         one that another fit is using, and any for losses by samples.
     :param every: seconds between two writes of the checkpoint.
+    Where several ranks work together (:func:`sketchgp.distributed.sharded`), rank 0 says what the callback does.
+
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
     :raises NumericalError: if the first loss is not finite.
 
@@ -125,5 +128,15 @@ def fit(
         mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
     choices = Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
     show = sys.stderr.isatty() if progress is None else progress
+    shards = in_force()
+    if shards is not None:
+        if checkpoint is not None:
+            raise InputError("fit: checkpoint= is not known to sharded() yet; leave it out, or fit on one rank.")
+        show, callback = show and shards.rank == 0, _of_rank_0(callback, shards)
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # gradients are wanted
         return Fit(model, mll, acceleration, choices, show, callback, checkpoint, every)()
+
+
+def _of_rank_0(callback: Callable[[int, float], Any] | None, shards: Shards) -> Callable[[int, float], bool]:
+    """Each rank calls its own, and rank 0's says whether the fit ends."""
+    return lambda step, loss: bool(shards.agree(bool(callback is not None and callback(step, loss))))

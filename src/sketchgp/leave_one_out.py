@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import checks
 from .accelerate import acceleration_of
+from .distributed import whole
 from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference.full_scale import FullScale
@@ -163,7 +164,7 @@ def _probed(
     name = acceleration.preconditioner_name if built is not None else "none"
     found, report, _ = solver.run(system, z, built, name=name, progress=progress)
     prior = Access(system.operator).diagonal()
-    factor = noise.new_zeros(system.n, 0) if built is None else built.factor
+    factor = noise.new_zeros(system.n, 0) if built is None else whole(built.factor)
     rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
     rest = torch.maximum(rest, 1e-6 * prior) + noise
     if isinstance(system.operator, KernelMatrix):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
@@ -14,6 +15,8 @@ from .memory import available_memory
 VARIANCES = ("auto", "exact", "samples", "low_rank")
 _variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
+Agreement = Callable[[int, bool, torch.device], int]
+_agreement: ContextVar[Agreement | None] = ContextVar("sketchgp_agreed_budgets", default=None)
 
 
 class memory_budget(AbstractContextManager):
@@ -42,8 +45,22 @@ class memory_budget(AbstractContextManager):
     @classmethod
     def value(cls, device: torch.device | str = "cpu") -> int:
         """The budget in force, in bytes."""
-        budgets = _budgets.get()
-        return budgets[-1] if budgets else available_memory(device) // 4
+        budgets, agreed = _budgets.get(), _agreement.get()
+        budget = budgets[-1] if budgets else available_memory(device) // 4
+        return budget if agreed is None else agreed(budget, not budgets, torch.device(device))
+
+
+@contextmanager
+def agreeing_on_budgets(agreement: Agreement) -> Iterator[None]:
+    """Memory budgets inside are what several processes agree on.
+
+    :param agreement: from the budget of this one, whether it was measured, and the device, to that of all.
+    """
+    token = _agreement.set(agreement)
+    try:
+        yield
+    finally:
+        _agreement.reset(token)
 
 
 class variance(AbstractContextManager):

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..distributed import in_force
 from ..errors import InputError, NumericalError
 from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
+from ..operators.shared import summed
 from ..operators.tall import TallMatrix, constant
 from ..operators.tiles import spans
 
@@ -24,7 +26,9 @@ _ENTRIES = 2**21  # of a tile in the backward pass
 
 
 class _Statistics(torch.autograd.Function):
-    """``(S, C)`` from L, the precisions, R, z and the kernel's parameters: two sweeps by tiles, nothing n x m kept."""
+    """``(S, C)`` from L, the precisions, R, z and the kernel's parameters: two sweeps by tiles, nothing n x m kept.
+
+    Where ranks work together, each goes through its own rows of x."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -32,12 +36,14 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         m = len(z)
         s, c = root.new_zeros(m, m), root.new_zeros(m, residual.shape[1])
-        for span, tile in TallMatrix(kernel, x, z, accurate=True).tiles():
+        tall = TallMatrix(kernel, x, z, accurate=True)
+        for span, tile in tall.own_tiles():
             half = torch.linalg.solve_triangular(root, tile.mT, upper=False)
             weighted = half * precision[span]
             s.addmm_(weighted, half.mT)
             c.addmm_(weighted, residual[span])
-        ctx.kernel = kernel
+        s, c = tall.total(s), tall.total(c)
+        ctx.kernel, ctx.shards = kernel, in_force()
         ctx.save_for_backward(x, root, precision, residual, z, s, c)
         return s, c
 
@@ -55,7 +61,11 @@ class _Statistics(torch.autograd.Function):
         wanted = [z, *parameters]
         live = [i for i, t in enumerate(wanted) if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanted)
-        for span in spans(len(x), max(16, _ENTRIES // len(z))):
+        shards = ctx.shards if ctx.shards is not None and ctx.shards.open else None
+        own = slice(0, len(x)) if shards is None else shards.span(len(x))
+        for i in () if shards is None else live:
+            grads[i] = torch.zeros_like(wanted[i])
+        for span in spans(own.stop, max(16, _ENTRIES // len(z)), own.start):
             with torch.enable_grad():
                 tile = KernelMatrix.of(ctx.kernel, x[span], z, engine="tiled").double().to_dense()
             half = torch.linalg.solve_triangular(root, tile.detach().mT, upper=False)
@@ -71,6 +81,9 @@ class _Statistics(torch.autograd.Function):
                     if grad is not None:
                         known = grads[i]
                         grads[i] = grad if known is None else known + grad
+        if shards is not None:
+            grad_precision = shards.gather(grad_precision[own], len(x), dim=-1)
+            grad_residual, grads = shards.gather(grad_residual[own], len(x)), list(summed(shards, tuple(grads)))
         return (None, None, grad_root, grad_precision, grad_residual, *grads)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..distributed import whole
 from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import Access
 from ..random_streams import generator
@@ -104,7 +105,7 @@ class NoisePath:
         self.operator, self.residual, self.solver, self.name = operator, residual, solver, name
         self.rough = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
         self.n, self.probes, self.seed = len(residual), probes, seed
-        self.factor = residual.new_zeros(self.n, 0) if built is None else built.factor
+        self.factor = residual.new_zeros(self.n, 0) if built is None else whole(built.factor)
         self.gram, self.shift, self.below = self.factor.mT @ self.factor, shift, below
         access = Access(operator)  # type: ignore[arg-type]
         self.prior = access.diagonal()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..distributed import Factor
 from ..errors import NumericalError
 from ..operators.access import Access
 from ..operators.pivoted_plus_diagonal import columns_over_root
@@ -23,7 +24,7 @@ class LowRank:
     preconditioned system by ``1 + sum(residual) / noise``.
     """
 
-    factor: Tensor
+    factor: Factor
     pivots: Tensor | None
     residual: Tensor
 
@@ -81,10 +82,10 @@ def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
     return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
 
 
-def pivoted_factor(matrix: Access, pivots: Tensor) -> tuple[Tensor, Tensor]:
+def pivoted_factor(matrix: Access, pivots: Tensor) -> tuple[Factor, Tensor]:
     """F ``(n, r)`` and L ``(r, r)`` with ``F = K(:, S) L^-T``, ``L L^T = K(S, S)``, for pivots S; without gradients.
 
-    The same as :func:`nystrom_factor`, with one n x r array instead of two.
+    The same as :func:`nystrom_factor`, with one n x r array instead of two, shared out where ranks work together.
     """
     with torch.no_grad():
         root = shifted_cholesky(matrix.block(pivots, pivots), matrix.resolution)

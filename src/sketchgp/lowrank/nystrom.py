@@ -9,18 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..distributed import Factor, ShardedRows, Shards, square_norms
 from ..operators.access import Access
 from .factor import LowRank, nystrom_factor
 
 
 @torch.no_grad()
-def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) -> LowRank:
+def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, shards: Shards | None = None) -> LowRank:
     """Nystrom approximation from ``rank`` distinct columns chosen uniformly.
 
     Cheapest, and right when all columns matter alike; it misses small clusters.  O(n rank^2) operations.
+
+    :param shards: ranks that each make their own rows of F.
     """
     pivots = torch.randperm(matrix.n, generator=generator)[:rank].to(matrix.device)
-    factor = nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), matrix.resolution)
+    own = None
+    if shards is not None:
+        span = shards.span(matrix.n)
+        own = torch.arange(span.start, span.stop, device=matrix.device)
+    columns = matrix.columns(pivots) if own is None else matrix.block(own, pivots)
+    rows = nystrom_factor(columns, matrix.block(pivots, pivots), matrix.resolution)
+    factor = rows if shards is None else ShardedRows(rows, matrix.n, shards)
     return LowRank(factor, pivots, _residual(matrix, factor))
 
 
@@ -47,5 +56,6 @@ def gaussian_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, s
     return LowRank(factor, None, _residual(matrix, factor))
 
 
-def _residual(matrix: Access, factor: Tensor) -> Tensor:
-    return (matrix.diagonal() - factor.square().sum(dim=1)).clamp_(min=0)
+def _residual(matrix: Access, factor: Factor) -> Tensor:
+    squares = square_norms(factor) if isinstance(factor, ShardedRows) else factor.square().sum(dim=1)
+    return (matrix.diagonal() - squares).clamp_(min=0)

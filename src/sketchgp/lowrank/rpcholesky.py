@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from .factor import BEGIN, LowRank, Scores, shifted_cholesky, widened
 
@@ -26,6 +27,7 @@ def rpcholesky(
     weights: Tensor | None = None,
     tol: float = 0.0,
     enough: Callable[[int, float], bool] | None = None,
+    shards: Shards | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix with random pivots.
 
@@ -46,14 +48,19 @@ def rpcholesky(
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
     :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: asked before each round with the number of columns and ``sum(weights * residual)``: whether to stop.
+    :param shards: P ranks that each make their own rows of F: (rank + 1) n / P entries of K and n rank / P memory; a
+        round sends the fall of the residual, n numbers, and the rows of F of the proposals.
     :returns: the factor in float64 with its pivots, in the order of their choice.
     """
     diagonal = matrix.diagonal()
     n, device = matrix.n, matrix.device
+    held = slice(0, n) if shards is None else shards.span(n)
+    own = None if shards is None else torch.arange(held.start, held.stop, device=device)
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    factor = torch.empty(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
+    most = rank if enough is None else min(rank, BEGIN)
+    factor = torch.empty(held.stop - held.start, most, dtype=torch.float64, device=device)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
     scores = Scores(matrix, diagonal, weights)
@@ -68,7 +75,7 @@ def rpcholesky(
         proposals = _draw(wanted, size, generator)
         if method == "block":
             proposals = torch.unique(proposals)
-        rows = factor[proposals, :done]
+        rows = factor[proposals, :done] if shards is None else shards.rows(factor[:, :done], proposals, n)
         schur = matrix.block(proposals, proposals) - rows @ rows.mT
         if method == "block":
             root, kept = (
@@ -83,17 +90,20 @@ def rpcholesky(
         failures = 0
         chosen = proposals[kept]
         # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
-        new = matrix.columns(chosen).mT - rows[kept] @ factor[:, :done].mT
+        columns = matrix.columns(chosen) if own is None else matrix.block(own, chosen)
+        new = columns.mT - rows[kept] @ factor[:, :done].mT
         new = torch.linalg.solve_triangular(root, new, upper=False)
         if done + len(chosen) > factor.shape[1]:
             factor = widened(factor, min(rank, max(2 * done, done + len(chosen))))
         factor[:, done : done + len(chosen)] = new.mT
-        residual = (residual - new.square().sum(dim=0)).clamp_(min=0)
+        fallen = new.square().sum(dim=0)
+        residual = (residual - (fallen if shards is None else shards.gather(fallen, n, dim=-1))).clamp_(min=0)
         residual[chosen] = 0
         pivots.append(chosen)
         done += len(chosen)
     chosen_all = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=device)
-    return LowRank(factor if done == factor.shape[1] else factor[:, :done].contiguous(), chosen_all, residual)
+    found = factor if done == factor.shape[1] else factor[:, :done].contiguous()
+    return LowRank(found if shards is None else ShardedRows(found, n, shards), chosen_all, residual)
 
 
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -11,17 +11,19 @@ from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
+from ..distributed import Shards, in_force
 from ..errors import InputError
 from .batch_element import element
 from .centre import Centre
-from .engines import TILED, check_able, check_choice, choose
+from .engines import TILED, check_able, check_choice
 from .expression import Expression, Prepared, recognise
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
-from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
+from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, repeated, take_rows
+from .shared import derivative, product
 from .without_keops import without_keops
 
-_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre")
+_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -50,6 +52,7 @@ class KernelMatrix(LinearOperator):
     :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x3"``,
         ``"tf32"`` and ``"bf16"``.
     :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
+    :param shards: ranks that products are shared out to (:mod:`.shared`); None for those of the block it is made in.
     """
 
     def __init__(
@@ -63,10 +66,11 @@ class KernelMatrix(LinearOperator):
         same: bool = False,
         precision: str = "float32",
         centre: Centre | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, parameters
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
-        self.centre = Centre(x2) if centre is None else centre
+        self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
         super().__init__(x1, x2, *parameters, **self._options())
         self.expression: Expression | None = recognise(kernel)
         self.coincident: Tensor | None = None  # (2, p) rows and columns of pairs that are one point
@@ -136,6 +140,10 @@ class KernelMatrix(LinearOperator):
         """The dtype of the arithmetic: float32 for half-precision inputs and parameters."""
         return torch.float32 if self.dtype in _HALF else self.dtype
 
+    def ranks(self) -> Shards | None:
+        """Those that products are shared out to, now."""
+        return self.shards if self.shards is not None and self.shards.open else in_force()
+
     @property
     def flat_batch(self) -> torch.Size:
         """``()``, or the number of matrices in the batch ``(B,)``."""
@@ -199,16 +207,7 @@ class KernelMatrix(LinearOperator):
 
     def _repeats(self) -> bool:
         """Whether a batch is one matrix over and over: unbatched kernel, inputs expanded without copies."""
-        inputs = (self.x1, self.x2)
-        return (
-            not self.kernel.batch_shape
-            and self.batch_shape.numel() > 0
-            and all(
-                x.dim() > 2
-                and not any(step for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True) if size > 1)
-                for x in inputs
-            )
-        )
+        return not self.kernel.batch_shape and self.batch_shape.numel() > 0 and repeated(self.x1) and repeated(self.x2)
 
     def _single(self) -> KernelMatrix:
         """The matrix that a batch repeats."""
@@ -243,7 +242,7 @@ class KernelMatrix(LinearOperator):
         flat = leading_to_columns(rhs, batch, more).reshape(
             *self.flat_batch, rhs.shape[-2], batch[:more].numel() * rhs.shape[-1]
         )
-        value = choose(self).product(self, flat.to(self.compute_dtype)).to(rhs.dtype)
+        value = product(self, flat.to(self.compute_dtype)).to(rhs.dtype)
         value = value.reshape(*self.batch_shape, self.shape[-2], *batch[:more], rhs.shape[-1])
         return value if not more else value.permute(*columns_to_leading(value.dim(), len(self.batch_shape), more))
 
@@ -275,7 +274,7 @@ class KernelMatrix(LinearOperator):
             .to(self.compute_dtype)
             for v in (left_vecs, right_vecs)
         )
-        return choose(self).derivative(self, left, right)
+        return derivative(self, left, right)
 
     # --- parts of the matrix --------------------------------------------------------------------------------
 
@@ -306,6 +305,7 @@ class KernelMatrix(LinearOperator):
     def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
         part = self._with(x1, x2, self.same and rows is columns, self.centre)
+        part.memo["part"] = True
         if self.expression is not None and all(i is None or i.dim() == 1 for i in (rows, columns)):
             part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
         return part

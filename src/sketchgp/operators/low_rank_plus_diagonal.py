@@ -11,6 +11,7 @@ from linear_operator.operators import DenseLinearOperator, LinearOperator
 from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
+from ..distributed import Factor, ShardedRows, square_norms, whole
 from ..errors import NumericalError
 from .substitution import cholesky_solve
 from .tiles import spans
@@ -51,14 +52,26 @@ class LowRankPlusDiagonal(LinearOperator):
     Solves use the Woodbury identity with ``C = I + F^T D^-1 F`` (r x r, Cholesky), in the factor's dtype; with a
     float64 factor a float32 caller therefore gets float64 accuracy, rounded at the end.
 
-    :param factor: F, ``(..., n, r)``; r may be 0.
+    :param factor: F, ``(..., n, r)``; r may be 0.  Of :class:`~sketchgp.distributed.ShardedRows` every rank holds its
+        own rows; solves, products, determinants and samples are then those of all ranks together.
     :param diagonal: d, ``(..., n)``, positive.
     :param out_dtype: dtype the operator shows to its callers (default: the factor's).
+    :param sharded: where ``factor`` is this rank's rows alone, how they belong together.
     """
 
-    def __init__(self, factor: Tensor, diagonal: Tensor, out_dtype: torch.dtype | None = None) -> None:
-        super().__init__(factor, diagonal, out_dtype=out_dtype)
-        self.factor, self.diagonal_part, self.out_dtype = factor, diagonal, out_dtype
+    def __init__(
+        self,
+        factor: Factor,
+        diagonal: Tensor,
+        out_dtype: torch.dtype | None = None,
+        sharded: ShardedRows | None = None,
+    ) -> None:
+        if isinstance(factor, ShardedRows):
+            sharded = factor
+            factor = sharded.own
+        super().__init__(factor, diagonal, out_dtype=out_dtype, sharded=sharded)
+        self.factor: Factor = factor if sharded is None else ShardedRows(factor, sharded.n, sharded.shards)
+        self.diagonal_part, self.out_dtype = diagonal, out_dtype
         self._root_cache: Tensor | None = None
 
     @property
@@ -73,6 +86,24 @@ class LowRankPlusDiagonal(LinearOperator):
     @property
     def device(self) -> torch.device:
         return self.factor.device
+
+    @property
+    def held(self) -> slice:
+        """The rows of F that are on this rank."""
+        return slice(0, self.factor.shape[-2]) if isinstance(self.factor, Tensor) else self.factor.span
+
+    def rows(self, rows: slice) -> Tensor:
+        """Some of the rows :attr:`held`, ``(..., h, r)``."""
+        if isinstance(self.factor, Tensor):
+            return self.factor[..., rows, :]
+        first = self.factor.span.start
+        return self.factor.own[rows.start - first : rows.stop - first]
+
+    def completed(self, values: Tensor) -> Tensor:
+        """All of ``(..., n)`` values of which each rank has those of the rows :attr:`held`."""
+        if isinstance(self.factor, Tensor):
+            return values
+        return self.factor.shards.gather(values[..., self.factor.span], self.factor.n, dim=-1)
 
     def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
         """The same operator without gradients, shown as ``out_dtype``; shares F, d and their factorization."""
@@ -104,11 +135,13 @@ class LowRankPlusDiagonal(LinearOperator):
         if self._root_cache is None:
             factor, diagonal = self.factor, self.diagonal_part
             inner = torch.zeros(*self.batch_shape, self.rank, self.rank, dtype=factor.dtype, device=factor.device)
-            for rows in spans(factor.shape[-2], max(1, _ENTRIES // max(self.rank, 1))):
-                part = factor[..., rows, :]
+            held = self.held
+            for rows in spans(held.stop, max(1, _ENTRIES // max(self.rank, 1)), held.start):
+                part = self.rows(rows)
                 scaled = part / diagonal[..., rows, None]
                 for across in spans(self.rank, _WIDTH):  # the lower triangle is all that is read
                     inner[..., across.start :, across] += part[..., across.start :].mT @ scaled[..., across]
+            inner = inner if isinstance(factor, Tensor) else factor.shards.sum(inner)
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
             root, info = torch.linalg.cholesky_ex(inner)
             positive = bool((diagonal > 0).all())  # false for NaN too
@@ -138,7 +171,10 @@ class LowRankPlusDiagonal(LinearOperator):
         return self.apply_inverse(rhs)
 
     def log_determinant(self) -> Tensor:
-        """``log det P`` of shape ``(...)``, differentiable in F and d."""
+        """``log det P`` of shape ``(...)``, differentiable in F and d; without gradients where F is sharded."""
+        if isinstance(self.factor, ShardedRows):
+            roots = self.capacitance_root().diagonal(dim1=-2, dim2=-1)
+            return (2 * roots.log().sum(-1) + self.diagonal_part.detach().log().sum(-1)).to(self.dtype)
         factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:])
         diagonal = self.diagonal_part.expand(*self.batch_shape, -1)
         return _Logdet.apply(factor, diagonal, self.capacitance_root()).to(self.dtype)
@@ -194,7 +230,11 @@ class LowRankPlusDiagonal(LinearOperator):
 
     def _halves(self, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
         """``G F`` as :meth:`pull_back_products` takes it, G the symmetric part of ``left right^T``."""
-        return [(left / 2, right.mT @ self.factor), (right / 2, left.mT @ self.factor)]
+        return [(left / 2, self._between(right)), (right / 2, self._between(left))]
+
+    def _between(self, vectors: Tensor) -> Tensor:
+        """``v^T F``, ``(..., t, r)``."""
+        return vectors.mT @ self.factor if isinstance(self.factor, Tensor) else (self.factor.mT @ vectors).mT
 
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
         """:meth:`pull_back` of ``sum_i a_i b_i``, for a_i ``(..., n, t)`` and b_i ``(..., t, r)``."""
@@ -208,7 +248,7 @@ class LowRankPlusDiagonal(LinearOperator):
         :param rows_of: ``slice -> (..., h, r)`` rows of ``G F`` for each matrix of the batch; called once for each
             block, whatever needs a gradient.
         """
-        factor = self.factor
+        factor = whole(self.factor)
         batch, (n, r) = self.batch_shape, factor.shape[-2:]
         needed = tensors[0].requires_grad
         of_factor = factor.new_zeros(*batch, n, r) if needed else None
@@ -219,25 +259,26 @@ class LowRankPlusDiagonal(LinearOperator):
         return (None if of_factor is None else _sum_to(of_factor, factor.shape),)
 
     def _diagonal(self) -> Tensor:
-        return (torch.linalg.vector_norm(self.factor, dim=-1).square() + self.diagonal_part).to(self.dtype)
+        return (square_norms(self.factor) + self.diagonal_part).to(self.dtype)
 
     def to_dense(self) -> Tensor:
-        return (self.factor @ self.factor.mT + torch.diag_embed(self.diagonal_part)).to(self.dtype)
+        factor = whole(self.factor)
+        return (factor @ factor.mT + torch.diag_embed(self.diagonal_part)).to(self.dtype)
 
     def _transpose_nonbatch(self) -> LowRankPlusDiagonal:
         return self
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
-        factor = self.factor.expand(*batch_shape, *self.factor.shape[-2:])
+        factor = whole(self.factor).expand(*batch_shape, *self.factor.shape[-2:])
         return LowRankPlusDiagonal(factor, self.diagonal_part.expand(*batch_shape, -1), out_dtype=self.out_dtype)
 
     def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
-        factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:]).unsqueeze(dim)
+        factor = whole(self.factor).expand(*self.batch_shape, *self.factor.shape[-2:]).unsqueeze(dim)
         diagonal = self.diagonal_part.expand(*self.batch_shape, -1).unsqueeze(dim)
         return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
 
     def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
-        factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:]).permute(*dims, -2, -1)
+        factor = whole(self.factor).expand(*self.batch_shape, *self.factor.shape[-2:]).permute(*dims, -2, -1)
         diagonal = self.diagonal_part.expand(*self.batch_shape, -1).permute(*dims, -1)
         return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
 

@@ -9,6 +9,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
+from ..distributed import in_force
 from .kernel_matrix import KernelMatrix
 from .tall import TallMatrix
 
@@ -52,9 +53,10 @@ class NormalMatrix(LinearOperator):
     def to_dense(self) -> Tensor:
         """``(m, m)``."""
         out = self.kzz * self.level
-        for _, tile in self.tall.tiles():
-            out.addmm_(tile.mT, tile)
-        return out
+        part = torch.zeros_like(out) if in_force() is not None else out
+        for _, tile in self.tall.own_tiles():
+            part.addmm_(tile.mT, tile)
+        return out if part is out else out.add_(self.tall.total(part))
 
     def built(self) -> Any:
         """The preconditioner, made at the first call; None without."""

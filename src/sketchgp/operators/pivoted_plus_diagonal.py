@@ -10,6 +10,7 @@ The same holds for any function of F whose gradient is 2 H; where ``F^T H`` is n
 its upper triangle takes its place (the derivative of a Cholesky factorization).
 Blocks of rows of the first are handed to the kernel at once.  ``F^T H`` takes no product of n r^2 where it is known:
 it is ``I - C^-1`` for log det P, C the capacitance matrix, and of few columns where H is; ``H L^-1`` is so there, too.
+Where ranks work together, each has its own rows of F and hands over those; the gradients are added up.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import Factor, ShardedRows, in_force
 from .engines import TILED
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import Gradients, LowRankPlusDiagonal, Rows, inverse_rows
+from .shared import summed
 from .tiles import spans
 
 _ENTRIES = 2**22  # of F that are worked on at once
@@ -38,21 +41,24 @@ class PivotedFactor:
 
     pivots: Tensor
     core_root: Tensor
-    factor: Tensor | None
+    factor: Factor | None
 
 
 @torch.no_grad()
-def columns_over_root(matrix: Any, pivots: Tensor, root: Tensor) -> Tensor:
+def columns_over_root(matrix: Any, pivots: Tensor, root: Tensor) -> Factor:
     """``K(:, S) L^-T``, ``(n, r)``, by blocks of rows; K(:, S) is never there as a whole.
 
     :param matrix: gives K by ``matrix.block(rows, columns)``.
     """
     n = matrix.shape[-2] if isinstance(matrix, KernelMatrix) else matrix.n
-    factor = torch.empty(n, len(pivots), dtype=root.dtype, device=root.device)
-    for rows in spans(n, max(1, _ENTRIES // max(len(pivots), 1))):
+    shards = in_force()
+    held = slice(0, n) if shards is None else shards.span(n)
+    factor = torch.empty(held.stop - held.start, len(pivots), dtype=root.dtype, device=root.device)
+    for rows in spans(held.stop, max(1, _ENTRIES // max(len(pivots), 1)), held.start):
         part = matrix.block(torch.arange(rows.start, rows.stop, device=root.device), pivots)
-        factor[rows] = torch.linalg.solve_triangular(root, part.mT, upper=False).mT
-    return factor
+        solved = torch.linalg.solve_triangular(root, part.mT, upper=False).mT
+        factor[rows.start - held.start : rows.stop - held.start] = solved
+    return factor if shards is None else ShardedRows(factor, n, shards)
 
 
 class _Logdet(torch.autograd.Function):
@@ -71,13 +77,13 @@ class _Logdet(torch.autograd.Function):
         of_diagonal = 1 / diagonal  # right as it is for rank 0
 
         def rows_of(rows: slice) -> Tensor:  # H = P^-1 F = D^-1 F C^-1
-            half, of_diagonal[rows] = inverse_rows(operator.factor[rows], diagonal[rows], root)
+            half, of_diagonal[rows] = inverse_rows(operator.rows(rows), diagonal[rows], root)
             return torch.linalg.solve_triangular(operator.pivoted.core_root, half * grad, upper=False, left=False)
 
         core = -torch.cholesky_inverse(root)  # F^T H
         core.diagonal().add_(1)
         gradients = operator.pulled_back(ctx.saved_tensors, rows_of, core * grad)
-        return (None, *gradients, of_diagonal * grad)
+        return (None, *gradients, operator.completed(of_diagonal) * grad)
 
 
 class PivotedPlusDiagonal(LowRankPlusDiagonal):
@@ -108,7 +114,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         self._root_cache: Tensor | None = None
 
     @property
-    def factor(self) -> Tensor:  # type: ignore[override]
+    def factor(self) -> Factor:  # type: ignore[override]
         """F, ``(n, r)``, without gradients."""
         factor = self.pivoted.factor
         if factor is None:
@@ -182,28 +188,32 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
         """
-        core = self.factor.new_zeros(self.rank, self.rank)
+        core = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
 
         def over(rows: slice) -> Tensor:
             h = rows_of(rows)
-            core.add_(self.factor[rows].mT @ h)
+            core.add_(self.rows(rows).mT @ h)
             return torch.linalg.solve_triangular(self.pivoted.core_root, h, upper=False, left=False)
 
-        return self.pulled_back(tensors, over, core)
+        return self.pulled_back(tensors, over, core, in_parts=True)
 
     @torch.no_grad()
-    def pulled_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor) -> Gradients:
+    def pulled_back(
+        self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor, in_parts: bool = False
+    ) -> Gradients:
         """:meth:`pull_back` from the two matrices that H is wanted for.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of ``H L^-1``; called once for each block, whatever needs a gradient.
         :param core: ``F^T H``, ``(r, r)``; read when all rows have been asked for.
+        :param in_parts: whether a rank's own rows make a part of it only.
         """
         x, *parameters = tensors[:-1]
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
-        n, r = self.factor.shape
-        blocks = list(spans(n, max(1, _ENTRIES // max(r, 1)))) if r else []
-        if not blocks or not any(t.requires_grad for t in (x, *parameters)):
+        r, held = self.rank, self.held
+        shards = None if isinstance(self.factor, Tensor) else self.factor.shards
+        blocks = list(spans(held.stop, max(1, _ENTRIES // max(r, 1)), held.start)) if r else []
+        if not r or not any(t.requires_grad for t in (x, *parameters)):
             for rows in blocks:
                 rows_of(rows)
             return (None,) * (1 + len(parameters))
@@ -225,6 +235,9 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
 
         for rows in blocks:
             add(torch.arange(rows.start, rows.stop, device=x.device), 2 * rows_of(rows))
+        if shards is not None:
+            of_x, *totals = summed(shards, (of_x, *totals))
+            core = shards.sum(core) if in_parts else core
         upper = core.triu()
         core = (upper + upper.mT) - torch.diag(core.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)

@@ -85,10 +85,12 @@ class RowProduct:
 
 
 def _stored(operator: LinearOperator) -> Tensor | None:
-    """The dense matrix of an operator that keeps one."""
+    """The dense matrix of an operator that keeps one, whole."""
     if isinstance(operator, DenseLinearOperator):
         return operator.tensor
-    return DENSE.kept(operator) if isinstance(operator, KernelMatrix) and choose(operator) is DENSE else None
+    if not isinstance(operator, KernelMatrix) or operator.ranks() is not None:
+        return None
+    return DENSE.kept(operator) if choose(operator) is DENSE else None
 
 
 def _engine(matrix: KernelMatrix) -> str:

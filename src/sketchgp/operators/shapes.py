@@ -34,6 +34,12 @@ def take_rows(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
 
 
+def repeated(x: Tensor) -> bool:
+    """Whether a batch ``(..., n, d)`` is one matrix over and over, expanded without copies."""
+    steps = zip(x.stride()[:-2], x.shape[:-2], strict=True)
+    return x.dim() > 2 and not any(step for step, size in steps if size > 1)
+
+
 def convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``x.to(...)``, with batch dimensions that are expanded without copies left so."""
     repeated = [step == 0 and size > 1 for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True)]

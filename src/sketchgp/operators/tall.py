@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import in_force
 from .kernel_matrix import KernelMatrix
 from .tiles import spans
 
@@ -38,7 +39,9 @@ class TallMatrix:
 
     Entries are evaluated in the dtype of x; sums are float64.  So T is the same matrix in every product, and ``T^T T``
     positive semidefinite, to float64 rounding: float32 entries only perturb the kernel, by 1e-7 of itself.  What the
-    kernel makes of x (and float64 copies of float32 inputs) is held for some rows at a time.
+    kernel makes of x (and float64 copies of float32 inputs) is held for some rows at a time.  Where ranks work together
+    (:func:`sketchgp.distributed.sharded`), each evaluates its own rows of x in products, ``entries`` counts those of
+    all, and results are whole: n t numbers are gathered, or m t added up.
 
     :param kernel: a GPyTorch kernel without batch.
     :param x: ``(n, d)``; :param z: ``(m, d)``, of one dtype and device.
@@ -85,42 +88,70 @@ class TallMatrix:
         return self._dense(self._matrix(self.x[rows]), None if self.weights is None else self.weights[rows])
 
     @torch.no_grad()
-    def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self, rows: int | None = None, within: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Slices of rows and the tiles ``(rows, m)``, float64, in order.
 
         :param rows: of a tile; None for what products do best with.
+        :param within: the rows that are gone through; None for all.
         """
         n, m = self.shape
+        within = slice(0, n) if within is None else within
         step = max(1, min(n, rows or tile_rows(m, self.device)))
         together = step * max(1, _INPUTS // (step * max(1, self.x.shape[1])))
-        for some in spans(n, together):
+        for some in spans(within.stop, together, within.start):
             matrix = self._matrix(self.x[some])
             for span in spans(some.stop - some.start, step):
                 whole = slice(some.start + span.start, some.start + span.stop)
                 indices = torch.arange(span.start, span.stop, device=self.device)
                 yield whole, self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])
 
+    def own_tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """:meth:`tiles` of this rank's rows: what is added up over them has to be completed by :meth:`total`."""
+        shards = in_force()
+        if shards is None:
+            yield from self.tiles()
+            return
+        n, m = self.shape
+        own = shards.span(n)
+        yield from self.tiles(within=own)
+        self.entries += (n - (own.stop - own.start)) * m
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum of what each rank has of :meth:`own_tiles`."""
+        shards = in_force()
+        return part if shards is None else shards.sum(part)
+
+    def completed(self, values: Tensor) -> Tensor:
+        """All of ``(n, t)`` values of which each rank has those of the rows of :meth:`own_tiles`."""
+        shards, n = in_force(), self.shape[0]
+        return values if shards is None else shards.gather(values[shards.span(n)], n)
+
     def matmul(self, vectors: Tensor) -> Tensor:
         """``T v``: ``(m, t)`` to ``(n, t)``, float64."""
-        out = vectors.new_empty(self.shape[0], vectors.shape[-1])
-        for span, tile in self.tiles():
-            torch.matmul(tile, vectors, out=out[span])
-        return out
+        n, shards = self.shape[0], in_force()
+        own = slice(0, n) if shards is None else shards.span(n)
+        out = vectors.new_empty(own.stop - own.start, vectors.shape[-1])
+        for span, tile in self.own_tiles():
+            torch.matmul(tile, vectors, out=out[span.start - own.start : span.stop - own.start])
+        return out if shards is None else shards.gather(out, n)
 
     def t_matmul(self, vectors: Tensor) -> Tensor:
         """``T^T v``: ``(n, t)`` to ``(m, t)``, float64."""
         out = vectors.new_zeros(self.shape[1], vectors.shape[-1])
-        for span, tile in self.tiles():
+        for span, tile in self.own_tiles():
             out.addmm_(tile.mT, vectors[span])
-        return out
+        return self.total(out)
 
     def gram(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``T^T (T v)`` and ``|T v|^2`` of each column: ``(m, t)`` to ``(m, t)`` and ``(t,)``, in one sweep."""
         out, squares = torch.zeros_like(vectors), vectors.new_zeros(vectors.shape[1])
-        for _, tile in self.tiles():
+        for _, tile in self.own_tiles():
             image = tile @ vectors
             squares += image.square().sum(dim=0)
             out.addmm_(tile.mT, image)
+        if in_force() is not None:
+            both = self.total(torch.cat([out, squares.unsqueeze(0)]))
+            out, squares = both[:-1], both[-1]
         return out, squares
 
     def gram_matmul(self, vectors: Tensor) -> Tensor:

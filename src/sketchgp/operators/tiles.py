@@ -48,20 +48,24 @@ def tile_shape(
     return height, width
 
 
-def spans(length: int, step: int) -> Iterator[slice]:
-    """Consecutive slices of at most ``step`` that cover ``range(length)``."""
-    for start in range(0, length, step):
+def spans(length: int, step: int, first: int = 0) -> Iterator[slice]:
+    """Consecutive slices of at most ``step`` that cover ``range(first, length)``."""
+    for start in range(first, length, step):
         yield slice(start, min(start + step, length))
 
 
-def pieces(rows: int, columns: int, shape: Shape, half: bool) -> Iterator[tuple[slice, slice, bool]]:
+def pieces(
+    rows: int, columns: int, shape: Shape, half: bool, within: slice | None = None
+) -> Iterator[tuple[slice, slice, bool]]:
     """The tiles of a ``(rows, columns)`` matrix: row and column slices, and whether the mirror image is left to be
     taken from the tile too.
 
     :param half: of a symmetric matrix, only tiles that make it up together with their mirror images: square ones
         along the diagonal, and those to the right of them.
+    :param within: rows, to which all tiles belong; None for all.
     """
-    for down in spans(rows, shape[0]):
+    within = slice(0, rows) if within is None else within
+    for down in spans(within.stop, shape[0], within.start):
         start = 0
         if half:
             for part in spans(down.stop - down.start, shape[1]):

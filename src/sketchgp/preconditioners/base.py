@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import count, settle
+from ..distributed import Factor, fetched, square_norms, whole
 from ..errors import InputError
 from ..lowrank import LowRank, nystrom_factor
 from ..operators import LowRankPlusDiagonal
@@ -30,7 +31,7 @@ class Selection:
     ``sum(residual / noise)``.
     """
 
-    factor: Tensor
+    factor: Factor
     pivots: Tensor | None
     shift: float | Tensor = 0.0
     coefficients: Tensor | None = None
@@ -83,8 +84,12 @@ class Preconditioner:
         """The rank asked for, or the bound of the automatic one: what the memory budget holds."""
         if self.rank is not None:
             return min(self.rank, n)
-        stored = memory_budget.value(device) // (16 * n)  # two float64 arrays of n x rank
+        stored = memory_budget.value(device) // (16 * self.rows_stored(n))  # two float64 arrays of n x rank
         return max(1, min(n, stored, self._reach(n)))
+
+    def rows_stored(self, n: int) -> int:
+        """Of F, on one rank."""
+        return n
 
     def _reach(self, n: int) -> int:
         """The most columns of an automatic rank, whatever the memory."""
@@ -106,7 +111,7 @@ class Preconditioner:
         """For one matrix and noise ``(n,)``, float64 and positive."""
         raise NotImplementedError
 
-    def serves(self, selection: Selection, matrix: Access, factor: Tensor, noise: Tensor) -> bool:
+    def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:
         """Whether what was selected for an earlier K or noise is good enough for the present ones.
 
         :param factor: F of the present K with this selection, ``(..., n, r)``.
@@ -156,20 +161,20 @@ def noise_of_each(matrix: Access, noise: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def unexplained(matrix: Access, factor: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+def unexplained(matrix: Access, factor: Factor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """What F leaves of the trace of ``D^-1 K``: as a share and as an amount, one number a matrix.
 
     Below zero where ``F F^T`` has more than K, as that of :class:`NystromEigenPro` may.
     """
     diagonal = matrix.diagonal()
-    residual = diagonal - torch.linalg.vector_norm(factor, dim=-1).square()
+    residual = diagonal - square_norms(factor)
     total, excess = (diagonal / noise).sum(-1), (residual / noise).sum(-1)
     return excess / torch.where(total > 0, total, 1), excess
 
 
 def _selection(low_rank: LowRank, sequential: bool = False) -> Selection:
     """:param sequential: whether F is a partial Cholesky factor: at its pivots it then holds that of their block."""
-    root = low_rank.factor[low_rank.pivots].tril() if sequential and low_rank.pivots is not None else None
+    root = fetched(low_rank.factor, low_rank.pivots).tril() if sequential and low_rank.pivots is not None else None
     return Selection(low_rank.factor, low_rank.pivots, core_root=root)
 
 
@@ -177,7 +182,7 @@ def _stack(parts: list[Selection], matrix: Access) -> Selection:
     """Selections of a batch: of one rank, so the shorter ones get further pivots (and zero columns in F)."""
     rank = max(part.factor.shape[-1] for part in parts)
     shape = matrix.batch_shape
-    factors = torch.stack([torch.nn.functional.pad(p.factor, (0, rank - p.factor.shape[-1])) for p in parts])
+    factors = torch.stack([torch.nn.functional.pad(whole(p.factor), (0, rank - p.factor.shape[-1])) for p in parts])
     pivots = coefficients = scales = None
     if all(part.coefficients is not None for part in parts):
         padded = [torch.nn.functional.pad(p.coefficients, (0, rank - p.factor.shape[-1])) for p in parts]  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import Factor, in_force
 from ..fingerprint import tensor_key
 from ..lowrank import pivoted_factor
 from ..operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
@@ -57,7 +58,7 @@ class PreconditionerCache:
         self._matrix_key: Any = None
         self._noise_key: Any = None
         self._selection: Selection | None = None
-        self._factor: Tensor | None = None
+        self._factor: Factor | None = None
         self._built: LowRankPlusDiagonal | None = None
         self._pivoted_factor: PivotedFactor | None = None
 
@@ -84,7 +85,7 @@ class PreconditionerCache:
         with self._lock:
             start = time.perf_counter()
             live = differentiable and (operator.requires_grad or noise.requires_grad)
-            matrix_key, noise_key = operator_key(operator), tensor_key(noise)
+            matrix_key, noise_key = (in_force(), *operator_key(operator)), tensor_key(noise)
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
                 return self._built.detached(operator.dtype)
             access = Access(operator)
@@ -121,7 +122,8 @@ class PreconditionerCache:
             # may still hold it.
             if not unchanged and self._pivoted_factor is not None:
                 self._pivoted_factor.factor = None
-            selection = dataclasses.replace(selection, factor=selection.factor.new_empty(access.n, 0))
+            nothing = torch.empty(access.n, 0, dtype=selection.factor.dtype, device=access.device)
+            selection = dataclasses.replace(selection, factor=nothing)
             self._forget_built()
             assert selection.pivots is not None
             selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
@@ -163,7 +165,7 @@ class PreconditionerCache:
         assert self._selection is not None
         return self._selection.shift
 
-    def _find_factor(self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool) -> Tensor:
+    def _find_factor(self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool) -> Factor:
         """F, selected anew where what was selected before no longer serves."""
         unchanged = keys[0] == self._matrix_key and self._selection is not None
         same = unchanged and keys[1] == self._noise_key
@@ -188,13 +190,13 @@ class PreconditionerCache:
         return factor
 
     @torch.no_grad()
-    def _select(self, access: Access, noise: Tensor) -> Tensor:
+    def _select(self, access: Access, noise: Tensor) -> Factor:
         self.selections += 1
         self._selection = self.choice.select(access, noise.detach())
         self._factor = self._selection.factor
         return self._factor
 
-    def _serves(self, access: Access, factor: Tensor, noise: Tensor, selection: Selection | None = None) -> bool:
+    def _serves(self, access: Access, factor: Factor, noise: Tensor, selection: Selection | None = None) -> bool:
         selection = self._selection if selection is None else selection
         assert selection is not None
         return self._held or self.choice.serves(selection, access, factor, noise)

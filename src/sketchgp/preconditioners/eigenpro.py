@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..checks import count, seed, settle
+from ..distributed import Factor
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
 from ..random_streams import generator
@@ -56,7 +57,7 @@ class NystromEigenPro(Preconditioner):
         factor = matrix.columns(top.indices) @ coefficients
         return Selection(factor, top.indices, shift=top.tail * n / len(top.indices), coefficients=coefficients)
 
-    def serves(self, selection: Selection, matrix: Access, factor: Tensor, noise: Tensor) -> bool:
+    def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:
         """As long as F, whose coefficients are fixed, explains as large a share of K as when they were chosen."""
         left, _ = unexplained(matrix, factor, noise_of_each(matrix, noise))
         now, then = 1 - left, 1 - selection.left

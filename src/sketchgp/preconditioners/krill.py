@@ -57,10 +57,12 @@ def krill_preconditioner(
     )
     stacked = matrix.kzz.new_zeros(rows + m, m)
     sketched = None if targets is None else stacked.new_zeros(rows + m, targets.shape[1])
-    for span, tile in tall.tiles():
+    for span, tile in tall.own_tiles():
         embedding.add_product(stacked[:rows], span, tile)
         if targets is not None and sketched is not None:
             embedding.add_product(sketched[:rows], span, targets[span].to(stacked))
+    stacked = tall.total(stacked)
+    sketched = None if sketched is None else tall.total(sketched)
     stacked[rows:] = root_of(matrix) * matrix.level**0.5
     packed, scales = torch.geqrf(stacked)
     root = packed[:m].triu()

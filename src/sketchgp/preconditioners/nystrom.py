@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import seed, settle, word
+from ..distributed import in_force
 from ..lowrank import LowRank, gaussian_nystrom, gaussian_test_matrix, nystrom_factor, uniform_nystrom
 from ..operators.access import Access
 from ..random_streams import generator
@@ -52,7 +53,11 @@ class Nystrom(Preconditioner):
     def _approximate(self, matrix: Access, rank: int, scales: Tensor) -> LowRank:
         if self.sketch == "gaussian":
             return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales)
-        return uniform_nystrom(matrix, rank, generator=self._generator())
+        return uniform_nystrom(matrix, rank, generator=self._generator(), shards=in_force())
+
+    def rows_stored(self, n: int) -> int:
+        shards = in_force()
+        return n if shards is None or self.sketch != "uniform" else -(-n // shards.count)
 
     def _reach(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))

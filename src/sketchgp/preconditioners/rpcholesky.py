@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..checks import count, seed, settle, word
+from ..distributed import in_force
 from ..errors import InputError
 from ..lowrank import rpcholesky
 from ..operators.access import Access
@@ -58,6 +59,10 @@ class RPCholesky(Preconditioner):
     def below(self) -> bool:
         return True
 
+    def rows_stored(self, n: int) -> int:
+        shards = in_force()
+        return n if shards is None else -(-n // shards.count)
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         low_rank = rpcholesky(
             matrix,
@@ -67,5 +72,6 @@ class RPCholesky(Preconditioner):
             block_size=self.block_size,
             weights=1 / noise,
             enough=RankByCost(Costs(matrix)) if self.rank is None else None,
+            shards=in_force(),
         )
         return _selection(low_rank, sequential=self.method == "accelerated")

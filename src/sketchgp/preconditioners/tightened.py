@@ -6,9 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from ..distributed import Factor, leading, square_norms
 from ..operators.access import Access
 from .base import Preconditioner, Selection
 
@@ -16,7 +16,7 @@ _COLUMNS = 20.0  # times n^1/2: the most columns; F costs more than products wit
 _FASTEST = 0.01  # of what is left, after twice the columns
 
 
-def log_slack(prior: Tensor, factor: Tensor, noise: Tensor) -> Tensor:
+def log_slack(prior: Tensor, factor: Factor, noise: Tensor) -> Tensor:
     """``sum_i log(1 + e_i / d_i)`` for e the diagonal of ``K - F F^T`` and d that of the noise, ``(...)``.
 
     With ``P = F F^T + D``, ``F F^T <= K`` and ``E = K - F F^T``, ``log det (K + D) - log det P`` is at the least 0 and
@@ -25,7 +25,7 @@ def log_slack(prior: Tensor, factor: Tensor, noise: Tensor) -> Tensor:
 
     :param prior: the diagonal of K, ``(..., n)``; :param factor: F, ``(..., n, r)``; :param noise: d, ``(..., n)``.
     """
-    left = (prior - torch.linalg.vector_norm(factor, dim=-1).square()).clamp(min=0)
+    left = (prior - square_norms(factor)).clamp(min=0)
     return (left / noise).log1p().sum(dim=-1)
 
 
@@ -63,7 +63,9 @@ class Tightened(Preconditioner):
         while self.base.rank is None:
             factor = selection.factor
             rank = max(1, factor.shape[-1])
-            left, before = (float(log_slack(prior, part, noise)) / (2 * n) for part in (factor, factor[:, : rank // 2]))
+            left, before = (
+                float(log_slack(prior, part, noise)) / (2 * n) for part in (factor, leading(factor, rank // 2))
+            )
             falls = max(_FASTEST, (left / before) ** 2) if before > 0 else 0.0  # by twice the columns, at the best
             doublings = math.log2(most / rank) if most > rank else 0.0
             hopeless = not self.hopeful and left * falls**doublings > self.slack

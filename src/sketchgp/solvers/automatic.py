@@ -21,13 +21,13 @@ def automatic_solver(
     """Conjugate gradients while a good preconditioner fits in memory, ASkotch beyond; and why, as a sentence.
 
     A good preconditioner has the rank that was asked for, or half of the ``10 sqrt(n)`` of arXiv:2304.12465; its
-    n x rank factor has to fit the memory budget (:class:`sketchgp.settings.memory_budget`).  Without a preconditioner
-    nothing has to fit.
+    n x rank factor, or this rank's rows of it, has to fit the memory budget
+    (:class:`sketchgp.settings.memory_budget`).  Without a preconditioner nothing has to fit.
     """
     if preconditioner is None:
         return ConjugateGradients(), "solver='auto' chose ConjugateGradients: no preconditioner was asked for"
     rank = min(n, preconditioner.rank or math.ceil(_SHARE * 10 * math.sqrt(n)))
-    needed, budget = _BYTES * n * rank, memory_budget.value(device)
+    needed, budget = _BYTES * preconditioner.rows_stored(n) * rank, memory_budget.value(device)
     room = f"the budget of {budget / 2**30:.2g} GiB"
     if needed <= budget:
         most = preconditioner.rank_for(n, device)

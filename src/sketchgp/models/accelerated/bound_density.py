@@ -31,6 +31,7 @@ from linear_operator.operators import DiagLinearOperator, InterpolatedLinearOper
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...distributed import square_norms
 from ...errors import SketchGPError
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import Access, evaluated_accurately, terms
@@ -280,21 +281,22 @@ def _of_factor(
     quadratic form; so ``H = G F`` is known by rows.
     """
     batch, root = built.batch_shape, built.capacitance_root()
-    factor = built.factor.expand(*batch, *built.factor.shape[-2:])
     diagonal = built.diagonal_part.expand(*batch, -1)
-    left = (prior - torch.linalg.vector_norm(factor, dim=-1).square()).clamp(min=0)
+    left = (prior - square_norms(built.factor)).clamp(min=0)
     of_prior = of_determinant.unsqueeze(-1) / (diagonal + left)
     weighed = z * of_each.unsqueeze(-2)
-    projected = factor.mT @ z
+    projected = built.factor.mT @ z
     of_inverse = 1 / diagonal  # right as it is for rank 0
 
     def rows_of(rows: slice) -> Tensor:
-        part = factor[..., rows, :]
+        part = built.rows(rows)
+        part = part.expand(*batch, *part.shape[-2:])
         half, of_inverse[..., rows] = inverse_rows(part, diagonal[..., rows], root)
         half.mul_(of_determinant[..., None, None]).addcmul_(part, of_prior[..., rows, None], value=-1)
         return half.sub_(weighed[..., rows, :] @ projected.mT)
 
     of_factor = built.pull_back(tuple(args), rows_of)
+    of_inverse = built.completed(of_inverse)
     of_diagonal = of_determinant.unsqueeze(-1) * of_inverse - of_prior * left / diagonal - (weighed * z).sum(dim=-1)
     of_diagonal = of_diagonal.sum_to_size(built.diagonal_part.shape)
     return of_prior.sum_to_size(prior.shape), (*of_factor, of_diagonal)

@@ -27,6 +27,8 @@ class Dense(Engine):
     def fits(self, matrix: KernelMatrix) -> bool:
         """Whether the matrix fits the memory budget, or is stored already."""
         size = matrix.shape.numel() * matrix.compute_dtype.itemsize
+        ranks = matrix.ranks()
+        size = size if ranks is None else -(-size // ranks.count)  # each stores its own rows
         return matrix._stored is not None or size <= memory_budget.value(matrix.device)
 
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:

@@ -26,9 +26,13 @@ class Tiled(Engine):
 
     name = "tiled"
 
-    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
-        half = matrix.same
-        return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _product(matrix, rhs, shape, half))
+    def product(self, matrix: KernelMatrix, rhs: Tensor, within: slice | None = None) -> Tensor:
+        """:param within: rows whose tiles, with their mirror images where x1 is x2, are all that is added up."""
+        return shrinking(
+            matrix.device,
+            lambda: _shape(matrix, within=within),
+            lambda shape: _product(matrix, rhs, shape, matrix.same, within),
+        )
 
     def dense(self, matrix: KernelMatrix) -> Tensor:
         """The whole matrix ``(*batch, n, m)``, without autograd."""
@@ -36,7 +40,8 @@ class Tiled(Engine):
         half = matrix.same
         return shrinking(matrix.device, lambda: _shape(matrix), lambda shape: _dense(matrix, out, shape, half))
 
-    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
+    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor, within: slice | None = None) -> Gradients:
+        """:param within: as in :meth:`product`, where both sides are taken for one (:func:`folds`); else plain rows."""
         fold = folds(matrix)
         if fold:  # K is symmetric, so the weights may be made so: only the upper triangle is then visited
             left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
@@ -44,7 +49,7 @@ class Tiled(Engine):
         def weights(rows: slice, columns: slice, out: Tensor) -> Tensor:
             return torch.matmul(left[..., rows, :], right[..., columns, :].mT, out=out)
 
-        return self._derivative(matrix, weights, fold)
+        return self._derivative(matrix, weights, fold, within)
 
     def dense_derivative(self, matrix: KernelMatrix, gradient: Tensor) -> Gradients:
         """The gradient of ``sum_ij gradient_ij K_ij``, for ``gradient`` of the matrix's shape."""
@@ -56,18 +61,23 @@ class Tiled(Engine):
         return self._derivative(matrix, weights, False)
 
     def _derivative(
-        self, matrix: KernelMatrix, weights: Callable[[slice, slice, Tensor], Tensor], half: bool
+        self,
+        matrix: KernelMatrix,
+        weights: Callable[[slice, slice, Tensor], Tensor],
+        half: bool,
+        within: slice | None = None,
     ) -> Gradients:
         return shrinking(
             matrix.device,
-            lambda: _shape(matrix, gradient=True),
-            lambda shape: _gradient(matrix, weights, shape, half),
+            lambda: _shape(matrix, gradient=True, within=within),
+            lambda shape: _gradient(matrix, weights, shape, half, within),
         )
 
 
-def _shape(matrix: KernelMatrix, gradient: bool = False) -> Shape:
+def _shape(matrix: KernelMatrix, gradient: bool = False, within: slice | None = None) -> Shape:
     atoms = 1 if matrix.expression is None else len(matrix.expression.atoms)
     n, m = matrix.shape[-2:]
+    n = n if within is None else within.stop - within.start
     buffers = atoms * (2 if gradient else 1)
     return tile_shape(n, m, matrix.compute_dtype, matrix.device, matrix.flat_batch.numel(), buffers)
 
@@ -80,11 +90,11 @@ def _tiles(matrix: KernelMatrix, shape: Shape) -> FastTiles | GenericTiles:
 
 
 @torch.no_grad()
-def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool) -> Tensor:
+def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool, within: slice | None = None) -> Tensor:
     tiles = _tiles(matrix, shape)
     columns_wanted, rhs = rhs.shape[-1], padded(rhs)
     out = rhs.new_zeros(*matrix.flat_batch, matrix.shape[-2], rhs.shape[-1])
-    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
+    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within):
         tile = tiles.tile(rows, columns)
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
             tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(*matrix.flat_batch, *tile.shape[-2:])
@@ -119,7 +129,11 @@ def _dense(matrix: KernelMatrix, out: Tensor, shape: Shape, half: bool) -> Tenso
 
 @torch.no_grad()
 def _gradient(
-    matrix: KernelMatrix, weights: Callable[[slice, slice, Tensor], Tensor], shape: Shape, half: bool
+    matrix: KernelMatrix,
+    weights: Callable[[slice, slice, Tensor], Tensor],
+    shape: Shape,
+    half: bool,
+    within: slice | None = None,
 ) -> Gradients:
     live = Live(matrix)
     if not live.wanted:
@@ -132,7 +146,7 @@ def _gradient(
         adder = GenericTiles(matrix.evaluator(live.tensors[2:]), live.tensors)
     entries = matrix.flat_batch.numel() * shape[0] * shape[1]
     buffer = torch.empty(entries, dtype=matrix.compute_dtype, device=matrix.device)
-    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
+    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within):
         size = torch.Size((*matrix.flat_batch, rows.stop - rows.start, columns.stop - columns.start))
         block = weights(rows, columns, buffer[: size.numel()].view(size))
         if mirror:

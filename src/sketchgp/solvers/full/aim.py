@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...distributed import square_norms
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import diagonal
 from ..certificate import Certificate
@@ -44,7 +45,7 @@ class Rows:
         self.noise = system.noise.to(torch.float64).unsqueeze(-1)
         left = diagonal(system.operator).to(torch.float64).clamp(min=0)
         if preconditioner is not None:
-            left = (left - torch.linalg.vector_norm(preconditioner.factor, dim=-1).square()).clamp(min=0)
+            left = (left - square_norms(preconditioner.factor)).clamp(min=0)
         left = left.unsqueeze(-1)
         self.share, self.known = left / (left + self.noise), preconditioner is not None
         least = torch.as_tensor(least, dtype=torch.float64, device=self.noise.device)

@@ -22,7 +22,7 @@ from ...report import Reason, SolveReport, conclude
 from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
-from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
+from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
 from .aim import Rows
 from .followed import Followed
@@ -243,6 +243,7 @@ class ConjugateGradients(Budgeted):
         keep_vectors: bool = False,
     ) -> Gradients:
         """What is iterated, by the tolerance that was asked for."""
+        compare_ranks(self.name, lambda: solve_marks(system.noise, rhs, self._described()))
         certificate = Certificate(system, preconditioner, below)
         tol: float | str = self.tol or 1e-3
         weights = rows = None

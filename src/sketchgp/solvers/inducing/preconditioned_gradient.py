@@ -191,9 +191,10 @@ class Model:
             to_points = TallMatrix(kernel, x, directions.points)
             g += to_points.matmul(self.correction)
         gradient = torch.zeros_like(self.base)
-        for span, tile in tall.tiles():
+        for span, tile in tall.own_tiles():
             g[span] += tile @ weights
             gradient.addmm_(tile.mT, g[span])
+        g, gradient = tall.completed(g), tall.total(gradient)
         at_points = directions.of(gradient) if directions.points is None else to_points.t_matmul(g)
         slowed = step * (directions.factor.mT @ at_points)
         if decay:

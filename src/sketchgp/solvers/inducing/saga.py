@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...distributed import in_force
 from ...errors import NumericalError
 from ...lowrank.smoothness import smoothness
 from ...operators import KernelMatrix
@@ -96,7 +97,7 @@ class Saga(Method):
         self.choices, self.n, self.level = choices, len(x), problem.level
         self.size, self.columns, self.device = problem.m, self.y.shape[1], self.y.device
         self.generator: torch.Generator = generator(choices.seed, self.name)
-        self.tall = problem.tall(accurate=False)
+        self.tall, self.shards = problem.tall(accurate=False), in_force()
         self.exact = self.tall.accurate()
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
@@ -196,11 +197,15 @@ class Saga(Method):
 
     def step(self) -> bool:
         rows, self.rest = next_block(_SAMPLING, self.n, self.block_size, self.rest, self.generator, self.device)
-        part, change = self.tall.part(rows), self.w - self.anchor[0]
+        own = rows if self.shards is None else rows[self.shards.span(len(rows))]
+        part, change = self.tall.part(own), self.w - self.anchor[0]
         if self.iterations % self.every == 0:
             self.noise_term = self.anchor[3] + self._noise_term(change)
-        new = torch.addmm(self.anchor[1][rows], part, change)
-        aux = part.mT @ (new - self.psi[rows])
+        new = torch.addmm(self.anchor[1][own], part, change)
+        aux = part.mT @ (new - self.psi[own])
+        if self.shards is not None:
+            self.tall.entries += (len(rows) - len(own)) * self.tall.shape[1]
+            new, aux = self.shards.gather(new, len(rows)), self.shards.sum(aux)
         gradient = self.total + aux * (self.n / len(rows)) + self.noise_term
         self.total = self.total + aux
         self.psi[rows] = new
@@ -301,9 +306,10 @@ class Saga(Method):
         :raises NumericalError: for NaN.
         """
         psi, total = torch.empty_like(self.y), torch.zeros_like(self.w)
-        for span, tile in self.exact.tiles():
+        for span, tile in self.exact.own_tiles():
             psi[span] = tile @ self.w - self.y[span]
             total.addmm_(tile.mT, psi[span])
+        psi, total = self.exact.completed(psi), self.exact.total(total)
         noise_term = self.kzz.double()._matmul(self.w) * self.level
         self.kzz_products, self.sweeps = self.kzz_products + 1, self.sweeps + 1
         self._start_anew(psi, total, noise_term)

@@ -15,7 +15,7 @@ from ...fingerprint import tensor_mark
 from ...operators.marks import kernel_mark
 from ...report import SolveReport, conclude
 from ..choices import Budgeted
-from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, solve_marks
+from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .held_out import InducingHeldOut
 from .problem import InducingPointProblem, check_inducing
@@ -86,6 +86,7 @@ class InducingPointSolver(Budgeted):
             like(owner, "initial", initial, shape, problem.device, whose="the solution's")
             initial = initial.reshape(problem.m, -1).to(torch.float64)
         held_out = pair(owner, held_out, problem.inducing_points, columns)
+        compare_ranks(self.name, lambda: self._marks(problem))
         with self._memory_kept(problem), torch.no_grad():
             error: HeldOut | None = None if held_out is None else InducingHeldOut(problem, *held_out)
             method = self._method(problem)
@@ -104,15 +105,16 @@ class InducingPointSolver(Budgeted):
         return Solution(outcome.value.reshape(shape), report)
 
     def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
-        if self.checkpoint is None:
-            return None
+        return None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, self._marks(problem))
+
+    def _marks(self, problem: InducingPointProblem) -> dict[str, str]:
+        """What tells one solve from another."""
         x, y = (problem.x, problem.y) if torch.is_tensor(problem.x) else next(iter(problem.batches()))
         assert torch.is_tensor(x) and y is not None
         noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
-        marks = {
+        return {
             "the training inputs": tensor_mark(x),
             "the inducing points": tensor_mark(problem.inducing_points),
             "the kernel": kernel_mark(problem.kernel, problem.inducing_points),
             **solve_marks(noise, y, self._described()),
         }
-        return Checkpoint(self.checkpoint, self.every, marks)

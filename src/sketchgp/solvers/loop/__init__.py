@@ -1,6 +1,6 @@
 """The one loop of all iterative solvers.  A method is a :class:`Method`; a solve of it is a :class:`Run`."""
 
-from .checkpoint import Checkpoint, solve_marks
+from .checkpoint import Checkpoint, compare_ranks, solve_marks
 from .direct import Direct
 from .held_out import HeldOut
 from .method import Method, Outcome, largest_of
@@ -17,6 +17,7 @@ __all__ = [
     "Progress",
     "Run",
     "clock",
+    "compare_ranks",
     "largest_of",
     "solve_marks",
 ]

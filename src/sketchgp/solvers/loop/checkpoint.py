@@ -7,6 +7,7 @@ gone on from.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tensor_file
+from ...distributed import in_force
 from ...errors import InputError, warn
 from ...fingerprint import tensor_mark, text_mark
 
@@ -75,6 +77,16 @@ class Checkpoint:
                 "written. Delete it or use another path."
             )
         return header["state"], {name: tensor.to(device) for name, tensor in contents.items()}
+
+
+def compare_ranks(owner: str, marks: Callable[[], dict[str, str]]) -> None:
+    """See that all ranks solve the same problem, where several work together.
+
+    :raises InputError: on every rank, with what differs.
+    """
+    shards = in_force()
+    if shards is not None:
+        shards.exchange.alike(owner, marks())
 
 
 def solve_marks(noise: Tensor, targets: Tensor, choices: str) -> dict[str, str]:

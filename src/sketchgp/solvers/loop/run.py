@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ...distributed import in_force
 from ...errors import InputError
 from ...memory import peak_memory
 from ...report import HeldOutError, Reason, SolveReport
@@ -26,6 +27,7 @@ _DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.4g}/{total} {unit} [{elapsed}<{remaining}] {postfix}"
 _REMEDIES = {"m": {Reason.STAGNATED: "Rounding in float64 allows no less; raise tol or the noise, or use QR()."}}
 _OUT_OF = {"iterations": Reason.ITERATIONS, "passes": Reason.PASSES, "epochs": Reason.EPOCHS}
+_ENDS: tuple[Reason | None, ...] = (None, *Reason)
 _ROUNDED = 1e-9  # of a unit of work that is a sum of many parts
 
 
@@ -77,9 +79,11 @@ class Run:
         self.resumed_after: int | None = None
         self.saved_at = clock()
         self.outcome: Outcome | None = None
-        limit = budget.seconds
-        if limit is not None:
-            method.time_used = lambda: self.seconds / limit
+        self.shards = in_force()
+        if self.shards is not None and checkpoint is not None:
+            raise InputError("checkpoint= is not known to sharded() yet; leave it out, or solve on one rank.")
+        if budget.seconds is not None:
+            method.time_used = self._time_used
 
     @property
     def seconds(self) -> float:
@@ -91,9 +95,16 @@ class Run:
         """Kernel entries evaluated, over those of the matrix."""
         return self.method.entries / self.method.matrix_entries
 
+    def _time_used(self) -> float:
+        """Of the limit; of several ranks, as rank 0 has it."""
+        assert self.budget.seconds is not None
+        share = self.seconds / self.budget.seconds
+        return share if self.shards is None else self.shards.agree(share)
+
     def loop(self, progress: bool | None) -> Outcome:
         """Step until something ends the solve."""
         method, show = self.method, sys.stderr.isatty() if progress is None else progress
+        show = show and (self.shards is None or self.shards.rank == 0)
         bar = tqdm(
             desc=f"{method.name}, {method.letter} = {method.size}",
             total=round(self.budget.work, 1),
@@ -108,6 +119,7 @@ class Run:
             self._begin()
             with bar, DeferredInterrupt() as interrupt:
                 self._loop(bar, interrupt)
+                self._agree(interrupt)
                 if interrupt.seen and self.raising:  # it came too late to be noticed by a step
                     raise KeyboardInterrupt
                 assert self.reason is not None
@@ -115,6 +127,8 @@ class Run:
                     self._judge(bar)
                     self._tell()
                 self.outcome = outcome = self._finish(interrupt.seen)
+                if self.shards is not None:
+                    outcome.value = self.shards.same(outcome.value)
                 if not interrupt.seen:
                     self.watcher.last_look(outcome.value, self.passes, self.seconds)
         return outcome
@@ -150,6 +164,7 @@ class Run:
                 if closed:
                     self._tell()
                 bar.update(self.method.work - bar.n)
+                self._agree(interrupt)
                 if interrupt.seen:
                     raise KeyboardInterrupt
             except KeyboardInterrupt:
@@ -163,6 +178,13 @@ class Run:
             every = float("inf") if self.checkpoint is None else self.checkpoint.every
             if self.reason is not None or clock() - self.saved_at >= every:
                 self.save()
+
+    def _agree(self, interrupt: DeferredInterrupt) -> None:
+        """Of several ranks, rank 0 says whether the solve ends, and a Ctrl-C on any of them ends it on all."""
+        if self.shards is not None:
+            said = 2 * _ENDS.index(self.reason) + interrupt.seen
+            found = [int(one) for one in self.shards.exchange.meet("the end of a step", said)]
+            self.reason, interrupt.seen = _ENDS[found[0] // 2], any(one % 2 for one in found)
 
     def _judge(self, bar: Any) -> None:
         """A window is closed: the method sees whether to go on."""
@@ -184,10 +206,10 @@ class Run:
         self.reason = self.reason or (Reason.CALLBACK if stopped else self.judged)
 
     def _stop_at_limits(self) -> None:
-        limit, seconds = self.budget.work, self.budget.seconds
+        limit = self.budget.work
         if self.reason is None and self.method.work >= limit - _ROUNDED:
             self.reason = _OUT_OF[self.method.unit]
-        if self.reason is None and seconds is not None and self.seconds >= seconds:
+        if self.reason is None and self.budget.seconds is not None and self._time_used() >= 1:
             self.reason = Reason.TIME
 
     # --- saving and resuming --------------------------------------------------------------------------------

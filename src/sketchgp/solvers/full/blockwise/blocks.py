@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ....checks import count, settle, word
+from ....distributed import in_force
 from ....errors import InputError
 from ....random_streams import generator
 from .inverse import BlockInverse, block_inverse
 from .method import BlockMethod
+from .shared_inverses import SharedInverses
 from .system import BlockSystem
 
 SAMPLINGS = ("shuffled", "uniform")
@@ -116,6 +118,16 @@ class InvertedBlocks(BlockMethod):
         self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
         self.name = choices.name if self.partition is None else f"{choices.name} v1"
         self.numbers["block_size"] = block_size
+        shards = in_force()
+        self.shared = None if shards is None else SharedInverses(system, shards)
+
+    def _following(self, size: int) -> list[Tensor]:
+        """The rows of the blocks that are left of a pass."""
+        rest, found = self.tensors["rest"], []
+        while len(rest):
+            rows, rest = next_block("shuffled", self.system.n, size, rest, torch.Generator(), self.system.device)
+            found.append(rows)
+        return found
 
     def begin(self, width: int) -> None:
         self.tensors |= {name: self.system.noise.new_zeros(self.system.n, width) for name in self.positions}
@@ -140,6 +152,8 @@ class InvertedBlocks(BlockMethod):
         system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].cpu()
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
+        if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":
+            return rows, self.shared.of(rows, self._following(size)), system.n / len(rows)
         return rows, block_inverse(system.square_block(rows), system.noise[rows], rank, generator), system.n / len(rows)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....distributed import whole
 from ....errors import NumericalError
 from ....lowrank import gaussian_nystrom, smoothness
 from ....operators import LowRankPlusDiagonal
@@ -46,7 +47,7 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
         return BlockInverse(lambda g: cholesky_solve(g, root), 1.0)
     apply: Callable[[Tensor], Tensor] = _identity
     if rank:
-        factor = gaussian_nystrom(Access.stored(block), rank, generator=generator).factor
+        factor = whole(gaussian_nystrom(Access.stored(block), rank, generator=generator).factor)
         least = torch.linalg.eigvalsh(factor.mT @ factor)[0].clamp(min=0)
         apply = LowRankPlusDiagonal(factor, noise + least).apply_inverse
 

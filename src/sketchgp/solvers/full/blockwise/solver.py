@@ -15,7 +15,7 @@ from ....errors import InputError
 from ....operators.marks import operator_marks
 from ....report import SolveReport, conclude, merged
 from ...choices import Budgeted
-from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
+from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
 from ...problem import FullProblem, Solution, System, check_problem
 from ..held_out import full_held_out
 from .method import BlockMethod
@@ -150,10 +150,12 @@ class BlockSolver(Budgeted):
     ) -> tuple[Tensor, SolveReport]:
         began = clock()
         rows = BlockSystem(system)
-        checkpoint = None
-        if self.checkpoint is not None:
-            marks = {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
-            checkpoint = Checkpoint(self.checkpoint, self.every, marks)
+
+        def marks() -> dict[str, str]:
+            return {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
+
+        compare_ranks(self.name, marks)
+        checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, marks())
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
         method = self.method(rows, size)
         run = Run(

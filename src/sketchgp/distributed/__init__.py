@@ -1,0 +1,21 @@
+"""Several devices and machines: the same program on every rank of a ``torch.distributed`` process group, the work and
+the large arrays shared out by rows.  ``with sketchgp.distributed.sharded():`` is all that a user writes.
+"""
+
+from .block import in_force, sharded
+from .exchange import RankError
+from .rows import Factor, ShardedRows, fetched, leading, square_norms, whole
+from .shards import Shards
+
+__all__ = [
+    "Factor",
+    "RankError",
+    "ShardedRows",
+    "Shards",
+    "fetched",
+    "in_force",
+    "leading",
+    "sharded",
+    "square_norms",
+    "whole",
+]

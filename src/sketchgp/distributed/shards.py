@@ -1,0 +1,112 @@
+"""Who holds which rows, and the four things that ranks do together: gather rows, sum, fetch rows, agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import Exchange
+
+
+class Shards:
+    """The ranks of a process group, and the consecutive rows that each of them holds of arrays of n rows.
+
+    Of n rows the first ``n mod P`` ranks hold one more than the others; some hold none where n < P.  What is sent is
+    padded to the longest share, since gloo gathers equal sizes only.  A sum is added up in an order that depends on P:
+    results of as many ranks are the same to the last bit, those of another number are not.
+
+    Every method is a collective: all ranks call it, with the same arguments but for the rows that are theirs.
+
+    :param group: of the data, nccl or gloo; :param exchange: the words between its ranks.
+    :param neighbours: how many of the ranks are on this machine.
+    :ivar rank: of this process, ``count`` of how many.
+    :ivar open: whether the block that they were made for has not ended.
+    :ivar bytes_sent: by this rank, data alone: of a gather of N bytes in all ``N (P - 1) / P``, of a sum of N bytes
+        twice that, which is what ring algorithms send.
+    """
+
+    def __init__(self, group: Any, exchange: Exchange, neighbours: int = 1) -> None:
+        self.group, self.exchange, self.neighbours = group, exchange, neighbours
+        self.rank, self.count = exchange.rank, exchange.count
+        self.open = True
+        self.bytes_sent = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
+        return self
+
+    def __reduce__(self) -> Any:  # elsewhere there are no such ranks
+        return type(None), ()
+
+    def span(self, n: int, rank: int | None = None) -> slice:
+        """The rows of n that a rank holds; of this one, if none is named."""
+        rank = self.rank if rank is None else rank
+        share, more = divmod(n, self.count)
+        start = rank * share + min(rank, more)
+        return slice(start, start + share + (rank < more))
+
+    def gather(self, own: Tensor, n: int, dim: int = -2) -> Tensor:
+        """All n rows, from each rank's own: ``(..., h, t)`` to ``(..., n, t)``.
+
+        :param dim: that of the rows, counted from the end.
+        """
+        if self.count == 1:
+            return own
+        rows = own.movedim(dim, 0)
+        most = -(-n // self.count)
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        whole = padded.new_empty(self.count * most, *rows.shape[1:])
+        parts = list(whole.split(most)) if most else []
+        self._meet("gathering", own, (*own.shape[:dim], n, *own.shape[dim:][1:]))
+        if whole.numel():
+            self._do(lambda: dist.all_gather(parts, padded, group=self._group_of(padded)))
+            self.bytes_sent += (self.count - 1) * padded.numel() * padded.element_size()
+        if n % self.count:
+            spans = (self.span(n, rank) for rank in range(self.count))
+            whole = torch.cat([part[: s.stop - s.start] for part, s in zip(parts, spans, strict=True)])
+        return whole.movedim(0, dim)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of every rank's part, the same bits on all; a new tensor."""
+        total = part.contiguous().clone()
+        self._meet("a sum", part, part.shape)
+        if total.numel():
+            self._do(lambda: dist.all_reduce(total, group=self._group_of(total)))
+            self.bytes_sent += 2 * (self.count - 1) * total.numel() * total.element_size() // self.count
+        return total
+
+    def rows(self, own: Tensor, indices: Tensor, n: int) -> Tensor:
+        """Rows ``(r, t)`` of an array ``(n, t)`` that ranks hold the rows ``own`` of, for indices ``(r,)``."""
+        span = self.span(n)
+        found = own.new_zeros(len(indices), *own.shape[1:])
+        mine = (indices >= span.start) & (indices < span.stop)
+        found[mine] = own[indices[mine] - span.start]
+        return self.sum(found)
+
+    def agree(self, number: float, of: Callable[[list[float]], float] = lambda found: found[0]) -> float:
+        """One number for all: that of rank 0, or another function of every rank's, such as ``min``."""
+        return of(self.exchange.meet("a decision", float(number)))
+
+    def same(self, tensor: Tensor, owner: int = 0) -> Tensor:
+        """The tensor of one rank; of one shape and dtype on all."""
+        found = tensor.contiguous().clone()
+        self._meet("a broadcast", tensor, tensor.shape)
+        if found.numel():
+            source = owner if self.group is None else dist.get_global_rank(self.group, owner)
+            self._do(lambda: dist.broadcast(found, source, group=self._group_of(found)))
+            self.bytes_sent += found.numel() * found.element_size() if self.rank == owner else 0
+        return found
+
+    def _meet(self, what: str, tensor: Tensor, shape: Any) -> None:
+        self.exchange.meet(f"{what} of {tuple(shape)} {tensor.dtype}")
+
+    def _do(self, collective: Callable[[], Any]) -> None:
+        if self.count > 1:
+            self.exchange.whole(collective)
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self.exchange.group if tensor.device.type == "cpu" else self.group

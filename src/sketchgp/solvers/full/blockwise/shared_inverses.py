@@ -1,0 +1,49 @@
+"""The inverses of the next blocks of a shuffled order, one on each rank: the part of a step that knows no iterate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....distributed import Shards
+from .inverse import BlockInverse, block_inverse
+from .system import BlockSystem
+
+
+class SharedInverses:
+    """Exact inverses of blocks of b rows: of the next P blocks each of P ranks factorizes one, and keeps it.
+
+    A step then takes ``b^3 / (3 P)`` operations for its block, and to apply the inverse its rank sends ``b t`` numbers.
+    The last blocks of an order, where fewer than P are left, are factorized by some ranks while the others wait.
+    """
+
+    def __init__(self, system: BlockSystem, shards: Shards) -> None:
+        self.system, self.shards = system, shards
+        self.ahead: list[tuple[Tensor, int]] = []  # rows of blocks, and the rank that has the inverse
+        self.own: BlockInverse | None = None
+
+    def of(self, rows: Tensor, following: list[Tensor]) -> BlockInverse:
+        """The inverse of the block of ``rows`` ``(b,)``, plus noise; a collective, as applying it is.
+
+        :param following: the rows of the next blocks, if they are known.
+        :raises NumericalError: if a block plus noise is not positive definite.
+        """
+        if not self.ahead or not torch.equal(self.ahead[0][0], rows):
+            self._factorize([rows, *following])
+        _, owner = self.ahead.pop(0)
+        self.system.entries += len(rows) ** 2
+        return BlockInverse(lambda g: self._apply(g, owner), 1.0)
+
+    def _factorize(self, blocks: list[Tensor]) -> None:
+        self.ahead, self.own = [(rows, rank) for rank, rows in enumerate(blocks[: self.shards.count])], None
+        entries = self.system.entries  # counted by all ranks, once a block is used
+        if self.shards.rank < len(self.ahead):
+            rows = self.ahead[self.shards.rank][0]
+            self.own = block_inverse(self.system.square_block(rows), self.system.noise[rows], None, torch.Generator())
+        self.system.entries = entries
+
+    def _apply(self, g: Tensor, owner: int) -> Tensor:
+        if owner != self.shards.rank:
+            return self.shards.same(g, owner)
+        assert self.own is not None
+        return self.shards.same(self.own.apply(g), owner)

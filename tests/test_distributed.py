@@ -1,0 +1,548 @@
+"""Ranks of a process group: the answers of one rank, a rank that fails, ranks that differ.
+
+All cases are run once, by 2 and by 3 gloo processes on the CPU; the tests look at what each rank found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+import torch.distributed as dist
+from gpytorch.kernels import Kernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
+from torch import Tensor
+
+import sketchgp
+from forks import CAN_FORK, run_script
+from gp_models import iterative
+from problems import normal, points, quiet, relative, set_scales
+from ranks import COUNTS, LAST, OUTSIDE, start
+from sketchgp import (
+    KRILL,
+    QR,
+    ASkotch,
+    Cholesky,
+    ConjugateGradients,
+    EigenPro2,
+    EigenPro3,
+    EigenPro4,
+    Falkon,
+    FullProblem,
+    GreedyCholesky,
+    InducingPointProblem,
+    Nystrom,
+    NystromPCG,
+    RPCholesky,
+    SketchySAGA,
+    Skotch,
+)
+from sketchgp.distributed import RankError, ShardedRows, in_force, sharded, whole
+from sketchgp.errors import InputError
+from sketchgp.operators import KernelMatrix
+from sketchgp.report import Reason, SolveReport
+
+N = 101  # no multiple of 2 or 3
+Values = Mapping[str, Any]  # of tensors, and of functions that give one after the block
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CAN_FORK and dist.is_available() and dist.is_gloo_available()), reason="no gloo, no fork"),
+]
+
+
+# --- cases ----------------------------------------------------------------------------------------------------
+
+
+def _kernel(dtype: torch.dtype = torch.float64) -> Kernel:
+    return set_scales(ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=3)), 1.3, 0.6).to(dtype)
+
+
+def _product(engine: str, kernel: Callable[[], Kernel], dtype: torch.dtype, n: int = N, d: int = 3) -> Values:
+    """Products with K, with wide and tall parts of it, and all gradients."""
+    chosen, x, z = kernel().to(dtype), points(n, d).to(dtype).requires_grad_(), points(5, d, seed=3).to(dtype)
+    square = KernelMatrix.of(chosen, x, engine=engine)
+    tall, wide = KernelMatrix.of(chosen, x, z, engine=engine), KernelMatrix.of(chosen, z, x, engine=engine)
+    v, u = normal(n, 2, seed=1).to(dtype), normal(5, 2, seed=2).to(dtype)
+    found = {"square": square @ v, "tall": tall @ u, "wide": wide @ v}
+    sum((value * value.detach().cos()).sum() for value in found.values()).backward()
+    named = {name: p.grad for name, p in chosen.named_parameters() if p.grad is not None}
+    assert named and x.grad is not None
+    return {**{name: value.detach() for name, value in found.items()}, "of x": x.grad, **named}
+
+
+def _batch() -> Values:
+    x = torch.stack([points(N, seed=seed) for seed in (0, 1)]).requires_grad_()
+    kernel = ScaleKernel(RBFKernel(batch_shape=torch.Size([2])), batch_shape=torch.Size([2])).to(torch.float64)
+    value = KernelMatrix.of(kernel, x, engine="tiled") @ normal(2, N, 3, seed=1)
+    (value * value.detach().cos()).sum().backward()
+    assert x.grad is not None
+    return {"value": value.detach(), "of x": x.grad}
+
+
+def _polynomial() -> Kernel:
+    return ScaleKernel(PolynomialKernel(power=2))
+
+
+def _targets(n: int = N, dtype: torch.dtype = torch.float64) -> Tensor:
+    x = points(n)
+    return ((x @ (3 * normal(3, 2, seed=2))).sin() + 0.2 * normal(n, 2, seed=1)).to(dtype)
+
+
+def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> Values:
+    problem = FullProblem(_kernel(dtype), points(n).to(dtype), _targets(n, dtype), 0.05)
+    if not isinstance(solver, Cholesky):
+        options["held_out"] = (points(10, seed=5).to(dtype), _targets(10, dtype))
+    with quiet():  # a solve that ends early has come as far as that of one rank
+        solution = solver.solve(problem, **options)
+    errors = [
+        one.error for one in solution.report.held_out
+    ]  # those before the last are of iterates that rounding moves
+    return {"value": solution.value, **({"held out": errors[-1]} if errors else {})}
+
+
+def _inducing(solver: Any, dtype: torch.dtype = torch.float64, noise: float = 0.05) -> Values:
+    x = points(N).to(dtype)
+    problem = InducingPointProblem(_kernel(dtype), x, _targets(N, dtype), noise, x[:20])
+    options = {} if isinstance(solver, QR) else {"held_out": (points(10, seed=5).to(dtype), _targets(10, dtype))}
+    with quiet():
+        return {"value": solver.solve(problem, **options).value}
+
+
+class _Model(gpytorch.models.ExactGP):
+    def __init__(self, x: Tensor, y: Tensor, sums: bool = False) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), _kernel()
+        if sums:
+            self.covar_module += ScaleKernel(RBFKernel())
+        self.double()
+        self.likelihood.noise = 0.05
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def _model(sums: bool = False, **options: Any) -> _Model:
+    return sketchgp.accelerate(_Model(points(N), _targets()[:, 0], sums), **options)
+
+
+def _density(**options: Any) -> Values:
+    """The marginal likelihood by probes and a solve, and all of its gradients."""
+    model = _model(**options).train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    with iterative(tol=1e-12):
+        loss = -mll(model(points(N)), _targets()[:, 0])
+        loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def _posterior(variance: str, **options: Any) -> Values:
+    model = _model(variance=variance, **options).eval()
+    with iterative(tol=1e-12), torch.no_grad(), quiet():
+        posterior = model(points(10, seed=5))
+        return {"mean": posterior.mean, "variance": posterior.variance}
+
+
+def _read_later(variance: str) -> Values:
+    """A posterior that is looked at when the block has ended, and a gradient."""
+    model = _model(variance=variance).eval()
+    with iterative(tol=1e-12):
+        posterior = model(points(10, seed=5))
+
+    def read() -> Tensor:
+        with iterative(tol=1e-12), quiet():
+            return posterior.variance.detach()
+
+    return {"mean": posterior.mean.detach(), "variance": read, "again": lambda: _posterior(variance)["variance"]}
+
+
+def _fit(**options: Any) -> Values:
+    model = _model()
+    with iterative(tol=1e-12, probes=5), quiet():
+        history = sketchgp.fit(model, iterations=2, progress=False, **options)
+    return {"losses": torch.tensor(history.losses), **{name: p.detach() for name, p in model.named_parameters()}}
+
+
+def _inducing_model() -> Values:
+    """A fit, and a posterior."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    x, y = points(N), _targets()[:, 0]
+    options = {"inducing_points": x[:15].clone(), "solver": KRILL(tol=1e-11)}
+    model = sketchgp.InducingPointGP(x, y, likelihood, gpytorch.means.ConstantMean(), _kernel(), **options).double()
+    with quiet():
+        history = sketchgp.fit(model, iterations=2, progress=False)
+    posterior = model.eval()(points(10, seed=5))
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    mean, variance = posterior.mean.detach(), posterior.variance.detach()
+    return {"losses": torch.tensor(history.losses), "mean": mean, "variance": variance, **named}
+
+
+def _rank() -> int:
+    """0 outside of a block."""
+    shards = in_force()
+    return 0 if shards is None else shards.rank
+
+
+ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number of ranks
+    "tiled": lambda: _product("tiled", _kernel, torch.float64),
+    "tiled-float32": lambda: _product("tiled", _kernel, torch.float32),
+    "dense": lambda: _product("dense", _kernel, torch.float64),
+    "dense-rough": lambda: _product("dense", lambda: ScaleKernel(MaternKernel(nu=0.5)), torch.float64, d=8),
+    "auto": lambda: _product("auto", _kernel, torch.float64),
+    "generic": lambda: _product("tiled", _polynomial, torch.float64),
+    "one row": lambda: _product("tiled", _kernel, torch.float64, n=1),
+    "two rows": lambda: _product("dense", _kernel, torch.float64, n=2),
+    "batch": _batch,
+    "gradients": lambda: _full(ConjugateGradients(tol=1e-12)),
+    "gradients-float32": lambda: _full(ConjugateGradients(tol=1e-4), torch.float32, preconditioner=RPCholesky(rank=20)),
+    "gradients-two rows": lambda: _full(ConjugateGradients(tol=1e-12), n=2),
+    "posterior": lambda: _full(ConjugateGradients(tol="posterior"), preconditioner=RPCholesky(rank=20)),
+    "certified": lambda: _full(ConjugateGradients(tol="certified"), preconditioner=RPCholesky(rank=20)),
+    "block": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=RPCholesky(rank=30, method="block")),
+    "nystrom": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=Nystrom(rank=20)),
+    "uniform": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=Nystrom(rank=20, sketch="uniform")),
+    "greedy": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=GreedyCholesky(rank=20)),
+    "askotch": lambda: _full(ASkotch(block_size=25, max_passes=3)),
+    "askotch-nystrom": lambda: _full(ASkotch(block_size=25, rank=10, max_passes=3)),
+    "askotch-1": lambda: _full(ASkotch(block_size=25, version=1, max_passes=3)),
+    "askotch-float32": lambda: _full(ASkotch(block_size=25, max_passes=3), torch.float32),
+    "skotch": lambda: _full(Skotch(block_size=25, max_passes=3)),
+    "eigenpro2": lambda: _full(EigenPro2(block_size=25, subsample_size=50, max_passes=3)),
+    "cholesky": lambda: _full(Cholesky()),
+    "krill": lambda: _inducing(KRILL(tol=1e-11)),
+    "krill-float32": lambda: _inducing(KRILL(tol=1e-6), torch.float32),
+    "falkon": lambda: _inducing(Falkon(tol=1e-11)),
+    "qr": lambda: _inducing(QR()),
+    "nystrom pcg": lambda: _inducing(NystromPCG(tol=1e-11)),
+    "sketchysaga": lambda: _inducing(SketchySAGA(max_epochs=3)),
+    "eigenpro3": lambda: _inducing(EigenPro3(epochs=2), noise=0.0),
+    "eigenpro4": lambda: _inducing(EigenPro4(epochs=2)),
+    "density": _density,
+    "density-sum": lambda: _density(sums=True),
+    "density-no preconditioner": lambda: _density(preconditioner=None),
+    "exact": lambda: _posterior("exact"),
+    "low rank": lambda: _posterior("low_rank"),
+    "samples": lambda: _posterior("samples", variance_samples=8),
+    "read later": lambda: _read_later("exact"),
+    "read later-low rank": lambda: _read_later("low_rank"),
+    "mean by askotch": lambda: _posterior("exact", solver=ASkotch(block_size=50, max_passes=3)),
+    "inducing model": _inducing_model,
+    "fit": _fit,
+    "fit of a bound": lambda: _fit(objective="bound"),
+}
+
+
+IN_THREE = (  # of these, what 3 ranks are asked for, too
+    "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "askotch", "askotch-float32", "krill",
+    "eigenpro3", "density", "low rank",
+)  # fmt: skip
+CASES = [(name, count) for count in COUNTS for name in (ALIKE if count == 2 else IN_THREE)]
+ALONE = ("cholesky",)  # what every rank computes by itself
+
+
+def _of_others(data: float = 0.0, lengthscale: float = 0.6, dtype: torch.dtype = torch.float64, n: int = N) -> Values:
+    """A product on rank 0, and with something else on the others."""
+    if _rank() == 0:
+        data, lengthscale, dtype, n = 0.0, 0.6, torch.float64, N
+    x = points(n)
+    x[3, 1] += data
+    kernel = set_scales(RBFKernel(), None, lengthscale).to(dtype)
+    return {"value": KernelMatrix.of(kernel, x.to(dtype), engine="tiled") @ normal(n, 1).to(dtype)}
+
+
+def _raises() -> Values:
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    matrix @ normal(N, 1)
+    if _rank() == 1:
+        raise ZeroDivisionError("one over nought")
+    return {"value": matrix @ normal(N, 1)}
+
+
+def _elsewhere() -> Values:
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    return {"value": matrix @ normal(N, 1 if _rank() == 0 else 2)}
+
+
+def _iterations(report: SolveReport) -> Values:
+    return {"iterations": torch.tensor(report.iterations), "reason": torch.tensor(list(Reason).index(report.reason))}
+
+
+def _callbacks() -> Values:
+    """Rank 0 asks for an end after three iterations, the others at once."""
+    problem = FullProblem(_kernel(), points(N), _targets(), 0.05)
+    solver = ConjugateGradients(tol=1e-12, max_seconds=1e4)
+    with quiet():
+        solution = solver.solve(problem, None, callback=lambda now: _rank() == 1 or now.iteration == 3)
+    return {"value": solution.value, **_iterations(solution.report)}
+
+
+def _interrupts() -> Values:
+    """Rank 1 is interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    solver = ConjugateGradients(tol=1e-12, max_seconds=1e4)
+    kill = lambda now: os.kill(os.getpid(), signal.SIGINT) if _rank() == 1 and now.iteration == 3 else None  # noqa: E731
+    with quiet():
+        solution = solver.solve(FullProblem(_kernel(), points(N), _targets(), 0.05), None, callback=kill)
+    return {"value": solution.value, **_iterations(solution.report)}
+
+
+def _checkpoint() -> Values:
+    return _full(ConjugateGradients(checkpoint="never-written.pt"))
+
+
+def _other_targets() -> Values:
+    problem = FullProblem(_kernel(), points(N), _targets() + 1e-12 * _rank(), 0.05)
+    return {"value": ConjugateGradients().solve(problem).value}
+
+
+def _leaves() -> Values:
+    """Rank 1 has nothing more to do, and the others have."""
+    return {} if _rank() == 1 else {"value": KernelMatrix.of(_kernel(), points(N), engine="tiled") @ normal(N, 1)}
+
+
+def _primitives() -> Values:
+    """What each rank gets is the same; what they give depends on the rank."""
+    shards = in_force()
+    assert shards is not None
+    own = points(N)[shards.span(N)]
+    return {
+        "gathered": shards.gather(own, N),
+        "vector": shards.gather(own[:, 0], N, dim=-1),
+        "nothing": shards.gather(own[:0, :0], 0),
+        "sum": shards.sum(torch.tensor([1.0, float(shards.rank)])),
+        "rows": shards.rows(own, torch.tensor([100, 3, 50, 3]), N),
+        "least": torch.tensor(shards.agree(shards.rank + 0.1, min)),
+        "first": torch.tensor(shards.agree(shards.rank + 0.1)),
+        "same": shards.same(torch.tensor([float(shards.rank)])),
+    }
+
+
+def _shares() -> Values:
+    """How many rows of F a rank holds, and whether F is that of one rank."""
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    built = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
+    assert isinstance(built.factor, ShardedRows)
+    return {"own": torch.tensor(len(built.factor.own)), "whole": whole(built.factor), "dense": built.to_dense()}
+
+
+def _nested() -> Values:
+    with sharded():
+        return {}
+
+
+def _used_up() -> Values:
+    """A loss whose preconditioner is shared out has its gradient inside of the block."""
+    model = _model().train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    with iterative(tol=1e-12):
+        loss = -mll(model(points(N)), _targets()[:, 0])
+    return {"loss": lambda: loss.backward()}
+
+
+def _some() -> Values:
+    """Blocks of all ranks but rank 1, one after the other; it works by itself."""
+    members = [rank for rank in range(dist.get_world_size()) if rank != 1]
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return _product("tiled", _kernel, torch.float64)
+    for _ in range(2):
+        with sharded(group) as shards:
+            found = dict(_product("tiled", _kernel, torch.float64))
+    return {**found, "count": torch.tensor(shards.count)}
+
+
+def _dies() -> Values:
+    if _rank() == 1:
+        os._exit(0)
+    return {"value": KernelMatrix.of(_kernel(), points(N), engine="tiled") @ normal(N, 1)}
+
+
+APART: dict[str, Callable[[], Values]] = {
+    "primitives": _primitives,
+    "data": lambda: _of_others(data=1e-12),
+    "hyperparameters": lambda: _of_others(lengthscale=0.6000001),
+    "dtypes": lambda: _of_others(dtype=torch.float32),
+    "sizes": lambda: _of_others(n=N - 1),
+    "targets": _other_targets,
+    "raises": _raises,
+    "callbacks": _callbacks,
+    "interrupts": _interrupts,
+    "checkpoint": _checkpoint,
+    "shares": _shares,
+    "nested": _nested,
+    "used up": _used_up,
+    "elsewhere": _elsewhere,
+    "leaves": _leaves,
+    "after": lambda: _product("tiled", _kernel, torch.float64),  # once more, after all of that
+}
+
+
+# --- tests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each case gave: ``found[count][rank][case]``."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run_script(__file__, directory, limit=300)
+    return {count: [torch.load(directory / f"{count}-{rank}.pt") for rank in range(count)] for count in COUNTS}
+
+
+every_count = pytest.mark.parametrize("count", COUNTS)
+
+
+@pytest.mark.parametrize(("case", "count"), CASES)
+def test_the_answer_is_that_of_one_rank(found, case, count):
+    expected = {name: value if torch.is_tensor(value) else value() for name, value in ALIKE[case]().items()}
+    for rank, cases in enumerate(found[count]):
+        result = cases[case]
+        assert "error" not in result, result["trace"]
+        assert result["values"].keys() == expected.keys()
+        assert (result["sent"] > 0) == (case not in ALONE)
+        for name, value in result["values"].items():
+            close = 1e-4 if "float32" in case else 1e-10
+            assert relative(value, expected[name]) < close, name
+            assert torch.equal(value, found[count][0][case]["values"][name]), f"rank {rank} has other bits of {name}"
+
+
+@every_count
+def test_primitives(found, count):
+    for cases in found[count]:
+        assert "error" not in cases["primitives"], cases["primitives"]["trace"]
+        values = cases["primitives"]["values"]
+        assert torch.equal(values["gathered"], points(N))
+        assert torch.equal(values["vector"], points(N)[:, 0])
+        assert values["nothing"].shape == (0, 0)
+        assert values["sum"].tolist() == [count, count * (count - 1) / 2]
+        assert torch.equal(values["rows"], points(N)[[100, 3, 50, 3]])
+        assert values["least"] == pytest.approx(0.1)
+        assert values["first"] == pytest.approx(0.1)
+        assert values["same"] == 0.0
+
+
+@every_count
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("data", "the inputs"),
+        ("targets", "the targets"),
+        ("hyperparameters", "the kernel and its hyperparameters"),
+        ("dtypes", "its dtype (torch.float32 and torch.float64)"),
+        ("sizes", f"the shape of the kernel matrix (({N - 1}, {N - 1}), with itself"),
+    ],
+)
+def test_ranks_that_differ_are_refused_everywhere(found, case, what, count):
+    for cases in found[count]:
+        assert cases[case]["kind"] == "InputError"
+        assert f"rank 1 differs from rank 0 in {what}" in cases[case]["error"]
+
+
+@every_count
+def test_a_rank_that_raises_makes_all_raise(found, count):
+    for rank, cases in enumerate(found[count]):
+        result = cases["raises"]
+        assert result["kind"] == ("ZeroDivisionError" if rank == 1 else "RankError")
+        assert "one over nought" in result["error"]
+        assert result["seconds"] < 10
+
+
+@every_count
+@pytest.mark.parametrize(("case", "reason"), [("callbacks", Reason.CALLBACK), ("interrupts", Reason.INTERRUPTED)])
+def test_all_ranks_end_together(found, case, reason, count):
+    for cases in found[count]:
+        assert "error" not in cases[case], cases[case]["trace"]
+        values = cases[case]["values"]
+        assert values["iterations"] == 3
+        assert list(Reason)[values["reason"]] == reason
+        assert torch.equal(values["value"], found[count][0][case]["values"]["value"])
+
+
+@every_count
+def test_a_rank_holds_its_share_of_a_factor(found, count):
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    expected = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
+    for rank, cases in enumerate(found[count]):
+        values = cases["shares"]["values"]
+        assert values["own"] == N // count + (rank < N % count)
+        assert relative(values["whole"], expected.factor) < 1e-10
+        assert relative(values["dense"], expected.to_dense()) < 1e-10
+
+
+@every_count
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [("nested", "InputError", "inside of another one"), ("used up", "RankError", "their block has ended")],
+)
+def test_misuse_of_the_block_is_told(found, case, kind, words, count):
+    for cases in found[count]:
+        assert cases[case]["kind"] == kind
+        assert words in cases[case]["error"]
+
+
+@every_count
+def test_checkpoints_are_refused(found, count):
+    for cases in found[count]:
+        assert cases["checkpoint"]["kind"] == "InputError"
+        assert "not known to sharded() yet" in cases["checkpoint"]["error"]
+
+
+@every_count
+def test_a_block_of_some_ranks(found, count):
+    expected = _product("tiled", _kernel, torch.float64)
+    for rank, cases in enumerate(found[count]):
+        values = cases[OUTSIDE]
+        assert rank == 1 or values["count"] == count - 1
+        assert all(relative(values[name], value) < 1e-10 for name, value in expected.items())
+
+
+@every_count
+@pytest.mark.parametrize(("case", "place"), [("elsewhere", "a sum of"), ("leaves", "the end of sharded()")])
+def test_ranks_at_different_places_are_told(found, case, place, count):
+    for cases in found[count]:
+        assert cases[case]["kind"] == "RankError"
+        assert "rank 1 at" in cases[case]["error"]
+        assert place in cases[case]["error"]
+
+
+@every_count
+def test_the_next_block_is_as_if_nothing_had_happened(found, count):
+    for cases in found[count]:
+        assert torch.equal(cases["after"]["values"]["square"], cases["tiled"]["values"]["square"])
+
+
+@every_count
+def test_a_rank_that_dies_makes_the_others_raise(found, count):
+    for rank in range(count):
+        if rank != 1:
+            result = found[count][rank][LAST]
+            assert result["kind"] == "RankError"
+            assert "gone" in result["error"]
+            assert result["seconds"] < 10
+
+
+def test_one_process_is_left_as_it_is():
+    expected = _product("tiled", _kernel, torch.float64)
+    with sharded() as shards:
+        assert (shards.rank, shards.count, in_force()) == (0, 1, None)
+        result = _product("tiled", _kernel, torch.float64)
+    assert all(torch.equal(result[name], value) for name, value in expected.items())
+
+
+def test_other_processes_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE is 2"), sharded():
+        pass
+
+
+def test_a_rank_error_is_one_of_ours():
+    assert issubclass(RankError, RuntimeError)
+
+
+if __name__ == "__main__":
+    some = {name: ALIKE[name] for name in IN_THREE}
+    start({2: {**ALIKE, **APART}, 3: {**some, **APART}}, _some, _dies, Path(sys.argv[1]))
