@@ -2215,6 +2215,13 @@ BREAKS = (
         "a gradient through samples takes the Cholesky factor for symmetric",
     ),
     Break(
+        "solvers/full/rounded_inverse.py",
+        "if eps * _norm(root[head:]) <= _ALLOWED:",
+        "if True:",
+        ("test_conjugate_gradients.py",),
+        "a preconditioner is rounded to float32 where that changes it",
+    ),
+    Break(
         "solvers/full/lanczos_record.py",
         "if len(self.coefficients) >= self.depth:",
         "if False:",

@@ -24,16 +24,15 @@ class RoundedInverse:
     products are no exact inverse of anything, so that this is for recurrences whose residual is looked at.
     """
 
-    def __init__(self, inverse: LowRankPlusDiagonal, head: int) -> None:
-        factor = inverse.factor
+    def __init__(self, inverse: LowRankPlusDiagonal, factor: Tensor, head: int) -> None:
         self.inverse, self.head, self.tail = inverse, factor[:, :head].contiguous(), factor[:, head:].float()
 
     @classmethod
     def of(cls, inverse: LowRankPlusDiagonal) -> RoundedInverse | None:
         """That of a preconditioner; None of one with few columns, or where they fall too slowly, or without the memory
-        for another 4 n (r - h) bytes."""
+        for another 4 n (r - h) bytes, or whose rows several ranks hold."""
         factor, rank = inverse.factor, inverse.rank
-        if factor.dim() > 2 or rank < _LEAST or factor.dtype != torch.float64:
+        if not torch.is_tensor(factor) or factor.dim() > 2 or rank < _LEAST or factor.dtype != torch.float64:
             return None
         if torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32:
             return None
@@ -41,7 +40,7 @@ class RoundedInverse:
         for head in (rank // 16, rank // 8, rank // 4, rank // 2):
             if eps * _norm(root[head:]) <= _ALLOWED:
                 needed = len(factor) * (8 * rank + 4 * (rank - head))
-                return cls(inverse, head) if needed <= memory_budget.value(factor.device) else None
+                return cls(inverse, factor, head) if needed <= memory_budget.value(factor.device) else None
         return None
 
     def apply_inverse(self, rhs: Tensor) -> Tensor:
