@@ -121,11 +121,11 @@ class InvertedBlocks(BlockMethod):
         shards = in_force()
         self.shared = None if shards is None else SharedInverses(system, shards)
 
-    def _following(self, size: int) -> list[Tensor]:
-        """The rows of the blocks that are left of a pass."""
+    def _following(self, size: int, generator: torch.Generator) -> list[Tensor]:
+        """The rows of the blocks that are left of a pass, which take nothing from the generator."""
         rest, found = self.tensors["rest"], []
         while len(rest):
-            rows, rest = next_block("shuffled", self.system.n, size, rest, torch.Generator(), self.system.device)
+            rows, rest = next_block("shuffled", self.system.n, size, rest, generator, self.system.device)
             found.append(rows)
         return found
 
@@ -153,7 +153,7 @@ class InvertedBlocks(BlockMethod):
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":
-            return rows, self.shared.of(rows, self._following(size)), system.n / len(rows)
+            return rows, self.shared.of(rows, self._following(size, generator), generator), system.n / len(rows)
         return rows, block_inverse(system.square_block(rows), system.noise[rows], rank, generator), system.n / len(rows)
 
 

@@ -22,24 +22,25 @@ class SharedInverses:
         self.ahead: list[tuple[Tensor, int]] = []  # rows of blocks, and the rank that has the inverse
         self.own: BlockInverse | None = None
 
-    def of(self, rows: Tensor, following: list[Tensor]) -> BlockInverse:
+    def of(self, rows: Tensor, following: list[Tensor], generator: torch.Generator) -> BlockInverse:
         """The inverse of the block of ``rows`` ``(b,)``, plus noise; a collective, as applying it is.
 
         :param following: the rows of the next blocks, if they are known.
+        :param generator: that of the solve, of which exact inverses draw nothing.
         :raises NumericalError: if a block plus noise is not positive definite.
         """
         if not self.ahead or not torch.equal(self.ahead[0][0], rows):
-            self._factorize([rows, *following])
+            self._factorize([rows, *following], generator)
         _, owner = self.ahead.pop(0)
         self.system.entries += len(rows) ** 2
         return BlockInverse(lambda g: self._apply(g, owner), 1.0)
 
-    def _factorize(self, blocks: list[Tensor]) -> None:
+    def _factorize(self, blocks: list[Tensor], generator: torch.Generator) -> None:
         self.ahead, self.own = [(rows, rank) for rank, rows in enumerate(blocks[: self.shards.count])], None
         entries = self.system.entries  # counted by all ranks, once a block is used
         if self.shards.rank < len(self.ahead):
             rows = self.ahead[self.shards.rank][0]
-            self.own = block_inverse(self.system.square_block(rows), self.system.noise[rows], None, torch.Generator())
+            self.own = block_inverse(self.system.square_block(rows), self.system.noise[rows], None, generator)
         self.system.entries = entries
 
     def _apply(self, g: Tensor, owner: int) -> Tensor:
