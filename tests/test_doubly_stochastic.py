@@ -250,6 +250,13 @@ def test_ctrl_c_keeps_what_was_learned(interruptible):
     assert model.report.reason is Reason.FINISHED
 
 
+def test_batches_are_smaller_where_memory_is_short(monkeypatch):
+    once = dataclasses.replace(SMALL, epochs=1)
+    assert gp(once).learn(X, Y).iterations == 1
+    monkeypatch.setattr("sketchgp.solvers.streams.doubly_stochastic.available_memory", lambda device: 2**17)
+    assert gp(dataclasses.replace(once, num_features=128)).learn(X, Y).iterations == 2
+
+
 def test_a_generator_has_one_epoch(tmp_path):
     """Of which no batch is lost."""
     whole, model = gp(), gp()

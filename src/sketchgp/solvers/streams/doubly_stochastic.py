@@ -37,7 +37,8 @@ _OF_ROWS = 32  # times n^1/2
 _OF_STREAM = 8192  # of a stream of unknown length
 _STEP, _CUDA_STEP = 1024, 2048  # features of a step
 _PLAIN_STEP = 256  # of a step without preconditioner
-_ROWS = 4  # of a batch, for each feature of a step
+_ROWS = 4  # of a batch, for each feature of a step,
+_FEWEST = 64  # however little memory there is
 _EPOCHS, _WHOLE_EPOCHS = 10, 40  # the latter of losses other than the squared one, where all data are in a batch
 _CENTRE = 1024  # rows of a first batch that phases are counted from the mean of
 
@@ -193,6 +194,12 @@ class DoublyStochastic(Budgeted):
             return _PLAIN_STEP
         return _CUDA_STEP if device.type == "cuda" else _STEP
 
+    def _batch(self, origin: Tensor) -> int:
+        """Rows of a batch: as many as a step can use, fewer where points have so many inputs that those do not fit."""
+        block = self.block_size or self._block(origin.device)
+        fits = available_memory(origin.device) // (4 * 8 * (origin.shape[-1] + block))  # four arrays of each
+        return max(_FEWEST, min(_ROWS * block, fits))
+
     @torch.no_grad()
     def learn(
         self,
@@ -209,7 +216,7 @@ class DoublyStochastic(Budgeted):
         checks.function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
         error = self._held_out(owner, learner, problem, held_out)
-        batch = self.batch_size or _ROWS * (self.block_size or self._block(learner.coefficients.device))
+        batch = self.batch_size or self._batch(learner.features.origin)
         epochs = self.epochs or self._epochs(problem, batch)
         if problem.streamed and problem.once and epochs > 1:
             raise InputError(
