@@ -14,7 +14,7 @@ from ...errors import InputError, NumericalError
 from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from ...report import Reason
-from ..loop import Method, Outcome, largest_of
+from ..loop import ByEpochs, Outcome, largest_of
 from .batches import batches
 from .preconditioned_gradient import Model
 from .problem import InducingPointProblem
@@ -22,7 +22,6 @@ from .problem import InducingPointProblem
 _DIVERGED = 100.0  # mean squared residual of a batch, over that of the start and of its targets
 _WORSE = 1.1  # final residual, over that of the start and over that of f = 0
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
-_MOST = 1 - 1e-6  # of an epoch that has not ended
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,8 @@ class Plan:
     advice: str
 
 
-class Epochs(Method):
+class Epochs(ByEpochs):
     """A step is a batch, a window an epoch.
-
-    Rows of tensors come in a random order, anew in every epoch; a checkpoint holds that of the epoch under way.  A
-    stream is gone through from its beginning: going on from a checkpoint skips the batches that were seen.
 
     :param model: at f = 0.
     :param generator: of the orders of rows.
@@ -58,7 +54,7 @@ class Epochs(Method):
         "epoch", "seen", "rows", "total", "largest", "waiting", "projections", "delay", "scale", "without_noise",
         "least", "waited", "end", "cooling",
     )  # fmt: skip
-    unit, letter = "epochs", "m"
+    letter = "m"
     judges_held_out = True
 
     def __init__(
@@ -70,23 +66,20 @@ class Epochs(Method):
         generator: torch.Generator,
         checked: tuple[Tensor, Tensor],
     ) -> None:
-        super().__init__()
-        self.name, self.device, self.generator = name, problem.device, generator
+        total: int | None = None if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+        super().__init__(problem, generator, total, problem.device)
+        self.name, self.device, self.expected = name, problem.device, problem.expected_rows
         self.size, self.columns = model.base.shape
-        self.problem, self.model, self.plan, self.checked = problem, model, plan, checked
+        self.model, self.plan, self.checked = model, plan, checked
         self.delay = plan.delay()
-        self.projections = self.epoch = self.seen = self.rows = self.largest = self.waiting = 0
-        self.total: int | None = None if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+        self.projections = self.largest = self.waiting = 0
         self.average = self.first = model.base
         self.best: Tensor | None = None
         self.least, self.waited, self.scale = float("inf"), 0, float("nan")
         self.end: float = plan.epochs
         self.cooling = (1 - plan.cooldown) * plan.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
-        self.order = torch.empty(0, dtype=torch.int64, device=self.device)  # of rows, while an epoch is under way
         self.whole = self.without_noise = False
-        self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._ahead: tuple[Tensor, Tensor] | None = None
 
     # --- what a checkpoint holds of the model ---------------------------------------------------------------
 
@@ -144,7 +137,7 @@ class Epochs(Method):
         return self.first
 
     def step(self) -> bool:
-        x, y = self._next()
+        x, y = self.next_batch()
         model, b, level = self.model, len(x), self.problem.level
         if not self.seen:
             self.squares, self.targets = torch.zeros_like(self.squares), torch.zeros_like(self.targets)
@@ -162,32 +155,15 @@ class Epochs(Method):
         self.rows += b
         if self.waiting == self.delay:
             self._project()
-        assert self._feed is not None
-        self._ahead = next(self._feed, None)
-        self.whole = self._ahead is None
+        self.whole = self.epoch_ends()
         if self.whole:
             if self.waiting:
                 self._project()
-            self.epoch, self.total = self.epoch + 1, self.rows
-            self.rows = self.seen = 0
-            self.order, self._feed = self.order[:0].clone(), None
+            self.end_epoch(self.rows)
         return self.whole
 
-    def _next(self) -> tuple[Tensor, Tensor]:
-        """A batch of the epoch under way, or the first one of the next."""
-        if self._feed is None:
-            if not self.problem.streamed and not self.seen:
-                self.order = torch.randperm(len(self.problem.x), generator=self.generator).to(self.device)  # type: ignore[arg-type]
-            self._feed = batches(self.problem, self.columns, self.order, self.plan.block_size, self.seen)
-            self._ahead = next(self._feed, None)
-        if self._ahead is None:
-            if self.seen:
-                raise InputError(
-                    f"The stream ends within the {self.seen} batches that the checkpoint has seen of its epoch. "
-                    "To go on from a checkpoint, a stream must repeat itself."
-                )
-            raise InputError(f"The stream gave no batch in epoch {self.epoch + 1}; it must start anew at every epoch.")
-        return self._ahead
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return batches(self.problem, self.columns, self.order, self.plan.block_size, self.seen)
 
     def _cooled(self) -> float:
         """The factor of the step: 1, and in the last share of the run falling to 0."""
@@ -282,24 +258,6 @@ class Epochs(Method):
         return self.average
 
     # --- work -----------------------------------------------------------------------------------------------
-
-    @property
-    def epochs(self) -> float:
-        return self.epoch + self._under_way
-
-    @property
-    def work(self) -> float:
-        return self.epoch + min(self._under_way, _MOST)
-
-    @property
-    def _under_way(self) -> float:
-        """Of the present epoch; 0 in the first one of a stream that does not say how long it is."""
-        n = self.total or self.problem.expected_rows
-        return self.rows / n if n else 0.0
-
-    @property
-    def data_rows(self) -> int | None:
-        return self.total or self.problem.expected_rows or None
 
     @property
     def tally(self) -> dict[str, float]:

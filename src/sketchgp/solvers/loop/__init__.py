@@ -1,5 +1,6 @@
 """The one loop of all iterative solvers.  A method is a :class:`Method`; a solve of it is a :class:`Run`."""
 
+from .by_epochs import ByEpochs
 from .checkpoint import Checkpoint, compare_ranks, solve_marks
 from .direct import Direct
 from .held_out import HeldOut
@@ -9,6 +10,7 @@ from .run import Budget, Run, clock
 
 __all__ = [
     "Budget",
+    "ByEpochs",
     "Checkpoint",
     "Direct",
     "HeldOut",

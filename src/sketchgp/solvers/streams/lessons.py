@@ -8,23 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError, NumericalError
+from ...errors import NumericalError
 from ...fingerprint import row_numbers
 from ...report import Reason
-from ..loop import Method, Outcome
+from ..loop import ByEpochs, Outcome
 from .learner import Extra, Learner
 from .problem import Batch, Labels, RandomFeatureProblem, same_points
 
 _WINDOW = 32  # the most batches between two estimates
 _DIVERGED = 100.0  # loss of a window, over that of f = 0
-_MOST = 1 - 1e-6  # of an epoch that has not ended
 
 
-class Lessons(Method):
+class Lessons(ByEpochs):
     """A step is a batch; a window an epoch, or 32 batches of it.
-
-    Rows of tensors come in a random order, anew in every epoch.  A stream is gone through from its beginning: going on
-    from a checkpoint skips the batches that were seen.
 
     :param learner: that goes on from where it is.
     :param generator: of the orders of rows.
@@ -37,7 +33,7 @@ class Lessons(Method):
         "lesson", "evaluated", "labels", "average", "fresh", "best", "order", "losses", "losses_of_none",
         "epoch", "seen", "rows", "total", "window", "least", "waited",
     )  # fmt: skip
-    unit, letter = "epochs", "features"
+    letter = "features"
 
     def __init__(
         self,
@@ -51,25 +47,22 @@ class Lessons(Method):
         patience: int | None,
         extra: Extra | None = None,
     ) -> None:
-        super().__init__()
-        self.name, self.problem, self.learner, self.generator = name, problem, learner, generator
+        total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+        super().__init__(problem, generator, total, torch.device("cpu"))
+        self.name, self.learner = name, learner
         self.device = learner.coefficients.device
         if problem.loss != "squared":
             self.measure = "wrong held-out labels"
         self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
-        self.epoch = self.seen = self.rows = self.waited = 0
-        self.total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
+        self.waited = 0
         self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
         self.best: Tensor | None = None
         self.least = float("inf")
-        self.order = torch.empty(0, dtype=torch.int64)
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
         self.ended = False
-        self._feed: Iterator[Batch] | None = None
-        self._ahead: Batch | None = None
 
     # --- what a checkpoint holds of the learner -------------------------------------------------------------
 
@@ -156,14 +149,9 @@ class Lessons(Method):
         self.seen += 1
         self.window += 1
         self.rows += len(x)
-        assert self._feed is not None
-        self._ahead = next(self._feed, None)
-        self.ended = self._ahead is None
+        self.ended = self.epoch_ends()
         if self.ended:
-            self.epoch += 1
-            self.total = self.problem.rows or self.rows
-            self.rows = self.seen = 0
-            self.order, self._feed = self.order[:0].clone(), None
+            self.end_epoch(self.problem.rows or self.rows)
         return self.ended or self.window == _WINDOW or self._done
 
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
@@ -185,28 +173,12 @@ class Lessons(Method):
 
     def _next(self) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of the epoch under way, or the first one of the next, and the places of its rows in the data."""
-        problem = self.problem
-        if self._feed is None:
-            if not problem.streamed and not self.seen:
-                self.order = torch.randperm(len(problem.x), generator=self.generator)  # type: ignore[arg-type]
-            self._feed = self._batches()
-            self._ahead = next(self._feed, None)
-        if self._ahead is None:
-            if self.seen:
-                raise InputError(
-                    f"The stream ends within the {self.seen} batches that the checkpoint has seen of its epoch. "
-                    "To go on from a checkpoint, a stream must repeat itself."
-                )
-            raise InputError(
-                f"The stream gave no batch in epoch {self.epoch + 1}; for more than one epoch it must start anew at "
-                "each, as a DataLoader does and a generator does not."
-            )
-        x, y = self._ahead
-        if problem.streamed:
+        x, y = self.next_batch()
+        if self.problem.streamed:
             return x, y, torch.arange(self.rows, self.rows + len(x))
         return x, y, self.order[self.rows : self.rows + len(x)]
 
-    def _batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         problem = self.problem
         if torch.is_tensor(problem.x):
             assert problem.y is not None
@@ -271,22 +243,6 @@ class Lessons(Method):
         return self.learner.average.flatten(0, 1)
 
     # --- work -----------------------------------------------------------------------------------------------
-
-    @property
-    def epochs(self) -> float:
-        return self.epoch + self._under_way
-
-    @property
-    def work(self) -> float:
-        return self.epoch + min(self._under_way, _MOST)
-
-    @property
-    def _under_way(self) -> float:
-        return self.rows / self.total if self.total else 0.0
-
-    @property
-    def data_rows(self) -> int | None:
-        return self.total
 
     @property
     def tally(self) -> dict[str, float]:

@@ -1,0 +1,91 @@
+"""Methods that go through their data in epochs of batches: where they are, and the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from .method import Method
+
+_MOST = 1 - 1e-6  # of an epoch that has not ended
+
+
+class ByEpochs(Method):
+    """Rows of tensors come in a random order, anew in every epoch; a checkpoint holds that of the epoch under way.  A
+    stream is gone through from its beginning: going on from a checkpoint skips the batches that were seen.
+
+    What is saved: ``epoch``, ``seen``, ``rows``, ``total`` and ``order``.
+
+    :param device: of ``order``.
+    :ivar problem: with ``x``, the tensor where it is not ``streamed``.
+    :ivar total: rows of an epoch, where they are known; :ivar expected: what they are taken for before.
+    :ivar epoch: how many have ended; :ivar seen: batches of the one under way, ``rows`` their rows.
+    :ivar order: of rows, while an epoch is under way.
+    """
+
+    unit = "epochs"
+    expected: int | None = None
+
+    def __init__(self, problem: Any, generator: torch.Generator, total: int | None, device: torch.device) -> None:
+        super().__init__()
+        self.problem, self.generator, self.total = problem, generator, total
+        self.epoch = self.seen = self.rows = 0
+        self.order = torch.empty(0, dtype=torch.int64, device=device)
+        self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._ahead: tuple[Tensor, Tensor] | None = None
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of an epoch that were not seen, by ``order`` where the data are tensors."""
+        raise NotImplementedError
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Of the epoch under way, or the first one of the next.
+
+        :raises InputError: where a stream has none.
+        """
+        if self._feed is None:
+            if not self.problem.streamed and not self.seen:
+                self.order = torch.randperm(len(self.problem.x), generator=self.generator).to(self.order.device)
+            self._feed = self.batches()
+            self._ahead = next(self._feed, None)
+        if self._ahead is None:
+            if self.seen:
+                raise InputError(
+                    f"The stream ends within the {self.seen} batches that the checkpoint has seen of its epoch. "
+                    "To go on from a checkpoint, a stream must repeat itself."
+                )
+            raise InputError(f"The stream gave no batch in epoch {self.epoch + 1}; it must start anew at every epoch.")
+        return self._ahead
+
+    def epoch_ends(self) -> bool:
+        """Whether the batch was the last one of its epoch; the next one is fetched."""
+        assert self._feed is not None
+        self._ahead = next(self._feed, None)
+        return self._ahead is None
+
+    def end_epoch(self, total: int) -> None:
+        """:param total: rows of an epoch, as is known now."""
+        self.epoch, self.total = self.epoch + 1, total
+        self.rows = self.seen = 0
+        self.order, self._feed = self.order[:0].clone(), None
+
+    @property
+    def epochs(self) -> float:
+        return self.epoch + self._under_way
+
+    @property
+    def work(self) -> float:
+        return self.epoch + min(self._under_way, _MOST)
+
+    @property
+    def _under_way(self) -> float:
+        """Of the present epoch; 0 in the first one of a stream that does not say how long it is."""
+        return self.rows / self.data_rows if self.data_rows else 0.0
+
+    @property
+    def data_rows(self) -> int | None:
+        return self.total or self.expected or None
