@@ -618,7 +618,7 @@ BREAKS = (
     ),
     Break(
         "lowrank/greedy.py",
-        "new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]",
+        "new = matrix.columns(best[None])[:, 0] - found.factor @ found.factor[best]",
         "new = matrix.columns(best[None])[:, 0]",
         LOWRANK,
         "greedy columns are not made orthogonal to earlier ones",

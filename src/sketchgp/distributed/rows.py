@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .shards import Shards
 
+_TOGETHER = 64  # columns whose squares are held at once
+
 
 class ShardedRows:
     """F ``(n, r)``, without gradients: ``F @ c`` and ``F.mT @ v`` are whole on every rank, ``(n, t)`` and ``(r, t)``.
@@ -70,9 +72,11 @@ Factor = Tensor | ShardedRows
 def square_norms(factor: Factor) -> Tensor:
     """Of each row, ``(..., n)``."""
     if isinstance(factor, ShardedRows):
-        own = torch.linalg.vector_norm(factor.own, dim=-1).square()
-        return factor.shards.gather(own, factor.n, dim=-1)
-    return torch.linalg.vector_norm(factor, dim=-1).square()
+        return factor.shards.gather(square_norms(factor.own), factor.n, dim=-1)
+    total = factor.new_zeros(factor.shape[:-1])
+    for some in factor.split(_TOGETHER, dim=-1):
+        total += some.square().sum(dim=-1)
+    return total
 
 
 def fetched(factor: Factor, indices: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..errors import NumericalError
 from ..operators.access import Access
 from ..operators.pivoted_plus_diagonal import columns_over_root
 
-BEGIN = 128  # columns that a factor of no certain rank begins with
+_BEGIN = 128  # columns that a factor of no certain rank begins with, where memory is taken at once
 
 
 @dataclass
@@ -60,11 +60,37 @@ class Scores:
         return float((residual if self.weights is None else residual * self.weights).sum())
 
 
-def widened(factor: Tensor, columns: int) -> Tensor:
-    """F ``(n, r)`` with zeros on the right, up to so many columns."""
-    wider = factor.new_zeros(factor.shape[0], columns)
-    wider[:, : factor.shape[1]] = factor
-    return wider
+class Columns:
+    """F, ``(n, r)`` float64, as its columns come; each lies in one piece of memory.
+
+    :param n: rows; :param most: columns that may come.
+    :param surely: whether all of them will.  Otherwise memory is taken as they come: on a CPU by the system, which
+        gives pages when they are written to, so that nothing is moved; elsewhere by arrays that grow twofold.
+    """
+
+    def __init__(self, n: int, most: int, device: torch.device, surely: bool) -> None:
+        self.most, self.count = most, 0
+        begin = most if surely or device.type == "cpu" else min(most, _BEGIN)
+        self._rows = torch.empty(begin, n, dtype=torch.float64, device=device)  # of F^T
+
+    @property
+    def factor(self) -> Tensor:
+        """F so far."""
+        return self._rows[: self.count].mT
+
+    def add(self, columns: Tensor) -> None:
+        """:param columns: ``(k, n)``, k more columns as rows."""
+        after = self.count + len(columns)
+        if after > len(self._rows):
+            wider = self._rows.new_empty(min(self.most, max(2 * self.count, after)), self._rows.shape[1])
+            wider[: self.count] = self._rows[: self.count]
+            self._rows = wider
+        self._rows[self.count : after] = columns
+        self.count = after
+
+    def all(self) -> Tensor:
+        """F, in memory of its size."""
+        return self.factor if self.count == len(self._rows) else self._rows[: self.count].clone().mT
 
 
 def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:

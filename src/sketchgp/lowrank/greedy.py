@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..operators.access import Access
-from .factor import BEGIN, LowRank, Scores, widened
+from .factor import Columns, LowRank, Scores
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def greedy_cholesky(
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
-    factor = torch.zeros(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
+    found = Columns(n, rank, device, surely=enough is None)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
@@ -46,16 +46,15 @@ def greedy_cholesky(
             break
         if enough is not None and enough(done, scores.total(residual)):
             break
-        if done == factor.shape[1]:
-            factor = widened(factor, min(rank, 2 * done))
         wanted = scores.of(residual)
         best = wanted.argmax()
-        new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]
+        new = matrix.columns(best[None])[:, 0] - found.factor @ found.factor[best]
         if not (new[best] > 0 and wanted[best] > 0):
             break
         new = new / new[best].sqrt()
-        factor[:, done], pivots[done] = new, best
+        found.add(new.unsqueeze(0))
+        pivots[done] = best
         residual = (residual - new.square()).clamp_(min=0)
         residual[best] = 0
         done += 1
-    return LowRank(factor if done == factor.shape[1] else factor[:, :done].contiguous(), pivots[:done], residual)
+    return LowRank(found.all(), pivots[:done], residual)

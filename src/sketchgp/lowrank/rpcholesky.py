@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
-from .factor import BEGIN, LowRank, Scores, shifted_cholesky, widened
+from .factor import Columns, LowRank, Scores, shifted_cholesky
 
 
 @torch.no_grad()
@@ -59,8 +59,7 @@ def rpcholesky(
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    most = rank if enough is None else min(rank, BEGIN)
-    factor = torch.empty(held.stop - held.start, most, dtype=torch.float64, device=device)
+    found = Columns(held.stop - held.start, rank, device, surely=enough is None)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
     scores = Scores(matrix, diagonal, weights)
@@ -75,7 +74,7 @@ def rpcholesky(
         proposals = _draw(wanted, size, generator)
         if method == "block":
             proposals = torch.unique(proposals)
-        rows = factor[proposals, :done] if shards is None else shards.rows(factor[:, :done], proposals, n)
+        rows = found.factor[proposals] if shards is None else shards.rows(found.factor, proposals, n)
         schur = matrix.block(proposals, proposals) - rows @ rows.mT
         if method == "block":
             root, kept = (
@@ -91,19 +90,17 @@ def rpcholesky(
         chosen = proposals[kept]
         # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
         columns = matrix.columns(chosen) if own is None else matrix.block(own, chosen)
-        new = columns.mT - rows[kept] @ factor[:, :done].mT
+        new = columns.mT - rows[kept] @ found.factor.mT
         new = torch.linalg.solve_triangular(root, new, upper=False)
-        if done + len(chosen) > factor.shape[1]:
-            factor = widened(factor, min(rank, max(2 * done, done + len(chosen))))
-        factor[:, done : done + len(chosen)] = new.mT
+        found.add(new)
         fallen = new.square().sum(dim=0)
         residual = (residual - (fallen if shards is None else shards.gather(fallen, n, dim=-1))).clamp_(min=0)
         residual[chosen] = 0
         pivots.append(chosen)
         done += len(chosen)
     chosen_all = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=device)
-    found = factor if done == factor.shape[1] else factor[:, :done].contiguous()
-    return LowRank(found if shards is None else ShardedRows(found, n, shards), chosen_all, residual)
+    factor = found.all()
+    return LowRank(factor if shards is None else ShardedRows(factor, n, shards), chosen_all, residual)
 
 
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:

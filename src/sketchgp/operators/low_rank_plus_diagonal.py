@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed import Factor, ShardedRows, square_norms, whole
 from ..errors import NumericalError
 from .substitution import cholesky_solve
-from .tiles import spans
+from .tiles import add_product, spans
 
 Rows = Callable[[slice], Tensor]
 Gradients = tuple[Tensor | None, ...]
@@ -137,10 +137,9 @@ class LowRankPlusDiagonal(LinearOperator):
             inner = torch.zeros(*self.batch_shape, self.rank, self.rank, dtype=factor.dtype, device=factor.device)
             held = self.held
             for rows in spans(held.stop, max(1, _ENTRIES // max(self.rank, 1)), held.start):
-                part = self.rows(rows)
-                scaled = part / diagonal[..., rows, None]
+                scaled = self.rows(rows) / diagonal[..., rows, None].sqrt()
                 for across in spans(self.rank, _WIDTH):  # the lower triangle is all that is read
-                    inner[..., across.start :, across] += part[..., across.start :].mT @ scaled[..., across]
+                    add_product(inner[..., across.start :, across], scaled[..., across.start :].mT, scaled[..., across])
             inner = inner if isinstance(factor, Tensor) else factor.shards.sum(inner)
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
             root, info = torch.linalg.cholesky_ex(inner)

@@ -78,6 +78,14 @@ def pieces(
             yield down, slice(start + across.start, start + across.stop), half
 
 
+def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out += left @ right``, of matrices without a temporary."""
+    if out.dim() == 2:
+        out.addmm_(left, right)
+    else:
+        out += left @ right
+
+
 def padded(x: Tensor) -> Tensor:
     """``x`` (..., n, t) with columns of zeros up to a multiple of 16, where that makes products with it faster.
 

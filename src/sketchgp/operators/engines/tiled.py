@@ -11,7 +11,7 @@ from torch import Tensor
 from ..fast_gradient import FastGradient
 from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
-from ..tiles import Shape, padded, pieces, shrinking, tile_shape
+from ..tiles import Shape, add_product, padded, pieces, shrinking, tile_shape
 from .base import Engine, Gradients, Live, folds
 
 if TYPE_CHECKING:
@@ -98,18 +98,11 @@ def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool, within
         tile = tiles.tile(rows, columns)
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
             tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(*matrix.flat_batch, *tile.shape[-2:])
-        _add_product(out[..., rows, :], tile, rhs[..., columns, :])
+        add_product(out[..., rows, :], tile, rhs[..., columns, :])
         if mirror:
-            _add_product(out[..., columns, :], tile.mT, rhs[..., rows, :])
+            add_product(out[..., columns, :], tile.mT, rhs[..., rows, :])
     out = out[..., :columns_wanted]
     return out if tiles.outputscale is None else out.mul_(tiles.outputscale)
-
-
-def _add_product(out: Tensor, tile: Tensor, rhs: Tensor) -> None:
-    if out.dim() == 2:
-        out.addmm_(tile, rhs)
-    else:
-        out += tile @ rhs
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from .rounded_inverse import RoundedInverse
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
 _NEAR, _THERE = 0.95, 0.98  # of the tolerance: where it is looked for what rounding adds, and what both may come to
+_GONE = 0.05  # of its residual, by which rounding has taken a recurrence off: a new cycle early on costs few iterations
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
@@ -38,10 +39,11 @@ class Gradients(Method):
 
     name = "ConjugateGradients"
     saved = (
-        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact", "products",
+        "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact",
+        "system.products",
         "cycling", "verified", "certain", "index", "s", "d", "p", "sz", "active", "target", "least_target", "least",
         "steps",
-        "coefficients", "warm", "trail",
+        "lanczos.coefficients", "warm", "trail",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +80,8 @@ class Gradients(Method):
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
         self.warm = False
+        self._uncertain: tuple[Tensor, Tensor] | None = None  # a value and its residual
+        self._of_best = norm[..., :0]
         self.s = self.d = self.p = self.b[..., :0]
         self.sz = self.target = self.least_target = self.least = norm[..., :0]
         self.active, self.index = norm[..., :0] > 0, torch.arange(0)
@@ -98,22 +102,9 @@ class Gradients(Method):
             self.aim.trail = parts
 
     @property
-    def coefficients(self) -> list[Tensor]:
-        """Of Lanczos's method, for a checkpoint."""
-        return self.lanczos.coefficients
-
-    @coefficients.setter
-    def coefficients(self, parts: list[Tensor]) -> None:
-        self.lanczos.coefficients = parts
-
-    @property
     def products(self) -> int:
         """With K, so far."""
         return self.system.products
-
-    @products.setter
-    def products(self, count: int) -> None:
-        self.system.products = count
 
     @property
     def tally(self) -> dict[str, float]:
@@ -137,7 +128,7 @@ class Gradients(Method):
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self.certain = self._certain(self.value, self.r)
+        self._uncertain = (self.value, self.r)
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
         if self.aim is not None:
             self.aim.begin(self.residual)
@@ -265,8 +256,22 @@ class Gradients(Method):
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
         self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
-        self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
+        if bool(better.all()):
+            self._uncertain = (rounded, r[..., :width])
+        else:
+            self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
+
+    @property
+    def certain(self) -> Tensor:
+        """Of the best value, :meth:`_certain`, worked out when it is asked for."""
+        if self._uncertain is not None:
+            self.certain = self._certain(*self._uncertain)
+        return self._of_best
+
+    @certain.setter
+    def certain(self, bounds: Tensor) -> None:
+        self._of_best, self._uncertain = bounds, None
 
     def _certain(self, value: Tensor, r: Tensor) -> Tensor:
         """What is certain of a value, by its residual, ``(3, ..., t)``; infinite where nothing is."""
@@ -368,9 +373,9 @@ class Gradients(Method):
 
     def _drifted(self) -> bool:
         """Whether rounding has taken the recurrence's residual so far from the true one that going on is in vain: by
-        three tenths of it, and so far that where it is to come to would not do."""
+        a twentieth of it, and so far that where it is to come to would not do."""
         gap = self._gap(self.weights())
-        allowed = torch.maximum(0.3 * self.current, 1.4 * self._aimed)[..., self.index]
+        allowed = torch.maximum(_GONE * self.current, 1.4 * self._aimed)[..., self.index]
         return bool((self.active & (gap > allowed)).any())
 
     def _end_near(self) -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...operators import LowRankPlusDiagonal
-from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...settings import memory_budget
 
@@ -25,7 +24,13 @@ class RoundedInverse:
     """
 
     def __init__(self, inverse: LowRankPlusDiagonal, factor: Tensor, head: int) -> None:
-        self.inverse, self.head, self.tail = inverse, factor[:, :head].contiguous(), factor[:, head:].float()
+        self.inverse, self.head, self.tail = inverse, factor[:, :head], factor[:, head:].float()
+        root = inverse.capacitance_root()
+        self.head_root, self.across, self.tail_root = (
+            root[:head, :head].clone(),
+            root[head:, :head],
+            root[head:, head:].float(),
+        )
 
     @classmethod
     def of(cls, inverse: LowRankPlusDiagonal) -> RoundedInverse | None:
@@ -47,9 +52,12 @@ class RoundedInverse:
         """``P^-1 rhs`` for rhs ``(n, t)`` float64."""
         diagonal = self.inverse.diagonal_part.unsqueeze(-1)
         scaled = rhs / diagonal
-        projected = torch.cat([self.head.mT @ scaled, (self.tail.mT @ scaled.float()).to(rhs.dtype)])
-        inner = cholesky_solve(projected, self.inverse.capacitance_root())
-        low = self.head @ inner[: self.head.shape[1]] + (self.tail @ inner[self.head.shape[1] :].float()).to(rhs.dtype)
+        head = torch.linalg.solve_triangular(self.head_root, self.head.mT @ scaled, upper=False)
+        tail = (self.tail.mT @ scaled.float()).to(rhs.dtype) - self.across @ head
+        inner = torch.linalg.solve_triangular(self.tail_root, tail.float(), upper=False)
+        inner = torch.linalg.solve_triangular(self.tail_root.mT, inner, upper=True)
+        head = torch.linalg.solve_triangular(self.head_root.mT, head - self.across.mT @ inner.to(rhs.dtype), upper=True)
+        low = self.head @ head + (self.tail @ inner).to(rhs.dtype)
         return scaled - low / diagonal
 
 

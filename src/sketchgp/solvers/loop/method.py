@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Method:
     saving them saves the solve: tensors, lists and dictionaries of tensors, and plain values.  What the set-up makes
     again from the problem, the choices and their seed is not among them.
 
-    :cvar saved: names of attributes.
+    :cvar saved: names of attributes, or of those of a part: ``"part.attribute"``.
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
     :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points,
@@ -53,7 +54,7 @@ class Method:
         plain: dict[str, Any] = {"kinds": {}}
         tensors: dict[str, Tensor] = {}
         for name in ("notes", "iterations", *self.saved):
-            value = getattr(self, name)
+            value = attrgetter(name)(self)
             parts: dict[str, Tensor] = {}
             if torch.is_tensor(value):
                 parts = {"": value}
@@ -76,12 +77,16 @@ class Method:
             self.generator.set_state(tensors["generator"].cpu())
         for name, value in plain.items():
             if name != "kinds":
-                setattr(self, name, value)
+                self._set(name, value)
         for name, (kind, keys) in plain["kinds"].items():
             parts = {key: tensors[f"{name}/{key}"] for key, _ in keys}
             parts = {key: parts[key].cpu() if device == "cpu" else parts[key] for key, device in keys}
             whole = {"dict": parts, "list": list(parts.values()), "tuple": tuple(parts.values())}
-            setattr(self, name, whole[kind] if kind in whole else parts[""])
+            self._set(name, whole[kind] if kind in whole else parts[""])
+
+    def _set(self, name: str, value: Any) -> None:
+        *owners, last = name.split(".")
+        setattr(attrgetter(".".join(owners))(self) if owners else self, last, value)
 
     def begin(self, initial: Tensor | None) -> Tensor:
         """Set the iterate to a starting point ``(size, columns)``, or to 0; returns the relative residual ``(t,)``."""
