@@ -4,9 +4,11 @@ Problem (Diaz, Epperly, Frangella, Tropp and Webber, "Robust, randomized precond
 regression", section 2.1.2): N = 15,000 rows drawn at random (or all), inputs standardised, squared
 exponential kernel with bandwidth 3, mu / N = 1e-7, conjugate gradients to relative residual 1e-3 within 250
 iterations, preconditioners of rank 500 and 1000.  Everything in float64.  A problem counts as solved when the
-residual, computed again from GPyTorch's kernel matrix after the solve, is at most 1.05e-3.
+residual, computed again from GPyTorch's kernel matrix after the solve, is at most 1.05e-3.  The defaults alone are
+compared in processor seconds, which other work on the machine disturbs less than it does the clock: use one thread.
 
     python benchmarks/testbed.py --data DIRECTORY            # under an hour on two cores; resumes
+    python benchmarks/testbed.py --data DIRECTORY --defaults # the two libraries' defaults alone, in a JSON of their own
     python benchmarks/testbed.py --data DIRECTORY --quick    # three sets, N = 1500, ranks 50 and 100
     python benchmarks/testbed.py --report                    # tables and picture again, nothing measured
 """
@@ -111,12 +113,22 @@ class Problem:
     mu: float
     kernel: gpytorch.kernels.Kernel
     matrix: Tensor
-    matrix_seconds: float
+    matrix_seconds: tuple[float, float]
 
     def residual(self, solution: Tensor) -> float:
         """Relative residual in float64, from GPyTorch's matrix."""
         w = solution.detach().double().reshape(-1)
         return float((self.y - self.matrix @ w - self.mu * w).norm() / self.y.norm())
+
+
+def clocks() -> tuple[float, float]:
+    """By the clock, and of processors."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(started: tuple[float, float]) -> tuple[float, float]:
+    now = clocks()
+    return now[0] - started[0], now[1] - started[1]
 
 
 def load(directory: Path, item: DataSet, n: int, seed: int) -> Problem:
@@ -127,10 +139,10 @@ def load(directory: Path, item: DataSet, n: int, seed: int) -> Problem:
     kernel.lengthscale = BANDWIDTH
     kernel.requires_grad_(False)
     points = torch.as_tensor(inputs)
-    started = time.perf_counter()
+    started = clocks()
     with torch.no_grad():
         matrix = kernel(points).to_dense().contiguous()
-    seconds = time.perf_counter() - started
+    seconds = since(started)
     return Problem(points, torch.as_tensor(outputs), MU_OVER_N * len(x), kernel, matrix, seconds)
 
 
@@ -146,10 +158,10 @@ def run_gpytorch(problem: Problem) -> dict[str, Any]:
         counted_gpytorch_cg() as solves,
     ):
         warnings.simplefilter("ignore")
-        started = time.perf_counter()
+        started = clocks()
         operator = AddedDiagLinearOperator(DenseLinearOperator(problem.matrix), mu)
         solution = operator.solve(problem.y)
-        seconds = time.perf_counter() - started
+        seconds, processor = since(started)
     (solve,) = solves
     return {
         "iterations": solve.iterations,
@@ -157,7 +169,8 @@ def run_gpytorch(problem: Problem) -> dict[str, Any]:
         "true_residual": problem.residual(solution),
         "setup_seconds": seconds - solve.seconds,
         "solve_seconds": solve.seconds,
-        "seconds": seconds + problem.matrix_seconds,
+        "seconds": seconds + problem.matrix_seconds[0],
+        "processor_seconds": processor + problem.matrix_seconds[1],
         "rank_used": gpytorch.settings.max_preconditioner_size.value(),
         "history": thinned(solve.history),
     }
@@ -170,10 +183,10 @@ def run_sketchgp(problem: Problem, method: str, rank: int | None, seed: int) -> 
     solver = sketchgp.ConjugateGradients(tol=TOLERANCE, max_iterations=MAX_ITERATIONS)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
-        started = time.perf_counter()
+        started = clocks()
         full = sketchgp.FullProblem(problem.kernel, problem.x, problem.y, problem.mu)
         solution = solver.solve(full, preconditioner=preconditioner(method, rank, seed), matmul="dense")
-        seconds = time.perf_counter() - started
+        seconds, processor = since(started)
     done = solution.report
     return {
         "iterations": done.iterations,
@@ -184,6 +197,7 @@ def run_sketchgp(problem: Problem, method: str, rank: int | None, seed: int) -> 
         "setup_seconds": done.setup_seconds,
         "solve_seconds": done.seconds,
         "seconds": seconds,
+        "processor_seconds": processor,
         "rank_used": done.rank,
         "history": thinned(done.history.reshape(done.history.shape[0], -1)[:, 0].tolist()),
     }
@@ -191,17 +205,21 @@ def run_sketchgp(problem: Problem, method: str, rank: int | None, seed: int) -> 
 
 def runs_wanted(ranks: list[int]) -> list[tuple[str, int | None]]:
     """(method, rank) in the order in which they are run."""
+    if not ranks:
+        return [("gpytorch", None), ("automatic", None)]
     ranked = [(method, rank) for rank in ranks for method in METHODS if method not in WITHOUT_RANK]
     return [*((method, None) for method in WITHOUT_RANK), *ranked]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help="rows at most (15,000)")
+    parser.add_argument("--defaults", action="store_true", help="the two libraries' defaults alone")
     parser.add_argument("--seed", type=int, default=0, help="of the rows and of the random factors")
 
 
 def parameters(options: argparse.Namespace) -> dict[str, Any]:
-    return {"n": options.n or (1500 if options.quick else 15_000), "ranks": [50, 100] if options.quick else [500, 1000],
+    ranks = [] if options.defaults else [50, 100] if options.quick else [500, 1000]
+    return {"n": options.n or (1500 if options.quick else 15_000), "ranks": ranks,
             "bandwidth": BANDWIDTH, "mu_over_n": MU_OVER_N, "seed": options.seed, "tolerance": TOLERANCE,
             "dtype": "float64", "max_iterations": MAX_ITERATIONS,
             "gpytorch_max_iterations": GPYTORCH_MAX_ITERATIONS}  # fmt: skip
@@ -219,7 +237,7 @@ def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]
             needs=(item.name,),
             about=lambda problem, item=item: {
                 "n": problem.x.shape[0], "d": problem.x.shape[1], "reason": item.reason, "positive": item.positive,
-                "matrix_seconds": problem.matrix_seconds},
+                "matrix_seconds": problem.matrix_seconds[0]},
         )  # fmt: skip
 
 
@@ -236,7 +254,8 @@ BENCHMARK = Benchmark(
     groups=groups,
     perform=perform,
     report=report,
-    picture=lambda results, path: picture(results, path.with_suffix(".png")),
+    picture=lambda results, path: picture(results, path.with_suffix(".png")) if results["problem"]["ranks"] else None,
+    variant=lambda options: "_defaults" if options.defaults else "",
     say=lambda run: (
         f"{'solved' if run['solved'] else 'NOT solved'}, {run['iterations']} iterations, residual "
         f"{run['true_residual']:.2g}, {run['seconds']:.1f} s"
