@@ -12,11 +12,11 @@ import pytest
 
 SMALL = {  # arguments for a run of seconds
     "accelerate_existing_model.py": ["--rows", "900", "--iterations", "8"],
-    "botorch_single_task.py": ["--points", "900"],
+    "botorch_single_task.py": ["--points", "850", "--steps", "1"],
     "classification.py": ["--rows", "900", "--features", "256"],
     "compare_solvers.py": ["--rows", "400", "--seconds", "0.5"],
     "huge_mean.py": ["--rows", "1500", "--seconds", "0.1"],
-    "inducing_points.py": ["--rows", "1500"],
+    "inducing_points.py": ["--rows", "1200"],
     "molecules.py": ["--rows", "300"],
     "random_feature_stream.py": ["--batches", "4"],
     "sharded_training.py": ["--rows", "900", "--iterations", "2"],

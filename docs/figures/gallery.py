@@ -1,4 +1,4 @@
-"""Runs the tutorial and the examples, and keeps what they draw and print: ``python docs/figures/gallery.py [NAME ...]``.
+"""Runs the tutorial and the examples, and keeps what they draw and print: ``python docs/figures/gallery.py [NAME]``.
 
 Pictures go beside this file. What the blocks of ``docs/tutorial.md`` print goes into ``tutorial.json`` and, below each
 block, into the page. ``SKETCHGP_DATA`` names the directory of QM7 and of the land surface temperatures.
