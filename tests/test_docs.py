@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -178,3 +179,12 @@ def test_help_of_the_command_line_has_what_the_readme_shows():
         )
         for word in words:
             assert word in done.stdout
+
+
+def test_the_tutorial_prints_what_it_printed():
+    """The numbers of the page are those that docs/figures/gallery.py has kept of its run."""
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    kept = json.loads((ROOT / "docs" / "figures" / "tutorial.json").read_text(encoding="utf-8"))["printed"]
+    shown = re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(kept) == len(python_blocks(ROOT / "docs" / "tutorial.md"))
+    assert [block.splitlines() for block in shown] == [lines for lines in kept if lines]

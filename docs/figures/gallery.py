@@ -50,7 +50,7 @@ def tutorial() -> None:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             exec(match["code"], names)
-        lines = [part for line in output.getvalue().splitlines() for part in textwrap.wrap(line, 100)]
+        lines = [part for line in output.getvalue().splitlines() for part in textwrap.wrap(line, 88)]
         printed.append(lines)
         return f"```python\n{match['code']}```\n" + ("\n```text\n" + "\n".join(lines) + "\n```\n" if lines else "")
 
