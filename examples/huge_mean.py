@@ -54,7 +54,7 @@ def main():
         figure, axes = plt.subplots(figsize=(5, 3.4))
         axes.plot([one.passes for one in course], [one.error.item() for one in course], marker=".")
         axes.axvline(first.report.work["passes"], color="black", linewidth=0.8, linestyle="--")
-        axes.set(xlabel="passes over the kernel matrix", ylabel="RMSE of held-out rows", yscale="log")
+        axes.set(xlabel="passes over the kernel matrix", ylabel="RMSE of held-out rows")
         figure.tight_layout()
         figure.savefig(arguments.picture, dpi=110)
 

@@ -75,14 +75,14 @@ def main():
     if arguments.picture:
         import matplotlib.pyplot as plt
 
-        figure, axes = plt.subplots(1, 3, figsize=(9.5, 2.8), sharey=True)
+        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.4), sharey=True)
         seen = torch.where(hidden, torch.nan, values)
         for axis, (title, shown) in zip(
             axes, {"seen": seen, "posterior mean": mean, "deviation": deviation}.items(), strict=True
         ):
             drawn = axis.scatter(places[:, 0], places[:, 1], c=shown.detach(), s=1.5, marker="s", linewidths=0)
-            figure.colorbar(drawn, ax=axis)
-            axis.set(title=title, aspect="equal")
+            figure.colorbar(drawn, ax=axis, location="bottom")
+            axis.set(title=title)
         figure.tight_layout()
         figure.savefig(arguments.picture, dpi=110)
 

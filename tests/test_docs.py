@@ -188,3 +188,8 @@ def test_the_tutorial_prints_what_it_printed():
     shown = re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     assert len(kept) == len(python_blocks(ROOT / "docs" / "tutorial.md"))
     assert [block.splitlines() for block in shown] == [lines for lines in kept if lines]
+
+
+def test_the_citation_has_the_version():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {sketchgp.__version__}\n" in text
