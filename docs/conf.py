@@ -1,5 +1,6 @@
 """How Sphinx makes the pages: ``python -m sphinx -W -b html docs site``."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -36,3 +37,12 @@ html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
+
+
+def one_field_a_line(app, what, name, thing, options, lines):
+    """Short parameters stand on one line in the source, ``:param a: ...; :param b: ...``."""
+    lines[:] = [part for line in lines for part in re.split(r"[;,]? +(?=:param )", line)]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", one_field_a_line)

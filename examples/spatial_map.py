@@ -80,7 +80,9 @@ def main():
         for axis, (title, shown) in zip(
             axes, {"seen": seen, "posterior mean": mean, "deviation": deviation}.items(), strict=True
         ):
-            drawn = axis.scatter(places[:, 0], places[:, 1], c=shown.detach(), s=1.5, marker="s", linewidths=0)
+            drawn = axis.scatter(
+                places[:, 0], places[:, 1], c=shown.detach(), s=60_000 / len(x), marker="s", linewidths=0
+            )
             figure.colorbar(drawn, ax=axis, location="bottom")
             axis.set(title=title)
         figure.tight_layout()
