@@ -193,3 +193,19 @@ def test_the_tutorial_prints_what_it_printed():
 def test_the_citation_has_the_version():
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {sketchgp.__version__}\n" in text
+
+
+def test_every_method_has_a_page():
+    solvers, preconditioners = sketchgp.solvers, sketchgp.preconditioners
+    methods = {kind.__name__ for kind in (*solvers.FULL_SOLVERS, *solvers.INDUCING_POINT_SOLVERS)}
+    methods |= {"DoublyStochastic"}
+    methods |= {name for name in preconditioners.__all__ if hasattr(sketchgp, name)}
+    signed = []
+    for page in (ROOT / "docs" / "methods").glob("*.md"):
+        if page.stem == "index":
+            continue
+        text = page.read_text(encoding="utf-8")
+        signed += re.findall(r"^Signature: {py:class}`sketchgp\.(\w+)`\.$", text, flags=re.MULTILINE)
+        for part in ("Mathematics", "Cost", "When it wins, when it fails", "Use"):
+            assert f"\n## {part}\n" in text, f"{page.name} lacks the part {part!r}"
+    assert sorted(signed) == sorted(methods)
