@@ -31,7 +31,9 @@ def objective(x):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=1500, help="training points (default: 1500)")
-    points = parser.parse_args().points
+    parser.add_argument("--steps", type=int, default=5, help="steps of the fit (default: 5)")
+    arguments = parser.parse_args()
+    points = arguments.points
 
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(points, 2, dtype=torch.float64, generator=generator)
@@ -42,7 +44,7 @@ def main():
     # BoTorch's own fitting, a few steps of it: L-BFGS on the marginal likelihood, with the same probes throughout.
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
     with gpytorch.settings.deterministic_probes(True), sketchgp.record_solves() as solves:
-        fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": 5}})
+        fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": arguments.steps}})
     print(f"fitting: {len(solves)} solves, largest residual {max(r.max_residual for r in solves):.1e}")
 
     candidates = torch.rand(1000, 2, dtype=torch.float64, generator=generator)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -123,12 +125,12 @@ def test_code_runs(page, capsys, tmp_path, monkeypatch):
     capsys.readouterr()
 
 
-def test_readme_lists_every_part_of_the_package():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_contributing_lists_every_part_of_the_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     parts = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     files = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
     missing = [part for part in parts if f"`{part}/`" not in text] + [f for f in files if f"`{f}`" not in text]
-    assert not missing, f"README.md, 'Where each thing lives', lacks {missing}"
+    assert not missing, f"the table of floors in CONTRIBUTING.md lacks {missing}"
 
 
 def test_contributing_has_the_same_floors():
@@ -139,12 +141,30 @@ def test_contributing_has_the_same_floors():
 
 
 def test_contents_lists_every_page():
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    """Every page is in the table of contents of its folder, which the front page has."""
     for page in sorted((ROOT / "docs").rglob("*.md")):
-        name = page.relative_to(ROOT / "docs").as_posix()
-        assert name in navigation, f"mkdocs.yml lacks {name}"
-        assert name == "index.md" or f"({name}" in text, f"docs/index.md lacks {name}"
+        index = ROOT / "docs" / "index.md" if page.stem == "index" else page.parent / "index.md"
+        name = page.relative_to(index.parent).with_suffix("").as_posix()
+        trees = re.findall(
+            r"^```{toctree}\n(.*?)^```", index.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
+        lines = [line for tree in trees for line in tree.splitlines()]
+        assert page == index or name in lines, f"a toctree of {index.relative_to(ROOT)} lacks {name}"
+
+
+def test_the_reference_has_every_public_name():
+    listed = []
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        module = ""
+        for word, name in re.findall(r"^\.\. (\w+):: ([\w.]+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            if word == "currentmodule":
+                module = name
+            else:
+                assert hasattr(importlib.import_module(module), name), f"{page.name} has {module}.{name}"
+                listed.append(name if module == "sketchgp" else f"{module}.{name}")
+    assert len(listed) == len(set(listed))
+    missing = set(sketchgp.__all__) - set(listed) - {"settings"}  # a module, whose names are listed
+    assert not missing, f"docs/api lacks {missing}"
 
 
 @pytest.mark.slow
@@ -159,3 +179,33 @@ def test_help_of_the_command_line_has_what_the_readme_shows():
         )
         for word in words:
             assert word in done.stdout
+
+
+def test_the_tutorial_prints_what_it_printed():
+    """The numbers of the page are those that docs/figures/gallery.py has kept of its run."""
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    kept = json.loads((ROOT / "docs" / "figures" / "tutorial.json").read_text(encoding="utf-8"))["printed"]
+    shown = re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(kept) == len(python_blocks(ROOT / "docs" / "tutorial.md"))
+    assert [block.splitlines() for block in shown] == [lines for lines in kept if lines]
+
+
+def test_the_citation_has_the_version():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {sketchgp.__version__}\n" in text
+
+
+def test_every_method_has_a_page():
+    solvers, preconditioners = sketchgp.solvers, sketchgp.preconditioners
+    methods = {kind.__name__ for kind in (*solvers.FULL_SOLVERS, *solvers.INDUCING_POINT_SOLVERS)}
+    methods |= {"DoublyStochastic"}
+    methods |= {name for name in preconditioners.__all__ if hasattr(sketchgp, name)}
+    signed = []
+    for page in (ROOT / "docs" / "methods").glob("*.md"):
+        if page.stem == "index":
+            continue
+        text = page.read_text(encoding="utf-8")
+        signed += re.findall(r"^Signature: {py:class}`sketchgp\.(\w+)`\.$", text, flags=re.MULTILINE)
+        for part in ("Mathematics", "Cost", "When it wins, when it fails", "Use"):
+            assert f"\n## {part}\n" in text, f"{page.name} lacks the part {part!r}"
+    assert sorted(signed) == sorted(methods)

@@ -87,6 +87,7 @@ def fit(
         began with.  Of another model, other data or other choices than ``iterations`` and ``tol`` it is refused; so is
         one that another fit is using, and any for losses by samples.
     :param every: seconds between two writes of the checkpoint.
+
     Where several ranks work together (:func:`sketchgp.distributed.sharded`), rank 0 says what the callback does.
 
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.

@@ -52,7 +52,7 @@ def sample_posterior(
         BoTorch's too: a kernel each), or an :class:`InducingPointGP`, whose samples spread as its variances by samples
         do: ``mean(x) + p_s(x) - k(x, z) W_s`` with W the solver's weights for p(X) and noises.  It is put into eval
         mode.  The samples keep copies of what they need: what becomes of the model later does not matter to them.
-    :param num_samples: S.
+    :param num_samples: S, how many.
     :param seed: of functions and noises; the same functions for the same seed, model and software.
     :param frequencies: of each function; None is 1024.
     :returns: the functions; ``samples(x)`` is ``(S, ..., p)`` for x ``(..., p, d)``.

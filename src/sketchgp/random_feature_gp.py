@@ -59,11 +59,12 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     on learning as if nothing had happened.
 
     :param likelihood: a ``GaussianLikelihood`` without batch.
-    :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch; RBF, Matern, rational quadratic,
-        periodic, Laplace, spectral mixture, cosine, constant, linear, polynomial and arc-cosine kernels, their sums and
-        products.
+    :param mean: a GPyTorch mean without batch.
+    :param kernel: a GPyTorch kernel without batch: RBF, Matern, rational quadratic, periodic, Laplace, spectral
+        mixture, cosine, constant, linear, polynomial and arc-cosine kernels, their sums and products.
     :param solver: :class:`sketchgp.DoublyStochastic`; None for its defaults.
-    :param variance: as above; :param variance_samples: S.
+    :param variance: as above.
+    :param variance_samples: S, how many functions.
     :raises InputError: for what is something else.
     """
 

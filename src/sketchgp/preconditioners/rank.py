@@ -20,7 +20,7 @@ _BACK = 1.5  # the decay is that since there were so many times fewer columns
 _SHARE = 0.5  # of n beyond which a factor costs what a Cholesky factorization of K would
 # Iterations to a residual of 1e-3 are 3.5 (1 + 3 l / (1 + s))^0.4, where l is the largest eigenvalue of what is left
 # and s the least, over the noise: s is 0.03 of their mean where the trace does not fall, and goes with exp(-10 decay).
-# Fitted on 22 data sets of 2,500 rows, 3 kernels and noises of 0.1, 0.01 and 1e-4 (docs/solvers.md).
+# Fitted on 22 data sets of 2,500 rows, 3 kernels and noises of 0.1, 0.01 and 1e-4 (docs/methods/rpcholesky.md).
 _FACTOR, _SPREAD, _POWER, _FLOOR, _FALL = 3.5, 3.0, 0.4, 0.03, 10.0
 
 

@@ -1,0 +1,93 @@
+"""A field on a map, seen where no cloud is: its mean everywhere, and how uncertain it is.
+
+Run it with ``python examples/spatial_map.py``; it takes some seconds on one core and makes up its field. ``--data
+modis_temps_heaton.npz`` reads a real one: arrays ``X`` ``(n, 2)``, places on a grid, ``y`` ``(n,)``, and ``is_test``,
+1 for the places that are to be predicted. ``--picture FILE`` draws the maps.
+"""
+
+import argparse
+
+import gpytorch
+import numpy as np
+import torch
+
+import sketchgp
+
+
+def made_up(width, height, seed=0):
+    """Places on a grid, values with noise, and which of them lie under one of twelve clouds."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.cartesian_prod(torch.linspace(0, 1, height), torch.linspace(0, width / height, width)).flip(1)
+    waves = 40 * torch.randn(2, 60, generator=generator) / torch.arange(1, 61).sqrt()
+    phases = 6.3 * torch.rand(60, generator=generator)
+    values = 30 + 8 * torch.sin(places @ waves / 4 + phases).mean(1) + 10 * places[:, 1]
+    centres = torch.rand(12, 2, generator=generator) * torch.tensor([width / height, 1.0])
+    clouds = (torch.cdist(places, centres) < 0.1).any(1)
+    return places, values + 0.3 * torch.randn(len(values), generator=generator), clouds
+
+
+class Field(sketchgp.ExactGP):
+    def __init__(self, x, y, likelihood):
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=2))
+
+    def forward(self, x):
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--width", type=int, default=120, help="columns of the field that is made up (default: 120)")
+    parser.add_argument("--data", help="an .npz file with X, y and is_test in place of it")
+    parser.add_argument("--every", type=int, default=1, help="take every so-many-th place in either direction")
+    parser.add_argument("--picture", help="a file to draw into")
+    arguments = parser.parse_args()
+
+    if arguments.data:
+        with np.load(arguments.data) as arrays:
+            places, values = torch.from_numpy(arrays["X"]), torch.from_numpy(arrays["y"])
+            hidden = torch.from_numpy(arrays["is_test"]).bool()
+        columns, rows = (np.unique(places[:, k].numpy(), return_inverse=True)[1] for k in (0, 1))
+        kept = torch.from_numpy((columns % arguments.every == 0) & (rows % arguments.every == 0))
+        places, values, hidden = places[kept], values[kept], hidden[kept]
+    else:
+        places, values, hidden = made_up(arguments.width, arguments.width // 2)
+    x = ((places - places.mean(0)) / places.std(0)).double()
+    centre, spread = values[~hidden].mean(), values[~hidden].std()
+    y = ((values - centre) / spread).double()
+    print(f"{len(x)} places, {int(hidden.sum())} of them hidden")
+
+    model = Field(x[~hidden], y[~hidden], gpytorch.likelihoods.GaussianLikelihood()).double()
+    some = torch.randperm(int((~hidden).sum()), generator=torch.Generator().manual_seed(0))[:1000]
+    small = sketchgp.accelerate(Field(x[~hidden][some], y[~hidden][some], model.likelihood).double())
+    print(sketchgp.fit(small, iterations=20))  # hyperparameters from some of the places
+    sketchgp.restore(small)
+    model.load_state_dict(small.state_dict())
+
+    prediction = sketchgp.predict(model, x, variance="low_rank")
+    mean, deviation = centre + spread * prediction.mean, spread * prediction.observation_variance.sqrt()
+    error = (mean - values)[hidden]
+    inside = (error.abs() < 1.96 * deviation[hidden]).double().mean()
+    print(f"hidden places: RMSE {error.square().mean().sqrt():.2f}, {inside:.0%} inside the 95% band")
+    print(prediction.report)
+
+    if arguments.picture:
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.4), sharey=True)
+        seen = torch.where(hidden, torch.nan, values)
+        for axis, (title, shown) in zip(
+            axes, {"seen": seen, "posterior mean": mean, "deviation": deviation}.items(), strict=True
+        ):
+            drawn = axis.scatter(
+                places[:, 0], places[:, 1], c=shown.detach(), s=60_000 / len(x), marker="s", linewidths=0
+            )
+            figure.colorbar(drawn, ax=axis, location="bottom")
+            axis.set(title=title)
+        figure.tight_layout()
+        figure.savefig(arguments.picture, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
