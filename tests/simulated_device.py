@@ -11,7 +11,7 @@ The tensors are wrappers: whatever is computed with one is computed with the CPU
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +26,8 @@ import sketchgp
 DEVICE = torch.device("cuda:0")
 CPU = torch.device("cpu")
 _PACKAGE = str(Path(sketchgp.__file__).parent)
-_VALUES = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select", "_unique2", "unique_dim"}
-_VALUES |= {"unique_consecutive", "repeat_interleave", "bincount", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd"}
+_VALUES = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "repeat_interleave", "bincount"}
+_VALUES |= {"_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd"}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _COPIES = {"copy_", "_to_copy"}
 _MAKERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "new_tensor"}
@@ -35,8 +35,10 @@ _waits: Counter[str] = Counter()
 
 
 def _wait(kind: str) -> None:
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(_PACKAGE)]
-    place = f"{Path(frames[-1].filename).relative_to(_PACKAGE)}:{frames[-1].lineno}" if frames else "outside"
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    place = f"{Path(frame.f_code.co_filename).relative_to(_PACKAGE)}:{frame.f_lineno}" if frame else "a test"
     _waits[f"{place} {kind}"] += 1
 
 

@@ -42,13 +42,12 @@ def greedy_cholesky(
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
-        if float(residual.sum()) <= floor or scores.total(residual) <= tol:
-            break
-        if enough is not None and enough(done, scores.total(residual)):
+        wanted = scores.of(residual)
+        left, total, _ = scores.sums(residual, wanted).tolist()
+        if left <= floor or total <= tol or (enough is not None and enough(done, total)):
             break
         if done == factor.shape[1]:
             factor = widened(factor, min(rank, 2 * done))
-        wanted = scores.of(residual)
         best = wanted.argmax()
         new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]
         if not (new[best] > 0 and wanted[best] > 0):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fetch import fetched
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
 from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Goal, RemainingEnergy
-from ..fetch import fetched
 from ..loop import Outcome
 from ..problem import System
 from .aim import Aim, Rows
@@ -358,8 +358,8 @@ class Gradients(Kept):
         self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
 
     def _drifted(self) -> Tensor:
-        """Of the columns worked on, whether rounding has taken the recurrence's residual so far from the true one that going on is in vain: by
-        three tenths of it, and so far that where it is to come to would not do."""
+        """Of the columns worked on, whether rounding has taken the recurrence's residual so far from the true one that
+        going on is in vain: by three tenths of it, and so far that where it is to come to would not do."""
         gap = self._gap(self.weights())
         allowed = torch.maximum(0.3 * self.current, 1.4 * self._aimed)[..., self.index]
         return gap > allowed

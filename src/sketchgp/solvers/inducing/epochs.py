@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
+from ...fetch import fetched
 from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from ...report import Reason
-from ..fetch import fetched
 from ..loop import ByEpochs, Outcome, largest_of
 from .batches import batches
 from .preconditioned_gradient import Model

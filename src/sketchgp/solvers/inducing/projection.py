@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fetch import fetched
 from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
@@ -13,7 +14,6 @@ from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...settings import memory_budget
 from ..conjugate_step import NAN, descend, turn
-from ..fetch import fetched
 from ..loop import largest_of
 from .problem import InducingPointProblem
 

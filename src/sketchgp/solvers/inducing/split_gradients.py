@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fetch import fetched
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from ..conjugate_step import NAN, descend, turn
 from ..energy import RemainingEnergy
-from ..fetch import fetched
 from ..loop import Method, Outcome
 from .remaining import RitzValues, moved_by_rounding
 

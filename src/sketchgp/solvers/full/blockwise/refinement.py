@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ....errors import NumericalError
+from ....fetch import fetched
 from ....random_streams import generator
 from ....report import Reason
 from ...certificate import Certificate
-from ...fetch import fetched
 from ...loop import Method, Outcome, largest_of
 from .method import BlockMethod
 from .state import State
