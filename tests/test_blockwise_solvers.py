@@ -617,7 +617,13 @@ def _begin(solver, problem, size=20, columns=2):
     method = solver.method(BlockSystem(problem.system()), size)
     method.begin(columns)
     generator, y = torch.Generator().manual_seed(7), problem.y.double().reshape(len(problem.y), -1)
-    return method, lambda: method.step(y, generator), _matrix(problem), y
+
+    def step():
+        found = method.step(y, generator)
+        method.told([float(asked) for asked in method.asks()])
+        return found
+
+    return method, step, _matrix(problem), y
 
 
 def _error_norm(matrix, w, exact):

@@ -163,14 +163,14 @@ class _Clock:
 def test_a_restart_of_the_momentum_is_on_the_way(monkeypatch):
     """Else a checkpoint that forgets its age would not be missed."""
     restarts = []
-    judge = askotch._Fresh._judge
+    told = askotch._Fresh.told
 
-    def watched(self, rows, against):
+    def watched(self, answers):
         age = self.numbers["rows"]
-        judge(self, rows, against)
+        told(self, answers)
         restarts.append(age > 0 and self.numbers["rows"] == 0)
 
-    monkeypatch.setattr(askotch._Fresh, "_judge", watched)
+    monkeypatch.setattr(askotch._Fresh, "told", watched)
     _solve(VARIANTS["askotch"], _problem_of("askotch"))
     assert any(restarts)
 

@@ -618,11 +618,11 @@ def test_a_step_shrinks_the_error(name, rank):
 @pytest.mark.parametrize("rank", [None, 10])
 def test_blocks_that_are_not_positive_definite(rank):
     with pytest.raises(NumericalError, match="positive"):
-        block_inverse(-identity(20), torch.full((20,), 0.1, dtype=torch.float64), rank, _generator())
+        block_inverse(-identity(20), torch.full((20,), 0.1, dtype=torch.float64), rank, _generator()).checked()
     broken = identity(20)
     broken[3, 3] = float("nan")
     with pytest.raises(NumericalError):
-        block_inverse(broken, torch.full((20,), 0.1, dtype=torch.float64), rank, _generator())
+        block_inverse(broken, torch.full((20,), 0.1, dtype=torch.float64), rank, _generator()).checked()
 
 
 # --- drawing blocks -------------------------------------------------------------------------------------------

@@ -55,9 +55,10 @@ class Scores:
             return residual
         return torch.where(residual > self._rounding, residual * self._relative, 0)
 
-    def total(self, residual: Tensor) -> float:
-        """``sum(weights * residual)``."""
-        return float((residual if self.weights is None else residual * self.weights).sum())
+    def sums(self, residual: Tensor, scores: Tensor) -> Tensor:
+        """``(3,)``: of the residual, of ``weights * residual``, and of the scores."""
+        weighted = residual if self.weights is None else residual * self.weights
+        return torch.stack([residual.sum(), weighted.sum(), scores.sum()])
 
 
 class Columns:

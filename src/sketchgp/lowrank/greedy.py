@@ -42,11 +42,10 @@ def greedy_cholesky(
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
-        if float(residual.sum()) <= floor or scores.total(residual) <= tol:
-            break
-        if enough is not None and enough(done, scores.total(residual)):
-            break
         wanted = scores.of(residual)
+        left, total, _ = scores.sums(residual, wanted).tolist()
+        if left <= floor or total <= tol or (enough is not None and enough(done, total)):
+            break
         best = wanted.argmax()
         new = matrix.columns(best[None])[:, 0] - found.factor @ found.factor[best]
         if not (new[best] > 0 and wanted[best] > 0):

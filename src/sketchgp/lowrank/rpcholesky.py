@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from ..distributed import ShardedRows, Shards
+from ..fetch import fetched
 from ..operators.access import Access
+from ..operators.unchanged import parameters_held
 from .factor import Columns, LowRank, Scores, shifted_cholesky
 
 
 @torch.no_grad()
+@parameters_held()
 def rpcholesky(
     matrix: Access,
     rank: int,
@@ -65,24 +68,29 @@ def rpcholesky(
     scores = Scores(matrix, diagonal, weights)
     while done < rank and failures < 50:
         wanted = scores.of(residual)
-        if float(residual.sum()) <= floor or scores.total(residual) <= tol or not float(wanted.sum()) > 0:
-            break
-        if enough is not None and enough(done, scores.total(residual)):
-            break
         size = block if enough is None or block_size else min(block, max(8, done // 4))
         size = min(size, rank - done) if method == "block" else size
+        before = generator.get_state()
+        # Drawn before it is known whether they are needed, so that a device is waited for once a round.
         proposals = _draw(wanted, size, generator)
+        sums = scores.sums(residual, wanted)
         if method == "block":
-            proposals = torch.unique(proposals)
+            sums, drawn = fetched(sums, proposals)
+            proposals = torch.unique(drawn.long()).to(device, non_blocking=True)
         rows = found.factor[proposals] if shards is None else shards.rows(found.factor, proposals, n)
-        schur = matrix.block(proposals, proposals) - rows @ rows.mT
+        schur, bounds = matrix.block(proposals, proposals) - rows @ rows.mT, residual[proposals]
+        if method != "block":
+            sums, small, bounds = fetched(sums, schur, bounds)
+        left, total, score = sums.tolist()
+        if left <= floor or total <= tol or not score > 0 or (enough is not None and enough(done, total)):
+            generator.set_state(before)  # what is not used is not drawn
+            break
         if method == "block":
-            root, kept = (
-                shifted_cholesky(schur, matrix.resolution, limit=10.0),
-                torch.arange(len(proposals), device=device),
-            )
+            root = shifted_cholesky(schur, matrix.resolution, limit=10.0)
+            kept = torch.arange(len(proposals), device=device)
         else:
-            kept, root = _reject(schur, residual[proposals], rank - done, generator)
+            kept, root = _reject(small.reshape(schur.shape), bounds, rank - done, generator)
+            kept, root = kept.to(device, non_blocking=True), root.to(device, non_blocking=True)
         if not len(kept):
             failures += 1
             continue
@@ -106,7 +114,8 @@ def rpcholesky(
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Indices drawn independently with probability proportional to ``scores``, by inverting the cumulative sum."""
     cumulative = scores.cumsum(0)
-    points = torch.rand(size, dtype=torch.float64, generator=generator).to(scores.device) * cumulative[-1]
+    points = torch.rand(size, dtype=torch.float64, generator=generator).to(scores.device, non_blocking=True)
+    points *= cumulative[-1]
     return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
 
 
@@ -115,23 +124,21 @@ def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator
 
     Proposal j is kept with probability (its diagonal after eliminating the kept ones before it) / (its diagonal
     when it was drawn); its weight is in both and cancels.  Returns the kept positions and the Cholesky factor of
-    their block.
+    their block; everything on the CPU.
     """
-    device = schur.device
-    work, limit = schur.cpu().clone(), bounds.cpu()
-    uniform = torch.rand(len(limit), dtype=torch.float64, generator=generator)
+    uniform = torch.rand(len(bounds), dtype=torch.float64, generator=generator)
     kept: list[int] = []
-    factor = torch.zeros_like(work)
-    current = work.diagonal().clone()
-    for j in range(len(limit)):
+    factor = torch.zeros_like(schur)
+    current = schur.diagonal().clone()
+    for j in range(len(bounds)):
         if len(kept) == most:
             break
-        if current[j] > 0 and uniform[j] * limit[j] < current[j]:
-            column = (work[:, j] - factor[:, : len(kept)] @ factor[j, : len(kept)]) / current[j].sqrt()
+        if current[j] > 0 and uniform[j] * bounds[j] < current[j]:
+            column = (schur[:, j] - factor[:, : len(kept)] @ factor[j, : len(kept)]) / current[j].sqrt()
             factor[:, len(kept)] = column
             current = current - column.square()
             current[j] = 0
             kept.append(j)
     positions = torch.tensor(kept, dtype=torch.long)
     root = factor[positions, : len(kept)].tril()
-    return positions.to(device), root.to(device)
+    return positions, root

@@ -20,22 +20,22 @@ def smoothness(
     generator: torch.Generator,
     device: torch.device,
     iterations: int = 10,
-) -> float:
+) -> Tensor:
     """Estimate of the largest eigenvalue of ``P^-1/2 H P^-1/2``, from below, by power iteration on ``P^-1 H``.
 
     :param product: ``v -> H v`` for ``(n, 1)`` float64, H symmetric positive definite.
     :param inverse: ``v -> P^-1 v``, P symmetric positive definite.
     :param generator: CPU generator of the random start.
-    :returns: the last Rayleigh quotient ``v^T H P^-1 H v / v^T H v``, at most the eigenvalue; 0 where H v = 0.
+    :returns: the last Rayleigh quotient ``v^T H P^-1 H v / v^T H v``, ``()``, at most the eigenvalue; 0 where H v = 0.
     """
     v = torch.randn(n, 1, dtype=torch.float64, generator=generator).to(device)
-    estimate = 0.0
+    estimate = v.new_zeros(())
+    going_on = torch.ones((), dtype=torch.bool, device=device)
     for _ in range(iterations):
         image = product(v)
         following = inverse(image)
-        energy = float((v * image).sum())
-        if not energy > 0:
-            break
-        estimate = float((following * image).sum()) / energy  # v^T H P^-1 H v / v^T H v
+        energy = (v * image).sum()
+        going_on = going_on & (energy > 0)  # on the device, which would be waited for twice an iteration otherwise
+        estimate = torch.where(going_on, (following * image).sum() / energy, estimate)  # v^T H P^-1 H v / v^T H v
         v = following / following.norm()
     return estimate

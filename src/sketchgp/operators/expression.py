@@ -66,6 +66,8 @@ class Features:
     :ivar weight: ``(*b, 1, p)`` where the features are the inputs times it, else None (periodic kernels).
     :ivar alpha: the shape parameter of a rational quadratic kernel, ``(*b, 1, 1)`` or ``()``.
     :ivar memo: what is made of the right side alone, where other parts of a matrix have the same one.
+    :ivar whole: of a part of a matrix, the features of all its rows and columns.
+    :ivar near: whether no pair of the rows and columns is far from the centre; None while nobody has looked.
     """
 
     left: Tensor
@@ -73,6 +75,8 @@ class Features:
     weight: Tensor | None
     alpha: Tensor | None
     memo: dict[str, Tensor] | None = None
+    whole: Features | None = None
+    near: bool | None = None
 
 
 @dataclass
@@ -93,7 +97,7 @@ class Prepared:
             left = f.left.detach()
             right = left if f.right is f.left else f.right.detach()
             weight, alpha = (None if t is None else t.detach() for t in (f.weight, f.alpha))
-            parts.append(Features(left, right, weight, alpha))
+            parts.append(Features(left, right, weight, alpha, near=f.near))
         return Prepared(tuple(parts), self.coefficients.detach())
 
     def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:
@@ -105,7 +109,8 @@ class Prepared:
         features = []
         for number, f in enumerate(self.features):
             memo = self.memos.setdefault(number, {}) if columns is None else None
-            features.append(Features(take(f.left, rows), take(f.right, columns), f.weight, f.alpha, memo))
+            whole = f.whole or f
+            features.append(Features(take(f.left, rows), take(f.right, columns), f.weight, f.alpha, memo, whole))
         return Prepared(tuple(features), self.coefficients)
 
 
@@ -133,10 +138,12 @@ class Expression:
         batch: torch.Size,
         dtype: torch.dtype,
         centre: Tensor | None = None,
+        near: bool | None = None,
     ) -> Prepared:
         """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``.
 
         :param centre: ``(..., 1, d)``, a constant: what inputs are counted from; None for the median of x2.
+        :param near: True where no point is far from the centre, None where that is not known.
         """
         x1 = x1.to(dtype)
         x2 = x1 if same else x2.to(dtype)
@@ -150,7 +157,8 @@ class Expression:
             if atom.profile is RATIONAL_QUADRATIC:
                 alpha = self.own(atom.leaves[0].kernel.alpha, 1).to(dtype)  # (*b, 1)
                 alpha = _flat(alpha.unsqueeze(-1), batch) if len(batch) else alpha.reshape(())
-            features.append(Features(left, right, None if weight is None else _flat(weight, batch), alpha))
+            weight = None if weight is None else _flat(weight, batch)
+            features.append(Features(left, right, weight, alpha, near=near))
         coefficients = []
         for scales in self.scales:
             c = torch.ones((), dtype=dtype, device=x1.device)

@@ -105,12 +105,10 @@ class _Distances:
             self.augmented = self._once(features, "augmented", lambda: _augmented(features.right))
             self.guarded = self.left.dtype == torch.float32 and _reduced(self.left.device)
             if self.left.numel() and self.right.numel():
-                squares = self.left.square().sum(dim=-1)
-                rows = _far(squares)
-                columns = self._once(features, "far", lambda: _far(self.augmented[..., -1]))
-                if bool(rows.any()) and bool(columns.any()):
-                    self.far = (rows, columns)
+                if not _near(features):
+                    self.far = _far_pairs(features)
                 if profile is MATERN[0.5]:
+                    squares = self.left.square().sum(dim=-1)
                     # of each row and each column, so that one that lies far from all others makes none but its own near
                     of_columns = self._once(features, "limit", lambda: self._limit(self.augmented[..., -1]))
                     self.limits = (self._limit(squares).unsqueeze(-1), of_columns.unsqueeze(-2))
@@ -186,10 +184,38 @@ class _Distances:
             yield where, a[where[:-1]] - b[where[:-2] + where[-1:]]
 
 
+def _near(features: Features) -> bool:
+    """Whether no pair is far.  It is looked at once for all parts of a matrix: on a device, each look would wait."""
+    whole = features.whole or features
+    if whole.near is None:
+        whole.near = _far_pairs(whole) is None
+    return whole.near
+
+
+def _far_pairs(features: Features) -> tuple[Tensor, Tensor] | None:
+    """Which rows and which columns are far; None where either has none."""
+    rows, columns = (_far(side.square().sum(dim=-1)) for side in (features.left, features.right))
+    return (rows, columns) if bool(rows.any() & columns.any()) else None
+
+
 def _far(squares: Tensor) -> Tensor:
     """Which points, in any matrix of the batch, have squared distances that may be wrong by more than ``_SEEN``."""
-    eps = torch.finfo(squares.dtype).eps
-    return (squares > _SEEN[squares.dtype] / (8 * eps)).reshape(-1, squares.shape[-1]).any(dim=0)
+    return (squares > _limit_of(squares.dtype)).reshape(-1, squares.shape[-1]).any(dim=0)
+
+
+def _limit_of(dtype: torch.dtype) -> float:
+    return _SEEN[dtype] / (8 * torch.finfo(dtype).eps)
+
+
+def surely_near(prepared: Prepared) -> bool:
+    """Whether no point of a box is far, wherever in the box the centre is; False where that cannot be said.
+
+    :param prepared: of the two corners of the box, as rows.
+    """
+    if any(f.weight is None for f in prepared.features):  # not linear in the inputs
+        return False
+    widths = [(f.left[..., 1, :] - f.left[..., 0, :]).square().sum(dim=-1).amax() for f in prepared.features]
+    return not widths or bool((torch.stack(widths) <= _limit_of(widths[0].dtype)).all())
 
 
 def _lambert(c: Tensor) -> Tensor:
@@ -274,9 +300,17 @@ class FastTiles:
                 part.diagonal(dim1=-2, dim2=-1).zero_()
         if self.coincident is not None:
             i, j = self.coincident
+            if self._is_whole(rows, columns):  # no mask, whose number of entries a device would have to tell
+                t[..., i, j] = 0
+                return t
             inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
             t[..., i[inside] - rows.start, j[inside] - columns.start] = 0
         return t
+
+    def _is_whole(self, rows: slice, columns: slice) -> bool:
+        """Whether a tile is the whole matrix."""
+        f = self.features[0]
+        return (rows.start, rows.stop, columns.start, columns.stop) == (0, f.left.shape[-2], 0, f.right.shape[-2])
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """The tile without the ``outputscale``, in a buffer that the next call overwrites."""

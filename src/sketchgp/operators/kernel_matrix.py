@@ -21,6 +21,7 @@ from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, repeated, take_rows
 from .shared import derivative, product
+from .unchanged import State
 from .without_keops import without_keops
 
 _OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards")
@@ -163,7 +164,7 @@ class KernelMatrix(LinearOperator):
         """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            options = (same, self.batch_shape, self.compute_dtype, self.centre.value())
+            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), self.memo.get("near"))
             return self.expression.prepare(tensors[0], tensors[1], *options)
 
     @torch.no_grad()
@@ -182,20 +183,12 @@ class KernelMatrix(LinearOperator):
             self._stored, self.memo["stored state"] = TILED.dense(self), self._state()
         return self._stored
 
-    def _state(self) -> tuple[list[int], list[Tensor]]:
-        """What :meth:`_unchanged` compares with: the versions of the inputs, the values of the parameters.
+    def _state(self) -> State:
+        return State((self.x1, self.x2), self.parameters)
 
-        GPyTorch sets parameters through ``.data``, which leaves their versions as they were.
-        """
-        versions = [0 if x.is_inference() else x._version for x in (self.x1, self.x2)]
-        return versions, [p.detach().clone() for p in self.parameters]
-
-    def _unchanged(self, state: tuple[list[int], list[Tensor]]) -> bool:
+    def _unchanged(self, state: State) -> bool:
         """Whether the operator's tensors still are what they were."""
-        versions, parameters = state
-        return versions == [0 if x.is_inference() else x._version for x in (self.x1, self.x2)] and all(
-            torch.equal(old, new) for old, new in zip(parameters, self.parameters, strict=True)
-        )
+        return state.holds((self.x1, self.x2), self.parameters)
 
     def _evaluate(self) -> Tensor:
         """The dense matrix, without autograd."""
@@ -301,6 +294,15 @@ class KernelMatrix(LinearOperator):
     def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
         return self._part(rows, columns)
+
+    def against(self, x1: Tensor, x2: Tensor, centre: Centre, near: bool | None) -> KernelMatrix:
+        """``k(x1, x2)`` of the same kernel for other points, with the kernel's active dimensions selected.
+
+        :param near: True where no point is far from the centre, None where that is not known.
+        """
+        matrix = self._with(x1, x2, False, centre)
+        matrix.memo["near"] = near
+        return matrix
 
     def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))

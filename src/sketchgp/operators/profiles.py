@@ -67,7 +67,7 @@ def _inverse_root(t: Tensor, spare: Tensor) -> Tensor:
 
 def _shifted_root(t: Tensor, spare: Tensor) -> Tensor:
     """``u = sqrt(t) + log2(e)`` in ``spare``: with ``t = (s log2 e)^2`` this is ``(1 + s) log2 e``."""
-    return torch.addcmul(t.new_tensor(LOG2E), t, _inverse_root(t, spare), out=spare)
+    return torch.addcmul(t.new_full((), LOG2E), t, _inverse_root(t, spare), out=spare)
 
 
 def _matern12(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import in_force
+from .centre import Centre
+from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
 from .tiles import spans
 
@@ -55,6 +57,10 @@ class TallMatrix:
         self.kernel, self.x, self.z, self.weights = kernel, x, z, weights
         self._accurate = accurate
         self.entries = 0  # evaluated so far
+        self._first: KernelMatrix | None = None  # what all others are made after
+        self._near: bool | None = None  # True where no point is far from the centre, None where that is not known
+        self._right: Tensor | None = None
+        self._centre = Centre(self._selected(z))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,9 +79,42 @@ class TallMatrix:
         """The same with float64 entries."""
         return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
 
+    def at(self, x: Tensor, z: Tensor) -> TallMatrix:
+        """The same for other points, without weights: rows of this matrix' x and z.
+
+        What a device would wait for at every batch is found out once: what the kernel is, and whether any point is far.
+        """
+        other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
+        other._first, other._near = self._like(), self._near
+        return other
+
+    def _selected(self, x: Tensor) -> Tensor:
+        dims = self.kernel.active_dims
+        return x if dims is None else x.index_select(-1, dims)
+
+    def _like(self) -> KernelMatrix:
+        if self._first is None:
+            matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
+            self._first = matrix.double() if self._accurate else matrix
+            self._near = self._box_is_near(self._first)
+        return self._first
+
+    @torch.no_grad()
+    def _box_is_near(self, matrix: KernelMatrix) -> bool | None:
+        """True where the box that holds all points is so small that none can be far from the centre; else None."""
+        if matrix.expression is None:
+            return None
+        sides = [self._selected(points) for points in (self.x, self.z)]
+        least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
+        most = torch.stack([side.amax(dim=0) for side in sides]).amax(dim=0)
+        corners = torch.stack([least, most]).to(matrix.dtype)
+        return surely_near(matrix.against(corners, corners, self._centre, None).prepared()) or None
+
     def _matrix(self, x: Tensor) -> KernelMatrix:
-        matrix = KernelMatrix.of(self.kernel, x, self.z, engine="tiled").detach()
-        return matrix.double() if self._accurate else matrix
+        matrix = self._like()
+        if self._right is None:
+            self._right = self._selected(self.z).to(matrix.dtype)
+        return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, self._near)
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
         self.entries += matrix.shape.numel()

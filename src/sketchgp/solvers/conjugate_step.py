@@ -9,29 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import NumericalError
-
 NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 
 
 def descend(
     value: Tensor, r: Tensor, p: Tensor, product: Tensor, curvature: Tensor, energy: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """``value += alpha p`` and ``r -= alpha A p`` with ``alpha = energy / curvature``, in place.
 
     :param value: iterate, ``r`` its residual, ``p`` the direction, ``product`` = A p: ``(..., n, t)`` each.
     :param curvature: ``p^T A p``, and ``energy`` = ``r^T P^-1 r``, ``(..., t)``.
     :param active: columns that have not ended, ``(..., t)``.
-    :returns: alpha, 0 for frozen columns, and which columns are not frozen, ``(..., t)``.
-    :raises NumericalError: for NaN or infinity.
+    :returns: alpha, 0 for frozen columns, and which columns are not frozen, ``(..., t)``; and whether all curvatures
+        are finite, ``()``: to be looked at before anything is believed (:data:`NAN`).
     """
-    if not bool(torch.isfinite(curvature).all()):
-        raise NumericalError(NAN)
     usable = active & (curvature > 0) & (energy > 0)
     alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)
     value.addcmul_(alpha.unsqueeze(-2), p)
     r.addcmul_(alpha.unsqueeze(-2), product, value=-1)
-    return alpha, usable
+    return alpha, usable, torch.isfinite(curvature).all()
 
 
 def turn(p: Tensor, z: Tensor, following: Tensor, energy: Tensor, usable: Tensor) -> Tensor:

@@ -99,7 +99,8 @@ class _Fresh(InvertedBlocks):
 
     def begin(self, width: int) -> None:
         super().begin(width)
-        self.numbers |= {"rows": 0, "judged_rows": 0, "against": 0.0}
+        self.numbers |= {"rows": 0, "judged_rows": 0}
+        self.tensors["against"] = self.system.noise.new_zeros(())
 
     def evaluation_point(self) -> Tensor:
         return self._point(self._constants()[2])
@@ -125,7 +126,7 @@ class _Fresh(InvertedBlocks):
         w, v, y = tensors["w"], tensors["v"], self._point(alpha)
         g = self.system.rows(rows, y) - r[rows]
         d = inverse.apply(g) / inverse.smoothness
-        against = float((g * (v[rows] - w[rows])).sum())
+        against = (g * (v[rows] - w[rows])).sum()
         v.mul_(beta).add_(y, alpha=1 - beta)
         v[rows] -= gamma * d
         y[rows] -= d
@@ -134,19 +135,29 @@ class _Fresh(InvertedBlocks):
             self._judge(len(rows), against)
         return rows, g
 
-    def _judge(self, rows: int, against: float) -> None:
-        """Restart the momentum where going along it raises the objective: where its slope, summed over half a pass of
-        sampled rows, is positive."""
-        numbers, n = self.numbers, self.system.n
-        numbers["rows"] += rows
-        numbers["judged_rows"] += rows
-        numbers["against"] += against
-        if numbers["judged_rows"] < _JUDGED * n:
+    def _judge(self, rows: int, against: Tensor) -> None:
+        """Add up, over half a pass of sampled rows, the slope of the objective along the momentum."""
+        self.numbers["rows"] += rows
+        self.numbers["judged_rows"] += rows
+        self.tensors["against"] += against
+
+    @property
+    def _due(self) -> bool:
+        return self.choices.mu is None and self.numbers["judged_rows"] >= _JUDGED * self.system.n
+
+    def asks(self) -> list[Tensor]:
+        return [*super().asks(), *([self.tensors["against"]] if self._due else [])]
+
+    def told(self, answers: list[float]) -> None:
+        """Restart the momentum where going along it raises the objective."""
+        super().told(answers)
+        if not self._due:
             return
-        if numbers["against"] > 0 and numbers["rows"] > n:
+        if answers[-1] > 0 and self.numbers["rows"] > self.system.n:
             self.tensors["v"] = self.tensors["w"].clone()
-            numbers["rows"] = 0
-        numbers["judged_rows"], numbers["against"] = 0, 0.0
+            self.numbers["rows"] = 0
+        self.numbers["judged_rows"] = 0
+        self.tensors["against"].zero_()
 
 
 class _Fixed(InvertedBlocks):

@@ -97,7 +97,7 @@ class _EigenPro2(BlockMethod):
         if "subsample" not in self.tensors:
             self._prepare()
         self.tensors["w"] = self.system.noise.new_zeros(self.system.n, width)
-        self.tensors["rest"] = torch.empty(0, dtype=torch.long)
+        self.tensors["rest"] = torch.empty(0, dtype=torch.long, device=self.system.device)
 
     def _prepare(self) -> None:
         system, n = self.system, self.system.n
@@ -132,7 +132,8 @@ class _EigenPro2(BlockMethod):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         system, tensors, step = self.system, self.tensors, self.numbers["step"]
         size, some, w = int(self.numbers["block_size"]), tensors["subsample"], tensors["w"]
-        rows, tensors["rest"] = next_block("shuffled", system.n, size, tensors["rest"].cpu(), generator, system.device)
+        rest = tensors["rest"].to(system.device)
+        rows, tensors["rest"] = next_block("shuffled", system.n, size, rest, generator, system.device)
         g = system.rows(rows, w) - r[rows]
         correction = tensors["vectors"] @ (tensors["vectors"].mT @ system.cross(some, rows, g))
         w[rows] -= step * g

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fetch import fetched
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
 from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Goal, RemainingEnergy
-from ..loop import Method, Outcome
+from ..loop import Outcome
 from ..problem import System
 from .aim import Aim, Rows
 from .drift import Drift
+from .kept import Kept
 from .lanczos_record import LanczosRecord
 from .rounded_inverse import RoundedInverse
 
@@ -34,7 +36,7 @@ _LOST = 4.0  # of the true residual over that of the recurrence
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
-class Gradients(Method):
+class Gradients(Kept):
     """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them."""
 
     name = "ConjugateGradients"
@@ -82,6 +84,8 @@ class Gradients(Method):
         self.warm = False
         self._uncertain: tuple[Tensor, Tensor] | None = None  # a value and its residual
         self._of_best = norm[..., :0]
+        self.told: Tensor | None = None  # the present residual, on the CPU
+        self.keep: Tensor | None = None  # which columns of the cycle have not ended, on the CPU; None while not known
         self.s = self.d = self.p = self.b[..., :0]
         self.sz = self.target = self.least_target = self.least = norm[..., :0]
         self.active, self.index = norm[..., :0] > 0, torch.arange(0)
@@ -90,33 +94,6 @@ class Gradients(Method):
     def tol(self) -> Tensor:
         """Of the relative residual, ``(..., t)``: as asked, or as it takes by what is known."""
         return self._tol if self.aim is None else self.aim.tolerance
-
-    @property
-    def trail(self) -> list[Tensor]:
-        """What a checkpoint keeps of the predictions that are followed."""
-        return [] if self.aim is None else self.aim.trail
-
-    @trail.setter
-    def trail(self, parts: list[Tensor]) -> None:
-        if self.aim is not None:
-            self.aim.trail = parts
-
-    @property
-    def products(self) -> int:
-        """With K, so far."""
-        return self.system.products
-
-    @property
-    def tally(self) -> dict[str, float]:
-        return {"products": self.products}
-
-    @property
-    def entries(self) -> float:
-        return float(self.products) * self.size**2
-
-    @property
-    def matrix_entries(self) -> float:
-        return float(self.size**2)
 
     def begin(self, initial: Tensor | None) -> Tensor:
         self.value, self.r = torch.zeros_like(self.b), self.b.clone()
@@ -136,7 +113,7 @@ class Gradients(Method):
         return self.estimate()
 
     def estimate(self) -> Tensor:
-        return self.current.reshape(-1)
+        return self.current.reshape(-1) if self.told is None else self.told
 
     def weights(self) -> Tensor:
         if not self.cycling:
@@ -286,7 +263,7 @@ class Gradients(Method):
         self.target = self._aimed.clone()
         self.least_target = (0.0 if self.exact else _CYCLE_REDUCTION) * self.residual
         self.target = torch.maximum(self.target, self.least_target)
-        self.index = torch.arange(self.b.shape[-1], device=self.b.device)
+        self.index, self.keep = torch.arange(self.b.shape[-1], device=self.b.device), None
         self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
         self.p = self._precondition(self.s).clone()
         self.sz = (self.s * self.p).sum(dim=-2)
@@ -312,12 +289,19 @@ class Gradients(Method):
 
     def _narrow(self) -> None:
         """Leave finished columns out of the products, where they are half of all."""
-        keep = self.active.reshape(-1, len(self.index)).any(dim=0)
-        if int(keep.sum()) > len(self.index) // 2:
+        if self.keep is None:
+            self.keep = self._open_columns().cpu()
+        keep = self.keep.nonzero().squeeze(-1)
+        if len(keep) > len(self.index) // 2:
             return
+        keep = keep.to(self.index.device, non_blocking=True)
         self.value[..., self.index] += self.d
         self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
         self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
+
+    def _open_columns(self) -> Tensor:
+        """Of the columns worked on, those in which any system has not ended."""
+        return self.active.reshape(-1, len(self.index)).any(dim=0)
 
     def step(self) -> bool:
         first_cycle = self.steps == self.iterations and not self.warm
@@ -325,9 +309,9 @@ class Gradients(Method):
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
-        alpha, usable = descend(self.d, self.s, p, product, (p * product).sum(dim=-2), self.sz, self.active)
-        if self.exact and bool((self.active & ~usable & (self.sz != 0)).any()):
-            self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
+        curvature = (p * product).sum(dim=-2)
+        alpha, usable, finite = descend(self.d, self.s, p, product, curvature, self.sz, self.active)
+        broken = (self.active & ~usable & (self.sz != 0)).any()
         self.current = self.current.clone()
         self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
         if self.aim is not None:
@@ -343,8 +327,9 @@ class Gradients(Method):
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
         self.active = usable & going_on[..., index]
+        near = torch.zeros_like(self.active)
         if self.goal is None and self.aim is None and not self.exact and not recorded:
-            self._end_near()
+            near = self.active & (self.current[..., index] <= _NEAR * self.tol[..., index])
         beta = turn(p, z, following, self.sz, usable)
         self.sz = following
         if recorded and (note := self.lanczos.add(alpha, beta, z, self._sizes(), index)):
@@ -354,13 +339,32 @@ class Gradients(Method):
         self.least = torch.minimum(self.least, self.current)
         growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
         looked_at = not self.exact and self.steps % (_LEFT_ALONE if recorded else _LOOK_EVERY) == 0
-        if (
-            not bool(self.active.any())
-            or bool((self.current > growth * self.least).any())
-            or (looked_at and self._drifted())
-        ):
+        drifted = self._drifted() if looked_at else torch.zeros_like(self.active)
+        flags = torch.stack([finite, broken, (self.current > growth * self.least).any(), (self.active & drifted).any()])
+        if self._look(flags, near, drifted):
             self._close()
         return True
+
+    def _look(self, flags: Tensor, near: Tensor, drifted: Tensor) -> bool:
+        """After an iteration, whether its cycle ends; all that is looked at is fetched at once.
+
+        :param flags: ``(4,)`` whether numbers are finite, a curvature was not positive, a residual grows, rounding has
+            taken over.
+        :param near: columns that are to be looked at more closely; :param drifted: those where rounding has.
+        :raises NumericalError: for NaN or infinity.
+        """
+        facts, keep, any_near, self.told = fetched(flags, self._open_columns(), near.any(), self.current)
+        finite, broken, growing, drifting = facts.bool().tolist()
+        if not finite:
+            raise NumericalError(NAN)
+        if self.exact and broken:
+            self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
+        self.keep = keep.bool()
+        if bool(any_near):
+            self._end(near)
+            keep, drift = fetched(self._open_columns(), (self.active & drifted).any())
+            self.keep, drifting = keep.bool(), bool(drift)
+        return not bool(self.keep.any()) or growing or drifting
 
     def _follow(self, taken: Tensor, usable: Tensor, index: Tensor) -> None:
         """What an iteration took off the energy of the columns it worked on, and what is still to come."""
@@ -371,20 +375,19 @@ class Gradients(Method):
         self.remaining = self.remaining.clone()
         self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
 
-    def _drifted(self) -> bool:
-        """Whether rounding has taken the recurrence's residual so far from the true one that going on is in vain: by
-        a twentieth of it, and so far that where it is to come to would not do."""
+    def _drifted(self) -> Tensor:
+        """Of the columns worked on, whether rounding has taken the recurrence's residual so far from the true one that
+        going on is in vain: by a twentieth of it, and so far that where it is to come to would not do."""
         gap = self._gap(self.weights())
         allowed = torch.maximum(_GONE * self.current, 1.4 * self._aimed)[..., self.index]
-        return bool((self.active & (gap > allowed)).any())
+        return gap > allowed
 
-    def _end_near(self) -> None:
-        """End columns whose value, rounded as it will be returned, is at the tolerance by what rows say of it."""
+    def _end(self, near: Tensor) -> None:
+        """End those of some columns whose value, rounded as it will be returned, is at the tolerance by what rows say
+        of it."""
         tol, current = self.tol[..., self.index], self.current[..., self.index]
-        near = self.active & (current <= _NEAR * tol)
-        if bool(near.any()):
-            gap = self._gap(self.weights().to(self.out_dtype).to(torch.float64))
-            self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
+        gap = self._gap(self.weights().to(self.out_dtype).to(torch.float64))
+        self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
 
     def _gap(self, value: Tensor) -> Tensor:
         """Of the columns worked on, how far the recurrence's residual is from a value's, relative, ``(..., t)``."""

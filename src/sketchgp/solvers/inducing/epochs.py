@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, NumericalError
+from ...fetch import fetched
 from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from ...report import Reason
@@ -79,6 +80,7 @@ class Epochs(ByEpochs):
         self.end: float = plan.epochs
         self.cooling = (1 - plan.cooldown) * plan.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
+        self.told = torch.full((self.columns,), float("nan"), dtype=torch.float64)  # the estimate, on the CPU
         self.whole = self.without_noise = False
 
     # --- what a checkpoint holds of the model ---------------------------------------------------------------
@@ -147,9 +149,9 @@ class Epochs(ByEpochs):
         step = self.plan.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
         self.waiting += 1
         g = model.step(x, y, step, step * b * ridge, last=self.waiting == self.delay)
-        self._watch(g, y)
         self.squares = self.squares + g.square().sum(dim=0)
         self.targets = self.targets + y.square().sum(dim=0)
+        self._watch(g, y)
         self.iterations += 1
         self.seen += 1
         self.rows += b
@@ -176,7 +178,10 @@ class Epochs(ByEpochs):
 
     def _watch(self, g: Tensor, y: Tensor) -> None:
         """Residuals that grow far beyond those of the start and the targets are no noise."""
-        mean, size = largest_of(g.square().mean(dim=0)), largest_of(y.square().mean(dim=0))
+        means = (g.square().mean(dim=0), y.square().mean(dim=0))
+        *found, squares, targets = fetched(*means, self.squares, self.targets)
+        self.told = (squares / targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+        mean, size = (largest_of(part) for part in found)
         if self.scale != self.scale:
             self.scale = mean
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
@@ -196,7 +201,7 @@ class Epochs(ByEpochs):
 
     def estimate(self) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column over the epoch's batches, each before its own step."""
-        return (self.squares / self.targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().cpu()
+        return self.told
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""

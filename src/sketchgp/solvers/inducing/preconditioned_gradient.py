@@ -146,6 +146,9 @@ class Model:
     ) -> None:
         self.problem, self.directions, self.projection = problem, directions, projection
         self.base = base.clone()
+        x = problem.inducing_points if problem.streamed else problem.x
+        assert torch.is_tensor(x)
+        self.tall = TallMatrix(problem.kernel, x, problem.inducing_points)  # that of all points, where they are known
         self.entries = directions.entries  # of the kernel, evaluated so far, but for projections
         self._forget()
 
@@ -179,16 +182,16 @@ class Model:
         :param y: ``(b, t)`` float64.
         :param last: whether a projection follows.
         """
-        kernel, directions = self.problem.kernel, self.directions
+        directions = self.directions
         g = -y
         for points, weights in self.recent:
-            g += TallMatrix(kernel, x, points).matmul(weights)
-        tall = TallMatrix(kernel, x, self.problem.inducing_points)
+            g += self._tall(x, points).matmul(weights)
+        tall = self._tall(x, self.problem.inducing_points)
         if directions.points is None:
             weights = self.base + directions.among(self.correction)
         else:
             weights = self.base
-            to_points = TallMatrix(kernel, x, directions.points)
+            to_points = self._tall(x, directions.points)
             g += to_points.matmul(self.correction)
         gradient = torch.zeros_like(self.base)
         for span, tile in tall.own_tiles():
@@ -210,6 +213,10 @@ class Model:
         if not last:
             self._remember(x.clone(), g * -step)  # a batch of a stream is the user's
         return g
+
+    def _tall(self, x: Tensor, points: Tensor) -> TallMatrix:
+        """``k(x, points)``, of a batch."""
+        return TallMatrix(self.problem.kernel, x, points) if self.problem.streamed else self.tall.at(x, points)
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:
         """Parts of equal size become one, so that there are few and each point is copied a few times."""

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fetch import fetched
 from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...settings import memory_budget
-from ..conjugate_step import descend, turn
+from ..conjugate_step import NAN, descend, turn
 from ..loop import largest_of
 from .problem import InducingPointProblem
 
@@ -106,20 +107,25 @@ class InexactProjection(Projection):
         value, r = torch.zeros_like(h), h.clone()
         direction, energy, usable = torch.zeros_like(h), torch.ones_like(norm), norm > 0
         self.solves += 1
+        active, left = usable, 0.0
         for _ in range(self.max_iterations):
-            active = usable & (r.norm(dim=0) > tol * norm)
-            if not bool(active.any()):
-                break
             z = self.preconditioner.apply_inverse(r)
             following = (r * z).sum(dim=0)
             turn(direction, z, following, energy, usable)
             product = self.matrix._matmul(direction.to(self.matrix.dtype)).to(torch.float64)
             product.add_(direction, alpha=self.shift)
             curvature, energy = (direction * product).sum(dim=0), following
-            _, usable = descend(value, r, direction, product, curvature, energy, active)
+            _, usable, finite = descend(value, r, direction, product, curvature, energy, active)
             self.iterations += 1
             self.products += 1
-        left = largest_of(r.norm(dim=0) / torch.where(norm > 0, norm, 1))
+            size = r.norm(dim=0)
+            active = usable & (size > tol * norm)
+            going_on, fine, relative = fetched(active.any(), finite, size / torch.where(norm > 0, norm, 1))
+            if not bool(fine):
+                raise NumericalError(NAN)
+            left = largest_of(relative)
+            if not bool(going_on):
+                break
         if not left <= max(_FAILED, tol):
             raise NumericalError(
                 f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "

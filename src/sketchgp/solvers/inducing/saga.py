@@ -128,10 +128,10 @@ class Saga(Method):
         p.damping = self.choices.rho or p.choose_damping(b, target)
         while True:
             batch = p.batch_smoothness(p.damping, b)
-            own = smoothness(
+            own = float(smoothness(
                 self._noise_term, p.apply_inverse, m, generator=self.generator, device=self.device,
                 iterations=_POWERINGS,
-            )  # fmt: skip
+            ))  # fmt: skip
             if self.choices.rho is not None or own <= max(batch, target):
                 break
             p.damping *= 10

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
+from ...fetch import fetched
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
@@ -75,6 +76,7 @@ class SplitGradients(Method):
         self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
         self.verified = True  # whether the true residual is that of the value
         self.ends = 2**62  # iterations after which a cycle ends at the latest
+        self.told: Tensor | None = None  # the present residual, on the CPU
         self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
         self.recurrence = self.active = self.target = self.norm[:0]
 
@@ -142,7 +144,7 @@ class SplitGradients(Method):
         return (_ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.factors.damping
 
     def estimate(self) -> Tensor:
-        return self.current
+        return self.current if self.told is None else self.told
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Where a cycle has ended: see whether the true residual is there, and begin the next one from it."""
@@ -254,33 +256,43 @@ class SplitGradients(Method):
         ridge, lengths = self._ridge(p)
         curvature = squares + level * lengths
         product = self._back(gram.add_(ridge, alpha=level))
-        alpha, usable = descend(self.u, self.s, self.d, product, curvature, energy, active)
+        alpha, usable, finite = descend(self.u, self.s, self.d, product, curvature, energy, active)
         following = self.s.square().sum(dim=0)
         beta = turn(self.d, self.s, following, energy, usable)
-        rounded = self._look_ahead(alpha, beta, usable, following)
+        taken = RemainingEnergy(self.taken, self.estimates).add(alpha * energy)
+        ritz, floor = RitzValues(self.coefficients), self._roundoff()
+        ritz.add(alpha, beta)
+        estimate, rounded = (taken / level).sqrt(), following <= floor
         self.recurrence = following
         self.current = self._forth(self.s).norm(dim=0) / self.norm
         self.energy = torch.where(usable, following, self.energy)
+        self._go_on(estimate, usable, rounded)
+        fine, any_rounded, going_on, self.told = fetched(
+            finite, (usable & rounded).any(), self.active.any(), self.current
+        )
+        if not bool(fine):
+            raise NumericalError(NAN)
+        if bool(any_rounded):  # no iteration can take more off
+            estimate = torch.where(rounded, (floor / (ritz.least() * level)).sqrt(), estimate)
+            self._go_on(estimate, usable, rounded)
+            going_on = self.active.any()
+        self.iterations += 1
+        if self.iterations >= self.ends or not bool(going_on):
+            self._close()
+        return True
+
+    def _go_on(self, estimate: Tensor, usable: Tensor, rounded: Tensor) -> None:
+        """See which columns have not ended.
+
+        :param estimate: the distance of predictions, of columns that are ``usable``; :param rounded: columns that
+            cannot be told from rounding.
+        """
+        self.deviations = torch.where(usable, estimate, self.deviations)
         self._settle()
         open_ = self.deviations > self.tol if self.predictions else self.current > self.target
         self.active = usable & ~rounded & open_
         if not self.exact:
             self.active &= self.current > self.target
-        self.iterations += 1
-        if self.iterations >= self.ends or not bool(self.active.any()):
-            self._close()
-        return True
-
-    def _look_ahead(self, alpha: Tensor, beta: Tensor, usable: Tensor, following: Tensor) -> Tensor:
-        """Estimate the distance of predictions after a step; returns which columns cannot be told from rounding."""
-        taken = RemainingEnergy(self.taken, self.estimates).add(alpha * self.recurrence)
-        ritz, floor = RitzValues(self.coefficients), self._roundoff()
-        ritz.add(alpha, beta)
-        estimate, rounded = (taken / self.matrix.level).sqrt(), following <= floor
-        if bool((usable & rounded).any()):  # no iteration can take more off
-            estimate = torch.where(rounded, (floor / (ritz.least() * self.matrix.level)).sqrt(), estimate)
-        self.deviations = torch.where(usable, estimate, self.deviations)
-        return rounded
 
     def _ridge(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``Kzz p`` and ``p^T Kzz p`` of each column, the latter not negative."""

@@ -49,7 +49,9 @@ class ByEpochs(Method):
         """
         if self._feed is None:
             if not self.problem.streamed and not self.seen:
-                self.order = torch.randperm(len(self.problem.x), generator=self.generator).to(self.order.device)
+                self.order = torch.randperm(len(self.problem.x), generator=self.generator).to(
+                    self.order.device, non_blocking=True
+                )
             self._feed = self.batches()
             self._ahead = next(self._feed, None)
         if self._ahead is None:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from ...distributed import in_force
 from ...errors import InputError
 from ...memory import peak_memory
+from ...operators.unchanged import parameters_held
 from ...report import HeldOutError, Reason, SolveReport
 from .checkpoint import Checkpoint
 from .held_out import HeldOut, Watcher
@@ -115,7 +116,7 @@ class Run:
             delay=_DELAY,
             bar_format=_BAR,
         )
-        with nullcontext() if self.checkpoint is None else self.checkpoint.reserved():
+        with parameters_held(), nullcontext() if self.checkpoint is None else self.checkpoint.reserved():
             self._begin()
             with bar, DeferredInterrupt() as interrupt:
                 self._loop(bar, interrupt)

@@ -48,7 +48,7 @@ class Triton(Engine):
     """
 
     name = "triton"
-    precisions = ("float32", "tf32", "bf16x3", "bf16")
+    precisions = ("float32", "bf16x6", "bf16x3", "tf32", "bf16")
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():

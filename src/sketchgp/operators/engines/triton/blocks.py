@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: a fixed table, so that nothing is timed at a first call.
+"""Block sizes of the Triton kernels: a fixed table, so that nothing is timed at a first call (but see ``tuning``).
 
 Chosen from the compiler's reports for compute capability 9.0: tiles as large as leaves room for sums, values and what
 is under way in registers (few or no spills), and for the features of the rows and some columns in shared memory.
@@ -12,12 +12,14 @@ from .source import Plan
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of a tile, warps that share it, loads that are under way at once."""
+    """Rows and columns of a tile, warps that share it, loads that are under way at once; quarters of the exponentials
+    that are computed by a polynomial (0, 1, 2 or 4)."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    quarters: int = 0
 
 
 def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
@@ -36,6 +38,13 @@ def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
     if len(plan.atoms) <= 3:
         choices += [Blocks(64, 64, 4, 2)]
     return _that_fit(plan, memory, [*choices, Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)])
+
+
+def more_blocks(plan: Plan, memory: int, usual: list[Blocks]) -> list[Blocks]:
+    """The usual ones, and others that may be faster on some device."""
+    others = [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(128, 64, 4, 2), Blocks(64, 128, 4, 2)]
+    others += [Blocks(64, 64, 4, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 4, 3), Blocks(64, 32, 4, 3)]
+    return list(dict.fromkeys([*usual, *_that_fit(plan, memory, others)]))
 
 
 def gradient_blocks(plan: Plan, memory: int) -> list[Blocks]:

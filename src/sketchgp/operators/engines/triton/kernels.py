@@ -62,12 +62,20 @@ def put_vector(pointer, start, values, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def multiply(a, a_low, b, b_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
-    """``a @ b``.  With two parts, a value is the sum of a high and a low part, and low times low is left out.
+def multiply(a, a_low, a_least, b, b_low, b_least, PARTS: tl.constexpr, INPUT: tl.constexpr):
+    """``a @ b``.  With two parts, a value is the sum of a high and a low part, and low times low is left out; of three
+    parts, the products that are smaller than that.
 
     The small products come first, in an accumulator of their own: tensor cores round towards zero when they add.
     """
-    if PARTS == 2:
+    if PARTS == 3:
+        small = tl.dot(a_least, b, input_precision=INPUT)
+        small = tl.dot(a, b_least, small, input_precision=INPUT)
+        small = tl.dot(a_low, b_low, small, input_precision=INPUT)
+        small = tl.dot(a_low, b, small, input_precision=INPUT)
+        small = tl.dot(a, b_low, small, input_precision=INPUT)
+        result = tl.dot(a, b, small, input_precision=INPUT)
+    elif PARTS == 2:
         small = tl.dot(a_low, b, input_precision=INPUT)
         small = tl.dot(a, b_low, small, input_precision=INPUT)
         result = tl.dot(a, b, small, input_precision=INPUT)
@@ -93,8 +101,8 @@ def high(x, MODE: tl.constexpr):
 
 @triton.jit
 def low(x, x_high, PARTS: tl.constexpr):
-    """What the high part leaves, where there are two parts."""
-    if PARTS == 2:
+    """What the high part leaves, where there are more parts than one."""
+    if PARTS > 1:
         result = (x - x_high.to(tl.float32)).to(x_high.dtype)
     else:
         result = x_high
@@ -102,14 +110,24 @@ def low(x, x_high, PARTS: tl.constexpr):
 
 
 @triton.jit
-def cross(x, x_low, z, z_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
+def least(x, x_high, x_low, PARTS: tl.constexpr):
+    """What high and low part leave, where there are three."""
+    if PARTS > 2:
+        result = (x - x_high.to(tl.float32) - x_low.to(tl.float32)).to(x_high.dtype)
+    else:
+        result = x_low
+    return result
+
+
+@triton.jit
+def cross(x, x_low, x_least, z, z_low, z_least, PARTS: tl.constexpr, INPUT: tl.constexpr):
     """Inner products ``(BM, BN)`` of the rows of x ``(BM, K)`` and z ``(BN, K)``."""
-    return multiply(x, x_low, tl.trans(z), tl.trans(z_low), PARTS, INPUT)
+    return multiply(x, x_low, x_least, tl.trans(z), tl.trans(z_low), tl.trans(z_least), PARTS, INPUT)
 
 
 @triton.jit
 def cross_chunks(
-    x, x_low, x_start, x_stride, z, z_low, z_start, z_stride, chunks,
+    x, x_low, x_least, x_start, x_stride, z, z_low, z_least, z_start, z_stride, chunks,
     BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
     """The same for rows in memory that are ``chunks`` times K wide: chunk by chunk, each rounded to nearest once."""
@@ -117,12 +135,15 @@ def cross_chunks(
     for c in range(chunks):
         x_chunk = block(x, x_start + c * x_stride, BM, K)
         z_chunk = block(z, z_start + c * z_stride, BN, K)
-        if PARTS == 2:
+        x_rest, z_rest = x_chunk, z_chunk
+        if PARTS > 1:
             x_rest = block(x_low, x_start + c * x_stride, BM, K)
             z_rest = block(z_low, z_start + c * z_stride, BN, K)
-            total += cross(x_chunk, x_rest, z_chunk, z_rest, PARTS, INPUT)
-        else:
-            total += cross(x_chunk, x_chunk, z_chunk, z_chunk, PARTS, INPUT)
+        x_last, z_last = x_rest, z_rest
+        if PARTS > 2:
+            x_last = block(x_least, x_start + c * x_stride, BM, K)
+            z_last = block(z_least, z_start + c * z_stride, BN, K)
+        total += cross(x_chunk, x_rest, x_last, z_chunk, z_rest, z_last, PARTS, INPUT)
     return total
 
 
@@ -188,75 +209,113 @@ def root(d):
 
 
 @triton.jit
-def gauss(d, alpha):
-    return tl.exp2(-d)
+def polynomial(x):
+    """``2^x`` to 2^-22.5 of itself for ``-125 <= x <= 127``, without the special function unit; 1 for 0, NaN for NaN.
+
+    Below -125 it is 2^-125.  ``2^x = 2^n 2^f``, n the nearest integer, which is added to the exponent, and 2^f a
+    polynomial with the least relative error for ``|f| <= 1/2``: 9e-8, and rounding.
+    """
+    bounded = tl.maximum(x, -125.0)
+    shifted = bounded + 12582912.0  # 1.5 * 2^23: the integer is in the last bits
+    f = bounded - (shifted - 12582912.0)
+    p = 0.001326472638790001 * f + 0.009671513031761014
+    p = p * f + 0.05550733750490721
+    p = p * f + 0.2402224207685405
+    p = p * f + 0.6931469775882623
+    p = p * f + 1.0
+    bits = p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
-def gauss_slope(d, alpha):
-    value = tl.exp2(-d)
+def exp2(x, QUARTERS: tl.constexpr):
+    """``2^x`` of a tile, of so many quarters of its entries by :func:`polynomial`: neighbours in a row are told apart,
+    which threads of a matrix product hold together, so that nothing moves."""
+    if QUARTERS == 0:
+        result = tl.exp2(x)
+    elif QUARTERS == 4:
+        result = polynomial(x)
+    else:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        if QUARTERS == 2:
+            odd = polynomial(odd)
+        else:
+            first, second = tl.split(tl.reshape(odd, (x.shape[0], x.shape[1] // 4, 2)))
+            odd = tl.reshape(tl.join(tl.exp2(first), polynomial(second)), (x.shape[0], x.shape[1] // 2))
+        result = tl.reshape(tl.join(tl.exp2(even), odd), (x.shape[0], x.shape[1]))
+    return result
+
+
+@triton.jit
+def gauss(d, alpha, QUARTERS: tl.constexpr):
+    return exp2(-d, QUARTERS)
+
+
+@triton.jit
+def gauss_slope(d, alpha, QUARTERS: tl.constexpr):
+    value = exp2(-d, QUARTERS)
     return value, value * -LN2
 
 
 @triton.jit
-def laplace(d, alpha):
-    return tl.exp2(-d)
+def laplace(d, alpha, QUARTERS: tl.constexpr):
+    return exp2(-d, QUARTERS)
 
 
 @triton.jit
-def laplace_slope(d, alpha):
-    value = tl.exp2(-d)
+def laplace_slope(d, alpha, QUARTERS: tl.constexpr):
+    value = exp2(-d, QUARTERS)
     return value, value * -LN2
 
 
 @triton.jit
-def matern12(d, alpha):
-    return tl.exp2(-root(d))
+def matern12(d, alpha, QUARTERS: tl.constexpr):
+    return exp2(-root(d), QUARTERS)
 
 
 @triton.jit
-def matern12_slope(d, alpha):
+def matern12_slope(d, alpha, QUARTERS: tl.constexpr):
     u = root(d)
-    value = tl.exp2(-u)
+    value = exp2(-u, QUARTERS)
     return value, value / tl.where(u > 0.0, u, float("inf")) * (-0.5 * LN2)  # a kink at 0: no slope there
 
 
 @triton.jit
-def matern32(d, alpha):
+def matern32(d, alpha, QUARTERS: tl.constexpr):
     u = root(d)
-    return (1.0 + LN2 * u) * tl.exp2(-u)
+    return (1.0 + LN2 * u) * exp2(-u, QUARTERS)
 
 
 @triton.jit
-def matern32_slope(d, alpha):
+def matern32_slope(d, alpha, QUARTERS: tl.constexpr):
     u = root(d)
-    decay = tl.exp2(-u)
+    decay = exp2(-u, QUARTERS)
     return (1.0 + LN2 * u) * decay, decay * (-0.5 * LN2_SQUARED)
 
 
 @triton.jit
-def matern52(d, alpha):
+def matern52(d, alpha, QUARTERS: tl.constexpr):
     u = root(d)
-    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * tl.exp2(-u)
+    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * exp2(-u, QUARTERS)
 
 
 @triton.jit
-def matern52_slope(d, alpha):
+def matern52_slope(d, alpha, QUARTERS: tl.constexpr):
     u = root(d)
-    decay = tl.exp2(-u)
+    decay = exp2(-u, QUARTERS)
     linear = 1.0 + LN2 * u
     return (linear + (LN2_SQUARED / 3.0) * u * u) * decay, linear * decay * (-LN2_SQUARED / 6.0)
 
 
 @triton.jit
-def rational_quadratic(d, alpha):
-    return tl.exp2(log1p(d / alpha) * (alpha * -LOG2E))
+def rational_quadratic(d, alpha, QUARTERS: tl.constexpr):
+    return exp2(log1p(d / alpha) * (alpha * -LOG2E), QUARTERS)
 
 
 @triton.jit
-def rational_quadratic_slope(d, alpha):
+def rational_quadratic_slope(d, alpha, QUARTERS: tl.constexpr):
     t = d / alpha
     logarithm = log1p(t)
-    value = tl.exp2(logarithm * (alpha * -LOG2E))
+    value = exp2(logarithm * (alpha * -LOG2E), QUARTERS)
     inverse = 1.0 / (1.0 + t)
     return value, -value * inverse, value * (t * inverse - logarithm)

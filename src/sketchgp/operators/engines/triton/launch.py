@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ....settings import tune_kernels
 from ...expression import Expression, Prepared
-from .blocks import Blocks, gradient_blocks, product_blocks
+from .blocks import Blocks, gradient_blocks, more_blocks, product_blocks
 from .layout import (
     ARITHMETIC,
     PADDING,
@@ -29,6 +30,7 @@ from .layout import (
     unit,
 )
 from .source import Plan, compiled
+from .tuning import forget, kept, measured, worth_measuring
 
 T = TypeVar("T")
 
@@ -78,7 +80,8 @@ def multiply(
         launch(False, {**problem.shared, **sides, **_named("v", packed), "out": out})
         return out[0] if launch.splits == 1 else out.sum(dim=0)
 
-    total = _with_blocks(run, (plan, False), [blocks] if blocks else product_blocks(plan, _shared_memory(rhs.device)))
+    choices = [blocks] if blocks else product_blocks(plan, _shared_memory(rhs.device))
+    total = _with_blocks(run, (plan, False), choices, rhs.device, blocks is None and worth_measuring(rows, columns))
     total = total.transpose(1, 2).flatten(2) if plan.dot else total.mT
     return total[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
 
@@ -190,23 +193,45 @@ def _possible(precision: Precision, device: torch.device) -> Precision:
 
 
 def _named(name: str, packed: Packed) -> dict[str, Any]:
-    values = {name: packed.high, f"{name}l": packed.low, f"{name}n": packed.norms}
+    values = {name: packed.high, f"{name}l": packed.low, f"{name}s": packed.least, f"{name}n": packed.norms}
     return {key: value for key, value in values.items() if value is not None}
 
 
 _TOO_LARGE: dict[tuple[Plan, bool], int] = {}  # how many of the blocks of a kernel turned out to need too much
 
 
-def _with_blocks(run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: list[Blocks]) -> T:
-    """``run`` with the first blocks that the device has shared memory for."""
+def _with_blocks(
+    run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: list[Blocks], device: torch.device, large: bool
+) -> T:
+    """``run`` with the blocks that were measured, where there are any, else the first that the device has shared memory
+    for.
+
+    :param large: whether it may be measured now.
+    """
+    best = kept(*key, device) if large else None
+    if best is not None:
+        try:
+            return run(best)
+        except Exception as error:
+            if not _too_large(error):
+                raise
+        forget(*key, device)  # of another device of the same name, say
+    elif large and tune_kernels.on():
+        every = more_blocks(key[0], _shared_memory(device), choices)
+        return measured(run, *key, device, every, _too_large)
     for i in range(_TOO_LARGE.get(key, 0), len(choices) - 1):
         try:
             return run(choices[i])
         except Exception as error:
-            if type(error).__name__ != "OutOfResources":
+            if not _too_large(error):
                 raise
             _TOO_LARGE[key] = i + 1
     return run(choices[-1])
+
+
+def _too_large(error: BaseException) -> bool:
+    """Whether a kernel needs more of the device than there is."""
+    return type(error).__name__ == "OutOfResources"
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -225,7 +250,7 @@ class _Launch:
     def __init__(
         self, plan: Plan, blocks: Blocks, rows: int, columns: int, items: int, parts: int, device: torch.device
     ) -> None:
-        self.plan, self.blocks, self.device = plan, blocks, device
+        self.plan, self.blocks, self.device = replace(plan, quarters=blocks.quarters), blocks, device
         self.row_blocks, self.column_blocks = -(-rows // blocks.rows), -(-columns // blocks.columns)
         self.items, self.parts = items, parts
         self.strides = (padded(rows), padded(columns))
@@ -282,7 +307,9 @@ def _gradient_pass(problem: _Problem, plan: Plan, own: Side, other: Side, blocks
             found.append(results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64))
         return found
 
-    return _with_blocks(run, (plan, True), [blocks] if blocks else gradient_blocks(plan, _shared_memory(device)))
+    choices = [blocks] if blocks else gradient_blocks(plan, _shared_memory(device))
+    large = blocks is None and worth_measuring(own.size, other.size)
+    return _with_blocks(run, (plan, True), choices, device, large)
 
 
 def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> list[Plan]:

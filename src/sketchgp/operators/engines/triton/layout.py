@@ -16,7 +16,7 @@ from .source import AtomPlan
 PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
 DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation
 KEPT = 1024  # bytes of a row's features, of all atoms, that fit into shared memory with a block of columns
-Precision = Literal["float32", "tf32", "bf16x3", "bf16", "ieee"]
+Precision = Literal["float32", "tf32", "bf16x6", "bf16x3", "bf16", "ieee"]
 
 
 class Arithmetic(NamedTuple):
@@ -35,6 +35,7 @@ class Arithmetic(NamedTuple):
 ARITHMETIC: dict[str, Arithmetic] = {
     "float32": Arithmetic(2, "tf32", "split tf32", torch.float32),
     "tf32": Arithmetic(1, "tf32", "tf32", torch.float32),
+    "bf16x6": Arithmetic(3, "tf32", "bfloat16", torch.bfloat16),
     "bf16x3": Arithmetic(2, "tf32", "bfloat16", torch.bfloat16),
     "bf16": Arithmetic(1, "tf32", "bfloat16", torch.bfloat16),
     "ieee": Arithmetic(1, "ieee", "float32", torch.float32),  # for devices without tensor cores for the others
@@ -46,11 +47,13 @@ class Packed:
     """One side of an atom, or of the vectors, as the kernels read it.
 
     :ivar high: ``(B, chunks, rows, k)`` for products, ``(B, features, rows)`` for differences.
-    :ivar low: the low parts, or None; :ivar norms: ``(B, rows)``, half the squared norms, or None.
+    :ivar low: the low parts, or None; :ivar least: what these leave, or None.
+    :ivar norms: ``(B, rows)``, half the squared norms, or None.
     """
 
     high: Tensor
     low: Tensor | None = None
+    least: Tensor | None = None
     norms: Tensor | None = None
 
 
@@ -123,7 +126,10 @@ def pack_features(x: Tensor, profile: Profile, plan: AtomPlan, precision: Precis
     norms = (high * high).sum(dim=(1, 3), dtype=torch.float64)  # each product is exact in float32
     if packed.low is not None:
         norms += 2 * (high * packed.low.float()).sum(dim=(1, 3), dtype=torch.float64)
-    return Packed(packed.high, packed.low, (norms / 2).float())
+        if packed.least is not None:
+            norms += packed.low.double().square().sum(dim=(1, 3))
+            norms += 2 * (high * packed.least.float()).sum(dim=(1, 3), dtype=torch.float64)
+    return replace(packed, norms=(norms / 2).float())
 
 
 def pack_matrix(x: Tensor, k: int, precision: Precision) -> Packed:
@@ -132,9 +138,11 @@ def pack_matrix(x: Tensor, k: int, precision: Precision) -> Packed:
     chunks = max(-(-p // k), 1)
     x = functional.pad(x, (0, chunks * k - p, 0, padded(n) - n))
     x = x.reshape(b, x.shape[1], chunks, k).transpose(1, 2).contiguous()
-    arithmetic = ARITHMETIC[precision]
-    high = _rounded(x, precision)
-    return Packed(high, _rounded(x - high.float(), precision) if arithmetic.parts == 2 else None)
+    parts: list[Tensor] = []
+    for _ in range(ARITHMETIC[precision].parts):
+        parts.append(_rounded(x, precision))
+        x = x - parts[-1].float()
+    return Packed(*parts)
 
 
 def pack_vectors(x: Tensor, width: int) -> Packed:
@@ -152,7 +160,7 @@ def _rounded(x: Tensor, precision: Precision) -> Tensor:
     """To the type that is multiplied; to tf32 by hand, as the device rounds towards zero."""
     if precision == "ieee":
         return x
-    if precision in ("bf16", "bf16x3"):
+    if precision in ("bf16", "bf16x3", "bf16x6"):
         return x.to(torch.bfloat16)
     bits = (x.view(torch.int32) + 4096) & -8192  # 10 bits of the fraction are left
     return torch.where(x.isfinite(), bits.view(torch.float32), x)

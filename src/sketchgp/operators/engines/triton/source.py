@@ -4,10 +4,10 @@ An expression has any number of atoms and terms.  Writing its kernels out as tex
 own, keeps all structure out of the compiled code and needs nothing of Triton but its oldest features (it has no lists,
 and tuples only of late).  ``repr`` of a plan says all that its source depends on.
 
-Names in the text: ``x3``, ``z3`` the features of atom 3 for rows and columns (``x3l`` their low parts, ``x3n`` half
-their squared norms), ``d3`` a tile of distances, ``v3`` of values, ``s3`` of slopes; ``c3`` chunks of features;
-``row``, ``col`` where the tile starts; ``item`` the matrix of the batch, ``split`` the share of the columns, ``part``
-the block of right-hand sides, or of features in a gradient.
+Names in the text: ``x3``, ``z3`` the features of atom 3 for rows and columns (``x3l`` their low parts, ``x3s`` what
+these leave, ``x3n`` half their squared norms), ``d3`` a tile of distances, ``v3`` of values, ``s3`` of slopes; ``c3``
+chunks of features; ``row``, ``col`` where the tile starts; ``item`` the matrix of the batch, ``split`` the share of the
+columns, ``part`` the block of right-hand sides, or of features in a gradient.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class Plan:
     """What the source depends on.
 
     :ivar terms: the factors of each term, as of an ``Expression``.
-    :ivar arithmetic: parts of a number (1 or 2), ``input_precision`` of the products, the mode of ``high``.
+    :ivar arithmetic: parts of a number (1 to 3), ``input_precision`` of the products, the mode of ``high``.
     :ivar same: whether pairs on the diagonal are at distance 0.
     :ivar width: right-hand sides in a block.
     :ivar dot: whether they are multiplied by a matrix product, else one by one.
     :ivar looped: in a gradient, whether there may be more chunks of them than one.
     :ivar targets: in a gradient, atoms whose features get one, with the number of features in a block.
     :ivar sums: in a gradient, whether to compute those of coefficients and shape parameters.
+    :ivar quarters: of the entries, whose exponentials are computed by a polynomial (``kernels.polynomial``).
     """
 
     atoms: tuple[AtomPlan, ...]
@@ -62,6 +63,7 @@ class Plan:
     looped: bool = False
     targets: tuple[tuple[int, int], ...] = ()
     sums: bool = False
+    quarters: int = 0
 
     @property
     def parts(self) -> int:
@@ -72,7 +74,25 @@ class Plan:
         """Atoms with a shape parameter."""
         return [a for a, atom in enumerate(self.atoms) if atom.alpha]
 
+    @property
+    def more(self) -> list[str]:
+        """What the names of the parts beside the high one end in."""
+        return ["l", "s"][: self.parts - 1]
 
+    def three(self, name: str) -> str:
+        """Three arguments, the parts of what has a name; of fewer parts the last one again."""
+        names = [name, *(f"{name}{end}" for end in self.more)]
+        return ", ".join([*names, *names[-1:] * 2][:3])
+
+    def loads(self, name: str, load: str) -> list[str]:
+        """Statements that load the parts.
+
+        :param load: the expression, with ``{}`` where the pointer's name ends.
+        """
+        return [f"{name}{end} = {load.format(end)}" for end in ["", *self.more]]
+
+
+_PARTS_OF = "{0}h, {0}l, {0}s"  # as :func:`_split` names them
 _NUMBERS = ("x_rows", "z_rows", "row_blocks", "column_blocks", "steps", "splits", "parts", "items")
 
 
@@ -95,7 +115,7 @@ def compiled(plan: Plan, gradient: bool) -> Any:
 def _product(plan: Plan) -> tuple[str, list[str]]:
     """``out[split, item] = K v`` for a block of rows and a share of the columns."""
     pointers, counts = _features(plan)
-    pointers += ["v", "vl"] if plan.dot and plan.parts == 2 else ["v"]
+    pointers += ["v", *(f"v{end}" for end in plan.more)] if plan.dot else ["v"]
     columns = range(plan.width)
     body = [*_start(plan)]
     if plan.dot:
@@ -103,13 +123,12 @@ def _product(plan: Plan) -> tuple[str, list[str]]:
     else:
         body += [f"total{i} = tl.zeros((BM,), tl.float32)" for i in columns]
     loop = [*_distances(plan)]
-    loop += [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)})" for a, atom in enumerate(plan.atoms)]
+    loop += [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)}, QUARTERS)" for a, atom in enumerate(plan.atoms)]
     loop += [f"k = {_sum(plan)}"]
     if plan.dot:
         start = f"(item * parts + part) * z_rows + col, BN, {plan.width}"
-        loop += [f"vh = block(v, {start})", "kh = high(k, MODE)", "kl = low(k, kh, PARTS)"]
-        loop += [f"vr = block(vl, {start})" if plan.parts == 2 else "vr = vh"]
-        loop += ["total += multiply(kh, kl, vh, vr, PARTS, INPUT)"]
+        loop += plan.loads("vh", f"block(v{{}}, {start})")
+        loop += [*_split("k", "k"), f"total += multiply({_PARTS_OF.format('k')}, {plan.three('vh')}, PARTS, INPUT)"]
     else:
         loop += [f"r{i} = vector(v, (item * {plan.width} + {i}) * z_rows + col, BN)" for i in columns]
         loop += [f"total{i} += tl.sum(k * r{i}[None, :], 1)" for i in columns]
@@ -125,13 +144,11 @@ def _product(plan: Plan) -> tuple[str, list[str]]:
 def _gradient(plan: Plan) -> tuple[str, list[str]]:
     """Gradients of ``sum_ij W_ij K_ij``, ``W = L R^T``: features of rows, and sums over columns for parameters."""
     pointers, counts = _features(plan)
-    split = plan.dot and plan.parts == 2
-    pointers += ["l", "ll", "r", "rl"] if split else ["l", "r"]
+    pointers += [f"{side}{end}" for side in "lr" for end in ["", *(plan.more if plan.dot else [])]]
     counts += ["cw"] if plan.looped else []
-    lows = ("ll", "rl") if split else ("l", "r")
     body = [*_start(plan)]
     if plan.dot and not plan.looped:
-        body += [f"lb = block(l, x_start, BM, {plan.width})", f"lr = block({lows[0]}, x_start, BM, {plan.width})"]
+        body += plan.loads("lb", f"block(l{{}}, x_start, BM, {plan.width})")
     elif not plan.dot:
         body += [f"l{i} = vector(l, (item * {plan.width} + {i}) * x_rows + row, BM)" for i in range(plan.width)]
     targets = dict(plan.targets)
@@ -144,15 +161,16 @@ def _gradient(plan: Plan) -> tuple[str, list[str]]:
     loop = [*_distances(plan)]
     for a, atom in enumerate(plan.atoms):
         results = f"v{a}, s{a}, o{a}" if atom.alpha else f"v{a}, s{a}"
-        loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)})"]
+        loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)}, QUARTERS)"]
     if plan.looped:
         loop += [
-            f"w = cross_chunks(l, {lows[0]}, item * cw * x_rows + row, x_rows, r, {lows[1]}, "
+            f"w = cross_chunks({plan.three('l')}, item * cw * x_rows + row, x_rows, {plan.three('r')}, "
             f"item * cw * z_rows + col, z_rows, cw, BM, BN, {plan.width}, PARTS, INPUT)"
         ]
     elif plan.dot:
         start = f"z_start, BN, {plan.width}"
-        loop += [f"w = cross(lb, lr, block(r, {start}), block({lows[1]}, {start}), PARTS, INPUT)"]
+        loop += plan.loads("rb", f"block(r{{}}, {start})")
+        loop += [f"w = cross({plan.three('lb')}, {plan.three('rb')}, PARTS, INPUT)"]
     else:
         loop += [f"r{i} = vector(r, (item * {plan.width} + {i}) * z_rows + col, BN)" for i in range(plan.width)]
         loop += ["w = " + " + ".join(f"l{i}[:, None] * r{i}[None, :]" for i in range(plan.width))]
@@ -186,11 +204,17 @@ def _gradient(plan: Plan) -> tuple[str, list[str]]:
 # --- parts of both ----------------------------------------------------------------------------------------------
 
 
+def _split(value: str, name: str) -> list[str]:
+    """Statements that make the parts of a tile in registers."""
+    lines = [f"{name}h = high({value}, MODE)", f"{name}l = low({value}, {name}h, PARTS)"]
+    return [*lines, f"{name}s = least({value}, {name}h, {name}l, PARTS)"]
+
+
 def _function(name: str, plan: Plan, pointers: list[str], counts: list[str], body: list[str]) -> str:
     arguments = [*pointers, *_NUMBERS, *counts, "BM: tl.constexpr", "BN: tl.constexpr"]
     parts, product, mode = plan.arithmetic
     constants = [f"PARTS: tl.constexpr = {parts}", f"INPUT: tl.constexpr = {product!r}"]
-    constants += [f"MODE: tl.constexpr = {mode!r}"]
+    constants += [f"MODE: tl.constexpr = {mode!r}", f"QUARTERS: tl.constexpr = {plan.quarters}"]
     return "\n".join([f"def {name}({', '.join(arguments)}):", *_indented(constants + body), ""])
 
 
@@ -205,7 +229,7 @@ def _features(plan: Plan) -> tuple[list[str], list[str]]:
         for side in "xz":
             pointers += [f"{side}{a}"]
             pointers += [f"{side}{a}n"] if atom.dot else []
-            pointers += [f"{side}{a}l"] if atom.dot and plan.parts == 2 else []
+            pointers += [f"{side}{a}{end}" for end in plan.more] if atom.dot else []
         pointers += [f"alpha{a}"] if atom.alpha else []
         counts += [f"c{a}"] if atom.looped else []
     return [*pointers, "coefficients"], counts
@@ -238,8 +262,7 @@ def _start(plan: Plan) -> list[str]:
             continue
         lines += [f"n{a} = vector(x{a}n, x_start, BM)"]
         if not atom.looped:
-            lines += [f"b{a} = block(x{a}, x_start, BM, {atom.k})"]
-            lines += [f"b{a}l = " + (f"block(x{a}l, x_start, BM, {atom.k})" if plan.parts == 2 else f"b{a}")]
+            lines += plan.loads(f"b{a}", f"block(x{a}{{}}, x_start, BM, {atom.k})")
     return lines
 
 
@@ -250,21 +273,20 @@ def _distances(plan: Plan) -> list[str]:
         # Zeros by a product of matrices: its result lies among the threads as those of other products do, so that tiles
         # need not be rearranged, and each thread reads few entries of rows and columns and sums up many.
         old = plan.arithmetic[1] == "ieee"
-        lines += ["zero = tl.zeros((BM, BN), tl.float32)" if old else "zero = tl.dot(nothing_x, tl.trans(nothing_z))"]
+        product = "tl.dot(nothing_x, tl.trans(nothing_z), input_precision=INPUT)"
+        lines += ["zero = tl.zeros((BM, BN), tl.float32)" if old else f"zero = {product}"]
     for a, atom in enumerate(plan.atoms):
-        low = "l" if plan.parts == 2 else ""
         if not atom.dot:
             lines += [f"d{a} = differences(zero, {_vectors(plan, a)}, {_count(plan, a)}, BM, BN, {atom.k}, {atom.l1})"]
             continue
         if atom.looped:
             lines += [
-                f"d{a} = cross_chunks(x{a}, x{a}{low}, item * c{a} * x_rows + row, x_rows, "
-                f"z{a}, z{a}{low}, item * c{a} * z_rows + col, z_rows, c{a}, BM, BN, {atom.k}, PARTS, INPUT)"
+                f"d{a} = cross_chunks({plan.three(f'x{a}')}, item * c{a} * x_rows + row, x_rows, "
+                f"{plan.three(f'z{a}')}, item * c{a} * z_rows + col, z_rows, c{a}, BM, BN, {atom.k}, PARTS, INPUT)"
             ]
         else:
-            lines += [f"e{a} = block(z{a}, z_start, BN, {atom.k})"]
-            lines += [f"e{a}l = " + (f"block(z{a}l, z_start, BN, {atom.k})" if low else f"e{a}")]
-            lines += [f"d{a} = cross(b{a}, b{a}l, e{a}, e{a}l, PARTS, INPUT)"]
+            lines += plan.loads(f"e{a}", f"block(z{a}{{}}, z_start, BN, {atom.k})")
+            lines += [f"d{a} = cross({plan.three(f'b{a}')}, {plan.three(f'e{a}')}, PARTS, INPUT)"]
         lines += [f"d{a} = n{a}[:, None] + vector(z{a}n, z_start, BN)[None, :] - d{a}"]
     return lines + _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
 
@@ -335,14 +357,13 @@ def _add_gradient(plan: Plan, a: int, width: int) -> list[str]:
             f"BM, BN, {width}, {atom.l1})",
         ]
     lines += _zero_diagonal(plan, [f"h{a}"])  # what these entries add cancels, but for rounding
-    lines += [f"h{a}h = high(h{a}, MODE)", f"h{a}l = low(h{a}, h{a}h, PARTS)"]
+    lines += _split(f"h{a}", f"h{a}")
     # with one part, rows are summed as they are multiplied: the gradient is then of differences, without cancellation
-    lines += [f"h{a}_sum += tl.sum({f'h{a}' if plan.parts == 2 else f'h{a}h.to(tl.float32)'}, 1)"]
+    lines += [f"h{a}_sum += tl.sum({f'h{a}' if plan.parts > 1 else f'h{a}h.to(tl.float32)'}, 1)"]
     if atom.looped:
         chunk = f"item * c{a} * z_rows + col, z_rows, part * {width // atom.k}, c{a}, BN, {width}, {atom.k}"
-        lines += [f"e{a} = wide_block(z{a}, {chunk})"]
-        lines += [f"e{a}l = " + (f"wide_block(z{a}l, {chunk})" if plan.parts == 2 else f"e{a}")]
-    return [*lines, f"acc{a} += multiply(h{a}h, h{a}l, e{a}, e{a}l, PARTS, INPUT)"]
+        lines += plan.loads(f"e{a}", f"wide_block(z{a}{{}}, {chunk})")
+    return [*lines, f"acc{a} += multiply({_PARTS_OF.format(f'h{a}')}, {plan.three(f'e{a}')}, PARTS, INPUT)"]
 
 
 def _own(plan: Plan, a: int, width: int) -> list[str]:
@@ -351,6 +372,6 @@ def _own(plan: Plan, a: int, width: int) -> list[str]:
     if atom.looped:
         chunk = f"item * c{a} * x_rows + row, x_rows, part * {width // atom.k}, c{a}, BM, {width}, {atom.k}"
         lines = [f"own{a} = wide_block(x{a}, {chunk}).to(tl.float32)"]
-        return [*lines, f"own{a} += wide_block(x{a}l, {chunk}).to(tl.float32)"] if plan.parts == 2 else lines
+        return [*lines, *(f"own{a} += wide_block(x{a}{end}, {chunk}).to(tl.float32)" for end in plan.more)]
     lines = [f"own{a} = b{a}.to(tl.float32)"]
-    return [*lines, f"own{a} += b{a}l.to(tl.float32)"] if plan.parts == 2 else lines
+    return [*lines, *(f"own{a} += b{a}{end}.to(tl.float32)" for end in plan.more)]

@@ -14,7 +14,7 @@ from ....checks import count, settle, word
 from ....distributed import in_force
 from ....errors import InputError
 from ....random_streams import generator
-from .inverse import BlockInverse, block_inverse
+from .inverse import BlockInverse, block_inverse, refuse
 from .method import BlockMethod
 from .shared_inverses import SharedInverses
 from .system import BlockSystem
@@ -29,15 +29,15 @@ def next_block(
 
     :param sampling: ``"shuffled"``: the next part of a random order of all rows; ``"uniform"``: rows drawn uniformly
         without replacement, independently of the steps before.
-    :param rest: ``(m,)`` the rows not yet visited in this pass, on the CPU; unused with ``"uniform"``.
+    :param rest: ``(m,)`` the rows not yet visited in this pass, on the device; unused with ``"uniform"``.
     """
     if sampling == "uniform":
-        return _draw(n, size, generator).to(device), rest
+        return _draw(n, size, generator).to(device, non_blocking=True), rest
     if not len(rest):
-        rest = torch.randperm(n, generator=generator)
+        rest = torch.randperm(n, generator=generator).to(device, non_blocking=True)
     parts = -(-len(rest) // size)  # parts of nearly equal size, so that no pass ends in a tiny one
     size = -(-len(rest) // parts)
-    return rest[:size].to(device), rest[size:]
+    return rest[:size], rest[size:]
 
 
 def _draw(n: int, size: int, generator: torch.Generator) -> Tensor:
@@ -69,8 +69,9 @@ class Partition:
         if "order" in tensors:
             return
         tensors["order"] = torch.randperm(self.system.n, generator=generator(self.seed, "fixed partition"))
-        constants = [self._inverse(number, self._rows(number, tensors)).smoothness for number in range(self.count)]
-        tensors["smoothness"] = torch.tensor(constants, dtype=torch.float64)
+        inverses = (self._inverse(number, self._rows(number, tensors)) for number in range(self.count))
+        constants = [torch.as_tensor(one.checked().smoothness, dtype=torch.float64).cpu() for one in inverses]
+        tensors["smoothness"] = torch.stack(constants)
 
     def draw(self, tensors: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         """Rows and inverse of a block, drawn with probability p proportional to sqrt(smoothness), and 1 / p."""
@@ -120,6 +121,7 @@ class InvertedBlocks(BlockMethod):
         self.numbers["block_size"] = block_size
         shards = in_force()
         self.shared = None if shards is None else SharedInverses(system, shards)
+        self.failed: Tensor | None = None  # whether the block of the last step was not positive definite
 
     def _following(self, size: int, generator: torch.Generator) -> list[Tensor]:
         """The rows of the blocks that are left of a pass, which take nothing from the generator."""
@@ -132,7 +134,7 @@ class InvertedBlocks(BlockMethod):
     def begin(self, width: int) -> None:
         self.tensors |= {name: self.system.noise.new_zeros(self.system.n, width) for name in self.positions}
         if self.partition is None:
-            self.tensors["rest"] = torch.empty(0, dtype=torch.long)
+            self.tensors["rest"] = torch.empty(0, dtype=torch.long, device=self.system.device)
         else:
             self.partition.prepare(self.tensors)
 
@@ -147,9 +149,21 @@ class InvertedBlocks(BlockMethod):
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         """Rows ``(b,)`` of the next block, its inverse, and one over the probability with which it was drawn."""
+        rows, inverse, odds = self._drawn(generator)
+        self.failed = inverse.failed
+        return rows, inverse, odds
+
+    def asks(self) -> list[Tensor]:
+        return [] if self.failed is None else [self.failed]
+
+    def told(self, answers: list[float]) -> None:
+        """:raises NumericalError: if the block was not positive definite."""
+        refuse(self.failed is not None and bool(answers[0]))
+
+    def _drawn(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         if self.partition is not None:
             return self.partition.draw(self.tensors, generator)
-        system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].cpu()
+        system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].to(self.system.device)
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":

@@ -19,10 +19,28 @@ from ....operators.substitution import cholesky_solve
 @dataclass
 class BlockInverse:
     """``apply`` is ``g -> P^-1 g`` for ``(b, t)``, P close to the block A; ``smoothness`` the largest eigenvalue of
-    ``P^-1 A``: a step ``P^-1 g / smoothness`` never increases the error in the norm of A."""
+    ``P^-1 A``: a step ``P^-1 g / smoothness`` never increases the error in the norm of A.
+
+    :ivar failed: ``()``, whether A is not positive definite, so that nothing of it is to be believed: whoever takes the
+        inverse looks, when it looks at anything (:func:`refuse`); None where that is known.
+    """
 
     apply: Callable[[Tensor], Tensor]
-    smoothness: float
+    smoothness: float | Tensor
+    failed: Tensor | None = None
+
+    def checked(self) -> BlockInverse:
+        """:raises NumericalError: if the block is not positive definite."""
+        refuse(self.failed is not None and bool(self.failed))
+        return self
+
+
+def refuse(failed: bool) -> None:
+    """:raises NumericalError: if a block is not positive definite."""
+    if failed:
+        raise NumericalError(
+            "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise."
+        )
 
 
 def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: torch.Generator) -> BlockInverse:
@@ -35,16 +53,13 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
 
     :param block: ``K_bb`` (b, b) in float64; overwritten.
     :param noise: ``(b,)``.
-    :raises NumericalError: if the block plus noise is not positive definite.
+    :raises NumericalError: for a Nystrom approximation of a block that is not positive definite; an exact inverse has
+        ``failed`` then.
     """
     if rank is None or rank >= len(block):
         block.diagonal().add_(noise)
         root, info = torch.linalg.cholesky_ex(block)
-        if int(info):
-            raise NumericalError(
-                "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise."
-            )
-        return BlockInverse(lambda g: cholesky_solve(g, root), 1.0)
+        return BlockInverse(lambda g: cholesky_solve(g, root), 1.0, info > 0)
     apply: Callable[[Tensor], Tensor] = _identity
     if rank:
         factor = whole(gaussian_nystrom(Access.stored(block), rank, generator=generator).factor)
@@ -55,7 +70,7 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
         return torch.addcmul(block @ v, noise.unsqueeze(-1), v)
 
     largest = smoothness(product, apply, len(block), generator=generator, device=block.device)
-    return BlockInverse(apply, max(largest, torch.finfo(torch.float64).tiny))
+    return BlockInverse(apply, largest.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def _identity(g: Tensor) -> Tensor:

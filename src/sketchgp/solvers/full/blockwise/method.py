@@ -48,6 +48,14 @@ class BlockMethod:
         """
         raise NotImplementedError
 
+    def asks(self) -> list[Tensor]:
+        """Numbers ``()`` that it wants to know after a step: they are fetched with what the solve looks at, and given
+        to :meth:`told`."""
+        return []
+
+    def told(self, answers: list[float]) -> None:
+        """What :meth:`asks` asked for, before the next step."""
+
     @property
     def value(self) -> Tensor:
         """d, ``(n, t)`` float64."""

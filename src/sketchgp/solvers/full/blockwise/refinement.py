@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....errors import NumericalError
+from ....fetch import fetched
 from ....random_streams import generator
 from ....report import Reason
 from ...certificate import Certificate
@@ -102,27 +103,46 @@ class Refinement(Method):
         point = method.evaluation_point().clone() if due else None
         assert self.generator is not None
         rows, g = method.step(state.r, self.generator)
-        if not state.window_rows and not bool(torch.isfinite(g).all()):
-            raise NumericalError(NAN)
+        asked = method.asks()
+        wanted = [*asked, *([] if state.window_rows else [torch.isfinite(g).all()])]
         self.iterations += 1
         state.rows_seen += len(rows)
         state.window_rows += len(rows)
         state.window_squares = state.window_squares + g.square().sum(dim=0)
+        closes = state.window_rows >= min(self.system.n, _WINDOW)
+        if closes:
+            wanted.append((state.window_squares * (self.system.n / state.window_rows)).sqrt() / self.norm)
         if point is not None:
             state.rows_checked = state.rows_seen
             some = rows[:_CHECKED]
             exact = self.system.accurate_rows(some, point) - state.r[some]
-            rounding = self._relative((g[:_CHECKED] - exact) * (self.system.n / len(some)) ** 0.5)
-            if bool(((rounding > _ROUNDED * state.estimate) & (state.estimate > self.tol)).any()):
-                self._refine()
-        return state.reason is not None or self._close_window()
+            wanted.append(((g[:_CHECKED] - exact) * (self.system.n / len(some)) ** 0.5).norm(dim=0) / self.norm)
+        found = iter(fetched(*wanted) if wanted else [])
+        method.told([float(next(found)) for _ in asked])
+        if state.window_rows == len(rows) and not bool(next(found)):
+            raise NumericalError(NAN)
+        estimate = next(found) if closes else None
+        if point is not None:
+            self._look_at_rounding(next(found))
+        return state.reason is not None or self._close_window(estimate)
 
-    def _close_window(self) -> bool:
-        """After enough rows: estimate the residual from the steps since the last time."""
+    def _look_at_rounding(self, rounding: Tensor) -> None:
+        """:param rounding: what products in the operator's dtype are off by, relative, ``(t,)`` on the CPU."""
         state = self.position
-        if state.window_rows < min(self.system.n, _WINDOW):
+        if not bool(torch.isfinite(rounding).all()):
+            raise NumericalError(NAN)
+        if bool(((rounding > _ROUNDED * state.estimate) & (state.estimate > self.tol)).any()):
+            self._refine()
+
+    def _close_window(self, estimate: Tensor | None) -> bool:
+        """After enough rows.
+
+        :param estimate: of the residual, from the steps since the last time, ``(t,)`` on the CPU; None before.
+        """
+        state = self.position
+        if estimate is None:
             return False
-        state.estimate = ((state.window_squares * (self.system.n / state.window_rows)).sqrt() / self.norm).cpu()
+        state.estimate = estimate
         state.window_rows, state.window_squares = 0, torch.zeros_like(state.window_squares)
         watch_growth(state, self.method, self.tol, largest_of(state.estimate), self.b.shape[1], self.notes)
         return True

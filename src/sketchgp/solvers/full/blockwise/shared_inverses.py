@@ -40,7 +40,8 @@ class SharedInverses:
         entries = self.system.entries  # counted by all ranks, once a block is used
         if self.shards.rank < len(self.ahead):
             rows = self.ahead[self.shards.rank][0]
-            self.own = block_inverse(self.system.square_block(rows), self.system.noise[rows], None, generator)
+            block = self.system.square_block(rows)
+            self.own = block_inverse(block, self.system.noise[rows], None, generator).checked()
         self.system.entries = entries
 
     def _apply(self, g: Tensor, owner: int) -> Tensor:

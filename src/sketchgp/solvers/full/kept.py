@@ -1,0 +1,45 @@
+"""What a checkpoint keeps of the parts of conjugate gradients, and what they have counted."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..loop import Method
+from ..problem import System
+from .aim import Aim
+from .lanczos_record import LanczosRecord
+
+
+class Kept(Method):
+    """Attributes of the parts, by the names under which they are saved."""
+
+    system: System
+    aim: Aim | None
+    lanczos: LanczosRecord
+
+    @property
+    def trail(self) -> list[Tensor]:
+        """What a checkpoint keeps of the predictions that are followed."""
+        return [] if self.aim is None else self.aim.trail
+
+    @trail.setter
+    def trail(self, parts: list[Tensor]) -> None:
+        if self.aim is not None:
+            self.aim.trail = parts
+
+    @property
+    def products(self) -> int:
+        """With K, so far."""
+        return self.system.products
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.products}
+
+    @property
+    def entries(self) -> float:
+        return float(self.products) * self.size**2
+
+    @property
+    def matrix_entries(self) -> float:
+        return float(self.size**2)

@@ -1,0 +1,127 @@
+"""How often a solve waits for its device: once an iteration at the most, counted on a device that is simulated.
+
+A wait is counted wherever it comes from: a solver, a preconditioner, a product.  What a solve does once, before and
+after its iterations, is not limited: twice as many iterations may only add as many waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import sketchgp
+from problems import normal, points, quiet, relative
+from simulated_device import DEVICE, OnDevice, moved, moved_module, simulated_device
+from sketchgp.lowrank import rpcholesky
+from sketchgp.operators import KernelMatrix
+from sketchgp.operators.access import Access
+from sketchgp.operators.engines import TRITON
+from test_solver_contract import FULL, INDUCING, make
+
+CASES = {
+    "ConjugateGradients": {"tol": 1e-12},
+    "ConjugateGradients, float64": {"tol": 1e-12},
+    "ConjugateGradients, posterior": {"tol": "posterior"},
+    "ASkotch": {"block_size": 40, "tol": 1e-12},
+    "ASkotch, uniform": {"block_size": 40, "tol": 1e-12, "sampling": "uniform"},
+    "EigenPro2": {"block_size": 40, "tol": 1e-12},
+    "KRILL": {"tol": 1e-14},
+    "NystromPCG": {"rank": 5, "tol": 1e-9},
+    "EigenPro4": {"projection": "inexact"},
+    "EigenPro4, exact": {"projection": "exact"},
+}
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The device, and what waited for it; Triton's engine, which needs a real one, is not there."""
+    monkeypatch.setattr(type(TRITON), "missing", lambda self, matrix: "it needs a real device")
+    with simulated_device(monkeypatch) as counter:
+        yield counter
+
+
+def _on_device(problem):
+    y, kernel = moved(problem.y), moved_module(problem.kernel)
+    if hasattr(problem, "inducing_points"):
+        z = moved(problem.inducing_points)
+        return sketchgp.InducingPointProblem(kernel, moved(problem.x), y, 0.1, z)
+    return sketchgp.FullProblem(kernel, moved(problem.x), y, 0.1)
+
+
+def _solved(name, budget, dtype, device):
+    kind, choices = name.split(",")[0], CASES[name]
+    solver, unit = (FULL | INDUCING)[kind]
+    options = {"preconditioner": sketchgp.RPCholesky(rank=20)} if kind == "ConjugateGradients" else {}
+    problem = make(kind, dtype=dtype)
+    with quiet():
+        solver = dataclasses.replace(solver, **choices, **{unit: budget})
+        return solver.solve(_on_device(problem) if device else problem, progress=False, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_solver_waits_once_an_iteration(name, waits):
+    dtype = torch.float64 if "float64" in name else torch.float32
+    steps, counts = [], []
+    for budget in (3, 6):
+        waits.clear()
+        solution = _solved(name, budget, dtype, device=True)
+        work = solution.report.work
+        steps.append(work["iterations"] + work.get("projection_iterations", 0))
+        counts.append(waits.copy())
+    assert isinstance(solution.value, OnDevice)
+    more = counts[1] - counts[0]
+    assert steps[1] > steps[0]
+    assert more.total() <= steps[1] - steps[0], more
+    assert relative(solution.value.cpu(), _solved(name, 6, dtype, device=False).value) < 1e-3
+
+
+def test_random_pivots_wait_once_a_round(waits):
+    kernel = moved_module(make("ASkotch", dtype=torch.float32).kernel)
+    x = moved(points(200, 3, dtype=torch.float32))
+    rounds, counts = [], []
+    for rank in (20, 60):
+        waits.clear()
+        asked = []
+
+        def enough(done, left, asked=asked):
+            asked.append(done)
+            return False
+
+        matrix = Access(KernelMatrix.of(kernel, x, engine="tiled"))
+        stream = torch.Generator().manual_seed(1)
+        assert rpcholesky(matrix, rank, generator=stream, block_size=10, enough=enough).factor.shape == (200, rank)
+        rounds.append(len(asked))
+        counts.append(waits.copy())
+    assert rounds[1] > rounds[0] + 3
+    assert (more := counts[1] - counts[0]).total() <= rounds[1] - rounds[0], more
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x[torch.tensor([1, 0])],
+        lambda x: x + torch.tensor([1.0, 2.0]).to(DEVICE),
+        lambda x: x + x.new_tensor(3.0),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.linalg.eigh(x.diag()),
+    ],
+)  # fmt: skip
+def test_what_waits_is_counted(wait, waits):
+    x = moved(normal(2))
+    x = (x * 2 + torch.ones(2, dtype=x.dtype, device=DEVICE)).where(x > 0, x[:])
+    assert not waits
+    wait(x)
+    assert waits.total() == 1
+
+
+def test_two_devices_do_not_mix(waits):
+    with pytest.raises(RuntimeError, match="same device"):
+        moved(normal(3)) + normal(3)
