@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import shutil
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,8 +202,13 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("name", KERNELS)
+CASES = [
+    *((name, "plain") for name in KERNELS),
+    *((name, data) for data, name in zip(DATA, 2 * [*KERNELS], strict=False)),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), [*dict.fromkeys(CASES), ("kinks", "half"), ("turns", "far away")])
 def test_a_sound_engine_passes_and_a_wrong_one_does_not(name, data, use):
     """Whatever the user's data and lengthscales are: the block is never all 0 or all 1."""
     x = DATA[data](points(N, dtype=torch.float32))
@@ -265,34 +270,6 @@ def test_rows_that_the_library_gave_an_engine_may_get_another(use, monkeypatch):
         assert relative(product(indices, normal(N, 2)), _exact(2)[:5]) < 1e-5
 
 
-# --- KeOps --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_keops_is_checked_by_the_formula_of_the_product(monkeypatch):
-    pytest.importorskip("pykeops")
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("KeOps needs a C++ compiler")
-    from pykeops.torch.utils import torchtools
-
-    seen = []
-    original = torchtools.Genred
-    monkeypatch.setattr(
-        torchtools, "Genred", lambda formula, *a, **o: seen.append(formula) or original(formula, *a, **o)
-    )
-    kernel, x = ScaleKernel(RBFKernel(ard_num_dims=2)), points(N, 2, dtype=torch.float32)
-    matrix = KernelMatrix.of(kernel, x, engine="keops")
-    (matrix @ normal(N, 1, dtype=torch.float32)).sum().backward()
-    assert len(seen) == 4
-    assert len(set(seen)) == 2  # one of products, one of gradients
-    matrix @ normal(N, 1, dtype=torch.float32)
-    assert len(seen) == 5
-    self_check.forget()
-    monkeypatch.setattr("sketchgp.operators.engines.keops._reduce", lambda one, formula: torch.zeros(150, 1))
-    with pytest.raises(InputError, match="matmul='keops' cannot be used here"):
-        matrix @ normal(N, 1, dtype=torch.float32)
-
-
 # --- what auto would do -------------------------------------------------------------------------------------------
 
 
@@ -308,6 +285,15 @@ def test_a_preview_is_what_is_chosen():
     assert preview_engine(_kernel(), 100_000, 3, **absent).engine == "triton"
     assert preview_engine(_kernel(), 100_000, 3, dtype=torch.float64, **absent).engine == "tiled"
     assert preview_engine(RQKernel() * sketchgp.ArcCosineKernel(), 100_000, 3, **absent).engine == "tiled"
+
+
+def test_the_page_shows_what_a_preview_prints(capsys):
+    page = Path(__file__).resolve().parents[1] / "docs" / "kernel-matrix.md"
+    code, shown = re.search(
+        r"```python\n([^`]*preview_engine[^`]*)```\n\n```text\n([^`]*)```", page.read_text(encoding="utf-8")
+    ).groups()
+    exec(compile(code, page.name, "exec"), {"torch": torch})
+    assert capsys.readouterr().out == shown
 
 
 def test_a_preview_of_an_absent_device_needs_its_memory():

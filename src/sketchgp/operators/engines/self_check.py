@@ -54,7 +54,7 @@ def trusted(engine: Engine, matrix: KernelMatrix, columns: int, gradient: bool =
     :raises InputError: where it failed and was asked for by name.
     """
     c = engine.resolution(matrix)
-    if c is None or matrix.expression is None or not (columns and matrix.shape.numel()):
+    if c is None or matrix.expression is None or not (columns and matrix.x1.numel() and matrix.x2.numel()):
         return engine
     kind = (engine.name, *_kind(matrix, engine.width_class(columns), gradient))
     with _LOCK:
@@ -96,11 +96,12 @@ def _kind(matrix: KernelMatrix, width: int, gradient: bool) -> tuple[Hashable, .
     d = matrix.x1.shape[-1]
     atoms = []
     for atom in matrix.expression.atoms:
-        sizes = ((d if dims is None else len(dims)) * (1 + isinstance(k, PeriodicKernel)) for k, dims in atom.leaves)
+        sizes = [(d if dims is None else len(dims)) * (1 + isinstance(k, PeriodicKernel)) for k, dims in atom.leaves]
         atoms.append((atom.profile.name, sum(sizes)))
-    differentiated = (matrix.x1 is matrix.x2, *(t.requires_grad for t in matrix._args)) if gradient else None
-    types = (matrix.x1.dtype, matrix.dtype, matrix.precision, len(matrix.flat_batch), matrix.same)
-    return (str(matrix.device), tuple(atoms), matrix.expression.terms, types, width, differentiated)
+    tensors = (matrix.x1, matrix.x2, *matrix.parameters)
+    differentiated = (matrix.x1 is matrix.x2, *[t.requires_grad for t in tensors]) if gradient else None
+    types = (matrix.precision, matrix.same, *[(t.dtype, t.dim() > 2) for t in tensors])
+    return (matrix.device, tuple(atoms), matrix.expression.terms, types, width, differentiated)
 
 
 def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradient: bool) -> str | None:
