@@ -242,7 +242,7 @@ def contestants(problem: Problem, engines: list[str], gradients: bool = True) ->
                 yield from _dense(problem)
         elif engine == "torch-dense":
             if main:
-                yield Contestant(engine, "product", "rectangular", functools.partial(_plain_torch, problem))
+                yield Contestant(engine, "product", "rectangular", functools.partial(plain_torch, problem))
         elif engine == "keops-lazy":
             if main:
                 yield Contestant(engine, "product", "rectangular", functools.partial(_lazy, problem))
@@ -254,22 +254,22 @@ def contestants(problem: Problem, engines: list[str], gradients: bool = True) ->
             if slow_start and not main and problem.cell.d > 8:
                 continue
             for case in ("rectangular",) if slow_start else ("square", "rectangular"):
-                yield Contestant(engine, "product", case, functools.partial(_product_of, problem, engine, case))
+                yield Contestant(engine, "product", case, functools.partial(product_of, problem, engine, case))
             if gradients and not (slow_start and not (main and few)):
                 kinds = [("square", "parameters"), ("square", "inputs")]
                 if main and few:
                     kinds = [("rectangular", "parameters")] if slow_start else [*kinds, ("rectangular", "parameters")]
                 for case, wrt in kinds:
-                    prepare = functools.partial(_gradient_of, problem, engine, case, wrt == "inputs")
+                    prepare = functools.partial(gradient_of, problem, engine, case, wrt == "inputs")
                     yield Contestant(engine, "gradient", case, prepare, wrt)
 
 
-def _product_of(problem: Problem, engine: str, case: str, n: int) -> Call:
+def product_of(problem: Problem, engine: str, case: str, n: int) -> Call:
     operator = problem.operator(engine, n, case).detach()
     return functools.partial(operator._matmul, problem.v[:n])
 
 
-def _gradient_of(problem: Problem, engine: str, case: str, inputs: bool, n: int) -> Call:
+def gradient_of(problem: Problem, engine: str, case: str, inputs: bool, n: int) -> Call:
     operator = problem.operator(engine, n, case, inputs)
     return functools.partial(operator._bilinear_derivative, problem.left[:n], problem.v[:n])
 
@@ -292,7 +292,7 @@ def _dense(problem: Problem) -> Iterator[Contestant]:
     yield Contestant("dense", "stored product", "square", again)
 
 
-def _plain_torch(problem: Problem, n: int) -> Call:
+def plain_torch(problem: Problem, n: int) -> Call:
     """What a user would write: distances by the matrix-product formula, the kernel, the product; nothing tiled."""
     x, z, outputscale = (t.detach() for t in _scaled_inputs(problem, n))
     v, rbf = problem.v[:n], problem.cell.kernel == "rbf"

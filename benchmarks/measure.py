@@ -136,15 +136,18 @@ def high_water_mb() -> float | None:
     return _status_mb("VmHWM") or peak_memory_mb()
 
 
-def in_new_process(script: Path, task: dict[str, Any], data: Path) -> dict[str, Any]:
+def in_new_process(script: Path, task: dict[str, Any], data: Path, limit: float | None = None) -> dict[str, Any]:
     """What ``script --data DATA --task TASK ANSWER`` writes, in a process of its own, whose memory is its own too.
 
-    ``{"failed": reason}`` where it did not end well.
+    ``{"failed": reason}`` where it did not end well, or not within ``limit`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, str(script), "--data", str(data), "--task", json.dumps(task), str(answer)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        try:
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"took longer than {limit:.0f} s"}
         if done.returncode:
             return {"failed": (done.stderr.strip() or f"ended with {done.returncode}").split("\n")[-1][:500]}
         return read_json(answer)

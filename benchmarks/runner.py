@@ -77,7 +77,9 @@ class Benchmark:
     :ivar perform: what a group loaded, what to measure -> result; with ``alone``, what to measure, the data directory.
     :ivar report: results -> Markdown; :ivar picture: results, path of the JSON -> nothing.
     :ivar say: result -> a few words.
-    :ivar alone: the script for which each task runs in a process of its own.
+    :ivar alone: the script for which each task runs in a process of its own; of a task that is a dictionary with
+        ``"limit"``, for so many seconds at most.
+    :ivar failures: whether that something failed is a result too, which is not tried again.
     :ivar what: the key without which there is nothing to report.
     :ivar options: adds options to those that every benchmark has.
     :ivar versions: packages whose versions matter beside the usual ones; :ivar head: more that stands in the JSON.
@@ -95,6 +97,7 @@ class Benchmark:
     picture: Callable[[dict[str, Any], Path], None] = lambda results, path: None
     say: Callable[[dict[str, Any]], str] = lambda run: ""
     alone: Path | None = None
+    failures: bool = False
     what: str = "runs"
     options: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
     versions: tuple[str, ...] = ()
@@ -166,18 +169,24 @@ class Benchmark:
         loaded = group.load()
         for keys, what in todo:
             before = load_average()
-            run = self.perform(loaded, what) if self.alone is None else in_new_process(self.alone, what, directory)
+            run = self._alone(what, directory) if self.alone is not None else self.perform(loaded, what)
             bar.update()
             if "failed" in run:
                 tqdm.write(f"{words_of(keys)} failed: {run['failed']}")
-                continue
+                if not self.failures:
+                    continue
             if beside_results := {**group.same, **group.facts, **group.about(loaded)}:
                 container(results, group.at).update(beside_results)
             put(results, keys, {**run, "date": now(), "load_before": before})
             write_json(path, results)
-            tqdm.write(f"{words_of(keys)}: {self.say(run)}")
+            if "failed" not in run:
+                tqdm.write(f"{words_of(keys)}: {self.say(run)}")
         del loaded
         gc.collect()  # before the next problem is loaded
+
+    def _alone(self, what: Any, directory: Path) -> dict[str, Any]:
+        assert self.alone is not None
+        return in_new_process(self.alone, what, directory, what.get("limit") if isinstance(what, dict) else None)
 
 
 def _agree(path: Path, earlier: dict[str, Any], present: dict[str, Any]) -> None:

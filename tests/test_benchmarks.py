@@ -16,7 +16,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " in path.read_text(encoding="utf-8"))
-UNMEASURED = ("scaling",)  # it needs two cores that nothing else uses; once it has results, they are looked at too
+# One needs two cores that nothing else uses, the other a GPU; once they have results, they are looked at too.
+UNMEASURED = ("device", "scaling")
 
 
 @pytest.fixture(autouse=True)
@@ -210,3 +211,77 @@ def test_rates_are_raised_but_never_lowered(limit_module):
     record = {"product": 10.0, "exponential": 4.0, "root": 3.0, "logarithm": 2.0}
     rates = limit_module.rates_of(record, {"product": 0.5, "exponential": 1.5})
     assert rates == limit_module.Rates(product=10.0, exponential=6.0, root=4.5, logarithm=3.0)
+
+
+# --- device.py ----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_for_a_device_is_printed_and_fits(module, capsys):
+    device = module("device")
+    device.main(["--dry-run"])
+    printed = capsys.readouterr().out
+    assert all(f"| {item.name} |" in printed for item in device.plan())
+    assert sum(item.minutes for item in device.plan()) <= 25
+    assert max(item.minutes for item in device.plan()) <= 5  # of calls that may take ten
+
+
+def test_what_does_not_fit_into_the_minutes_is_left_for_the_next_call(module, directory, capsys):
+    device = module("device")
+    options = device.BENCHMARK.parse(["--minutes", "1"])
+    names = [group.tasks[0][0] for group in device.groups(options, directory, {})]
+    assert names and all(item.minutes <= 1 for item in device.plan() if item.name in names)
+    assert "tests: 2.5 minutes do not fit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_programme_for_a_device_runs_small(module, directory, tmp_path, capsys):
+    """On a CPU; a failure is a result, which is tried again when that is asked for."""
+    stream = np.random.RandomState(0)
+    made = {"X": stream.randn(300, 8), "y": stream.randn(300), "test_mask": np.arange(3000).reshape(300, 10) >= 2500}
+    np.savez(directory / "uci_kin40k.npz", **made)
+    device, options = module("device"), ["--small", "--out", str(tmp_path), "--data", str(directory)]
+    measured, broken = device.ITEMS["training"], []
+
+    def fails(*arguments):
+        broken.append(json.loads((tmp_path / "device.json").read_text())["items"])  # what came before is written
+        raise RuntimeError("device-side assert\nmore")
+
+    device.ITEMS["training"] = fails
+    device.main(options)
+    found = json.loads((tmp_path / "device.json").read_text())["items"]
+    assert found["training step"]["failed"] == "RuntimeError: device-side assert"
+    assert "limits" in broken[0] and "products d=8" in broken[0] and "training step" not in broken[0]
+    device.ITEMS["training"] = measured
+    device.main(options)
+    assert len(broken) == 1
+    assert "failed" in json.loads((tmp_path / "device.json").read_text())["items"]["training step"]
+    device.main([*options, "--again"])
+    found = json.loads((tmp_path / "device.json").read_text())["items"]
+    assert set(found) == {item.name for item in device.plan()}
+    for name, item in found.items():
+        for run in (item, *item.get("runs", ())):
+            assert "failed" not in run, (name, run)
+    errors = [run["error"] for name in found if name.startswith("products") for run in found[name]["runs"]]
+    assert len(errors) > 20 and max(errors) < 1e-4
+    assert all(run["fraction_of_limit"] > 0 for run in found["products d=8"]["runs"] if run["measure"] == "product")
+    assert found["mean synthetic ASkotch"]["residual"] < 1e-2
+    assert [len(found[f"kin40k {group}"]["runs"]) for group in ("full", "inducing", "gpytorch")] == [5, 7, 2]
+    assert "Not yet measured." not in (tmp_path / "device.md").read_text()
+    (tmp_path / "device.json").write_text(json.dumps({**json.loads((tmp_path / "device.json").read_text()), "items": {
+        "limits": found["limits"]}}))  # fmt: skip
+    device.main(["--report", "--out", str(tmp_path)])
+    assert (tmp_path / "device.md").read_text().count("Not yet measured.") == 6
+
+
+def test_a_task_that_takes_too_long_is_ended(module, tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    found = module("measure").in_new_process(script, {}, tmp_path, limit=0.2)
+    assert found == {"failed": "took longer than 0 s"}
+
+
+def test_pages_say_what_is_not_measured(module):
+    measured = (BENCHMARKS / "results" / "device.json").exists()
+    page = (BENCHMARKS.parent / "docs" / "results.md").read_text(encoding="utf-8")
+    section = page[page.index("\n## On a GPU\n") :].split("\n## ")[1]
+    assert ("Not yet measured" in section) is not measured

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sketchgp.errors import InputError
 from sketchgp.kernels import LaplaceKernel
-from sketchgp.operators.engines import KEOPS, TILED
+from sketchgp.operators.engines import KEOPS, TILED, keops, self_check
 from sketchgp.operators.engines.keops import differentiate, multiply
 from sketchgp.operators.expression import recognise
 from sketchgp.operators.kernel_matrix import KernelMatrix
@@ -111,8 +111,9 @@ def check_gradients(kernel: Kernel, x1: Tensor, x2: Tensor | None, t: int) -> No
 
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The formulas that are reduced from here on, as KeOps compiles them."""
+    """The formulas that are reduced from here on, as KeOps compiles them; without those of checks."""
     _needs_keops()
+    monkeypatch.setattr(type(KEOPS), "resolution", lambda self, matrix: None)
     from pykeops.torch.utils import torchtools
 
     seen: list[str] = []
@@ -230,6 +231,26 @@ def test_fixed_parameters_need_no_formula(formulas: list[str]) -> None:
     matrix = KernelMatrix.of(mixture().requires_grad_(False), points(9, 3), engine="keops")
     assert all(gradient is None for gradient in KEOPS.derivative(matrix, points(9, 1), points(9, 1)))
     assert not formulas
+
+
+# --- the check before the first product ----------------------------------------------------------------------
+
+
+def test_it_is_checked_by_the_formulas_that_it_needs_anyway(
+    formulas: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(KEOPS), "resolution", lambda self, matrix: 1e-13)
+    self_check.forget()
+    matrix = KernelMatrix.of(mixture(), points(30, 3), engine="keops")
+    for count in (4, 6):  # a product and a gradient, and before the first of each its check
+        (matrix @ points(30, 1)).sum().backward()
+        assert len(formulas) == count
+        assert len(set(formulas)) == 2
+    self_check.forget()
+    monkeypatch.setattr(keops, "_reduce", lambda one, formula: torch.zeros(150, 1, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"matmul='keops' cannot be used here: a product .* Use matmul='tiled'"):
+        matrix @ points(30, 1)
+    self_check.forget()
 
 
 # --- when it cannot be used ---------------------------------------------------------------------------------

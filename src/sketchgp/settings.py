@@ -12,6 +12,7 @@ import torch
 from .checks import number, word
 from .memory import available_memory
 
+SHARE = 4  # of the free memory, one stored matrix may take one part in so many
 VARIANCES = ("auto", "exact", "samples", "low_rank")
 _variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
@@ -47,7 +48,7 @@ class memory_budget(AbstractContextManager):
     def value(cls, device: torch.device | str = "cpu") -> int:
         """The budget in force, in bytes."""
         budgets, agreed = _budgets.get(), _agreement.get()
-        budget = budgets[-1] if budgets else available_memory(device) // 4
+        budget = budgets[-1] if budgets else available_memory(device) // SHARE
         return budget if agreed is None else agreed(budget, not budgets, torch.device(device))
 
 

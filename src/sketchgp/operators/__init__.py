@@ -1,7 +1,8 @@
 """Floor 1: matrices that are never stored."""
 
+from .engines.automatic import EnginePreview, preview_engine
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
 from .pivoted_plus_diagonal import PivotedPlusDiagonal
 
-__all__ = ["KernelMatrix", "LowRankPlusDiagonal", "PivotedPlusDiagonal"]
+__all__ = ["EnginePreview", "KernelMatrix", "LowRankPlusDiagonal", "PivotedPlusDiagonal", "preview_engine"]

@@ -24,7 +24,7 @@ from .shared import derivative, product
 from .unchanged import State
 from .without_keops import without_keops
 
-_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards")
+_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -54,6 +54,7 @@ class KernelMatrix(LinearOperator):
         ``"tf32"`` and ``"bf16"``.
     :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
     :param shards: ranks that products are shared out to (:mod:`.shared`); None for those of the block it is made in.
+    :param asked: whether the engine was the user's choice, which must not be replaced; None unless it is ``"auto"``.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class KernelMatrix(LinearOperator):
         precision: str = "float32",
         centre: Centre | None = None,
         shards: Shards | None = None,
+        asked: bool | None = None,
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, parameters
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
         self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
+        self.asked = engine != "auto" if asked is None else asked
         super().__init__(x1, x2, *parameters, **self._options())
         self.expression: Expression | None = recognise(kernel)
         self.coincident: Tensor | None = None  # (2, p) rows and columns of pairs that are one point

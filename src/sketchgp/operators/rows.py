@@ -42,7 +42,7 @@ class RowProduct:
                 continue
             engine = next(named) if named is not None else _engine(part)
             self.engines.append(engine)
-            self.asked.append(part.engine != "auto")
+            self.asked.append(part.asked)
             if engine != part.engine and not (choose(part) is DENSE and engine == DENSE.name):
                 # named, so that free memory does not change it on the way; an operator that stores is kept as it is,
                 # since others may use what it has stored

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..fingerprint import module_mark, tensor_key
 from .engines import DENSE, TILED, choose
 from .engines.base import Gradients, folds
+from .engines.self_check import trusted
 
 if TYPE_CHECKING:
     from ..distributed import Shards
@@ -30,7 +31,7 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd."""
     engine, shards = choose(matrix), matrix.ranks()
     if shards is None or (matrix.coincident is not None and not matrix.same):
-        return engine.product(matrix, rhs)
+        return trusted(engine, matrix, rhs.shape[-1]).product(matrix, rhs)
     _compare(matrix, shards)
     n, m = matrix.shape[-2:]
     if matrix.same and engine is TILED:
@@ -40,7 +41,8 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     if span.stop == span.start:
         part = rhs.new_zeros(*matrix.flat_batch, 0 if down else n, rhs.shape[-1])
     else:
-        part = engine.product(_own(matrix, span, down), rhs if down else rhs[..., span, :])
+        own = _own(matrix, span, down)
+        part = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
     return shards.gather(part, n) if down else shards.sum(part)
 
 
@@ -51,7 +53,7 @@ def derivative(matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
     """
     engine, shards = choose(matrix), matrix.ranks()
     if shards is None or (matrix.coincident is not None and not matrix.same):
-        return engine.derivative(matrix, left, right)
+        return trusted(engine, matrix, left.shape[-1], gradient=True).derivative(matrix, left, right)
     _compare(matrix, shards)
     n = matrix.shape[-2]
     if engine is TILED or engine is DENSE:
@@ -62,6 +64,7 @@ def derivative(matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
     if span.stop == span.start:
         found = tuple(torch.zeros_like(t) if t.requires_grad else None for t in matrix._args)
         return summed(shards, found)
+    engine = trusted(engine, part, left.shape[-1], gradient=True)
     of_rows, *rest = engine.derivative(part, left[..., span, :], right)
     whole = None
     if of_rows is not None:

@@ -8,6 +8,7 @@ import torch
 
 from ...checks import word
 from ...errors import InputError
+from .automatic import Situation, automatic
 from .base import Engine
 from .dense import Dense
 from .keops import KeOps
@@ -63,8 +64,7 @@ def choose(matrix: KernelMatrix) -> Engine:
     if matrix.engine != "auto":
         engine = _NAMED[matrix.engine]
         return engine if engine.missing(matrix) is None else TILED
-    if matrix.same and DENSE.fits(matrix):  # a rectangular block is used once: storing it would gain nothing
-        return DENSE
-    if matrix.device.type == "cuda" and TRITON.missing(matrix) is None:
-        return TRITON
-    return TILED
+    square = matrix.same  # a rectangular block is used once: storing it would gain nothing
+    fits = square and DENSE.fits(matrix)
+    fused = None if fits or matrix.device.type != "cuda" else TRITON.missing(matrix)
+    return _NAMED[automatic(Situation(matrix.device.type, square, fits, fused))[0]]

@@ -31,6 +31,16 @@ class Engine:
         """Why this engine cannot take ``matrix``, as half a sentence; None where it can."""
         return self.absent(matrix.device, matrix.dtype)
 
+    def resolution(self, matrix: KernelMatrix) -> float | None:
+        """c, where the squared distance of features a and b is wrong by ``c (|a|^2 + |b|^2)`` at most; None for an
+        engine made of torch's own operations, which need no check (:mod:`.self_check`).
+        """
+        return None
+
+    def width_class(self, columns: int) -> int:
+        """A number that is the same for so many right-hand sides as are multiplied by the same code."""
+        return min(1 << max(columns - 1, 0).bit_length(), 256)
+
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
         """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.
 

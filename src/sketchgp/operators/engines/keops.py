@@ -60,6 +60,12 @@ class KeOps(Engine):
             return "the kernel is not a sum of products of kernels that it knows"
         return self.absent(matrix.device, matrix.dtype)
 
+    def resolution(self, matrix: KernelMatrix) -> float:
+        return 16 * torch.finfo(matrix.compute_dtype).eps
+
+    def width_class(self, columns: int) -> int:
+        return _width(columns)
+
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
         assert matrix.expression is not None
         return multiply(matrix.expression, matrix.prepared(), rhs, matrix.shape[-2])
@@ -294,8 +300,12 @@ def _reduce(one: _One, formula: Symbol) -> Tensor:
 
 def _chunks(vectors: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The columns of ``(n, t)`` in chunks of few widths, the last padded with zeros."""
-    t, widest = vectors.shape[-1], _WIDTHS[-1]
+    t, widest, width = vectors.shape[-1], _WIDTHS[-1], _width(vectors.shape[-1])
     for start in range(0, t, widest):
         chunk = vectors[:, start : start + widest]
-        width = widest if t > widest else min(w for w in _WIDTHS if w >= t)
         yield slice(start, start + chunk.shape[-1]), nn.functional.pad(chunk, (0, width - chunk.shape[-1]))
+
+
+def _width(columns: int) -> int:
+    """Of the chunks of so many columns."""
+    return next((w for w in _WIDTHS if w >= columns), _WIDTHS[-1])

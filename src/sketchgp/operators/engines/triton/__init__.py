@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 import torch
+from gpytorch.kernels import Kernel
 from torch import Tensor
 
 from ..base import Engine, Gradients, Live
@@ -16,6 +17,10 @@ from .layout import Precision
 
 if TYPE_CHECKING:
     from ...kernel_matrix import KernelMatrix
+
+
+_DOUBLE = "it computes in float32, and the inputs are float64"
+_ERRORS = {"float32": 2.0**-20, "tf32": 2.0**-9, "bf16x3": 2.0**-15, "bf16": 2.0**-6.9}  # c of the table below
 
 
 class Triton(Engine):
@@ -54,17 +59,30 @@ class Triton(Engine):
         if not _importable():
             return "Triton is not installed"
         if dtype == torch.float64:
-            return "it computes in float32, and the inputs are float64"
+            return _DOUBLE
         if not (device.type == "cuda" and torch.version.hip is None) and not _interpreted():
             return f"it needs a CUDA device, and the inputs are on {device}"
         return None if _recent() else "Triton is older than 3.2"
 
+    def unsuited(self, kernel: Kernel, known: bool, dtype: torch.dtype) -> str | None:
+        """Why it can take no matrix of this kernel and dtype, wherever it is.
+
+        :param known: whether the kernel is recognised.
+        """
+        if not known:
+            return f"{type(kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
+        return _DOUBLE if dtype == torch.float64 else None
+
     def missing(self, matrix: KernelMatrix) -> str | None:
-        if matrix.expression is None:
-            return f"{type(matrix.kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
+        reason = self.unsuited(matrix.kernel, matrix.expression is not None, matrix.dtype)
+        if reason is not None:
+            return reason
         if matrix.coincident is not None:
             return "it cannot be told which points of two sets coincide"
         return self.absent(matrix.device, matrix.dtype)
+
+    def resolution(self, matrix: KernelMatrix) -> float:
+        return _ERRORS[matrix.precision]
 
     @torch.no_grad()
     def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:

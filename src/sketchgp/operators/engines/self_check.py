@@ -1,0 +1,317 @@
+"""Engines check themselves: no user's product is the first of its kind that an engine computes.
+
+Before it, a small random block is multiplied (or differentiated) by the engine and, in float64, by tiles.  A kind is
+what is compiled and launched for itself: kernel and numbers of features, dtype, precision, class of width, what is
+differentiated, device.  The block has rows of the user's and random ones of their spread, as they are and drawn
+together until typical distances are a lengthscale of each part of the kernel: its values are then neither all 0 nor
+all 1.  A check takes milliseconds beside what the engine compiles, which the product to come needs anyway; what it
+found holds for the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from gpytorch.kernels import PeriodicKernel
+from torch import Tensor
+
+from ...errors import InputError, warn
+from ...memory import out_of_memory
+from ...random_streams import generator
+from ..centre import Centre
+from ..expression import Features, Prepared
+from .base import Engine, Gradients
+from .tiled import Tiled
+
+if TYPE_CHECKING:
+    from ..kernel_matrix import KernelMatrix
+
+_SIZE = (150, 140)  # rows and columns: more than one block of any engine, and no multiple of one
+_WIDEST = 160  # columns of a right-hand side
+_CLOSE = 2.0**-10  # at which the distances of a periodic kernel are those of its inputs
+_ROUNDOFFS = 16.0  # of an exponential and what is around it
+_SAFETY = 4.0  # over the bound
+_TILED = Tiled()
+_LOCK = threading.RLock()
+_VERDICTS: dict[Hashable, str | None] = {}  # None, or what was wrong
+_WARNED: set[tuple[str, str]] = set()  # engines and devices
+_logger = logging.getLogger("sketchgp")
+
+
+class _Undecided(Exception):
+    """Nothing could be compared: values of the kernel that are no numbers, or no memory."""
+
+
+def trusted(engine: Engine, matrix: KernelMatrix, columns: int, gradient: bool = False) -> Engine:
+    """The engine, after its check; tiles where it failed and was the library's own choice, with one warning.
+
+    :param columns: of the right-hand sides.
+    :param gradient: whether a product is to be differentiated, not computed.
+    :raises InputError: where it failed and was asked for by name.
+    """
+    c = engine.resolution(matrix)
+    if c is None or matrix.expression is None or not (columns and matrix.x1.numel() and matrix.x2.numel()):
+        return engine
+    kind = (engine.name, *_kind(matrix, engine.width_class(columns), gradient))
+    with _LOCK:
+        if kind not in _VERDICTS:
+            try:
+                _VERDICTS[kind] = _fault(engine, c, matrix, min(columns, _WIDEST), gradient)
+            except _Undecided:
+                return engine
+    fault = _VERDICTS[kind]
+    if fault is None:
+        return engine
+    if matrix.asked:
+        raise InputError(f"matmul={engine.name!r} cannot be used here: {fault}. Use matmul='tiled'.")
+    _say(engine, matrix.device, fault)
+    return _TILED
+
+
+def forget() -> None:
+    """Forget all that was found, so that engines are checked again."""
+    with _LOCK:
+        _VERDICTS.clear()
+        _WARNED.clear()
+
+
+def _say(engine: Engine, device: torch.device, fault: str) -> None:
+    """A warning for the first fault of an engine on a device; what else it fails at is said in the log."""
+    message = f"The engine {engine.name!r} is left out on {device}, tiles are used: {fault}."
+    with _LOCK:
+        first = (engine.name, str(device)) not in _WARNED
+        _WARNED.add((engine.name, str(device)))
+    if first:
+        warn(f"{message} Please report this; matmul='tiled' avoids the check and this warning.")
+    else:
+        _logger.info(message)
+
+
+def _kind(matrix: KernelMatrix, width: int, gradient: bool) -> tuple[Hashable, ...]:
+    assert matrix.expression is not None
+    d = matrix.x1.shape[-1]
+    atoms = []
+    for atom in matrix.expression.atoms:
+        sizes = [(d if dims is None else len(dims)) * (1 + isinstance(k, PeriodicKernel)) for k, dims in atom.leaves]
+        atoms.append((atom.profile.name, sum(sizes)))
+    tensors = (matrix.x1, matrix.x2, *matrix.parameters)
+    differentiated = (matrix.x1 is matrix.x2, *[t.requires_grad for t in tensors]) if gradient else None
+    types = (matrix.precision, matrix.same, *[(t.dtype, t.dim() > 2) for t in tensors])
+    return (matrix.device, tuple(atoms), matrix.expression.terms, types, width, differentiated)
+
+
+def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradient: bool) -> str | None:
+    """What is wrong with an engine, as half a sentence; None where nothing is.
+
+    :raises _Undecided: where it cannot be told.
+    """
+    what = f"{'a gradient' if gradient else 'a product'} with {columns} column{'s' * (columns > 1)}"
+    with torch.inference_mode(False), torch.no_grad():
+        few = max(8, int(_SIZE[0] * max(1, matrix.batch_shape.numel()) ** -0.5))
+        block = _block(matrix, min(_SIZE[0], few), min(_SIZE[1], few), own=not gradient)
+        stream = generator(0, "vectors by which an engine checks itself")
+        left, right = (
+            torch.rand(size, columns, dtype=torch.float64, generator=stream).to(block.device, block.compute_dtype)
+            for size in block.shape[-2:]
+        )
+        right = right if gradient else right - 0.5
+        left, right = (v.expand(*block.flat_batch, *v.shape).contiguous() for v in (left, right))
+        try:
+            if gradient:
+                gradients = engine.derivative(block, left, right)
+                excess = _gradient_excess(block, c, gradients, left, right)
+            else:
+                excess = _excess(block, c, engine.product(block, right), right)
+        except _Undecided:
+            raise
+        except Exception as error:
+            if out_of_memory(error):
+                raise _Undecided from error
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}{': ' if lines else ''}{lines[0][:200] if lines else ''}"
+            return f"{what} of a small block failed ({reason})"
+    if excess <= 1:
+        return None
+    return f"{what} of a small block is {excess:.2g} times as far from float64 as its stated error allows"
+
+
+# --- the block --------------------------------------------------------------------------------------------------------
+
+
+def _block(matrix: KernelMatrix, rows: int, columns: int, own: bool) -> KernelMatrix:
+    """A matrix of the same kind, of few points, moved to around 0: kernels that engines know depend on differences.
+
+    :param own: whether some are rows of the user's as they are, however far apart they lie.
+    """
+    steps = _steps(matrix, matrix.x2, rows if matrix.same else columns, 1)
+    origin = Centre(torch.zeros_like(matrix.centre.value()))
+    scales = _scales(matrix, steps, origin)
+    if own:
+        scales = torch.cat([scales.new_ones(1), scales])
+    x2 = _points(matrix.x2, steps, scales)
+    if not matrix.same:
+        x1 = _points(matrix.x1, _steps(matrix, matrix.x1, rows, 2), scales)
+    elif matrix.x1 is matrix.x2:
+        x1 = x2
+    else:
+        x1 = x2.detach().clone().requires_grad_(matrix.x1.requires_grad)
+    return matrix._with(x1, x2, matrix.same, origin)
+
+
+def _steps(matrix: KernelMatrix, x: Tensor, count: int, seed: int) -> Tensor:
+    """``(..., count, d)`` in float64: every other one leads from the centre to a row of x ``(..., n, d)``, the others
+    lead to random points of the same spread."""
+    some = torch.linspace(0, x.shape[-2] - 1, min(x.shape[-2], 4 * count), device=x.device).long()
+    candidates = x.detach().index_select(-2, some)
+    candidates = candidates if candidates.dtype.itemsize >= 4 else candidates.float()
+    parts = matrix.centre.far(candidates)
+    near = candidates if parts is None else candidates.index_select(-2, parts[0])
+    near = near.to(torch.float64) - matrix.centre.value()
+    near = near.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    spread = near.abs().mean(dim=-2, keepdim=True)
+    spread = torch.where(spread > 0, spread, 1.0)
+    noise = torch.randn(count, near.shape[-1], dtype=torch.float64, generator=generator(seed, "points of a check"))
+    steps = noise.to(near.device) * spread
+    own = near[..., : (count + 1) // 2, :]
+    steps = steps.expand(*near.shape[:-2], *steps.shape[-2:]).clone()
+    steps[..., : 2 * own.shape[-2] : 2, :] = own
+    return steps
+
+
+def _scales(matrix: KernelMatrix, steps: Tensor, origin: Centre) -> Tensor:
+    """For each atom, what the steps are multiplied by to make its typical distance 1."""
+    assert matrix.expression is not None
+    close = (_CLOSE * steps).to(matrix.x2.dtype)
+    scales = [steps.new_ones(())] * (not matrix.expression.atoms)
+    features = matrix._with(close, close, True, origin).prepared().features
+    for atom, f in zip(matrix.expression.atoms, features, strict=True):
+        x = f.left.to(torch.float64)
+        step = x - x.roll(1, dims=-2)
+        scales.append(_CLOSE / torch.linalg.vector_norm(step, 1 if atom.profile.l1 else 2, dim=-1).median())
+    found = torch.stack(scales)
+    return torch.where(found.isfinite() & (found > 0), found, 1.0).clamp(2.0**-40, 2.0**40)
+
+
+def _points(x: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
+    """The steps, each multiplied by one of the scales and, unless it is 1, a number from 1/2 to 3/2."""
+    count = steps.shape[-2]
+    spread = torch.rand(count, 1, dtype=torch.float64, generator=generator(0, "how far points of a check are drawn"))
+    each = scales[(torch.arange(count, device=scales.device) // 2) % len(scales)].unsqueeze(-1)
+    points = steps * torch.where(each == 1, 1.0, each * (spread.to(steps.device) + 0.5))
+    return points.to(x.dtype).requires_grad_(x.requires_grad)
+
+
+# --- what is right ----------------------------------------------------------------------------------------------------
+
+
+class _Exact:
+    """A block as tiles see it, in float64 but for its features, whose rounding is none of the engine's."""
+
+    compute_dtype = torch.float64
+
+    def __init__(self, block: KernelMatrix) -> None:
+        self._block = block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    def prepare(self, tensors: list[Tensor], same: bool) -> Prepared:
+        return _double(self._block.prepare(tensors, same))
+
+    def prepared(self) -> Prepared:
+        return _double(self._block.prepared())
+
+
+def _double(prepared: Prepared) -> Prepared:
+    features = []
+    for f in prepared.features:
+        left = f.left.to(torch.float64)
+        right = left if f.right is f.left else f.right.to(torch.float64)
+        weight, alpha = (None if t is None else t.to(torch.float64) for t in (f.weight, f.alpha))
+        features.append(Features(left, right, weight, alpha))
+    return Prepared(tuple(features), prepared.coefficients.to(torch.float64))
+
+
+def _excess(block: KernelMatrix, c: float, found: Tensor, right: Tensor) -> float:
+    """The largest error of an entry of a product over its bound.
+
+    :raises _Undecided: where the product is no number.
+    """
+    right = right.to(torch.float64)
+    exact = _TILED.product(cast("KernelMatrix", _Exact(block)), right)
+    if not bool(exact.isfinite().all()):
+        raise _Undecided
+    if found.shape != exact.shape:
+        return float("inf")
+    bound = _SAFETY * (_entry_errors(block, c) @ right.abs())
+    excess = ((found.to(torch.float64) - exact).abs() / bound).nan_to_num(nan=float("inf"))
+    return float(excess.max())
+
+
+def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
+    """How far the entries may be off, where ``q`` is by ``(c + 8 eps) (|a|^2 + |b|^2)``, and what they and the vectors
+    are rounded to by 2 c each."""
+    assert block.expression is not None
+    prepared, eps = _double(block.prepared()), torch.finfo(block.compute_dtype).eps
+    values: list[Tensor] = []
+    largest: list[Tensor] = []
+    for atom, f in zip(block.expression.atoms, prepared.features, strict=True):
+        order = 1.0 if atom.profile.l1 else 2.0
+        q = torch.cdist(f.left, f.right, p=order, compute_mode="donot_use_mm_for_euclid_dist") ** order
+        sizes = [x.abs().pow(order).sum(dim=-1) for x in (f.left, f.right)]
+        error = (c + 8 * eps) * (sizes[0].unsqueeze(-1) + sizes[1].unsqueeze(-2))
+        for distances, out in ((q, values), ((q - error).clamp(min=0), largest)):
+            t = distances * (atom.profile.factor if f.alpha is None else atom.profile.factor / f.alpha)
+            out.append(atom.profile.gain * atom.profile.value(t, torch.empty_like(t), f.alpha))
+    total = prepared.coefficients.new_zeros(*block.flat_batch, *block.shape[-2:])
+    for number, term in enumerate(block.expression.terms):
+        size = prepared.coefficients[..., number, None, None].abs()
+        exact, most = torch.ones_like(total), torch.ones_like(total)
+        for a in term:
+            exact, most = exact * values[a], most * largest[a]
+        total += size * (most - exact + (4 * c + _ROUNDOFFS * eps) * most + _ROUNDOFFS * eps)
+    return total
+
+
+def _gradient_excess(block: KernelMatrix, c: float, found: Gradients, left: Tensor, right: Tensor) -> float:
+    """The largest error of the gradients of inputs, and of those of parameters, over its bound: relative to their norm.
+
+    :raises _Undecided: where a gradient is no number.
+    """
+    left, right = left.to(torch.float64), right.to(torch.float64)
+    exact = _TILED.derivative(cast("KernelMatrix", _Exact(block)), left, right)
+    bound = _relative_error(block, c)
+    worst = 0.0
+    for part in (slice(0, 2), slice(2, None)):
+        if [g is None for g in exact[part]] != [g is None for g in found[part]]:
+            return float("inf")
+        wanted, given = (
+            [g.to(torch.float64).flatten() for g in gradients[part] if g is not None] for gradients in (exact, found)
+        )
+        if not wanted:
+            continue
+        if [g.shape for g in wanted] != [g.shape for g in given]:
+            return float("inf")
+        true, error = torch.cat(wanted), torch.cat(given) - torch.cat(wanted)
+        if not bool(true.isfinite().all()):
+            raise _Undecided
+        allowed = bound * true.norm() + torch.finfo(torch.float32).tiny
+        worst = max(worst, float((error.norm() / allowed).nan_to_num(nan=float("inf"))))
+    return worst
+
+
+def _relative_error(block: KernelMatrix, c: float) -> float:
+    """Of gradients: what an error of the distances changes in them, with a root where slopes are steepest at 0."""
+    assert block.expression is not None
+    eps = torch.finfo(block.compute_dtype).eps
+    largest = c + _ROUNDOFFS * eps
+    for atom, f in zip(block.expression.atoms, block.prepared().features, strict=True):
+        power = 1 if atom.profile.l1 else 2
+        size = sum(float(x.abs().pow(power).sum(dim=-1).max()) for x in (f.left, f.right))
+        error = (c + 8 * eps) * max(size, 1.0)
+        largest = max(largest, error**0.5 if atom.profile.name == "matern12" else error)
+    return min(_SAFETY * largest, 0.5)
