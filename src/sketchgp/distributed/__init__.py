@@ -6,6 +6,7 @@ from .block import in_force, sharded
 from .exchange import RankError
 from .rows import Factor, ShardedRows, fetched, leading, square_norms, whole
 from .shards import Shards
+from .state import of_rank_0
 
 __all__ = [
     "Factor",
@@ -15,6 +16,7 @@ __all__ = [
     "fetched",
     "in_force",
     "leading",
+    "of_rank_0",
     "sharded",
     "square_norms",
     "whole",
