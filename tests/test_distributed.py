@@ -30,6 +30,7 @@ from sketchgp import (
     ASkotch,
     Cholesky,
     ConjugateGradients,
+    DoublyStochastic,
     EigenPro2,
     EigenPro3,
     EigenPro4,
@@ -39,6 +40,8 @@ from sketchgp import (
     InducingPointProblem,
     Nystrom,
     NystromPCG,
+    RandomFeatureGP,
+    RandomFeatureProblem,
     RPCholesky,
     SketchySAGA,
     Skotch,
@@ -112,6 +115,38 @@ def _inducing(solver: Any, dtype: torch.dtype = torch.float64, noise: float = 0.
     options = {} if isinstance(solver, QR) else {"held_out": (points(10, seed=5).to(dtype), _targets(10, dtype))}
     with quiet():
         return {"value": solver.solve(problem, **options).value}
+
+
+def _learner(**options: Any) -> DoublyStochastic:
+    options = {"num_features": 64, "block_size": 16, "batch_size": 20, "epochs": 2, **options}
+    if options.pop("streamed", False):
+        del options["batch_size"]
+    return DoublyStochastic(**options)
+
+
+def _features(solver: DoublyStochastic) -> Values:
+    held_out = points(10, seed=5), _targets(10)
+    solution = solver.solve(RandomFeatureProblem(_kernel(), points(N), _targets(), 0.05), held_out=held_out)
+    work = torch.tensor(list(solution.report.work.values()), dtype=torch.float64)
+    return {"value": solution.value, "history": solution.report.history, "work": work}
+
+
+def _labels() -> Values:
+    """Of two classes, a stream whose last batch has fewer rows than there are ranks."""
+    x, y = points(N), (_targets()[:, 0] > 0).long()
+    stream = [(x[part], y[part]) for part in (slice(0, 50), slice(50, 100), slice(100, N))]
+    problem = RandomFeatureProblem(_kernel(), stream, None, 0.05, "logistic", rows=N)
+    return {"value": _learner(streamed=True, epochs=1).solve(problem).value}
+
+
+def _random_feature_model() -> Values:
+    """Learning by samples and by a batch more; its posterior, which every rank computes by itself."""
+    parts = gpytorch.likelihoods.GaussianLikelihood().double(), gpytorch.means.ZeroMean(), _kernel()
+    model = RandomFeatureGP(*parts, _learner(), variance="samples", variance_samples=8)
+    model.learn(points(N), _targets()[:, 0])
+    model.partial_fit(points(N, seed=3), _targets()[:, 0])
+    posterior = model.eval()(points(10, seed=5))
+    return {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
 
 
 class _Model(gpytorch.models.ExactGP):
@@ -222,6 +257,11 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "sketchysaga": lambda: _inducing(SketchySAGA(max_epochs=3)),
     "eigenpro3": lambda: _inducing(EigenPro3(epochs=2), noise=0.0),
     "eigenpro4": lambda: _inducing(EigenPro4(epochs=2)),
+    "doubly stochastic": lambda: _features(_learner()),
+    "doubly stochastic-wide": lambda: _features(_learner(batch_size=10)),
+    "doubly stochastic-plain": lambda: _features(_learner(preconditioned=False, num_features=None)),
+    "doubly stochastic-labels": _labels,
+    "random feature model": _random_feature_model,
     "density": _density,
     "density-sum": lambda: _density(sums=True),
     "density-no preconditioner": lambda: _density(preconditioner=None),
@@ -239,7 +279,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
 
 IN_THREE = (  # of these, what 3 ranks are asked for, too
     "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "askotch", "askotch-float32", "krill",
-    "eigenpro3", "density", "low rank",
+    "eigenpro3", "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
 )  # fmt: skip
 CASES = [(name, count) for count in COUNTS for name in (ALIKE if count == 2 else IN_THREE)]
 ALONE = ("cholesky",)  # what every rank computes by itself
@@ -291,13 +331,32 @@ def _interrupts() -> Values:
     return {"value": solution.value, **_iterations(solution.report)}
 
 
-def _checkpoint() -> Values:
-    return _full(ConjugateGradients(checkpoint="never-written.pt"))
-
-
 def _other_targets() -> Values:
     problem = FullProblem(_kernel(), points(N), _targets() + 1e-12 * _rank(), 0.05)
     return {"value": ConjugateGradients().solve(problem).value}
+
+
+def _other_streams() -> Values:
+    """Batches that come in another order on rank 1, but for the first."""
+    x, y = points(N), _targets()
+    parts = [slice(0, 20), *(slice(20, 60), slice(60, N))[:: -1 if _rank() == 1 else 1]]
+    stream = [(x[part], y[part]) for part in parts]
+    return {"value": _learner(streamed=True).solve(RandomFeatureProblem(_kernel(), stream, None, 0.05, rows=N)).value}
+
+
+def _other_batches() -> Values:
+    model = RandomFeatureGP(gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.ZeroMean(), _kernel(), _learner())
+    model.partial_fit(points(N), _targets()[:, 0])
+    model.partial_fit(points(N, seed=_rank()), _targets()[:, 0])
+    return {}
+
+
+def _other_fits() -> Values:
+    """Of so few rows each rank factorizes by itself."""
+    model = _model()
+    model.mean_module.constant.data += 1e-12 * _rank()
+    sketchgp.fit(model, iterations=2, progress=False)
+    return {}
 
 
 def _leaves() -> Values:
@@ -372,7 +431,9 @@ APART: dict[str, Callable[[], Values]] = {
     "raises": _raises,
     "callbacks": _callbacks,
     "interrupts": _interrupts,
-    "checkpoint": _checkpoint,
+    "streams": _other_streams,
+    "batches": _other_batches,
+    "fits": _other_fits,
     "shares": _shares,
     "nested": _nested,
     "used up": _used_up,
@@ -431,6 +492,9 @@ def test_primitives(found, count):
     [
         ("data", "the inputs"),
         ("targets", "the targets"),
+        ("streams", "batch 1 of epoch 0 of the stream"),
+        ("batches", "the batch"),
+        ("fits", "the parameters"),
         ("hyperparameters", "the kernel and its hyperparameters"),
         ("dtypes", "its dtype (torch.float32 and torch.float64)"),
         ("sizes", f"the shape of the kernel matrix (({N - 1}, {N - 1}), with itself"),
@@ -482,13 +546,6 @@ def test_misuse_of_the_block_is_told(found, case, kind, words, count):
     for cases in found[count]:
         assert cases[case]["kind"] == kind
         assert words in cases[case]["error"]
-
-
-@every_count
-def test_checkpoints_are_refused(found, count):
-    for cases in found[count]:
-        assert cases["checkpoint"]["kind"] == "InputError"
-        assert "not known to sharded() yet" in cases["checkpoint"]["error"]
 
 
 @every_count

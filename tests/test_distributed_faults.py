@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from sketchgp import (
     RPCholesky,
 )
 from sketchgp.distributed import RankError, sharded
+from sketchgp.distributed.start import meet
 
 N = 101  # no multiple of 2 or 3
 ALWAYS = 1e-9  # seconds between two writes: one every window
@@ -256,6 +258,25 @@ def test_another_number_of_ranks_comes_to_the_same_answer(directory, name):
     close = 1e-6 if name == "fit" else 1e-9
     assert relative(found, expected) < close
     assert relative(alone, expected) < close
+
+
+def test_ranks_that_are_started_again_do_not_meet_those_that_are_gone():
+    """They share a store with what those have left in it; rank 1 comes late."""
+    store, limit, found = dist.HashStore(), timedelta(seconds=30), []
+    for _ in range(3):
+        with ThreadPoolExecutor() as pool:
+            ranks = [pool.submit(meet, store, 0, 3, limit), pool.submit(meet, store, 2, 3, limit)]
+            time.sleep(0.05)
+            ranks.append(pool.submit(meet, store, 1, 3, limit))
+            names = {rank.result() for rank in ranks}
+        assert len(names) == 1
+        found += names
+    assert len(set(found)) == 3
+
+
+def test_a_rank_that_does_not_come_is_told():
+    with pytest.raises(RankError, match=r"Ranks \[1\] did not come within 0.05 s"):
+        meet(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
 
 
 if __name__ == "__main__":

@@ -936,8 +936,8 @@ BREAKS = (
     ),
     Break(
         "solvers/loop/checkpoint.py",
-        'if header["problem"].get(name) != self.problem.get(name)]',
-        'if name not in header["problem"]]',
+        "if theirs.get(name) != ours.get(name)]",
+        "if name not in theirs]",
         CONTRACT,
         "a checkpoint of another problem is taken",
     ),
