@@ -39,6 +39,7 @@ from sketchgp import (
     GreedyCholesky,
     InducingPointProblem,
     Nystrom,
+    NystromEigenPro,
     NystromPCG,
     RandomFeatureGP,
     RandomFeatureProblem,
@@ -46,9 +47,10 @@ from sketchgp import (
     SketchySAGA,
     Skotch,
 )
-from sketchgp.distributed import RankError, ShardedRows, in_force, sharded, whole
+from sketchgp.distributed import RankError, ShardedRows, in_force, sharded
 from sketchgp.errors import InputError
-from sketchgp.operators import KernelMatrix
+from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
+from sketchgp.preconditioners import Preconditioner
 from sketchgp.report import Reason, SolveReport
 
 N = 101  # no multiple of 2 or 3
@@ -264,6 +266,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "random feature model": _random_feature_model,
     "density": _density,
     "density-sum": lambda: _density(sums=True),
+    "density-gaussian": lambda: _density(preconditioner=Nystrom(rank=20)),
     "density-no preconditioner": lambda: _density(preconditioner=None),
     "exact": lambda: _posterior("exact"),
     "low rank": lambda: _posterior("low_rank"),
@@ -381,12 +384,28 @@ def _primitives() -> Values:
     }
 
 
-def _shares() -> Values:
-    """How many rows of F a rank holds, and whether F is that of one rank."""
+FACTORS = {
+    "RPCholesky": RPCholesky(rank=20),
+    "Nystrom": Nystrom(rank=20),
+    "uniform": Nystrom(rank=20, sketch="uniform"),
+    "GreedyCholesky": GreedyCholesky(rank=20),
+    "NystromEigenPro": NystromEigenPro(rank=20),
+}
+
+
+def _factor(choice: Preconditioner) -> LowRankPlusDiagonal:
     matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
-    built = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
-    assert isinstance(built.factor, ShardedRows)
-    return {"own": torch.tensor(len(built.factor.own)), "whole": whole(built.factor), "dense": built.to_dense()}
+    return choice.build(matrix, torch.linspace(0.03, 0.05, N, dtype=torch.float64))
+
+
+def _shares() -> Values:
+    """How many rows of each F a rank holds, and whether F F^T is that of one rank."""
+    found = {}
+    for name, choice in FACTORS.items():
+        built = _factor(choice)
+        assert isinstance(built.factor, ShardedRows)
+        found |= {f"{name} own": torch.tensor(len(built.factor.own)), name: built.to_dense()}
+    return found
 
 
 def _nested() -> Values:
@@ -528,13 +547,12 @@ def test_all_ranks_end_together(found, case, reason, count):
 
 @every_count
 def test_a_rank_holds_its_share_of_a_factor(found, count):
-    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
-    expected = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
+    expected = {name: _factor(choice).to_dense() for name, choice in FACTORS.items()}
     for rank, cases in enumerate(found[count]):
-        values = cases["shares"]["values"]
-        assert values["own"] == N // count + (rank < N % count)
-        assert relative(values["whole"], expected.factor) < 1e-10
-        assert relative(values["dense"], expected.to_dense()) < 1e-10
+        assert "error" not in cases["shares"], cases["shares"]["trace"]
+        for name, dense in expected.items():
+            assert cases["shares"]["values"][f"{name} own"] == N // count + (rank < N % count)
+            assert relative(cases["shares"]["values"][name], dense) < 1e-10, name
 
 
 @every_count

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from .factor import BEGIN, LowRank, Scores, widened
 
@@ -19,6 +20,7 @@ def greedy_cholesky(
     weights: Tensor | None = None,
     tol: float = 0.0,
     enough: Callable[[int, float], bool] | None = None,
+    shards: Shards | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix with diagonal (complete) pivoting.
 
@@ -31,6 +33,8 @@ def greedy_cholesky(
     :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: asked before each column with the number of columns and ``sum(weights * residual)``: whether to stop.
         With it memory is taken as columns come.
+    :param shards: P ranks that each make their own rows of F: ``n rank / P`` entries of K and memory; a column sends
+        the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
     diagonal = matrix.diagonal()
@@ -38,7 +42,10 @@ def greedy_cholesky(
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
-    factor = torch.zeros(n, rank if enough is None else min(rank, BEGIN), dtype=torch.float64, device=device)
+    held = slice(0, n) if shards is None else shards.span(n)
+    rows, columns = held.stop - held.start, rank if enough is None else min(rank, BEGIN)
+    own = None if shards is None else torch.arange(held.start, held.stop, device=device)
+    factor = torch.zeros(rows, columns, dtype=torch.float64, device=device)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
@@ -50,12 +57,17 @@ def greedy_cholesky(
             factor = widened(factor, min(rank, 2 * done))
         wanted = scores.of(residual)
         best = wanted.argmax()
-        new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]
-        if not (new[best] > 0 and wanted[best] > 0):
+        row = factor[best, :done] if shards is None else shards.rows(factor[:, :done], best[None], n)[0]
+        column = matrix.columns(best[None]) if own is None else matrix.block(own, best[None])
+        new = column[:, 0] - factor[:, :done] @ row
+        height = new[best] if shards is None else shards.rows(new[:, None], best[None], n)[0, 0]
+        if not (height > 0 and wanted[best] > 0):
             break
-        new = new / new[best].sqrt()
+        new = new / height.sqrt()
         factor[:, done], pivots[done] = new, best
-        residual = (residual - new.square()).clamp_(min=0)
+        fallen = new.square() if shards is None else shards.gather(new.square(), n, dim=-1)
+        residual = (residual - fallen).clamp_(min=0)
         residual[best] = 0
         done += 1
-    return LowRank(factor if done == factor.shape[1] else factor[:, :done].contiguous(), pivots[:done], residual)
+    found = factor if done == factor.shape[1] else factor[:, :done].contiguous()
+    return LowRank(found if shards is None else ShardedRows(found, n, shards), pivots[:done], residual)
