@@ -205,6 +205,14 @@ def _fit(**options: Any) -> Values:
     return {"losses": torch.tensor(history.losses), **{name: p.detach() for name, p in model.named_parameters()}}
 
 
+def _noise_path() -> Values:
+    model = _model(preconditioner=RPCholesky(rank=20)).eval()
+    with iterative(tol=1e-12), quiet():
+        path = sketchgp.noise_path(model, [0.1, 0.05], exact=False, num_probes=4, progress=False)
+        one = sketchgp.leave_one_out(model, exact=False, num_probes=4, progress=False)
+    return {"density": path.mean_log_density, "likelihood": path.log_marginal_likelihood, "mean": one.mean}
+
+
 def _inducing_model() -> Values:
     """A fit, and a posterior."""
     likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
@@ -274,6 +282,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "read later": lambda: _read_later("exact"),
     "read later-low rank": lambda: _read_later("low_rank"),
     "mean by askotch": lambda: _posterior("exact", solver=ASkotch(block_size=50, max_passes=3)),
+    "noise path": _noise_path,
     "inducing model": _inducing_model,
     "fit": _fit,
     "fit of a bound": lambda: _fit(objective="bound"),

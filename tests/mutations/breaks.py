@@ -619,8 +619,8 @@ BREAKS = (
     ),
     Break(
         "lowrank/greedy.py",
-        "new = matrix.columns(best[None])[:, 0] - factor[:, :done] @ factor[best, :done]",
-        "new = matrix.columns(best[None])[:, 0]",
+        "new = column[:, 0] - factor[:, :done] @ row",
+        "new = column[:, 0]",
         LOWRANK,
         "greedy columns are not made orthogonal to earlier ones",
     ),
