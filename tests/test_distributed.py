@@ -30,6 +30,7 @@ from sketchgp import (
     ASkotch,
     Cholesky,
     ConjugateGradients,
+    DoublyStochastic,
     EigenPro2,
     EigenPro3,
     EigenPro4,
@@ -38,14 +39,18 @@ from sketchgp import (
     GreedyCholesky,
     InducingPointProblem,
     Nystrom,
+    NystromEigenPro,
     NystromPCG,
+    RandomFeatureGP,
+    RandomFeatureProblem,
     RPCholesky,
     SketchySAGA,
     Skotch,
 )
-from sketchgp.distributed import RankError, ShardedRows, in_force, sharded, whole
+from sketchgp.distributed import RankError, ShardedRows, in_force, sharded
 from sketchgp.errors import InputError
-from sketchgp.operators import KernelMatrix
+from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
+from sketchgp.preconditioners import Preconditioner
 from sketchgp.report import Reason, SolveReport
 
 N = 101  # no multiple of 2 or 3
@@ -114,6 +119,38 @@ def _inducing(solver: Any, dtype: torch.dtype = torch.float64, noise: float = 0.
         return {"value": solver.solve(problem, **options).value}
 
 
+def _learner(**options: Any) -> DoublyStochastic:
+    options = {"num_features": 64, "block_size": 16, "batch_size": 20, "epochs": 2, **options}
+    if options.pop("streamed", False):
+        del options["batch_size"]
+    return DoublyStochastic(**options)
+
+
+def _features(solver: DoublyStochastic) -> Values:
+    held_out = points(10, seed=5), _targets(10)
+    solution = solver.solve(RandomFeatureProblem(_kernel(), points(N), _targets(), 0.05), held_out=held_out)
+    work = torch.tensor(list(solution.report.work.values()), dtype=torch.float64)
+    return {"value": solution.value, "history": solution.report.history, "work": work}
+
+
+def _labels() -> Values:
+    """Of two classes, a stream whose last batch has fewer rows than there are ranks."""
+    x, y = points(N), (_targets()[:, 0] > 0).long()
+    stream = [(x[part], y[part]) for part in (slice(0, 50), slice(50, 100), slice(100, N))]
+    problem = RandomFeatureProblem(_kernel(), stream, None, 0.05, "logistic", rows=N)
+    return {"value": _learner(streamed=True, epochs=1).solve(problem).value}
+
+
+def _random_feature_model() -> Values:
+    """Learning by samples and by a batch more; its posterior, which every rank computes by itself."""
+    parts = gpytorch.likelihoods.GaussianLikelihood().double(), gpytorch.means.ZeroMean(), _kernel()
+    model = RandomFeatureGP(*parts, _learner(), variance="samples", variance_samples=8)
+    model.learn(points(N), _targets()[:, 0])
+    model.partial_fit(points(N, seed=3), _targets()[:, 0])
+    posterior = model.eval()(points(10, seed=5))
+    return {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
+
+
 class _Model(gpytorch.models.ExactGP):
     def __init__(self, x: Tensor, y: Tensor, sums: bool = False) -> None:
         super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
@@ -166,6 +203,14 @@ def _fit(**options: Any) -> Values:
     with iterative(tol=1e-12, probes=5), quiet():
         history = sketchgp.fit(model, iterations=2, progress=False, **options)
     return {"losses": torch.tensor(history.losses), **{name: p.detach() for name, p in model.named_parameters()}}
+
+
+def _noise_path() -> Values:
+    model = _model(preconditioner=RPCholesky(rank=20)).eval()
+    with iterative(tol=1e-12), quiet():
+        path = sketchgp.noise_path(model, [0.1, 0.05], exact=False, num_probes=4, progress=False)
+        one = sketchgp.leave_one_out(model, exact=False, num_probes=4, progress=False)
+    return {"density": path.mean_log_density, "likelihood": path.log_marginal_likelihood, "mean": one.mean}
 
 
 def _inducing_model() -> Values:
@@ -222,8 +267,14 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "sketchysaga": lambda: _inducing(SketchySAGA(max_epochs=3)),
     "eigenpro3": lambda: _inducing(EigenPro3(epochs=2), noise=0.0),
     "eigenpro4": lambda: _inducing(EigenPro4(epochs=2)),
+    "doubly stochastic": lambda: _features(_learner()),
+    "doubly stochastic-wide": lambda: _features(_learner(batch_size=10)),
+    "doubly stochastic-plain": lambda: _features(_learner(preconditioned=False, num_features=None)),
+    "doubly stochastic-labels": _labels,
+    "random feature model": _random_feature_model,
     "density": _density,
     "density-sum": lambda: _density(sums=True),
+    "density-gaussian": lambda: _density(preconditioner=Nystrom(rank=20)),
     "density-no preconditioner": lambda: _density(preconditioner=None),
     "exact": lambda: _posterior("exact"),
     "low rank": lambda: _posterior("low_rank"),
@@ -231,6 +282,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "read later": lambda: _read_later("exact"),
     "read later-low rank": lambda: _read_later("low_rank"),
     "mean by askotch": lambda: _posterior("exact", solver=ASkotch(block_size=50, max_passes=3)),
+    "noise path": _noise_path,
     "inducing model": _inducing_model,
     "fit": _fit,
     "fit of a bound": lambda: _fit(objective="bound"),
@@ -239,7 +291,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
 
 IN_THREE = (  # of these, what 3 ranks are asked for, too
     "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "askotch", "askotch-float32", "krill",
-    "eigenpro3", "density", "low rank",
+    "eigenpro3", "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
 )  # fmt: skip
 CASES = [(name, count) for count in COUNTS for name in (ALIKE if count == 2 else IN_THREE)]
 ALONE = ("cholesky",)  # what every rank computes by itself
@@ -291,13 +343,32 @@ def _interrupts() -> Values:
     return {"value": solution.value, **_iterations(solution.report)}
 
 
-def _checkpoint() -> Values:
-    return _full(ConjugateGradients(checkpoint="never-written.pt"))
-
-
 def _other_targets() -> Values:
     problem = FullProblem(_kernel(), points(N), _targets() + 1e-12 * _rank(), 0.05)
     return {"value": ConjugateGradients().solve(problem).value}
+
+
+def _other_streams() -> Values:
+    """Batches that come in another order on rank 1, but for the first."""
+    x, y = points(N), _targets()
+    parts = [slice(0, 20), *(slice(20, 60), slice(60, N))[:: -1 if _rank() == 1 else 1]]
+    stream = [(x[part], y[part]) for part in parts]
+    return {"value": _learner(streamed=True).solve(RandomFeatureProblem(_kernel(), stream, None, 0.05, rows=N)).value}
+
+
+def _other_batches() -> Values:
+    model = RandomFeatureGP(gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.ZeroMean(), _kernel(), _learner())
+    model.partial_fit(points(N), _targets()[:, 0])
+    model.partial_fit(points(N, seed=_rank()), _targets()[:, 0])
+    return {}
+
+
+def _other_fits() -> Values:
+    """Of so few rows each rank factorizes by itself."""
+    model = _model()
+    model.mean_module.constant.data += 1e-12 * _rank()
+    sketchgp.fit(model, iterations=2, progress=False)
+    return {}
 
 
 def _leaves() -> Values:
@@ -322,12 +393,28 @@ def _primitives() -> Values:
     }
 
 
-def _shares() -> Values:
-    """How many rows of F a rank holds, and whether F is that of one rank."""
+FACTORS = {
+    "RPCholesky": RPCholesky(rank=20),
+    "Nystrom": Nystrom(rank=20),
+    "uniform": Nystrom(rank=20, sketch="uniform"),
+    "GreedyCholesky": GreedyCholesky(rank=20),
+    "NystromEigenPro": NystromEigenPro(rank=20),
+}
+
+
+def _factor(choice: Preconditioner) -> LowRankPlusDiagonal:
     matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
-    built = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
-    assert isinstance(built.factor, ShardedRows)
-    return {"own": torch.tensor(len(built.factor.own)), "whole": whole(built.factor), "dense": built.to_dense()}
+    return choice.build(matrix, torch.linspace(0.03, 0.05, N, dtype=torch.float64))
+
+
+def _shares() -> Values:
+    """How many rows of each F a rank holds, and whether F F^T is that of one rank."""
+    found = {}
+    for name, choice in FACTORS.items():
+        built = _factor(choice)
+        assert isinstance(built.factor, ShardedRows)
+        found |= {f"{name} own": torch.tensor(len(built.factor.own)), name: built.to_dense()}
+    return found
 
 
 def _nested() -> Values:
@@ -372,7 +459,9 @@ APART: dict[str, Callable[[], Values]] = {
     "raises": _raises,
     "callbacks": _callbacks,
     "interrupts": _interrupts,
-    "checkpoint": _checkpoint,
+    "streams": _other_streams,
+    "batches": _other_batches,
+    "fits": _other_fits,
     "shares": _shares,
     "nested": _nested,
     "used up": _used_up,
@@ -431,6 +520,9 @@ def test_primitives(found, count):
     [
         ("data", "the inputs"),
         ("targets", "the targets"),
+        ("streams", "batch 1 of epoch 0 of the stream"),
+        ("batches", "the batch"),
+        ("fits", "the parameters"),
         ("hyperparameters", "the kernel and its hyperparameters"),
         ("dtypes", "its dtype (torch.float32 and torch.float64)"),
         ("sizes", f"the shape of the kernel matrix (({N - 1}, {N - 1}), with itself"),
@@ -464,13 +556,12 @@ def test_all_ranks_end_together(found, case, reason, count):
 
 @every_count
 def test_a_rank_holds_its_share_of_a_factor(found, count):
-    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
-    expected = RPCholesky(rank=20).build(matrix, torch.full((N,), 0.05, dtype=torch.float64))
+    expected = {name: _factor(choice).to_dense() for name, choice in FACTORS.items()}
     for rank, cases in enumerate(found[count]):
-        values = cases["shares"]["values"]
-        assert values["own"] == N // count + (rank < N % count)
-        assert relative(values["whole"], expected.factor) < 1e-10
-        assert relative(values["dense"], expected.to_dense()) < 1e-10
+        assert "error" not in cases["shares"], cases["shares"]["trace"]
+        for name, dense in expected.items():
+            assert cases["shares"]["values"][f"{name} own"] == N // count + (rank < N % count)
+            assert relative(cases["shares"]["values"][name], dense) < 1e-10, name
 
 
 @every_count
@@ -482,13 +573,6 @@ def test_misuse_of_the_block_is_told(found, case, kind, words, count):
     for cases in found[count]:
         assert cases[case]["kind"] == kind
         assert words in cases[case]["error"]
-
-
-@every_count
-def test_checkpoints_are_refused(found, count):
-    for cases in found[count]:
-        assert cases["checkpoint"]["kind"] == "InputError"
-        assert "not known to sharded() yet" in cases["checkpoint"]["error"]
 
 
 @every_count

@@ -19,6 +19,7 @@ from sketchgp.lowrank import (
     top_eigensystem,
     uniform_nystrom,
 )
+from sketchgp.lowrank.factor import Columns
 
 
 def seeded(seed=0):
@@ -122,9 +123,12 @@ def test_weights_stop_early():
         assert float((weights * low_rank.residual).sum()) <= 1.0
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["as on CPUs", "as on other devices"])
 @pytest.mark.parametrize("method", [rpcholesky, greedy_cholesky])
-def test_a_factor_that_grows(method):
+def test_a_factor_that_grows(method, moved, monkeypatch):
     """Of no certain rank: it ends where it is told to, with columns like those of one that was made at once."""
+    if moved:
+        monkeypatch.setattr(Columns, "of", lambda n, most, device, surely: Columns(n, most, device, 64))
     matrix = dense(set_scales(RBFKernel(), lengthscale=0.05), points(400))
     asked: list[tuple[int, float]] = []
 
@@ -138,6 +142,7 @@ def test_a_factor_that_grows(method):
     assert 300 <= rank < 400
     assert asked[-1][0] == rank
     assert asked[-1][1] == pytest.approx(low_rank.trace)
+    assert low_rank.factor.untyped_storage().nbytes() == 8 * 400 * rank
     part = low_rank.factor @ low_rank.factor.mT
     assert relative(part[:, low_rank.pivots], matrix[:, low_rank.pivots]) < 1e-8
     assert relative(matrix.diagonal() - part.diagonal(), low_rank.residual) < 1e-8

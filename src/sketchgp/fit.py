@@ -131,8 +131,6 @@ def fit(
     show = sys.stderr.isatty() if progress is None else progress
     shards = in_force()
     if shards is not None:
-        if checkpoint is not None:
-            raise InputError("fit: checkpoint= is not known to sharded() yet; leave it out, or fit on one rank.")
         show, callback = show and shards.rank == 0, _of_rank_0(callback, shards)
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # gradients are wanted
         return Fit(model, mll, acceleration, choices, show, callback, checkpoint, every)()

@@ -28,6 +28,7 @@ from .models.inducing.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
+from .settings import agreed
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution, Solver
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
@@ -184,7 +185,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
             return self.solver
         if problem.m <= _DIRECT:
             return QR()
-        if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= available_memory(problem.device) // 2:
+        free = agreed(available_memory(problem.device), problem.device)
+        if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= free // 2:
             return KRILL()
         return NystromPCG()
 
@@ -201,7 +203,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if self.variance != "auto":
             return self.variance
         if "method" not in self._kept:  # decided once, as the memory that is free differs from call to call
-            fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= available_memory(self._x.device)
+            free = agreed(available_memory(self._x.device), self._x.device)
+            fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= free
             features = recognise(self.covar_module, waves=True) is not None
             self._kept["method"] = "samples" if features and not fits else "dtc"
         return self._kept["method"]

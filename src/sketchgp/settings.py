@@ -47,9 +47,16 @@ class memory_budget(AbstractContextManager):
     @classmethod
     def value(cls, device: torch.device | str = "cpu") -> int:
         """The budget in force, in bytes."""
-        budgets, agreed = _budgets.get(), _agreement.get()
+        budgets, agreement = _budgets.get(), _agreement.get()
         budget = budgets[-1] if budgets else available_memory(device) // SHARE
-        return budget if agreed is None else agreed(budget, not budgets, torch.device(device))
+        return budget if agreement is None else agreement(budget, not budgets, torch.device(device))
+
+
+def agreed(free: int, device: torch.device | str) -> int:
+    """Bytes that were measured to be free, as several processes that work together agree on them: what is decided by
+    them is decided alike."""
+    agreement = _agreement.get()
+    return free if agreement is None else agreement(free, True, torch.device(device))
 
 
 @contextmanager

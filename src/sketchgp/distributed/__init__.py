@@ -4,8 +4,9 @@ the large arrays shared out by rows.  ``with sketchgp.distributed.sharded():`` i
 
 from .block import in_force, sharded
 from .exchange import RankError
-from .rows import Factor, ShardedRows, fetched, leading, square_norms, whole
+from .rows import Factor, ShardedRows, fetched, gram, leading, square_norms, whole
 from .shards import Shards
+from .state import of_rank_0
 
 __all__ = [
     "Factor",
@@ -13,8 +14,10 @@ __all__ = [
     "ShardedRows",
     "Shards",
     "fetched",
+    "gram",
     "in_force",
     "leading",
+    "of_rank_0",
     "sharded",
     "square_norms",
     "whole",

@@ -20,6 +20,7 @@ from ..errors import InputError
 from ..settings import agreeing_on_budgets
 from .exchange import Exchange, number_of, told
 from .shards import Shards
+from .start import start
 
 _PACKAGES = ("torch", "gpytorch", "linear_operator", "sketchgp")
 _shards: ContextVar[Shards | None] = ContextVar("sketchgp_shards", default=None)
@@ -47,7 +48,7 @@ def sharded(group: Any = None, timeout: float = 1800.0) -> Iterator[Shards]:
     ``python`` process without one it does nothing.
 
     A rank that raises inside makes all of them raise, with its message.  Ranks of which one is gone raise at once, or
-    after ``timeout``.
+    after ``timeout``; ``torchrun --max-restarts`` starts them again, and what has a ``checkpoint`` goes on from it.
 
     :param group: ``torch.distributed`` process group, None for that of all processes.
     :param timeout: seconds that a rank is waited for, wherever ranks communicate.
@@ -60,7 +61,8 @@ def sharded(group: Any = None, timeout: float = 1800.0) -> Iterator[Shards]:
     number("sharded", "timeout", timeout, above=0, finite=True)
     if in_force() is not None:
         raise InputError("sharded: a block inside of another one; one for the whole program is enough.")
-    limit, ours = timedelta(seconds=timeout), _initialised(group)
+    limit = timedelta(seconds=timeout)
+    ours = _initialised(group, limit)
     try:
         alone = not dist.is_available() or not dist.is_initialized()
         count = 1 if alone else dist.get_world_size(group)
@@ -92,12 +94,12 @@ def _words(group: Any, limit: timedelta) -> Any:
     return dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
 
 
-def _initialised(group: Any) -> bool:
+def _initialised(group: Any, limit: timedelta) -> bool:
     """Whether the process group had to be initialised here, from torchrun's environment."""
     if group is not None or not dist.is_available() or dist.is_initialized():
         return False
     if dist.is_torchelastic_launched():
-        dist.init_process_group()
+        start(limit)
         return True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(

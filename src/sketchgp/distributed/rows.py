@@ -79,6 +79,13 @@ def square_norms(factor: Factor) -> Tensor:
     return total
 
 
+def gram(factor: Factor) -> Tensor:
+    """``F^T F`` of one factor, ``(r, r)``."""
+    if isinstance(factor, ShardedRows):
+        return factor.shards.sum(factor.own.mT @ factor.own)
+    return factor.mT @ factor
+
+
 def fetched(factor: Factor, indices: Tensor) -> Tensor:
     """Rows ``(k, r)`` for indices ``(k,)``."""
     if isinstance(factor, ShardedRows):

@@ -18,9 +18,11 @@ from tqdm.auto import tqdm
 
 from ..accelerate import acceleration_of
 from ..errors import InputError, warn
+from ..fingerprint import tensor_mark
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.bound_density import TooWide
 from ..models.accelerated.sampled_density import Samples, sampling
+from ..solvers.loop import compare_ranks
 from .adam import adam
 from .adam import improvement as adam_improvement
 from .before import Before
@@ -97,10 +99,14 @@ class Fit:
         self.steps: Steps | None = None
         self.of_subset: list[Tensor] | None = None  # the best parameters of a fit to some of the rows
         self.woken: list[Woken] = []
-        marks = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
-        self.record = within or Record(
-            self.own, checkpoint, every, lambda: fit_marks(model, mll, f"{marks} {_solved_by(acceleration)}")
-        )
+        words = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
+
+        def marks() -> dict[str, str]:
+            return fit_marks(model, mll, f"{words} {_solved_by(acceleration)}")
+
+        if within is None:
+            compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*self.own.parameters)})
+        self.record = within or Record(self.own, checkpoint, every, marks)
 
     def __call__(self) -> FitHistory:
         """The model gets the parameters of the best step; where there was none, it is as it was."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..distributed import whole
+from ..distributed import gram, square_norms
 from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import Access
 from ..random_streams import generator
@@ -105,11 +105,11 @@ class NoisePath:
         self.operator, self.residual, self.solver, self.name = operator, residual, solver, name
         self.rough = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
         self.n, self.probes, self.seed = len(residual), probes, seed
-        self.factor = residual.new_zeros(self.n, 0) if built is None else whole(built.factor)
-        self.gram, self.shift, self.below = self.factor.mT @ self.factor, shift, below
+        self.factor = residual.new_zeros(self.n, 0) if built is None else built.factor
+        self.gram, self.shift, self.below = gram(self.factor), shift, below
         access = Access(operator)  # type: ignore[arg-type]
         self.prior = access.diagonal()
-        self.left = float((self.prior - torch.linalg.vector_norm(self.factor, dim=1).square()).clamp(min=0).sum())
+        self.left = float((self.prior - square_norms(self.factor)).clamp(min=0).sum())
         self.z = signs(self.n, probes, seed, residual.device)
         self.columns = torch.cat([residual.unsqueeze(1), self.z], dim=1)
         self.known: list[tuple[Tensor, Tensor]] = []  # solutions W of earlier noises, and K W

@@ -65,14 +65,18 @@ class Columns:
     """F, ``(n, r)`` float64, as its columns come; each lies in one piece of memory.
 
     :param n: rows; :param most: columns that may come.
-    :param surely: whether all of them will.  Otherwise memory is taken as they come: on a CPU by the system, which
-        gives pages when they are written to, so that nothing is moved; elsewhere by arrays that grow twofold.
+    :param begin: of them, that there is room for at first; it grows twofold.
     """
 
-    def __init__(self, n: int, most: int, device: torch.device, surely: bool) -> None:
+    def __init__(self, n: int, most: int, device: torch.device, begin: int) -> None:
         self.most, self.count = most, 0
-        begin = most if surely or device.type == "cpu" else min(most, _BEGIN)
-        self._rows = torch.empty(begin, n, dtype=torch.float64, device=device)  # of F^T
+        self._rows = torch.empty(min(begin, most), n, dtype=torch.float64, device=device)  # of F^T
+
+    @classmethod
+    def of(cls, n: int, most: int, device: torch.device, surely: bool) -> Columns:
+        """:param surely: whether all columns will come.  Otherwise memory is taken as they do: on a CPU by the system,
+        which gives pages when they are written to, so that nothing is moved."""
+        return cls(n, most, device, most if surely or device.type == "cpu" else _BEGIN)
 
     @property
     def factor(self) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from .factor import Columns, LowRank, Scores
 
@@ -19,6 +20,7 @@ def greedy_cholesky(
     weights: Tensor | None = None,
     tol: float = 0.0,
     enough: Callable[[int, float], bool] | None = None,
+    shards: Shards | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix with diagonal (complete) pivoting.
 
@@ -31,6 +33,8 @@ def greedy_cholesky(
     :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: asked before each column with the number of columns and ``sum(weights * residual)``: whether to stop.
         With it memory is taken as columns come.
+    :param shards: P ranks that each make their own rows of F: ``n rank / P`` entries of K and memory; a column sends
+        the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
     diagonal = matrix.diagonal()
@@ -38,7 +42,9 @@ def greedy_cholesky(
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
-    found = Columns(n, rank, device, surely=enough is None)
+    held = slice(0, n) if shards is None else shards.span(n)
+    own = None if shards is None else torch.arange(held.start, held.stop, device=device)
+    found = Columns.of(held.stop - held.start, rank, device, surely=enough is None)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
@@ -47,13 +53,18 @@ def greedy_cholesky(
         if left <= floor or total <= tol or (enough is not None and enough(done, total)):
             break
         best = wanted.argmax()
-        new = matrix.columns(best[None])[:, 0] - found.factor @ found.factor[best]
-        if not (new[best] > 0 and wanted[best] > 0):
+        row = found.factor[best] if shards is None else shards.rows(found.factor, best[None], n)[0]
+        column = matrix.columns(best[None]) if own is None else matrix.block(own, best[None])
+        new = column[:, 0] - found.factor @ row
+        height = new[best] if shards is None else shards.rows(new[:, None], best[None], n)[0, 0]
+        if not (height > 0 and wanted[best] > 0):
             break
-        new = new / new[best].sqrt()
+        new = new / height.sqrt()
         found.add(new.unsqueeze(0))
         pivots[done] = best
-        residual = (residual - new.square()).clamp_(min=0)
+        fallen = new.square() if shards is None else shards.gather(new.square(), n, dim=-1)
+        residual = (residual - fallen).clamp_(min=0)
         residual[best] = 0
         done += 1
-    return LowRank(found.all(), pivots[:done], residual)
+    factor = found.all()
+    return LowRank(factor if shards is None else ShardedRows(factor, n, shards), pivots[:done], residual)

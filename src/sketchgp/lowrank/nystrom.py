@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ..distributed import Factor, ShardedRows, Shards, square_norms
 from ..operators.access import Access
+from ..operators.tiles import spans
 from .factor import LowRank, nystrom_factor
+
+_TOGETHER = 256  # columns of a sketch for which ranks hold all rows at once
 
 
 @torch.no_grad()
@@ -40,19 +43,47 @@ def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: 
 
 
 @torch.no_grad()
-def gaussian_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, scales: Tensor | None = None) -> LowRank:
+def gaussian_nystrom(
+    matrix: Access,
+    rank: int,
+    *,
+    generator: torch.Generator,
+    scales: Tensor | None = None,
+    shards: Shards | None = None,
+) -> LowRank:
     """Nystrom approximation from ``rank`` random combinations of all columns.
 
     The best of the sketches for a given rank, but it reads all n^2 entries: one product with ``rank`` columns.
 
     :param scales: ``(n,)``, of the points in the combinations: ``D^-1/2`` gives the approximation of
         ``D^-1/2 K D^-1/2``, times ``D^1/2`` on both sides.
+    :param shards: ranks that each keep their own rows of F; all rows of the test matrix are drawn by each of them,
+        and products are with 256 of its columns at a time.
     """
+    if shards is not None:
+        return _shared_gaussian(matrix, min(rank, matrix.n), generator, scales, shards)
     test = gaussian_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device)
     if scales is not None:
         test = test * scales.unsqueeze(-1)
     sketch = matrix.matmul(test)
     factor = nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)
+    return LowRank(factor, None, _residual(matrix, factor))
+
+
+def _shared_gaussian(
+    matrix: Access, rank: int, generator: torch.Generator, scales: Tensor | None, shards: Shards
+) -> LowRank:
+    n, own = matrix.n, shards.span(matrix.n)
+    test = torch.randn(n, rank, dtype=torch.float64, generator=generator)[own].to(matrix.device, copy=True)
+    root = torch.linalg.cholesky(shards.sum(test.mT @ test))  # the same range, orthonormal, as by Householder's QR
+    test = torch.linalg.solve_triangular(root, test.mT, upper=False).mT
+    if scales is not None:
+        test = test * scales[own].unsqueeze(-1)
+    sketch = torch.empty_like(test)
+    for some in spans(rank, _TOGETHER):
+        sketch[:, some] = matrix.matmul(shards.gather(test[:, some], n))[own]
+    rows = nystrom_factor(sketch, shards.sum(test.mT @ sketch), matrix.resolution)
+    factor = ShardedRows(rows, n, shards)
     return LowRank(factor, None, _residual(matrix, factor))
 
 

@@ -62,7 +62,7 @@ def rpcholesky(
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    found = Columns(held.stop - held.start, rank, device, surely=enough is None)
+    found = Columns.of(held.stop - held.start, rank, device, surely=enough is None)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
     scores = Scores(matrix, diagonal, weights)

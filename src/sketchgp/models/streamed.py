@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import checks
 from ..errors import InputError
-from ..fingerprint import module_mark, row_numbers
+from ..fingerprint import module_mark, row_numbers, tensor_mark
 from ..operators.tiles import spans
 from ..report import SolveReport
-from ..solvers.loop import Progress
+from ..solvers.loop import Progress, compare_ranks
 from ..solvers.streams.doubly_stochastic import DoublyStochastic
 from ..solvers.streams.learner import Extra, Learner
 from ..solvers.streams.problem import Batch, RandomFeatureProblem, runs_once, same_points
@@ -114,11 +114,12 @@ class Streamed:
             learner = self._learner_for(problem, rows, one=True)
             same_points(owner, problem.x, learner.features.origin)
             targets = problem.targets.encode(owner, problem.y, problem.x)
+            compare_ranks(owner, lambda: {"the batch": tensor_mark(problem.x, problem.y)})  # type: ignore[arg-type]
             extra = self._extra()
             places = learner.rows + torch.arange(len(targets))
             if extra is not None:
                 numbers = places.to(targets.device) if rows is None else row_numbers(problem.x, targets)
-                targets = torch.cat([targets, extra(problem.x, numbers)], dim=1)
+                targets = learner.with_more(targets, extra, problem.x, numbers)
             learner.widen(targets.shape[1])
             new = places < (float("inf") if rows is None else rows)
             learner.step(problem.x, targets, problem.noise / (rows or learner.rows + len(targets)), new=new)

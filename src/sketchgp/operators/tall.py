@@ -144,6 +144,12 @@ class TallMatrix:
                 indices = torch.arange(span.start, span.stop, device=self.device)
                 yield whole, self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])
 
+    @property
+    def own(self) -> slice:
+        """The rows of x that are this rank's."""
+        shards, n = in_force(), self.shape[0]
+        return slice(0, n) if shards is None else shards.span(n)
+
     def own_tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """:meth:`tiles` of this rank's rows: what is added up over them has to be completed by :meth:`total`."""
         shards = in_force()
@@ -151,7 +157,7 @@ class TallMatrix:
             yield from self.tiles()
             return
         n, m = self.shape
-        own = shards.span(n)
+        own = self.own
         yield from self.tiles(within=own)
         self.entries += (n - (own.stop - own.start)) * m
 
@@ -165,14 +171,29 @@ class TallMatrix:
         shards, n = in_force(), self.shape[0]
         return values if shards is None else shards.gather(values[shards.span(n)], n)
 
-    def matmul(self, vectors: Tensor) -> Tensor:
-        """``T v``: ``(m, t)`` to ``(n, t)``, float64."""
-        n, shards = self.shape[0], in_force()
-        own = slice(0, n) if shards is None else shards.span(n)
+    def joined(self, values: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """All of ``(n, t)`` values of which each rank gives those of its rows ``own``, and the sum of parts ``(p, t)``:
+        by one message, where few rows make waiting dearer than sending twice."""
+        shards, n = in_force(), self.shape[0]
+        if shards is None:
+            return values, part
+        both = torch.cat([part, values.new_zeros(n, values.shape[1])])
+        both[len(part) :][self.own] = values
+        part, values = shards.sum(both).split([len(part), n])
+        return values, part
+
+    def own_matmul(self, vectors: Tensor) -> Tensor:
+        """The rows ``own`` of ``T v``, float64."""
+        own = self.own
         out = vectors.new_empty(own.stop - own.start, vectors.shape[-1])
         for span, tile in self.own_tiles():
             torch.matmul(tile, vectors, out=out[span.start - own.start : span.stop - own.start])
-        return out if shards is None else shards.gather(out, n)
+        return out
+
+    def matmul(self, vectors: Tensor) -> Tensor:
+        """``T v``: ``(m, t)`` to ``(n, t)``, float64."""
+        shards, out = in_force(), self.own_matmul(vectors)
+        return out if shards is None else shards.gather(out, self.shape[0])
 
     def t_matmul(self, vectors: Tensor) -> Tensor:
         """``T^T v``: ``(n, t)`` to ``(m, t)``, float64."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..checks import count, seed, settle
-from ..distributed import Factor
+from ..distributed import Factor, ShardedRows, in_force
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
 from ..random_streams import generator
@@ -54,7 +55,14 @@ class NystromEigenPro(Preconditioner):
         top = top_eigensystem(matrix, rank, size, generator=stream, scales=scales)
         weights = (1 / top.values - top.tail / top.values.square()).clamp_(min=0)
         coefficients = scales[top.indices].unsqueeze(-1) * top.vectors * weights.sqrt()
-        factor = matrix.columns(top.indices) @ coefficients
+        factor: Factor
+        shards = in_force()
+        if shards is None:
+            factor = matrix.columns(top.indices) @ coefficients
+        else:
+            span = shards.span(n)
+            own = torch.arange(span.start, span.stop, device=matrix.device)
+            factor = ShardedRows(matrix.block(own, top.indices) @ coefficients, n, shards)
         return Selection(factor, top.indices, shift=top.tail * n / len(top.indices), coefficients=coefficients)
 
     def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..distributed import in_force
 from ..lowrank import greedy_cholesky
 from ..operators.access import Access
 from .base import Preconditioner, Selection, _selection
@@ -33,7 +34,13 @@ class GreedyCholesky(Preconditioner):
     def below(self) -> bool:
         return True
 
+    def rows_stored(self, n: int) -> int:
+        shards = in_force()
+        return n if shards is None else -(-n // shards.count)
+
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         rank = self.rank_for(matrix.n, matrix.device)
         enough = RankByCost(Costs(matrix, one_by_one=True)) if self.rank is None else None
-        return _selection(greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough), sequential=True)
+        return _selection(
+            greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough, shards=in_force()), sequential=True
+        )

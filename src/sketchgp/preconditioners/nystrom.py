@@ -52,7 +52,7 @@ class Nystrom(Preconditioner):
 
     def _approximate(self, matrix: Access, rank: int, scales: Tensor) -> LowRank:
         if self.sketch == "gaussian":
-            return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales)
+            return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales, shards=in_force())
         return uniform_nystrom(matrix, rank, generator=self._generator(), shards=in_force())
 
     def rows_stored(self, n: int) -> int:

@@ -166,7 +166,7 @@ class ConjugateGradients(Budgeted):
                 initial=initial,
                 callback=callback,
                 held_out=held_out,
-                checkpoint=self._checkpoint(system, rhs, preconditioner),
+                checkpoint=self._checkpoint(system, rhs, preconditioner, name),
                 raising=not keep_interrupted,  # inside a model: a half-done solution must not reach its caches
             )
             outcome = run.loop(progress)
@@ -195,7 +195,7 @@ class ConjugateGradients(Budgeted):
                 Budget(self.max_iterations or 1000, self.max_seconds),
                 began=clock(),
                 initial=initial,
-                checkpoint=self._checkpoint(system, c, preconditioner),
+                checkpoint=self._checkpoint(system, c, preconditioner, name),
                 raising=True,
             )
             value = run.loop(None).value
@@ -280,12 +280,16 @@ class ConjugateGradients(Budgeted):
         conclude(report)
         return report
 
-    def _checkpoint(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None) -> Checkpoint | None:
+    def _checkpoint(
+        self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None, name: str
+    ) -> Checkpoint | None:
         if self.checkpoint is None:
             return None
         if system.operator.batch_shape or rhs.dim() > 2:
             raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
         marks = {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
+        rough = {}
         if built is not None:
             marks["the preconditioner"] = tensor_mark(built.apply_inverse(rhs[:, :1].to(torch.float64)))
-        return Checkpoint(self.checkpoint, self.every, marks)
+            rough["the preconditioner"] = name
+        return Checkpoint(self.checkpoint, self.every, marks, rough)

@@ -275,6 +275,11 @@ class Gradients(Kept):
         if self.iterations == 0:
             self.lanczos.begin(self.p, self._sizes())
 
+    def moved(self) -> None:
+        if self.cycling:
+            self._close()
+            self._open()
+
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
         self.value, self.cycling, self.verified = self.weights(), False, False

@@ -14,6 +14,7 @@ from ...operators.normal_matrix import NormalMatrix
 from ...operators.tall import tile_bytes
 from ...preconditioners.factored import TriangularFactors
 from ...preconditioners.krill import krill_preconditioner, sketch_rows
+from ...settings import agreed
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
 
@@ -63,8 +64,8 @@ class KRILL(NormalEquationsSolver):
     def _rows(self, n: int, m: int, device: torch.device) -> int:
         if self.sketch_size is not None:
             return self.sketch_size
-        rows = sketch_rows(n, m)
-        return rows if _bytes(m, rows) + tile_bytes(n, m, device) <= available_memory(device) // 2 else 2 * m
+        rows, free = sketch_rows(n, m), agreed(available_memory(device), device)
+        return rows if _bytes(m, rows) + tile_bytes(n, m, device) <= free // 2 else 2 * m
 
     def _rows_of(self, problem: InducingPointProblem) -> int:
         return self._rows(problem.expected_rows, problem.m, problem.device)

@@ -18,6 +18,7 @@ from ...memory import available_memory
 from ...operators.normal_matrix import TiledNormalMatrix
 from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ...random_streams import generator
+from ...settings import agreed
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
 
@@ -76,7 +77,7 @@ class NystromPCG(NormalEquationsSolver):
     def _rank(self, m: int, device: torch.device) -> int:
         if self.rank is not None:
             return self.rank
-        return max(1, min(m, _RANK, available_memory(device) // 2 // (8 * _COPIES * m)))
+        return max(1, min(m, _RANK, agreed(available_memory(device), device) // 2 // (8 * _COPIES * m)))
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)

@@ -183,21 +183,23 @@ class Model:
         :param last: whether a projection follows.
         """
         directions = self.directions
-        g = -y
-        for points, weights in self.recent:
-            g += self._tall(x, points).matmul(weights)
         tall = self._tall(x, self.problem.inducing_points)
+        own = tall.own
+        g = -y[own]
+        for points, weights in self.recent:
+            g += self._tall(x, points).own_matmul(weights)
         if directions.points is None:
             weights = self.base + directions.among(self.correction)
         else:
             weights = self.base
             to_points = self._tall(x, directions.points)
-            g += to_points.matmul(self.correction)
+            g += to_points.own_matmul(self.correction)
         gradient = torch.zeros_like(self.base)
         for span, tile in tall.own_tiles():
-            g[span] += tile @ weights
-            gradient.addmm_(tile.mT, g[span])
-        g, gradient = tall.completed(g), tall.total(gradient)
+            rows = slice(span.start - own.start, span.stop - own.start)
+            g[rows] += tile @ weights
+            gradient.addmm_(tile.mT, g[rows])
+        g, gradient = tall.joined(g, gradient)
         at_points = directions.of(gradient) if directions.points is None else to_points.t_matmul(g)
         slowed = step * (directions.factor.mT @ at_points)
         if decay:

@@ -242,6 +242,11 @@ class SplitGradients(Method):
         self.active = (self._judged(self.start) > self.tol) & (self.start > self.target)
         self.coefficients = []
 
+    def moved(self) -> None:
+        if self.cycling:
+            self._close()
+            self._open()
+
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual."""
         self.value, self.cycling, self.verified = self.weights(), False, False

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...fingerprint import tensor_mark
+from .checkpoint import compare_ranks
 from .method import Method
 
 _MOST = 1 - 1e-6  # of an epoch that has not ended
@@ -61,7 +63,11 @@ class ByEpochs(Method):
                     "To go on from a checkpoint, a stream must repeat itself."
                 )
             raise InputError(f"The stream gave no batch in epoch {self.epoch + 1}; it must start anew at every epoch.")
-        return self._ahead
+        batch = self._ahead
+        if self.problem.streamed:  # a seed that was forgotten shuffles it otherwise on each rank
+            where = f"batch {self.seen} of epoch {self.epoch} of the stream"
+            compare_ranks(self.name, lambda: {where: tensor_mark(*batch)})
+        return batch
 
     def epoch_ends(self) -> bool:
         """Whether the batch was the last one of its epoch; the next one is fetched."""

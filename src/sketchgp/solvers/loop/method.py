@@ -129,6 +129,10 @@ class Method:
         """After :meth:`restore`: why a solve that had ended has ended still, with the present tolerance; or None."""
         return self.judge(None) if ended is not None and ended.final else None
 
+    def moved(self) -> None:
+        """After :meth:`restore` of what another number of ranks saved: the set-up was rounded otherwise, and what
+        builds on its bits, as conjugate directions do, begins anew from the iterate."""
+
     def weights(self) -> Tensor:
         """The present iterate ``(size, columns)``, float64."""
         raise NotImplementedError

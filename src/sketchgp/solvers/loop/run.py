@@ -81,8 +81,6 @@ class Run:
         self.saved_at = clock()
         self.outcome: Outcome | None = None
         self.shards = in_force()
-        if self.shards is not None and checkpoint is not None:
-            raise InputError("checkpoint= is not known to sharded() yet; leave it out, or solve on one rank.")
         if budget.seconds is not None:
             method.time_used = self._time_used
 
@@ -217,7 +215,7 @@ class Run:
 
     def save(self) -> None:
         """Write everything that the rest of the solve depends on, if there is a checkpoint."""
-        if self.checkpoint is None:
+        if self.checkpoint is None or not self.checkpoint.ours:
             return
         plain, tensors = self.method.state()
         plain = {
@@ -249,7 +247,8 @@ class Run:
         method.restore(plain["method"], {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
         self.history, self.earlier = list(tensors["history"].cpu()), plain["seconds"]
         self.setup_seconds, self.resumed_after = plain["setup_seconds"], method.iterations
-        method.notes.append(f"resumed after {method.iterations} steps")
+        moved = "" if checkpoint.moved is None else f", which were taken by {checkpoint.moved} rank(s)"
+        method.notes.append(f"resumed after {method.iterations} steps{moved}")
         if self.initial is not None:
             method.notes.append("initial= was not used: the checkpoint is ahead of it")
         if plain["held_out_set"] == self._held_out_set():
@@ -258,6 +257,8 @@ class Run:
                 HeldOutError(passes, seconds, torch.tensor(error, dtype=torch.float64))
                 for passes, seconds, error in plain["held_out"]
             ]
+        if checkpoint.moved is not None:
+            method.moved()
         ended = plain["reason"]
         self.reason = method.resume(Reason(ended) if ended else None)
 

@@ -23,8 +23,9 @@ from ...operators.feature_map import KINDS, RandomFeatures
 from ...operators.marks import kernel_mark
 from ...random_streams import generator
 from ...report import Reason, SolveReport, conclude
+from ...settings import agreed
 from ..choices import Budgeted
-from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, solve_marks
+from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .held_out import FeatureHeldOut
 from .learner import Extra, Learner, Steps
@@ -40,6 +41,7 @@ _PLAIN_STEP = 256  # of a step without preconditioner
 _ROWS = 4  # of a batch, for each feature of a step,
 _FEWEST = 64  # however little memory there is
 _EPOCHS, _WHOLE_EPOCHS = 10, 40  # the latter of losses other than the squared one, where all data are in a batch
+_LEARNED = "what had been learned"
 _CENTRE = 1024  # rows of a first batch that phases are counted from the mean of
 
 
@@ -170,7 +172,7 @@ class DoublyStochastic(Budgeted):
         total = self.num_features
         if total == "auto":
             total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
-            fits = available_memory(origin.device) // (8 * 4 * 8 * max(1, columns))
+            fits = agreed(available_memory(origin.device), origin.device) // (8 * 4 * 8 * max(1, columns))
             total = max(_LEAST, min(total, _MOST, fits // 2 * 2))
         assert total is None or isinstance(total, int)
         block = self.block_size or self._block(origin.device)
@@ -197,8 +199,8 @@ class DoublyStochastic(Budgeted):
     def _batch(self, origin: Tensor) -> int:
         """Rows of a batch: as many as a step can use, fewer where points have so many inputs that those do not fit."""
         block = self.block_size or self._block(origin.device)
-        fits = available_memory(origin.device) // (4 * 8 * (origin.shape[-1] + block))  # four arrays of each
-        return max(_FEWEST, min(_ROWS * block, fits))
+        free = agreed(available_memory(origin.device), origin.device)
+        return max(_FEWEST, min(_ROWS * block, free // (4 * 8 * (origin.shape[-1] + block))))  # four arrays of each
 
     @torch.no_grad()
     def learn(
@@ -216,6 +218,7 @@ class DoublyStochastic(Budgeted):
         checks.function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
         error = self._held_out(owner, learner, problem, held_out)
+        compare_ranks(self.name, lambda: self._marks(problem, learner))
         batch = self.batch_size or self._batch(learner.features.origin)
         epochs = self.epochs or self._epochs(problem, batch)
         if problem.streamed and problem.once and epochs > 1:
@@ -264,23 +267,27 @@ class DoublyStochastic(Budgeted):
     def _checkpoint(self, problem: RandomFeatureProblem, learner: Learner) -> Checkpoint | None:
         if self.checkpoint is None:
             return None
-        x, y = problem.x, problem.y
         if problem.streamed:
-            (x, y), again = problem.first(), problem.first()
-            if problem.once or tensor_mark(x, y) != tensor_mark(*again):
+            one, other = (tensor_mark(*problem.first()) for _ in range(2))
+            if problem.once or one != other:
                 raise InputError(
                     "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
                     "this one cannot be gone through twice, or has begun with two different batches. Shuffle its data "
                     "once, before, or do without."
                 )
+        rough = {_LEARNED: f"{learner.steps}"}
+        return Checkpoint(self.checkpoint, self.every, self._marks(problem, learner), rough)
+
+    def _marks(self, problem: RandomFeatureProblem, learner: Learner) -> dict[str, str]:
+        """What tells one solve from another."""
+        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
         assert torch.is_tensor(x) and y is not None
-        marks = {
+        return {
             "the training inputs": tensor_mark(x),
             "the kernel": kernel_mark(problem.kernel, learner.features.origin),
-            "what had been learned": tensor_mark(learner.coefficients, learner.average) + f" {learner.steps}",
+            _LEARNED: tensor_mark(learner.coefficients, learner.average) + f" {learner.steps}",
             **solve_marks(torch.tensor(float(problem.noise)), y, f"{self._described()} {problem.loss} {learner.how}"),
         }
-        return Checkpoint(self.checkpoint, self.every, marks)
 
     def _facts(self, learner: Learner, method: Lessons) -> dict[str, Any]:
         size = 2 * learner.how.pairs

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...distributed import in_force
 from ...errors import NumericalError
 from ...fingerprint import tensor_mark
 from ...operators.feature_map import Made, RandomFeatures
@@ -21,6 +22,8 @@ _SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
 _DAMPED = 0.05  # of N / b times the mean diagonal of a block's matrix: the least ridge that a batch of b rows is met by
 _VANISHING = 1e-100  # of the decay, which is then multiplied into the coefficients
 _SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
+
+Extra = Callable[[Tensor, Tensor], Tensor]  # points, their numbers -> more columns of targets
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Steps:
 
 class Learner:
     """``f(x) = sum_l phi_l(x)^T a_l``, the features made anew where they are needed.
+
+    Where ranks work together (:func:`sketchgp.distributed.sharded`), each evaluates features at its own rows of a
+    batch.  Values of f, the slope and the matrix of a step are added up, ``(b + 2 |j|) c`` numbers and ``|j|^2``
+    (``|j| b`` where b < |j|), the step is then taken by all alike.  What is counted for ``gram`` is not shared out.
 
     :param features: pairs ``phi_l``; :param columns: c of f.
 
@@ -79,6 +86,18 @@ class Learner:
             pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
             self.coefficients, self.average = pads
 
+    @staticmethod
+    def with_more(targets: Tensor, extra: Extra, x: Tensor, numbers: Tensor) -> Tensor:
+        """Targets ``(b, t)`` and further columns; of several ranks, each has those of its own rows, and else 0."""
+        shards = in_force()
+        if shards is None:
+            return torch.cat([targets, extra(x, numbers)], dim=1)
+        own = shards.span(len(x))
+        made = extra(x[own], numbers[own])
+        more = made.new_zeros(len(x), made.shape[1])
+        more[own] = made
+        return torch.cat([targets, more], dim=1)
+
     def begin(self, *data: Tensor) -> None:
         """Learning of these tensors, x and y, begins or goes on; none for a stream."""
         mark = tensor_mark(*data) if data else ""
@@ -94,26 +113,33 @@ class Learner:
         :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
-        made = self.features.prepare(x)
+        shards = in_force()
+        own = slice(0, len(x)) if shards is None else shards.span(len(x))
+        made = self.features.prepare(x[own])
         f = self.evaluate(made, self.coefficients, self.decay)
         if not bool(torch.isfinite(f).all()):
             raise NumericalError("The function that is learned is not finite any more. Choose a smaller step_scale.")
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
-        self.entries += phi.numel()
-        gradient = self.loss.gradient(f, y)
-        slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64) / len(x)
+        self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
+        gradient, weights = self.loss.gradient(f, y[own]), self.loss.weights(f, y[own])
+        slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64)
+        if shards is not None:
+            values = f.new_zeros(len(x), f.shape[1])
+            values[own] = f
+            slope, f = shards.sum(torch.cat([slope, values])).split([len(slope), len(x)])
+        slope = slope / len(x)
         self._grow(which.stop)
         if self.gram is not None and new is not None:
-            self._count(made, new)
+            self._count(made if shards is None else self.features.prepare(x), new)
         steady = self.loss.steady if whole and self.how.preconditioned else None
         if self.how.preconditioned:
             pairs = self.how.total or 1
             passes = min(self.visited / pairs, self.taken / (2 * pairs))
             step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
-            self._newton(which, phi, self.loss.weights(f, y), slope, ridge, step, whole)
+            self._newton(which, phi, weights, slope, ridge, step, len(x), whole)
         else:
-            self._plain(which, phi, slope, ridge)
+            self._plain(which, phi, slope, ridge, len(x))
         self.steps += 1
         self.taken += len(x)
         self.rows += 0 if new is None else int(new.sum())
@@ -148,22 +174,42 @@ class Learner:
         return torch.stack(self.features.pairs(made, 0, self.how.total), dim=2).flatten(1)
 
     def _newton(
-        self, which: slice, phi: Tensor, weights: Tensor | None, slope: Tensor, ridge: float, step: float, whole: bool
+        self,
+        which: slice,
+        phi: Tensor,
+        weights: Tensor | None,
+        slope: Tensor,
+        ridge: float,
+        step: float,
+        rows: int,
+        whole: bool,
     ) -> None:
         """``a_j -= step (C_j + N max(lambda, 0.05 c / b))^-1 (Phi^T l' / b + N lambda a_j)``, ``C_j = Phi^T D Phi / b``
         and c its mean diagonal.  The fixed point is that of the ridge regression on all N features, whatever the matrix
-        is: it is damped where batches are small, as what b rows say of other points is then mostly noise."""
+        is: it is damped where batches are small, as what b rows say of other points is then mostly noise.
+
+        :param phi: of this rank's rows of the batch, of ``rows`` in all.
+        """
         assert self.how.total is not None
+        shards = in_force()
         own = self.coefficients[which]
         a = own.transpose(0, 1).reshape(len(slope), -1)
         level = 2 * self.how.total * ridge
         weighed = phi if weights is None else phi * weights.to(phi.dtype).sqrt().unsqueeze(1)
-        rows, size = weighed.shape
-        mean = float(weighed.square().sum(dtype=torch.float64)) / (rows * size)
+        size = weighed.shape[1]
+        if shards is not None and size > rows:
+            weighed, shards = shards.gather(weighed, rows), None
+        gram = weighed.mT @ weighed if size <= rows else None
+        if shards is None:
+            mean = float(weighed.square().sum(dtype=torch.float64)) / (rows * size)
+        else:
+            assert gram is not None
+            gram = shards.sum(gram)
+            mean = float(gram.diagonal().sum(dtype=torch.float64)) / (rows * size)
         damped = level if whole else max(level, _DAMPED * 2 * self.how.total * mean / rows)
         damped += torch.finfo(phi.dtype).eps * size * max(mean, 1e-300)
-        right, wide = slope + level * a, weighed.to(torch.float64) if size > rows else None
-        matrix = (weighed.mT @ weighed).to(torch.float64) if wide is None else wide @ wide.mT
+        right, wide = slope + level * a, weighed.to(torch.float64) if gram is None else None
+        matrix = wide @ wide.mT if wide is not None else gram.to(torch.float64)  # type: ignore[union-attr]
         matrix.div_(rows).diagonal().add_(damped)
         factor = torch.linalg.cholesky(matrix)
         if wide is None:
@@ -172,11 +218,12 @@ class Learner:
             change = (right - wide.mT @ torch.cholesky_solve(wide @ right, factor) / rows) * (step / damped)
         self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
-    def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float) -> None:
+    def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
         step: Algorithm 1 of the paper.  The decay of all coefficients is one number."""
         if self.first_step != self.first_step:
-            self._choose_step(phi, ridge)
+            shards = in_force()
+            self._choose_step(phi if shards is None else shards.gather(phi, rows), ridge)
         step = self.first_step / (1 + self.steps / self.settles)
         self.decay *= 1 - step * ridge
         if self.decay < _VANISHING:
@@ -209,6 +256,3 @@ class Learner:
             total += torch.addmm(first @ a[:, 0], second, a[:, 1])
             self.entries += 2 * first.numel()
         return total * decay
-
-
-Extra = Callable[[Tensor, Tensor], Tensor]  # points, their numbers -> more columns of targets

@@ -134,7 +134,7 @@ class Lessons(ByEpochs):
         targets = problem.targets.encode(owner, y, x)
         whole = not problem.streamed and len(x) == self.total
         if self.extra is not None:
-            targets = torch.cat([targets, self.extra(x, self._numbers(x, targets, places))], dim=1)
+            targets = learner.with_more(targets, self.extra, x, self._numbers(x, targets, places))
         learner.widen(targets.shape[1])
         n = self.total or learner.rows + len(x)
         f = learner.step(x, targets, problem.noise / n, whole, self._new(places))
