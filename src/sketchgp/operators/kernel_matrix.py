@@ -21,6 +21,7 @@ from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, repeated, take_rows
 from .shared import derivative, product
+from .streamed_tiles import sources
 from .without_keops import without_keops
 
 _OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards")
@@ -306,7 +307,8 @@ class KernelMatrix(LinearOperator):
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
         part = self._with(x1, x2, self.same and rows is columns, self.centre)
         part.memo["part"] = True
-        if self.expression is not None and all(i is None or i.dim() == 1 for i in (rows, columns)):
+        flat = not sources(self) and all(i is None or i.dim() == 1 for i in (rows, columns))
+        if self.expression is not None and flat:
             part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
         return part
 
