@@ -12,6 +12,7 @@ import pytest
 SMALL = {  # arguments for a run of seconds
     "botorch_single_task.py": ["--points", "900"],
     "inducing_points.py": ["--rows", "2000"],
+    "memmap_posterior_mean.py": ["--rows", "3000"],
     "random_feature_stream.py": ["--batches", "6"],
     "thompson_sampling.py": ["--points", "900", "--rounds", "1"],
 }

@@ -82,12 +82,12 @@ class KernelMatrix(LinearOperator):
     def of(
         cls,
         kernel: Kernel,
-        x1: Tensor,
-        x2: Tensor | None = None,
+        x1: Any,
+        x2: Any = None,
         engine: str = "auto",
         precision: str = "float32",
     ) -> KernelMatrix:
-        """The operator for ``kernel(x1, x2)``; selects the kernel's active dimensions.
+        """The operator for ``kernel(x1, x2)``, tensors or sources of rows; selects the kernel's active dimensions.
 
         :raises InputError: for an unknown engine or precision, an engine that cannot take this kernel, dtype or
             device, or a kernel that does not evaluate to a plain matrix.

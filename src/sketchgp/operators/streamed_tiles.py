@@ -21,7 +21,8 @@ Make = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 def sources(matrix: KernelMatrix) -> list[RowSource]:
     """Those of x1 and x2 that are read as they are needed; none where both are tensors."""
-    return [x for x in (matrix.x1, matrix.x2) if isinstance(x, RowSource)]
+    sides: tuple[Any, ...] = (matrix.x1, matrix.x2)
+    return [x for x in sides if isinstance(x, RowSource)]
 
 
 def within_blocks(matrix: KernelMatrix, shape: Shape) -> Shape:

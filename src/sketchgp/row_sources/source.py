@@ -20,7 +20,7 @@ from .tables import check_numbers, is_arrow, table_of
 
 _BLOCK_BYTES = 2**25  # of a block of rows, at the most
 _SHARE = 8  # of the memory budget that a block may be, at the most: about so many of its size are held, all in all
-_TYPES = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
+_TYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 
 class RowSource:
@@ -60,7 +60,8 @@ class RowSource:
         if self.dtype not in _TYPES:
             raise InputError(f"RowSource: dtype expects float32 or float64, got {dtype}.")
         self.device = torch.empty(0, device=device).device
-        self._span, self._columns = slice(0, self._table.shape[0]), None
+        self._span = slice(0, self._table.shape[0])
+        self._columns: np.ndarray | None = None  # those that were selected; None for all
         if 0 in self.shape:
             raise InputError(f"RowSource: data expects at least one row and one column, got shape {tuple(self.shape)}.")
         self._block_bytes = min(_BLOCK_BYTES, memory_budget.value(self.device) // _SHARE)
