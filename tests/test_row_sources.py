@@ -17,8 +17,7 @@ import sketchgp
 from sketchgp import InputError, RowSource
 from sketchgp.settings import memory_budget
 
-N, D = 600, 6
-MIB = 2**20
+N, D = 600, 40
 SMALL = N * D * 8 - 1  # a budget that x does not fit
 
 
@@ -144,8 +143,9 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("name", FULL)
-@pytest.mark.parametrize("kind", ["recognised", "called"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ASkotch", "recognised"), ("Skotch", "called"), ("conjugate gradients", "recognised")]
+)
 def test_full_solvers_give_what_they_give_in_memory(name, kind, tmp_path):
     x, y = data()
     kernel = matern() if kind == "recognised" else gpytorch.kernels.PolynomialKernel(power=2).double()
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
             lambda: sketchgp.InducingPointProblem(matern(), on_disk, None, 0.1, x[:9]): "y expects the targets",
             lambda: problem.mean(x[:3], y[:3]): "weights expects y's shape",
             lambda: RowSource(np.array([["a"]])): "expects real numbers",
-            lambda: RowSource(on_disk, columns=[6]): "indices from 0 to 5",
+            lambda: RowSource(on_disk, columns=[40]): "indices from 0 to 39",
             lambda: RowSource(on_disk, dtype=torch.float16): "float32 or float64",
             lambda: RowSource(x.tolist()): "expects a table of shape",
             lambda: RowSource(tmp_path / "nothing.npy"): "not an .npy file",

@@ -18,8 +18,8 @@ from ..settings import memory_budget
 from .ahead import ahead
 from .tables import check_numbers, is_arrow, table_of
 
-_BLOCK_BYTES = 2**25  # of a block of rows, at the most
-_SHARE = 8  # of the memory budget that a block may be, at the most: about so many of its size are held, all in all
+_LEAST_BYTES, _MOST_BYTES = 2**16, 2**25  # of a block of rows
+_SHARE = 8  # of the memory budget that a block is in between: about so many of its size are held, all in all
 _TYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 
@@ -28,9 +28,9 @@ class RowSource:
 
     A problem reads the rows whole, once, where they are within the memory budget
     (:class:`sketchgp.settings.memory_budget`; without one a quarter of the memory that is free on the device), and
-    everything is then as with a tensor.  Else it *streams*: solvers read blocks of rows (at most 32 MiB and an eighth
-    of the budget), the next one by a thread of its own while the last one is computed with.  Rows with NaN or infinity
-    raise :class:`~sketchgp.InputError` when they are read, with their number.
+    everything is then as with a tensor.  Else it *streams*: solvers read blocks of rows (an eighth of the budget, from
+    64 KiB to 32 MiB), the next one by a thread of its own while the last one is computed with.  Rows with NaN or
+    infinity raise :class:`~sketchgp.InputError` when they are read, with their number.
 
     Problems make a source of a ``numpy.memmap`` and of whatever else they find on disk; making it oneself is for
     choosing columns, dtype or device.
@@ -64,7 +64,7 @@ class RowSource:
         self._columns: np.ndarray | None = None  # those that were selected; None for all
         if 0 in self.shape:
             raise InputError(f"RowSource: data expects at least one row and one column, got shape {tuple(self.shape)}.")
-        self._block_bytes = min(_BLOCK_BYTES, memory_budget.value(self.device) // _SHARE)
+        self._block_bytes = max(_LEAST_BYTES, min(_MOST_BYTES, memory_budget.value(self.device) // _SHARE))
 
     # --- what it is, in the words of a tensor ---------------------------------------------------------------
 
