@@ -17,6 +17,7 @@ SMALL = {  # arguments for a run of seconds
     "compare_solvers.py": ["--rows", "400", "--seconds", "0.5"],
     "huge_mean.py": ["--rows", "1500", "--seconds", "0.1"],
     "inducing_points.py": ["--rows", "1200"],
+    "memmap_posterior_mean.py": ["--rows", "3000"],
     "molecules.py": ["--rows", "300"],
     "random_feature_stream.py": ["--batches", "4"],
     "sharded_training.py": ["--rows", "900", "--iterations", "2"],

@@ -21,6 +21,7 @@ FLOORS = {
     "fingerprint": 0,
     "random_streams": 0,
     "report": 0,
+    "row_sources": 0,
     "settings": 0,
     "tensor_file": 0,
     "distributed": 1,

@@ -46,6 +46,7 @@ NAMES = {
     "RandomFeatureClassifier",
     "RandomFeatureGP",
     "RandomFeatureProblem",
+    "RowSource",
     "SketchGPError",
     "NystromPCG",
     "SketchySAGA",

@@ -22,6 +22,7 @@ from .predict import Prediction, predict
 from .random_feature_classifier import RandomFeatureClassifier
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, record_solves
+from .row_sources import RowSource
 from .solvers import (
     KRILL,
     QR,
@@ -81,6 +82,7 @@ __all__ = [
     "RandomFeatureClassifier",
     "RandomFeatureGP",
     "RandomFeatureProblem",
+    "RowSource",
     "SketchGPError",
     "SketchySAGA",
     "Skotch",

@@ -238,7 +238,7 @@ def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.
 
 
 def pair(
-    owner: str, value: Any, points: Tensor, columns: Sequence[int], *, optional: bool = True
+    owner: str, value: Any, points: Any, columns: Sequence[int], *, optional: bool = True
 ) -> tuple[Tensor, Tensor] | None:
     """Points ``(p, d)`` like ``points`` and their targets ``(p, *columns)``, as a pair."""
     if value is None and optional:
@@ -259,7 +259,7 @@ def pair(
     return x, y
 
 
-def variances(owner: str, name: str, value: Any, x: Tensor, *, zero: bool = False) -> Tensor:
+def variances(owner: str, name: str, value: Any, x: Any, *, zero: bool = False) -> Tensor:
     """Variances of the rows of x, ``(n,)`` float64: a positive number or as many as there are rows.
 
     :param zero: whether 0 is as good.

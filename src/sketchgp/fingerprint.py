@@ -20,8 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .row_sources import RowSource, blocks
+
 _BYTES = 2**26  # hashed at once
 _MIXED = 2**22  # numbers of 8 bytes mixed at once
+_ROWS = 1024  # on disk that are part of a key
 _WATCHED = 2**20  # bytes of data that are looked at at each prediction
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)  # such as the transform of a constraint
 _PLAIN = (bool, int, float, str, *_FUNCTIONS)  # a kernel has None in place of parts that it makes at its first call
@@ -29,10 +32,10 @@ _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
 _FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of SplitMix64
 
 
-def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
-    """A key of shape, dtype, device and every entry of a tensor."""
-    tensor = tensor.detach()
+def tensor_key(tensor: Tensor | RowSource) -> tuple[Any, ...]:
+    """A key of shape, dtype, device and every entry of a tensor; of rows on disk, of evenly spaced ones."""
     head = (tuple(tensor.shape), str(tensor.dtype), str(tensor.device))
+    tensor = tensor[:: -(-len(tensor) // _ROWS)] if isinstance(tensor, RowSource) else tensor.detach()
     for dim in reversed(range(tensor.dim())):  # what was repeated without copies is read once
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor = tensor.select(dim, 0)
@@ -43,8 +46,8 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     return (*head, digest.hexdigest())
 
 
-def tensor_mark(*tensors: Tensor) -> str:
-    """A mark of the tensors' shapes, dtypes and values."""
+def tensor_mark(*tensors: Tensor | RowSource) -> str:
+    """A mark of the tensors' shapes, dtypes and values; rows on disk have that of a tensor of them."""
     digest = hashlib.sha256()
     add_tensors(digest, *tensors)
     return digest.hexdigest()
@@ -55,11 +58,12 @@ def text_mark(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def add_tensors(digest: Any, *tensors: Tensor) -> None:
+def add_tensors(digest: Any, *tensors: Tensor | RowSource) -> None:
     """Add shapes, dtypes and values to a digest of hashlib's."""
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        add_bytes(digest, tensor)
+        for _, rows in blocks(tensor) if isinstance(tensor, RowSource) else [(None, tensor)]:
+            add_bytes(digest, rows)
 
 
 def add_bytes(digest: Any, tensor: Tensor) -> None:

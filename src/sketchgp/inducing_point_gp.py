@@ -17,7 +17,7 @@ from .errors import InputError
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
-from .memory import available_memory
+from .memory import available_memory, in_words
 from .models.inducing.independent_outputs import IndependentOutputs
 from .models.inducing.sparse_covariance import (
     PathwisePosterior,
@@ -28,7 +28,8 @@ from .models.inducing.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
-from .settings import agreed
+from .row_sources import RowSource, whole_or_source, whole_targets
+from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution, Solver
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
@@ -66,7 +67,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
     - Several outputs: targets ``(n, t)`` share kernel, noise and inducing points; predictions are then a
       ``MultitaskMultivariateNormal`` of independent outputs, and the bound is the sum of theirs.
 
-    :param train_x: ``(n, d)``.
+    :param train_x: ``(n, d)``, a tensor or rows on disk (:class:`sketchgp.RowSource`) that fit the memory budget.
     :param train_y: ``(n,)`` or ``(n, t)``.
     :param likelihood: a ``GaussianLikelihood`` or ``FixedNoiseGaussianLikelihood``.
     :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch.
@@ -104,6 +105,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
             raise InputError(
                 f"{owner}: likelihood expects a GaussianLikelihood or FixedNoiseGaussianLikelihood, which several "
                 f"outputs share; got {type(likelihood).__name__}."
+            )
+        train_x, train_y = whole_or_source(train_x, inducing_points), whole_targets(train_y, inducing_points)
+        if isinstance(train_x, RowSource):
+            raise InputError(
+                f"{owner}: train_x takes {in_words(train_x.nbytes)}, more than the memory budget of "
+                f"{in_words(memory_budget.value(train_x.device))}; tune on some of the rows, and solve an "
+                "InducingPointProblem, which reads them as they are needed, for the mean."
             )
         if not torch.is_tensor(train_x) or not torch.is_tensor(train_y):
             raise InputError(

@@ -25,7 +25,8 @@ class memory_budget(AbstractContextManager):
     """Bytes that one stored matrix (a dense kernel matrix, or a low-rank factor) may take.
 
     Without it, each may take a quarter of the memory that is free on its device.  It decides whether
-    ``matmul="auto"`` stores the kernel matrix, and bounds the automatic rank.  It holds for the thread that opened it
+    ``matmul="auto"`` stores the kernel matrix and whether rows on disk are read whole (:class:`sketchgp.RowSource`),
+    and bounds the automatic rank.  It holds for the thread that opened it
     (a context variable); a thread that is started inside the block has none, unless it is run in a copy of the context.
 
     :param budget: bytes, a number of at least 1.

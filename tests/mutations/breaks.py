@@ -62,6 +62,7 @@ def statements(text: str) -> str:
 
 
 TILES = ("test_fast_tiles.py",)
+ROW_SOURCES = ("test_row_sources.py",)
 MATRIX = ("test_kernel_matrix.py", "test_kernel_matrix_edges.py")
 NORMAL = ("test_inducing_solvers.py",)
 LOWRANK = ("test_lowrank.py",)
@@ -1432,8 +1433,8 @@ BREAKS = (
     ),
     Break(
         "solvers/inducing/batches.py",
-        "for rows in order.split(size)[seen:]:",
-        "for rows in order.split(size):",
+        "parts = order.split(size)[seen:]",
+        "parts = order.split(size)",
         EIGENPRO_RESUMED,
         "a resumed epoch sees its batches again",
     ),
@@ -2927,5 +2928,33 @@ BREAKS = (
         "interrupt.seen = any(one % 2 for one in found)",
         DISTRIBUTED,
         "every rank decides by itself when to end",
+    ),
+    Break(
+        "row_sources/source.py",
+        "rows[places] = found",
+        "rows[:] = found",
+        ROW_SOURCES,
+        "rows that were asked for in random order come in the order of the file",
+    ),
+    Break(
+        "row_sources/source.py",
+        "first = self._span.start + start",
+        "first = start",
+        ROW_SOURCES,
+        "a part of a source begins with the first row of the file",
+    ),
+    Break(
+        "operators/streamed_tiles.py",
+        "if matrix.same and first < last:",
+        "if matrix.same and first > last:",
+        ROW_SOURCES,
+        "a point is no longer at distance 0 from itself",
+    ),
+    Break(
+        "operators/streamed_tiles.py",
+        "if self._kept is None or self._kept[0] != rows:",
+        "if self._kept is None:",
+        ROW_SOURCES,
+        "every row of tiles is made of the rows of the first",
     ),
 )

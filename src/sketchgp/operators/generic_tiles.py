@@ -13,6 +13,7 @@ from linear_operator import to_dense
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from .. import row_sources
 from ..settings import memory_budget
 from .centre import Centre
 from .lazies import KERNELS, evaluated, forward
@@ -96,6 +97,9 @@ def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: 
 
 def diagonal(evaluate: Callable[..., Tensor], x1: Tensor, x2: Tensor, batch: torch.Size) -> Tensor:
     """``k(x1_i, x2_i)``, ``(*batch, n)``, of a kernel as a function of two blocks; also where it ignores ``diag``."""
+    if not (torch.is_tensor(x1) and torch.is_tensor(x2)):
+        both = zip(row_sources.blocks(x1), row_sources.blocks(x2), strict=True)
+        return torch.cat([diagonal(evaluate, a, b, batch) for (_, a), (_, b) in both], dim=-1)
     few = evaluate(x1[..., :2, :].detach(), x2[..., :2, :].detach(), diag=True)
     n = x1.shape[-2]
     if few.dim() < len(batch) + 2:  # in two parts: a grid's kernel gives a matrix for the whole grid, and for it alone
@@ -180,6 +184,8 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
 
 def _holds(kernel: Kernel, x: Tensor) -> bool:
     """Whether a tensor of the kernel's own is x."""
+    if not torch.is_tensor(x):
+        return False
     held = [b for b in kernel.buffers(recurse=False) if b.shape[-2:] == x.shape[-2:] and b.dim() <= x.dim()]
     return any(torch.equal(b.expand_as(x), x) for b in held if b.device == x.device)
 

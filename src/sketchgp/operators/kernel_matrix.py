@@ -21,6 +21,7 @@ from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, repeated, take_rows
 from .shared import derivative, product
+from .streamed_tiles import sources
 from .unchanged import State
 from .without_keops import without_keops
 
@@ -85,12 +86,12 @@ class KernelMatrix(LinearOperator):
     def of(
         cls,
         kernel: Kernel,
-        x1: Tensor,
-        x2: Tensor | None = None,
+        x1: Any,
+        x2: Any = None,
         engine: str = "auto",
         precision: str = "float32",
     ) -> KernelMatrix:
-        """The operator for ``kernel(x1, x2)``; selects the kernel's active dimensions.
+        """The operator for ``kernel(x1, x2)``, tensors or sources of rows; selects the kernel's active dimensions.
 
         :raises InputError: for an unknown engine or precision, an engine that cannot take this kernel, dtype or
             device, or a kernel that does not evaluate to a plain matrix.
@@ -175,8 +176,7 @@ class KernelMatrix(LinearOperator):
         """The same from the operator's own tensors, kept until one of them changes; without autograd."""
         kept = self.memo.get("prepared")
         if kept is None or not self._unchanged(kept[0]):
-            kept = (self._state(), self.prepare([t.detach() for t in self._args], self.same))
-            self.memo["prepared"] = kept
+            kept = self.memo["prepared"] = (self._state(), self.prepare([t.detach() for t in self._args], self.same))
         return kept[1]
 
     def stored(self) -> Tensor:
@@ -190,7 +190,6 @@ class KernelMatrix(LinearOperator):
         return State((self.x1, self.x2), self.parameters)
 
     def _unchanged(self, state: State) -> bool:
-        """Whether the operator's tensors still are what they were."""
         return state.holds((self.x1, self.x2), self.parameters)
 
     def _evaluate(self) -> Tensor:
@@ -221,17 +220,13 @@ class KernelMatrix(LinearOperator):
             return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         if rhs.shape[-2] != self.shape[-1]:
             raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
+        batch = torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
         if 0 in self.batch_shape:
-            return rhs.new_zeros(
-                *torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), self.shape[-2], rhs.shape[-1]
-            )
+            return rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
         if self.batch_shape and self._repeats():
             if "single" not in self.memo:
                 self.memo["single"] = self._single()
-            return self.memo["single"]._matmul(
-                rhs.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
-            )
-        batch = torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
+            return self.memo["single"]._matmul(rhs.expand(*batch, *rhs.shape[-2:]))
         more = len(batch) - len(self.batch_shape)
         if batch[more:] != self.batch_shape:
             return self._expand_batch(batch[more:])._matmul(rhs)
@@ -311,7 +306,8 @@ class KernelMatrix(LinearOperator):
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
         part = self._with(x1, x2, self.same and rows is columns, self.centre)
         part.memo["part"] = True
-        if self.expression is not None and all(i is None or i.dim() == 1 for i in (rows, columns)):
+        flat = not sources(self) and all(i is None or i.dim() == 1 for i in (rows, columns))
+        if self.expression is not None and flat:
             part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
         return part
 

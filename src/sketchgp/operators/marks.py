@@ -89,4 +89,4 @@ def _probes(points: Tensor) -> Iterator[Tensor]:
     stream = generator(0, "points at which kernels are told apart")
     unit = torch.rand(_PROBES, d, dtype=torch.float64, generator=stream) / max(1, d) ** 0.5
     for scale in _SCALES:
-        yield (scale * unit).to(points)
+        yield (scale * unit).to(points.device, points.dtype)

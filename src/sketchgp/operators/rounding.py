@@ -6,9 +6,11 @@ import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
+from ..row_sources import blocks
 from .access import terms
 from .kernel_matrix import KernelMatrix
 from .profiles import MATERN
+from .streamed_tiles import sources
 
 _EPS = torch.finfo(torch.float64).eps
 _PLAIN = 8.0  # roundoffs of a profile, its scale and the distance of two points near the centre, by each of them
@@ -40,9 +42,15 @@ def entry_rounding(operator: LinearOperator) -> tuple[Tensor, Tensor] | None:
 
 def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
     """In roundoffs, by rows and by columns."""
-    unknown = matrix.x1.new_tensor(_UNKNOWN)
+    unknown = torch.tensor(_UNKNOWN, dtype=torch.float64, device=matrix.device)
     if matrix.expression is None:
         return unknown, unknown
+    if sources(matrix):
+        sides = [
+            torch.cat([_of_kernel(matrix._with(rows, rows, True, matrix.centre))[0] for _, rows in blocks(x)])
+            for x in (matrix.x1, matrix.x2)
+        ]
+        return sides[0], sides[1]
     found = []
     prepared = matrix.prepared().features
     batch = matrix.batch_shape

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import inputs, instance
 from ..errors import InputError
+from ..row_sources import RowSource
 
 
 def leading_to_columns(x: Tensor, batch: torch.Size, more: int) -> Tensor:
@@ -42,6 +43,8 @@ def repeated(x: Tensor) -> bool:
 
 def convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``x.to(...)``, with batch dimensions that are expanded without copies left so."""
+    if isinstance(x, RowSource):
+        return x.to(*args, **kwargs)
     repeated = [step == 0 and size > 1 for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True)]
     single = x[tuple(slice(0, 1) if r else slice(None) for r in repeated)]
     return single.to(*args, **kwargs).expand(x.shape)
@@ -55,8 +58,8 @@ def index_rows(x: Tensor, index: Any) -> Tensor:
 def check_operands(owner: str, kernel: Any, x1: Any, x2: Any) -> None:
     """:raises InputError: for what is no kernel, or no points (x2 may be None) of one dtype, device and dimension."""
     instance(owner, "kernel", kernel, Kernel, "a gpytorch kernel")
-    first = inputs(owner, "x1", x1)
-    second = first if x2 is None else inputs(owner, "x2", x2)
+    first = x1 if isinstance(x1, RowSource) else inputs(owner, "x1", x1)
+    second = first if x2 is None else x2 if isinstance(x2, RowSource) else inputs(owner, "x2", x2)
     if (first.dtype, first.device, first.shape[-1]) != (second.dtype, second.device, second.shape[-1]):
         raise InputError(
             f"{owner}: x1 and x2 expect one dtype, device and number of features, got {first.dtype}, {first.device}, "

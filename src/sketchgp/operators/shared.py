@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ..fingerprint import module_mark, tensor_key
+from ..row_sources import RowSource
 from .engines import DENSE, TILED, choose
 from .engines.base import Gradients, folds
 from .engines.self_check import trusted
+from .streamed_tiles import sources
 
 if TYPE_CHECKING:
     from ..distributed import Shards
@@ -101,6 +103,10 @@ def _own(matrix: KernelMatrix, span: slice, down: bool) -> KernelMatrix:
     kept = matrix.memo.get("own part")
     if kept is not None and kept[1:] == (span, down) and matrix._unchanged(kept[0][0]):
         return kept[0][1]
+    if sources(matrix):
+        side = matrix.x1 if down else matrix.x2
+        own = side.part(span) if isinstance(side, RowSource) else side[span]
+        return matrix._with(*((own, matrix.x2) if down else (matrix.x1, own)), False, matrix.centre)
     indices = torch.arange(span.start, span.stop, device=matrix.device)
     part = matrix._part(indices, None) if down else matrix._part(None, indices)
     if matrix.same:

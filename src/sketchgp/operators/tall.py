@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import in_force
+from ..row_sources import RowSource, blocks
 from .centre import Centre
 from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
@@ -46,13 +47,13 @@ class TallMatrix:
     all, and results are whole: n t numbers are gathered, or m t added up.
 
     :param kernel: a GPyTorch kernel without batch.
-    :param x: ``(n, d)``; :param z: ``(m, d)``, of one dtype and device.
+    :param x: ``(n, d)``, or a source of them; :param z: ``(m, d)``, of one dtype and device.
     :param weights: ``(n,)`` positive: the root of what each row counts; None for ones.  T is then ``diag(weights) k``.
     :param accurate: evaluate the entries in float64, whatever the dtype.
     """
 
     def __init__(
-        self, kernel: Any, x: Tensor, z: Tensor, weights: Tensor | None = None, accurate: bool = False
+        self, kernel: Any, x: Tensor | RowSource, z: Tensor, weights: Tensor | None = None, accurate: bool = False
     ) -> None:
         self.kernel, self.x, self.z, self.weights = kernel, x, z, weights
         self._accurate = accurate
@@ -101,8 +102,9 @@ class TallMatrix:
 
     @torch.no_grad()
     def _box_is_near(self, matrix: KernelMatrix) -> bool | None:
-        """True where the box that holds all points is so small that none can be far from the centre; else None."""
-        if matrix.expression is None:
+        """True where the box that holds all points, in memory, is so small that none can be far from the centre; else
+        None."""
+        if matrix.expression is None or isinstance(self.x, RowSource):
             return None
         sides = [self._selected(points) for points in (self.x, self.z)]
         least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
@@ -135,10 +137,12 @@ class TallMatrix:
         """
         n, m = self.shape
         within = slice(0, n) if within is None else within
-        step = max(1, min(n, rows or tile_rows(m, self.device)))
-        together = step * max(1, _INPUTS // (step * max(1, self.x.shape[1])))
-        for some in spans(within.stop, together, within.start):
-            matrix = self._matrix(self.x[some])
+        step, most = max(1, min(n, rows or tile_rows(m, self.device))), _INPUTS // max(1, self.x.shape[1])
+        if isinstance(self.x, RowSource):
+            step, most = min(step, self.x.block_rows), min(most, self.x.block_rows)
+        together = step * max(1, most // step)
+        for some, inputs in blocks(self.x, spans(within.stop, together, within.start)):
+            matrix = self._matrix(inputs)
             for span in spans(some.stop - some.start, step):
                 whole = slice(some.start + span.start, some.start + span.stop)
                 indices = torch.arange(span.start, span.stop, device=self.device)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import found, instance, tensor, variances, word
+from ..checks import found, instance, like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
 from ..operators.access import AccurateProduct, element
 from ..operators.engines import ENGINES
 from ..report import SolveReport
+from ..row_sources import RowSource, whole_or_source, whole_targets
 
 
 @dataclass(repr=False)
@@ -94,20 +95,23 @@ class FullProblem:
     Gaussian-process regression with zero prior mean and kernel ridge regression are this one problem.
 
     :param kernel: a GPyTorch kernel, its output scale included.
-    :param x: inputs ``(n, d)``, float32 or float64.
-    :param y: targets ``(n,)`` or ``(n, t)``, of x's dtype and device.
+    :param x: inputs ``(n, d)``, float32 or float64; a tensor, or rows on disk, which are read whole where they are
+        within the memory budget and else stay there (:class:`sketchgp.RowSource`).
+    :param y: targets ``(n,)`` or ``(n, t)``, of x's dtype and device; those on disk are read whole.
     :param noise: variance, a positive number or a tensor ``(n,)`` of positive numbers.
     :raises InputError: for wrong shapes, dtypes, devices, NaN or infinity, n = 0, or noise that is not positive.
     """
 
     kernel: Any
-    x: Tensor
+    x: Tensor | RowSource
     y: Tensor
     noise: float | Tensor
     noise_vector: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_kernel("FullProblem", self.kernel)
+        self.y = whole_targets(self.y, self.x)
+        self.x = whole_or_source(self.x, self.y)
         check_data("FullProblem", self.kernel, self.x, self.y)
         check_plain("FullProblem", self.kernel, self.x, "x")
         self.noise_vector = variances("FullProblem", "noise", self.noise, self.x)
@@ -116,6 +120,20 @@ class FullProblem:
         """The linear system, with the kernel matrix as an operator."""
         word("FullProblem.system", "matmul", matmul, ENGINES)
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)
+
+    @torch.no_grad()
+    def mean(self, points: Tensor, weights: Tensor) -> Tensor:
+        """The posterior mean ``k(points, x) W``, ``(p,)`` or ``(p, t)``, in float64; ``p n`` kernel evaluations.
+
+        :param points: ``(p, d)``, of x's dtype and device.
+        :param weights: W ``(n,)`` or ``(n, t)``, the ``value`` of a solution.
+        :raises InputError: for points or weights that do not fit.
+        """
+        owner = "FullProblem.mean"
+        like(owner, "weights", weights, self.y.shape, self.y.device, whose="y's")
+        matrix = KernelMatrix.of(self.kernel, tensor(owner, "points", points, (2,)), self.x, engine="tiled").detach()
+        found = matrix.double()._matmul(weights.reshape(len(self.x), -1).to(torch.float64))
+        return found.reshape(len(points), *self.y.shape[1:])
 
 
 def check_problem(owner: str, problem: Any) -> None:
@@ -134,9 +152,10 @@ def check_kernel(owner: str, kernel: Any) -> None:
         raise InputError(f"{owner}: kernel expects no batch_shape; solve one problem for each kernel of the batch.")
 
 
-def check_data(owner: str, kernel: Any, x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -> None:
+def check_data(owner: str, kernel: Any, x: Tensor | RowSource, y: Tensor, names: tuple[str, str] = ("x", "y")) -> None:
     """:raises InputError: where inputs and targets do not fit the kernel or each other."""
-    tensor(owner, names[0], x, (2,))
+    if not isinstance(x, RowSource):  # whose rows are checked when they are read
+        tensor(owner, names[0], x, (2,))
     tensor(owner, names[1], y, (1, 2))
     n = x.shape[0]
     if y.shape[0] != n:
@@ -149,7 +168,7 @@ def check_data(owner: str, kernel: Any, x: Tensor, y: Tensor, names: tuple[str, 
     check_fits(owner, kernel, x, names[0])
 
 
-def check_fits(owner: str, kernel: Any, x: Tensor, name: str) -> None:
+def check_fits(owner: str, kernel: Any, x: Tensor | RowSource, name: str) -> None:
     """:raises InputError: where the kernel is wider than x, or elsewhere."""
     for parameter in kernel.parameters():
         if parameter.dtype.itemsize > x.dtype.itemsize:
@@ -162,7 +181,7 @@ def check_fits(owner: str, kernel: Any, x: Tensor, name: str) -> None:
             )
 
 
-def check_plain(owner: str, kernel: Any, x: Tensor, name: str) -> None:
+def check_plain(owner: str, kernel: Any, x: Tensor | RowSource, name: str) -> None:
     """:raises InputError: for a kernel with structure of its own, or one that is of other features than x has."""
     try:
         KernelMatrix.of(kernel, x[:1], engine="tiled")

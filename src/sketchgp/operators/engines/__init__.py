@@ -8,6 +8,7 @@ import torch
 
 from ...checks import word
 from ...errors import InputError
+from ..streamed_tiles import sources
 from .automatic import Situation, automatic
 from .base import Engine
 from .dense import Dense
@@ -48,7 +49,8 @@ def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None
 def check_able(matrix: KernelMatrix) -> None:
     """:raises InputError: if the engine that was named cannot take this matrix."""
     if matrix.engine != "auto":
-        _refuse(matrix.engine, _NAMED[matrix.engine].missing(matrix))
+        streamed = "it needs all rows in memory" if sources(matrix) and matrix.engine != TILED.name else None
+        _refuse(matrix.engine, streamed or _NAMED[matrix.engine].missing(matrix))
 
 
 def _refuse(engine: str, reason: str | None) -> None:
@@ -61,6 +63,8 @@ def choose(matrix: KernelMatrix) -> Engine:
 
     A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
     """
+    if sources(matrix):
+        return TILED
     if matrix.engine != "auto":
         engine = _NAMED[matrix.engine]
         return engine if engine.missing(matrix) is None else TILED

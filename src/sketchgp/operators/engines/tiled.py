@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from ..fast_gradient import FastGradient
 from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
+from ..streamed_tiles import StreamedTiles, sources, within_blocks
 from ..tiles import Shape, add_product, padded, pieces, shrinking, tile_shape
 from .base import Engine, Gradients, Live, folds
 
@@ -67,6 +70,10 @@ class Tiled(Engine):
         half: bool,
         within: slice | None = None,
     ) -> Gradients:
+        if sources(matrix):
+            raise InputError(
+                "Products with rows that are read as they are needed have no gradients; tune on some of the rows."
+            )
         return shrinking(
             matrix.device,
             lambda: _shape(matrix, gradient=True, within=within),
@@ -79,19 +86,36 @@ def _shape(matrix: KernelMatrix, gradient: bool = False, within: slice | None = 
     n, m = matrix.shape[-2:]
     n = n if within is None else within.stop - within.start
     buffers = atoms * (2 if gradient else 1)
-    return tile_shape(n, m, matrix.compute_dtype, matrix.device, matrix.flat_batch.numel(), buffers)
+    shape = tile_shape(n, m, matrix.compute_dtype, matrix.device, matrix.flat_batch.numel(), buffers)
+    return within_blocks(matrix, shape)
 
 
-def _tiles(matrix: KernelMatrix, shape: Shape) -> FastTiles | GenericTiles:
+def _tiles(
+    matrix: KernelMatrix, shape: Shape, half: bool, within: slice | None = None
+) -> FastTiles | GenericTiles | StreamedTiles:
+    """:param half: and ``within``, as :func:`pieces` has them: the order of the tiles."""
+    if sources(matrix):
+        order = pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within)
+        return StreamedTiles(matrix, order, partial(_tiles_of, matrix, shape))
     if matrix.expression is not None:
         return FastTiles(matrix.expression, matrix.prepared(), shape, matrix.same, matrix.coincident)
     tensors = [t.detach() for t in matrix._args]
     return GenericTiles(matrix.evaluator(tensors[2:]), tensors)
 
 
+def _tiles_of(
+    matrix: KernelMatrix, shape: Shape, x1: Tensor, x2: Tensor, coincident: Tensor | None
+) -> FastTiles | GenericTiles:
+    """Of a part of the matrix, from its rows."""
+    tensors = [x1, x2, *(p.detach() for p in matrix.parameters)]
+    if matrix.expression is not None:
+        return FastTiles(matrix.expression, matrix.prepare(tensors, False), shape, False, coincident)
+    return GenericTiles(matrix.evaluator(tensors[2:]), tensors)
+
+
 @torch.no_grad()
 def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool, within: slice | None = None) -> Tensor:
-    tiles = _tiles(matrix, shape)
+    tiles = _tiles(matrix, shape, half, within)
     columns_wanted, rhs = rhs.shape[-1], padded(rhs)
     out = rhs.new_zeros(*matrix.flat_batch, matrix.shape[-2], rhs.shape[-1])
     for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within):
@@ -107,12 +131,12 @@ def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool, within
 
 @torch.no_grad()
 def _dense(matrix: KernelMatrix, out: Tensor, shape: Shape, half: bool) -> Tensor:
-    tiles = _tiles(matrix, shape)
+    tiles = _tiles(matrix, shape, half)
     for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half):
         tile = tiles.tile(rows, columns)
+        if tiles.outputscale is not None:
+            tile.mul_(tiles.outputscale)
         if isinstance(tiles, FastTiles):
-            if tiles.outputscale is not None:
-                tile.mul_(tiles.outputscale)
             tile = tile.reshape(*matrix.shape[:-2], *tile.shape[-2:])
         out[..., rows, columns] = tile
         if mirror:

@@ -82,8 +82,7 @@ class Gradients(Kept):
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
         self.warm = False
-        self._uncertain: tuple[Tensor, Tensor] | None = None  # a value and its residual
-        self._of_best = norm[..., :0]
+        self._uncertain, self._of_best = None, norm[..., :0]
         self.told: Tensor | None = None  # the present residual, on the CPU
         self.keep: Tensor | None = None  # which columns of the cycle have not ended, on the CPU; None while not known
         self.s = self.d = self.p = self.b[..., :0]
@@ -238,17 +237,6 @@ class Gradients(Kept):
         else:
             self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
-
-    @property
-    def certain(self) -> Tensor:
-        """Of the best value, :meth:`_certain`, worked out when it is asked for."""
-        if self._uncertain is not None:
-            self.certain = self._certain(*self._uncertain)
-        return self._of_best
-
-    @certain.setter
-    def certain(self, bounds: Tensor) -> None:
-        self._of_best, self._uncertain = bounds, None
 
     def _certain(self, value: Tensor, r: Tensor) -> Tensor:
         """What is certain of a value, by its residual, ``(3, ..., t)``; infinite where nothing is."""

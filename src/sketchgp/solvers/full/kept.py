@@ -16,6 +16,8 @@ class Kept(Method):
     system: System
     aim: Aim | None
     lanczos: LanczosRecord
+    _uncertain: tuple[Tensor, Tensor] | None  # the best value and its residual, where nothing is worked out of them yet
+    _of_best: Tensor
 
     @property
     def trail(self) -> list[Tensor]:
@@ -43,3 +45,17 @@ class Kept(Method):
     @property
     def matrix_entries(self) -> float:
         return float(self.size**2)
+
+    @property
+    def certain(self) -> Tensor:
+        """Of the best value, :meth:`_certain`, worked out when it is asked for."""
+        if self._uncertain is not None:
+            self.certain = self._certain(*self._uncertain)
+        return self._of_best
+
+    @certain.setter
+    def certain(self, bounds: Tensor) -> None:
+        self._of_best, self._uncertain = bounds, None
+
+    def _certain(self, value: Tensor, r: Tensor) -> Tensor:
+        raise NotImplementedError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...row_sources import RowSource, ahead
 from .problem import InducingPointProblem
 
 
@@ -16,15 +18,18 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs ``(b, d)`` and targets ``(b, columns)`` float64; a stream comes in its own batches and order.
 
-    :param order: ``(n,)`` of the rows of tensors, ``size`` a batch.
+    :param order: ``(n,)`` of the rows of tensors, or of a source, ``size`` a batch.
     :param seen: batches that are left out.
     :raises InputError: for a batch of a stream that does not fit.
     """
-    if torch.is_tensor(problem.x):
+    x = problem.x
+    if isinstance(x, Tensor | RowSource):
         assert problem.y is not None
-        targets = problem.y.reshape(len(problem.x), -1)
-        for rows in order.split(size)[seen:]:
-            yield problem.x[rows], targets[rows].to(torch.float64)
+        targets = problem.y.reshape(len(x), -1)
+        parts = order.split(size)[seen:]
+        inputs = (x[rows] for rows in parts) if torch.is_tensor(x) else ahead(partial(x.__getitem__, r) for r in parts)
+        for rows, some in zip(parts, inputs, strict=True):
+            yield some, targets[rows].to(torch.float64)
         return
     for number, (x, y) in enumerate(problem.batches()):
         y = y.reshape(len(y), -1)

@@ -14,6 +14,7 @@ from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...random_streams import generator
 from ...report import Reason
+from ...row_sources import RowSource
 from ..loop import Checkpoint
 from .batches import check_columns, first_batch
 from .epochs import Epochs, Plan
@@ -111,11 +112,12 @@ class EigenProSolver(InducingPointSolver):
             raise InputError(
                 "epochs expects at least 2 for a stream with noise: the first counts the points, and does without it."
             )
-        if torch.is_tensor(problem.x):
+        if not problem.streamed:
             for name in ("rank", "subsample_size"):
-                if (getattr(self, name) or 0) > len(problem.x):
+                if (getattr(self, name) or 0) > problem.expected_rows:
                     raise InputError(
-                        f"{self.name}({name}={getattr(self, name)}) exceeds the {len(problem.x)} points; choose fewer."
+                        f"{self.name}({name}={getattr(self, name)}) exceeds the {problem.expected_rows} points; "
+                        "choose fewer."
                     )
 
     def _delay(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
@@ -129,7 +131,7 @@ class EigenProSolver(InducingPointSolver):
 
     def _columns(self, problem: InducingPointProblem) -> torch.Size:
         """Of a stream, from its first batch."""
-        y = problem.y if torch.is_tensor(problem.x) else first_batch(problem)[1]
+        y = first_batch(problem)[1] if problem.streamed else problem.y
         assert y is not None
         return y.shape[1:]
 
@@ -171,7 +173,7 @@ class EigenProSolver(InducingPointSolver):
 
         Of a stream, the first ones, more where they are inducing points; the batch is its first one.
         """
-        if torch.is_tensor(problem.x):
+        if isinstance(problem.x, Tensor | RowSource):
             assert problem.y is not None
             n = len(problem.x)
             most = max(_CHECKED, 2 * self._wanted, self._wanted + _FRESH)

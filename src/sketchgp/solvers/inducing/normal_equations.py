@@ -110,8 +110,7 @@ class NormalEquationsSolver(InducingPointSolver):
         return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
 
     def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
-        assert torch.is_tensor(problem.x)
-        float32 = self.precision == "float32" and problem.x.dtype == torch.float32
+        float32 = self.precision == "float32" and problem.inducing_points.dtype == torch.float32
         return {
             "preconditioner": self._describe(problem),
             "details": self._details(problem),

@@ -146,9 +146,9 @@ class Model:
     ) -> None:
         self.problem, self.directions, self.projection = problem, directions, projection
         self.base = base.clone()
-        x = problem.inducing_points if problem.streamed else problem.x
-        assert torch.is_tensor(x)
-        self.tall = TallMatrix(problem.kernel, x, problem.inducing_points)  # that of all points, where they are known
+        self.in_memory = torch.is_tensor(problem.x)
+        x = problem.x if torch.is_tensor(problem.x) else problem.inducing_points
+        self.tall = TallMatrix(problem.kernel, x, problem.inducing_points)  # that of all points, where they are there
         self.entries = directions.entries  # of the kernel, evaluated so far, but for projections
         self._forget()
 
@@ -218,7 +218,7 @@ class Model:
 
     def _tall(self, x: Tensor, points: Tensor) -> TallMatrix:
         """``k(x, points)``, of a batch."""
-        return TallMatrix(self.problem.kernel, x, points) if self.problem.streamed else self.tall.at(x, points)
+        return self.tall.at(x, points) if self.in_memory else TallMatrix(self.problem.kernel, x, points)
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:
         """Parts of equal size become one, so that there are few and each point is copied a few times."""

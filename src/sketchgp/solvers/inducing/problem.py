@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import found, instance, tensor, variances
+from ...checks import found, instance, like, tensor, variances
 from ...errors import InputError
 from ...memory import available_memory
 from ...operators import KernelMatrix
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
+from ...row_sources import RowSource, whole_or_source, whole_targets
 from ..problem import check_data, check_fits, check_kernel, check_plain
 
 
@@ -28,9 +29,11 @@ class InducingPointProblem:
     kernel ridge regression, and general kernel model where noise is 0.
 
     :param kernel: a GPyTorch kernel, its output scale included.
-    :param x: inputs ``(n, d)``, float32 or float64; or an iterable of batches ``(x, y)`` that can be gone through once
-        an epoch, such as a ``torch.utils.data.DataLoader``, for the solvers that take a stream (y is None then).
-    :param y: targets ``(n,)`` or ``(n, t)``, of x's dtype and device.
+    :param x: inputs ``(n, d)``, float32 or float64: a tensor, or rows on disk, which are read whole where they are
+        within the memory budget and else stay there (:class:`sketchgp.RowSource`).  Or an iterable of batches
+        ``(x, y)`` that can be gone through once an epoch, such as a ``torch.utils.data.DataLoader``, for the solvers
+        that take a stream (y is None then).
+    :param y: targets ``(n,)`` or ``(n, t)``, of x's dtype and device; those on disk are read whole.
     :param noise: variance, a positive number or a tensor ``(n,)`` of positive numbers; 0 for the solvers that
         interpolate and stop early.
     :param inducing_points: z, ``(m, d)``, of x's dtype and device; duplicates are allowed.
@@ -38,7 +41,7 @@ class InducingPointProblem:
     """
 
     kernel: Any
-    x: Tensor | Iterable[tuple[Tensor, Tensor]]
+    x: Tensor | RowSource | Iterable[tuple[Tensor, Tensor]]
     y: Tensor | None
     noise: float | Tensor
     inducing_points: Tensor
@@ -52,7 +55,8 @@ class InducingPointProblem:
         check_fits(owner, self.kernel, z, "inducing_points")
         check_plain(owner, self.kernel, z, "inducing_points")
         self.weights = None
-        if not torch.is_tensor(self.x):
+        self.x, self.y = whole_or_source(self.x, z), whole_targets(self.y, z)
+        if not isinstance(self.x, Tensor | RowSource):
             if not isinstance(self.x, Iterable):
                 raise InputError(f"{owner}: x expects a tensor or an iterable of batches (x, y), got {found(self.x)}.")
             if self.y is not None:
@@ -88,12 +92,12 @@ class InducingPointProblem:
     @property
     def streamed(self) -> bool:
         """Whether x is a stream of batches."""
-        return not torch.is_tensor(self.x)
+        return not isinstance(self.x, Tensor | RowSource)
 
     @property
     def expected_rows(self) -> int:
         """n; of a stream the length of its ``dataset``, where it has one like a ``DataLoader``, and else 0."""
-        x = self.x if torch.is_tensor(self.x) else getattr(self.x, "dataset", None)
+        x = self.x if isinstance(self.x, Tensor | RowSource) else getattr(self.x, "dataset", None)
         return len(x) if isinstance(x, Sized) else 0
 
     @property
@@ -101,8 +105,8 @@ class InducingPointProblem:
         """Of the inducing points, and so of all tensors."""
         return self.inducing_points.device
 
-    def tensors(self, solver: str) -> tuple[Tensor, Tensor]:
-        """x ``(n, d)`` and the targets as float64 columns ``(n, t)``, times the weights.
+    def tensors(self, solver: str) -> tuple[Tensor | RowSource, Tensor]:
+        """x ``(n, d)``, or its source, and the targets as float64 columns ``(n, t)``, times the weights.
 
         :param solver: who asks, for the message.
         :raises InputError: for a stream, or noise 0.
@@ -112,8 +116,8 @@ class InducingPointProblem:
         y = self.y.reshape(len(x), -1).to(torch.float64)
         return x, y if self.weights is None else y * self.weights.unsqueeze(1)
 
-    def _inputs(self, solver: str) -> Tensor:
-        if not torch.is_tensor(self.x):
+    def _inputs(self, solver: str) -> Tensor | RowSource:
+        if not isinstance(self.x, Tensor | RowSource):
             raise InputError(
                 f"{solver} expects x and y as tensors; for a stream of batches use EigenPro4 or EigenPro3."
             )
@@ -126,7 +130,7 @@ class InducingPointProblem:
 
         :raises InputError: for a batch that is not a pair of tensors that fit, naming the batch.
         """
-        assert not torch.is_tensor(self.x)
+        assert not isinstance(self.x, Tensor | RowSource)
         for number, batch in enumerate(self.x):
             try:
                 x, y = batch
@@ -140,6 +144,21 @@ class InducingPointProblem:
     def tall(self, accurate: bool) -> TallMatrix:
         """``diag(weights) k(x, z)`` by tiles."""
         return TallMatrix(self.kernel, self._inputs("This solver"), self.inducing_points, self.weights, accurate)
+
+    @torch.no_grad()
+    def mean(self, points: Tensor, weights: Tensor) -> Tensor:
+        """``k(points, z) W``, ``(p,)`` or ``(p, t)``, in float64: the posterior mean of the subset of regressors.
+
+        :param points: ``(p, d)``, of z's dtype and device.
+        :param weights: W ``(m,)`` or ``(m, t)``, the ``value`` of a solution.
+        :raises InputError: for points or weights that do not fit.
+        """
+        owner, z = "InducingPointProblem.mean", self.inducing_points
+        check_points(owner, "points", tensor(owner, "points", points, (2,)), z)
+        shape = (self.m, *tensor(owner, "weights", weights, (1, 2)).shape[1:])
+        like(owner, "weights", weights, shape, z.device, whose="a row for each inducing point,")
+        found = TallMatrix(self.kernel, points, z, accurate=True).matmul(weights.reshape(self.m, -1).to(torch.float64))
+        return found.reshape(len(points), *shape[1:])
 
     def kzz(self) -> Tensor:
         """``k(z, z)``, ``(m, m)`` float64.
@@ -179,7 +198,7 @@ def check_inducing(owner: str, problem: Any) -> None:
     instance(owner, "problem", problem, InducingPointProblem, "an InducingPointProblem", hint)
 
 
-def check_points(owner: str, name: str, x: Tensor, z: Tensor) -> None:
+def check_points(owner: str, name: str, x: Tensor | RowSource, z: Tensor) -> None:
     """:raises InputError: where inputs x are not like the inducing points z."""
     if x.shape[-1] != z.shape[-1]:
         raise InputError(

@@ -74,9 +74,9 @@ class QR:
 
 def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
     """What a solve needs, where, and how an error calls it and what it advises."""
-    assert torch.is_tensor(problem.x) and problem.y is not None
+    assert problem.y is not None
     m, columns = problem.m, problem.y[:1].numel()
-    needed = 8 * _COPIES * m * (m + columns) + tile_bytes(len(problem.x), m, problem.device)
+    needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)
     return needed, problem.device, f"QR() for m = {m}", "use KRILL()."
 
 

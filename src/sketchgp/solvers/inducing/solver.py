@@ -14,6 +14,7 @@ from ...checks import flag, function, like, pair
 from ...fingerprint import tensor_mark
 from ...operators.marks import kernel_mark
 from ...report import SolveReport, conclude
+from ...row_sources import RowSource
 from ..choices import Budgeted
 from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, compare_ranks, solve_marks
 from ..problem import Solution
@@ -109,8 +110,8 @@ class InducingPointSolver(Budgeted):
 
     def _marks(self, problem: InducingPointProblem) -> dict[str, str]:
         """What tells one solve from another."""
-        x, y = (problem.x, problem.y) if torch.is_tensor(problem.x) else next(iter(problem.batches()))
-        assert torch.is_tensor(x) and y is not None
+        x, y = next(iter(problem.batches())) if problem.streamed else (problem.x, problem.y)
+        assert isinstance(x, Tensor | RowSource) and y is not None
         noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
         return {
             "the training inputs": tensor_mark(x),

@@ -1,0 +1,196 @@
+"""What rows can be read from: arrays that are sliced, and tables and datasets of Arrow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import InputError
+
+_NEAR = 2**16  # bytes between two rows that are read along with them, where single rows cannot be picked
+_NO_ARROW = "reading Parquet needs pyarrow: python -m pip install 'sketchgp[arrow]', or save the rows as an .npy file"
+_READING = threading.Lock()  # few readers of files may be used by two threads at once
+
+
+class Table(Protocol):
+    """``(n, d)`` numbers; :ivar dtype: of numpy."""
+
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Consecutive rows ``(stop - start, d)``."""
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """Rows ``(k, d)`` for indices ``(k,)`` that increase."""
+
+
+def table_of(data: Any, columns: Sequence[str | int] | None) -> Table:
+    """:raises InputError: for what is no table of numbers."""
+    if isinstance(data, str | Path):
+        data = _opened(Path(data))
+    if is_arrow(data):
+        return ArrowTable(data, columns)
+    return Array(data, columns)
+
+
+def is_arrow(data: Any) -> bool:
+    """Whether this is a table or a dataset of pyarrow's."""
+    return type(data).__module__.split(".")[0] == "pyarrow" and hasattr(data, "schema")
+
+
+def _opened(path: Path) -> Any:
+    if path.suffix == ".npy":
+        try:
+            return np.load(path, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: not an .npy file of numbers ({error}).") from error
+    try:
+        import pyarrow.dataset
+    except ImportError:
+        raise InputError(f"{path}: {_NO_ARROW}") from None
+    try:
+        return pyarrow.dataset.dataset(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a dataset that pyarrow can read ({error}).") from error
+
+
+def check_numbers(dtype: np.dtype[Any], what: str) -> None:
+    """:raises InputError: for anything but real numbers."""
+    if dtype.kind not in "fiub":
+        raise InputError(f"{what} expects real numbers, got {dtype}.")
+
+
+class Array:
+    """Any object with ``shape``, ``dtype`` and slices: ``numpy.memmap``, a dataset of h5py, an array of zarr, a tensor.
+
+    What picks single rows by an array of indices is trusted to do so only where it is numpy's; of others consecutive
+    rows are read, with those between rows that are near.
+
+    :param columns: indices of those to read; None for all.
+    """
+
+    def __init__(self, data: Any, columns: Sequence[str | int] | None) -> None:
+        if hasattr(data, "detach"):
+            data = data.detach().numpy()
+        shape = tuple(getattr(data, "shape", ()))
+        if len(shape) != 2:
+            raise InputError(f"RowSource: data expects a table of shape (n, d), got {type(data).__name__} of {shape}.")
+        self.data = data
+        self.columns = None if columns is None else _indices(columns, shape[1])
+        self.shape = (int(shape[0]), int(shape[1]) if self.columns is None else len(self.columns))
+        first = self._read(slice(0, 1))
+        if first.shape != (min(1, shape[0]), shape[1]):
+            raise InputError(f"RowSource: data expects rows of {shape[1]} numbers, got a slice of shape {first.shape}.")
+        check_numbers(first.dtype, "RowSource: data")
+        self.dtype = first.dtype
+
+    def _read(self, rows: slice) -> np.ndarray:
+        if isinstance(self.data, np.ndarray):
+            return np.asarray(self.data[rows])
+        with _READING:
+            return np.asarray(self.data[rows])
+
+    def _chosen(self, found: np.ndarray) -> np.ndarray:
+        return found if self.columns is None else found[:, self.columns]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return self._chosen(self._read(slice(start, stop)))
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        if isinstance(self.data, np.ndarray):
+            return self._chosen(np.asarray(self.data[indices]))
+        if not len(indices):
+            return self.rows(0, 0)
+        near = max(1, _NEAR // max(1, self.dtype.itemsize * self.shape[1]))
+        runs = np.split(indices, np.flatnonzero(np.diff(indices) > near) + 1)
+        return np.concatenate([self.rows(run[0], run[-1] + 1)[run - run[0]] for run in runs])
+
+
+class ArrowTable:
+    """A ``pyarrow.Table`` or ``pyarrow.dataset.Dataset``: a piece of it, such as a row group of Parquet, at a time.
+
+    The last piece is held as it was decoded.  Rows in random order decode every piece they lie in.
+
+    :param columns: names of those to read, in this order; None for all.
+    """
+
+    dtype = np.dtype(np.float64)
+
+    def __init__(self, data: Any, columns: Sequence[str | int] | None) -> None:
+        self.names = list(data.schema.names if columns is None else columns)
+        for name in self.names:
+            if name not in data.schema.names:
+                raise InputError(f"RowSource: columns expects names among {data.schema.names}, got {name!r}.")
+            check_numbers(_dtype_of(data.schema.field(name).type), f"RowSource: column {name!r}")
+        self.pieces: list[Callable[[], Any]] = []
+        starts = [0]
+        for count, load in _pieces(data, self.names):
+            self.pieces.append(load)
+            starts.append(starts[-1] + count)
+        self.starts = np.asarray(starts)
+        self.shape = (starts[-1], len(self.names))
+        self._last: tuple[int, np.ndarray] | None = None
+
+    def _piece(self, number: int) -> np.ndarray:
+        if self._last is None or self._last[0] != number:
+            self._last = None  # two of them may not fit
+            table = self.pieces[number]()
+            out = np.empty((table.num_rows, len(self.names)))
+            for column, name in enumerate(self.names):
+                out[:, column] = table.column(name).to_numpy()
+            self._last = (number, out)
+        return self._last[1]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return self.take(np.arange(start, stop))
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        out = np.empty((len(indices), len(self.names)))
+        where = np.searchsorted(self.starts, indices, side="right") - 1
+        with _READING:
+            for number in np.unique(where):
+                mine = where == number
+                out[mine] = self._piece(int(number))[indices[mine] - self.starts[number]]
+        return out
+
+
+def _pieces(data: Any, names: list[str]) -> list[tuple[int, Callable[[], Any]]]:
+    """Rows of each piece, and what reads it."""
+    if hasattr(data, "num_rows"):
+        table = data.select(names)
+        return [(table.num_rows, lambda: table)]
+    found = []
+    for fragment in data.get_fragments():
+        if not hasattr(fragment, "split_by_row_group"):
+            found.append((fragment.count_rows(), _reader(fragment, data.schema, names)))
+            continue
+        for part in fragment.split_by_row_group():
+            rows = sum(group.num_rows for group in part.row_groups)
+            found.append((rows, _reader(part, data.schema, names)))
+    return found
+
+
+def _reader(part: Any, schema: Any, names: list[str]) -> Callable[[], Any]:
+    return lambda: part.to_table(schema=schema, columns=names, use_threads=False)
+
+
+def _dtype_of(kind: Any) -> np.dtype[Any]:
+    try:
+        return np.dtype(kind.to_pandas_dtype())
+    except (NotImplementedError, TypeError):
+        return np.dtype(object)
+
+
+def _indices(columns: Sequence[str | int], width: int) -> np.ndarray:
+    try:
+        found = np.asarray([int(column) for column in columns])
+    except (TypeError, ValueError):
+        found = np.asarray([-1])
+    if not len(found) or found.min() < 0 or found.max() >= width:
+        raise InputError(f"RowSource: columns expects indices from 0 to {width - 1}, got {columns!r}.")
+    return found
