@@ -22,6 +22,7 @@ from .predict import Prediction, predict
 from .random_feature_classifier import RandomFeatureClassifier
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, record_solves
+from .saved_model import load_model
 from .solvers import (
     KRILL,
     QR,
@@ -90,6 +91,7 @@ __all__ = [
     "choose_inducing_points",
     "fit",
     "leave_one_out",
+    "load_model",
     "noise_path",
     "predict",
     "record_solves",

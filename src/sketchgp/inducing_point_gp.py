@@ -15,6 +15,7 @@ from torch import Tensor
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
 from .fingerprint import Held, data_key, module_key, tensor_key
+from .inducing_points import InducingPoints
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory
@@ -28,12 +29,12 @@ from .models.inducing.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
-from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution, Solver
+from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
+from .solvers.inducing.automatic import automatic_inducing_solver
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
 
-_DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _STATISTICS_BYTES = 56  # times m^2
 _VARIANCES = ("auto", "dtc", "samples")
 
@@ -69,7 +70,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param train_y: ``(n,)`` or ``(n, t)``.
     :param likelihood: a ``GaussianLikelihood`` or ``FixedNoiseGaussianLikelihood``.
     :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch.
-    :param inducing_points: ``(m, d)``; a parameter that is not trained unless asked for.
+    :param inducing_points: ``(m, d)``, or what :func:`sketchgp.choose_inducing_points` returns; a parameter that is not
+        trained unless asked for.
     :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``NystromPCG(...)``, ``EigenPro3(...)``,
         ``EigenPro4(...)``, or one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``: QR up to 1,000 points,
         KRILL while its matrices fit into half of the free memory, Nystrom PCG beyond.  EigenPro has no tolerance: its
@@ -86,7 +88,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         likelihood: Any,
         mean: Any,
         kernel: Any,
-        inducing_points: Tensor,
+        inducing_points: Tensor | InducingPoints,
         solver: Solver[InducingPointProblem] | str = "auto",
         variance: str = "auto",
         variance_samples: int = 64,
@@ -111,6 +113,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
             )
         if train_x.dim() == 1:
             train_x = train_x.unsqueeze(-1)
+        if isinstance(inducing_points, InducingPoints):
+            inducing_points = inducing_points.points
         if torch.is_tensor(inducing_points) and inducing_points.dim() == 1:
             inducing_points = inducing_points.unsqueeze(-1)
         check_kernel(owner, kernel)
@@ -180,13 +184,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return solve_checked(self._solver(problem), problem, shape, torch.float64, problem.device)
 
     def _solver(self, problem: InducingPointProblem) -> Solver[InducingPointProblem]:
-        if not isinstance(self.solver, str):
-            return self.solver
-        if problem.m <= _DIRECT:
-            return QR()
-        if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= available_memory(problem.device) // 2:
-            return KRILL()
-        return NystromPCG()
+        return automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver
 
     @property
     def variance_method(self) -> str:

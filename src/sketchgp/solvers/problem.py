@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import found, instance, tensor, variances, word
+from ..checks import found, instance, points_like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
 from ..operators.access import AccurateProduct, element
@@ -18,10 +18,40 @@ from ..report import SolveReport
 
 @dataclass(repr=False)
 class Solution:
-    """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found."""
+    """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found.
+
+    ``problem`` is what was solved, whose tensors it shares; None where a solver of your own does not say.
+    """
 
     value: Tensor
     report: SolveReport
+    problem: Any = None
+
+    def predict(self, x: Any) -> Tensor:
+        """``k(x, points) value``, the points those of the problem: its rows, or its inducing points.
+
+        That is the posterior mean of a Gaussian process with prior mean 0, and the function of kernel ridge regression.
+        The matrix is evaluated in float64, by tiles, and never stored.
+
+        :param x: ``(p, d)``, or ``(p,)`` where d is 1: a tensor, a numpy array or a pandas table, converted to the
+            dtype and device of the problem's points.
+        :returns: ``(p,)`` or ``(p, t)`` as the value has columns or not, in the points' dtype.
+        :raises InputError: for points that do not fit, or a solution that does not know its problem, or one of random
+            features, whose :class:`sketchgp.RandomFeatureGP` predicts.
+        """
+        points = getattr(self.problem, "inducing_points", None)
+        points = getattr(self.problem, "x", None) if points is None else points
+        if not torch.is_tensor(points) or len(points) != len(self.value):
+            whose = "None" if self.problem is None else f"a {type(self.problem).__name__}"
+            raise InputError(
+                "Solution.predict expects a solution of a FullProblem or an InducingPointProblem, with the problem as "
+                f"Solution(value, report, problem); this one's is {whose}."
+            )
+        x = points_like("Solution.predict", "x", x, points)
+        with torch.no_grad():
+            weights = self.value.to(torch.float64).reshape(len(points), -1)
+            found = KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double() @ weights
+        return found.to(points.dtype).reshape(len(x), *self.value.shape[1:])
 
     def __repr__(self) -> str:
         return f"<Solution {tuple(self.value.shape)} by {self.report}>"

@@ -124,7 +124,8 @@ class ConjugateGradients(Budgeted):
             progress=progress,
             keep_interrupted=True,
         )
-        return Solution(value.reshape(problem.y.shape), report)
+        report.notes += filter(None, [choice.note(system.n) if choice is not None else ""])
+        return Solution(value.reshape(problem.y.shape), report, problem)
 
     def run(
         self,

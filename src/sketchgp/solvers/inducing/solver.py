@@ -43,6 +43,10 @@ class InducingPointSolver(Budgeted):
         """Fields of the report that only this solver knows."""
         raise NotImplementedError
 
+    def _notes(self, problem: InducingPointProblem) -> list[str]:
+        """Of the report, where choices were cut to the problem."""
+        return []
+
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         """What tells in words that memory ran out."""
         return nullcontext()
@@ -101,8 +105,9 @@ class InducingPointSolver(Budgeted):
             )
             outcome = run.loop(progress)
             report: SolveReport = run.report(**self._facts(problem, method))
+        report.notes += self._notes(problem)
         conclude(report)
-        return Solution(outcome.value.reshape(shape), report)
+        return Solution(outcome.value.reshape(shape), report, problem)
 
     def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
         return None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, self._marks(problem))

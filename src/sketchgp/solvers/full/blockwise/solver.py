@@ -106,7 +106,7 @@ class BlockSolver(Budgeted):
             progress=progress,
             keep_interrupted=True,
         )
-        return Solution(value.reshape(problem.y.shape), report)
+        return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
     def run(
