@@ -12,6 +12,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
 from .fingerprint import Held, data_key, module_key, tensor_key
@@ -280,6 +281,18 @@ class InducingPointGP(gpytorch.models.ExactGP):
         :raises InputError: always.
         """
         raise InputError("InducingPointGP has no fantasies; give it the data with set_train_data, or use ExactGP.")
+
+    def extra_repr(self) -> str:
+        x, z, y = self._x, self.inducing_points, self.train_targets
+        outputs = "" if y.dim() == 1 else f", {several(y.shape[1], 'output')}"
+        rows = Card.of(
+            "",
+            training_data=f"{shape(x)}, {tensor_kind(x)}{outputs}",
+            inducing_points=f"{len(z):,}{', tuned' if z.requires_grad else ''}",
+            solver=choice(self.solver),
+            variance=self.variance,
+        )
+        return rows.text().lstrip("\n")
 
     # --- predictions ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
+from .cards import Card, Shown, seconds, shape, span, tensor_kind
 from .checks import array, count, flag, points_like, refusal, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
 from .inducing_point_gp import InducingPointGP
@@ -39,7 +40,7 @@ _STREAMED_ROWS = 1024
 
 
 @dataclass(repr=False)
-class Prediction:
+class Prediction(Shown):
     """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
@@ -72,9 +73,31 @@ class Prediction:
     mean_error_bound_deviations: Tensor | None = None
     variance_error_bound: Tensor | None = None
 
-    def __repr__(self) -> str:
-        solve = "solved before" if self.report is None else f"solved by {self.report}"
-        return f"<Prediction {tuple(self.mean.shape)}, variance {self.variance_method!r}, mean {solve}>"
+    def _card(self) -> Card:
+        report, check, error = self.report, self.variance_check, self.variance_standard_error
+        deviations = [
+            None if variance is None else span(variance.clamp_min(0).sqrt())
+            for variance in (self.variance, self.observation_variance)
+        ]
+        compared = None
+        if check is not None:
+            compared = "{min_ratio:.2f} to {max_ratio:.2f} of exact variances at {points} points".format(**check)
+        solve = "factorized, or solved before"
+        if report is not None:
+            state = "converged" if report.converged else f"{report.reason}"
+            solve = f"{report.solver}, {state}, residual {report.max_residual:.1e}, {seconds(report.seconds)}"
+        return Card.of(
+            f"Prediction: {shape(self.mean)} points, {tensor_kind(self.mean)}",
+            mean=span(self.mean),
+            error_of_mean=None
+            if self.mean_error_bound is None
+            else f"certainly below {self.mean_error_bound.max():.1e}",
+            deviation=deviations[0],
+            with_noise=deviations[1],
+            variances=self.variance_method + ("" if error is None else f", standard error {error:.0%}"),
+            compared=compared,
+            solve=solve,
+        )
 
 
 def predict(

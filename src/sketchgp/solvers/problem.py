@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cards import Card, Shown, report_card, shape, span, tensor_kind
 from ..checks import found, instance, points_like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
@@ -17,7 +18,7 @@ from ..report import SolveReport
 
 
 @dataclass(repr=False)
-class Solution:
+class Solution(Shown):
     """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found.
 
     ``problem`` is what was solved, whose tensors it shares; None where a solver of your own does not say.
@@ -53,8 +54,10 @@ class Solution:
             found = KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double() @ weights
         return found.to(points.dtype).reshape(len(x), *self.value.shape[1:])
 
-    def __repr__(self) -> str:
-        return f"<Solution {tuple(self.value.shape)} by {self.report}>"
+    def _card(self) -> Card:
+        title = f"Solution: {shape(self.value)} values, {tensor_kind(self.value)}"
+        found = report_card(self.report)
+        return Card(title, (("values", span(self.value)), ("solve", found.title.partition(": ")[2]), *found.rows))
 
 
 class System:

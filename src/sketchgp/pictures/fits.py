@@ -1,0 +1,73 @@
+"""Pictures of fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import checks
+from ..errors import InputError
+from ..fitting.history import FitHistory
+from ..style import COLORS, RING, axes_for, finish
+
+_STYLES = ("-", "--", ":", "-.")
+
+
+def hyperparameters(history: Any, ax: Any = None, by: str = "steps", names: Any = None) -> Any:
+    """The course of the hyperparameters of a fit, with rings at the ones that the model was left with.
+
+    Of several numbers (lengthscales of features) each has a line, in one colour.  The axis is logarithmic where all
+    are positive, and else linear within a unit of 0.
+
+    :param history: what :func:`sketchgp.fit` returned.
+    :param ax: matplotlib axes; None makes a figure.
+    :param by: ``"steps"`` or ``"seconds"``.
+    :param names: which, keys of ``history.hyperparameters`` or ends of them, such as ``["lengthscale"]``; None for all.
+    :returns: the axes.
+    :raises InputError: for what is no history with a step, or a name that there is not.
+    """
+    owner = "hyperparameters"
+    checks.instance(owner, "history", history, FitHistory, "a FitHistory")
+    checks.word(owner, "by", by, ("steps", "seconds"))
+    if not history.losses:
+        raise InputError(f"{owner}: history expects at least one step.")
+    kept = _chosen(owner, history.hyperparameters, names)
+    ax = axes_for(owner, ax)
+    x = history.seconds if by == "seconds" else list(range(len(history.losses)))
+    best, lowest = history.best_step, float("inf")
+    for number, (name, course) in enumerate(kept.items()):
+        line = {"color": COLORS[number % len(COLORS)], "linestyle": _STYLES[number // len(COLORS) % len(_STYLES)]}
+        short = _short(name, kept)
+        for which, values in enumerate(zip(*course, strict=True)):
+            many = f" (each of {len(course[0])})" if len(course[0]) > 1 else ""
+            thin = 1.8 if not many else 1.1
+            ax.plot(x, values, linewidth=thin, label=None if which else short + many, **line)
+            ax.plot([x[best]], [values[best]], color=line["color"], **{**RING, "markersize": 6 if many else 8})
+            lowest = min(lowest, *values)
+    ax.set_yscale("log") if lowest > 0 else ax.set_yscale("symlog", linthresh=1.0)
+    title = f"{history.optimizer}, {history.objective}; ring: parameters kept"
+    return finish(ax, title, "seconds since the fit began" if by == "seconds" else "step", "value")
+
+
+def _chosen(owner: str, known: dict[str, Any], names: Any) -> dict[str, Any]:
+    """The hyperparameters of these names, or ends of names."""
+    if names is None:
+        kept = known
+    else:
+        wanted = [names] if isinstance(names, str) else list(names)
+        for name in wanted:
+            if not isinstance(name, str) or not any(key.endswith(name) for key in known):
+                raise checks.refusal(owner, "names", f"names of {', '.join(known) or 'no hyperparameter'}", name, True)
+        kept = {key: value for key, value in known.items() if any(key.endswith(name) for name in wanted)}
+    if not kept:
+        raise InputError(f"{owner}: history expects hyperparameters of at most 100 numbers, got none.")
+    return kept
+
+
+def _short(name: str, among: dict[str, Any]) -> str:
+    """The end of a name that tells it from the others."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        short = ".".join(parts[-count:])
+        if sum(other == short or other.endswith(f".{short}") for other in among) == 1:
+            return short
+    return name
