@@ -49,6 +49,12 @@ def finish(ax: Any, title: str = "", x: str = "", y: str = "", grid: str = "both
     return ax
 
 
+def below_axes(ax: Any, handles: Any) -> None:
+    """A legend below the axes, where no curve is."""
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15), "ncols": 3}
+    ax.legend(handles=handles, frameon=False, fontsize=9, **place)
+
+
 def level(ax: Any, value: float, text: str) -> None:
     """A dotted line across, with its name at the right end."""
     ax.axhline(value, color="0.45", linewidth=1, linestyle=(0, (2, 2)), zorder=1)

@@ -7,16 +7,16 @@ from typing import Any
 from .. import checks
 from ..errors import InputError
 from ..fitting.history import FitHistory
-from ..style import COLORS, RING, axes_for, finish
+from ..style import COLORS, RING, axes_for, below_axes, finish
 
-_STYLES = ("-", "--", ":", "-.")
+_STYLES = ("-", "--", "-.")
 
 
 def hyperparameters(history: Any, ax: Any = None, by: str = "steps", names: Any = None) -> Any:
     """The course of the hyperparameters of a fit, with rings at the ones that the model was left with.
 
-    Of several numbers (lengthscales of features) each has a line, in one colour.  The axis is logarithmic where all
-    are positive, and else linear within a unit of 0.
+    Of several numbers (lengthscales of features) each has a line, in one colour.  The axis is logarithmic; what is not
+    positive throughout (constants of means) is dotted, with an axis of its own on the right.
 
     :param history: what :func:`sketchgp.fit` returned.
     :param ax: matplotlib axes; None makes a figure.
@@ -33,19 +33,26 @@ def hyperparameters(history: Any, ax: Any = None, by: str = "steps", names: Any 
     kept = _chosen(owner, history.hyperparameters, names)
     ax = axes_for(owner, ax)
     x = history.seconds if by == "seconds" else list(range(len(history.losses)))
-    best, lowest = history.best_step, float("inf")
+    best, other, handles = history.best_step, None, []
     for number, (name, course) in enumerate(kept.items()):
-        line = {"color": COLORS[number % len(COLORS)], "linestyle": _STYLES[number // len(COLORS) % len(_STYLES)]}
+        positive, color = all(value > 0 for values in course for value in values), COLORS[number % len(COLORS)]
+        if not positive and other is None:
+            other = ax.twinx()
+            other.spines["top"].set_visible(False)
+            other.set_ylabel("value of what is dotted", color="0.35")
+        on, style = (ax, _STYLES[number // len(COLORS) % len(_STYLES)]) if positive else (other, ":")
         short = _short(name, kept)
         for which, values in enumerate(zip(*course, strict=True)):
             many = f" (each of {len(course[0])})" if len(course[0]) > 1 else ""
-            thin = 1.8 if not many else 1.1
-            ax.plot(x, values, linewidth=thin, label=None if which else short + many, **line)
-            ax.plot([x[best]], [values[best]], color=line["color"], **{**RING, "markersize": 6 if many else 8})
-            lowest = min(lowest, *values)
-    ax.set_yscale("log") if lowest > 0 else ax.set_yscale("symlog", linthresh=1.0)
+            lines = on.plot(x, values, color=color, linestyle=style, linewidth=1.1 if many else 1.8, label=short + many)
+            on.plot([x[best]], [values[best]], color=color, **{**RING, "markersize": 6 if many else 8})
+            handles += [] if which else lines
+    ax.set_yscale("log")
     title = f"{history.optimizer}, {history.objective}; ring: parameters kept"
-    return finish(ax, title, "seconds since the fit began" if by == "seconds" else "step", "value")
+    finish(ax, title, "seconds since the fit began" if by == "seconds" else "step", "value", legend=False)
+    ax.spines["right"].set_visible(other is not None)
+    below_axes(ax, handles)
+    return ax
 
 
 def _chosen(owner: str, known: dict[str, Any], names: Any) -> dict[str, Any]:

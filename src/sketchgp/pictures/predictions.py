@@ -12,7 +12,7 @@ from .. import checks
 from ..errors import InputError
 from ..inducing_point_gp import InducingPointGP
 from ..predict import Prediction, predict
-from ..style import COLORS, axes_for, finish
+from ..style import COLORS, axes_for, below_axes, finish
 
 _POINTS = 400  # that a posterior is drawn at
 _MARGIN = 0.05  # of the range of the training inputs, beyond it
@@ -64,7 +64,9 @@ def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0
         bottom = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 4}
         label = f"{len(z):,} inducing points"
         ax.plot(z, [0.0] * len(z), "|", color=COLORS[1], markersize=10, label=label, **bottom)
-    return finish(ax, f"variances: {found.variance_method}", "x", "y")
+    finish(ax, f"variances: {found.variance_method}", "x", "y", legend=False)
+    below_axes(ax, ax.get_legend_handles_labels()[0])
+    return ax
 
 
 def calibration(prediction: Any, y: Any, ax: Any = None) -> Any:

@@ -41,7 +41,8 @@ def convergence(reports: Any, ax: Any = None) -> Any:
             ax.plot(x, worst, color=color, linewidth=1.8, marker=dots, markersize=6, label=_name(report))
         label = _name(report) if len(worst) < 2 else None
         ax.plot(x[-1:], [report.max_residual], color=color, zorder=10, label=label, **RING)
-    for tol in sorted({report.tol for report in found if report.judged == "residual" and report.tol < float("inf")}):
+    aims = {report.tol for report in found if report.judged == "residual" and len(report.history) > 1}
+    for tol in sorted(aims - {float("inf")}):
         level(ax, tol, f"tolerance {tol:.0e}")
     if any(report.max_residual > 0 for report in found):
         ax.set_yscale("log")
@@ -59,7 +60,7 @@ def solvers(reports: Any, ax: Any = None) -> Any:
     :raises InputError: for what are no reports.
     """
     found = _reports("solvers", reports)
-    ax = axes_for("solvers", ax, (7.5, 1.5 + 0.5 * len(found)))
+    ax = axes_for("solvers", ax, (8.5, 1.4 + 0.5 * len(found)))
     places = range(len(found))
     setup = [report.setup_seconds for report in found]
     ax.barh(places, setup, color="0.75", height=0.6, label="set-up")
@@ -73,11 +74,11 @@ def solvers(reports: Any, ax: Any = None) -> Any:
         ax.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
     ax.set_yticks(list(places), [_name(report) for report in found])
     ax.invert_yaxis()
-    ax.set_xlim(0, longest * 1.7)  # room for what is written
+    ax.set_xlim(0, longest * 2.1)  # room for what is written
     finish(
         ax, found[0].sizes if len({report.sizes for report in found}) == 1 else "", "seconds", grid="x", legend=False
     )
-    ax.legend(frameon=False, fontsize=9, loc="upper right", ncols=2, bbox_to_anchor=(1.0, 1.0 + 0.35 / len(found)))
+    ax.legend(frameon=False, fontsize=9, loc="upper right", ncols=2, bbox_to_anchor=(1.0, 1.0 + 0.5 / len(found)))
     return ax
 
 
