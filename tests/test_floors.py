@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "memory": 0,
     "fingerprint": 0,
+    "interactive": 0,
     "random_streams": 0,
     "report": 0,
     "settings": 0,

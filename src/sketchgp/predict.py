@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from .cards import Card, Shown, seconds, shape, span, tensor_kind
 from .checks import array, count, flag, points_like, refusal, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
 from .inducing_point_gp import InducingPointGP
+from .interactive import shows_progress
 from .models.accelerated.approximate import refuse
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.posterior import (
@@ -121,7 +121,7 @@ def predict(
         compared with exact variances at 4 test points, with a warning where they are off by more than their standard
         errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
-    :param progress: show a progress bar (default: only in a terminal).
+    :param progress: show a progress bar (default: in a terminal or notebook).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
         or samples asked of any model but one with one plain kernel and no batch.
 
@@ -132,7 +132,7 @@ def predict(
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
-    show = sys.stderr.isatty() if progress is None else progress
+    show = shows_progress(progress)
     if isinstance(model, RandomFeatureGP):
         model.eval()
         x = array("predict", "x", x)

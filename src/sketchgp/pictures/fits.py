@@ -33,7 +33,9 @@ def hyperparameters(history: Any, ax: Any = None, by: str = "steps", names: Any 
     kept = _chosen(owner, history.hyperparameters, names)
     ax = axes_for(owner, ax)
     x = history.seconds if by == "seconds" else list(range(len(history.losses)))
-    best, other, handles = history.best_step, None, []
+    best = history.best_step
+    handles: list[Any] = []
+    other: Any = None
     for number, (name, course) in enumerate(kept.items()):
         positive, color = all(value > 0 for values in course for value in values), COLORS[number % len(COLORS)]
         if not positive and other is None:

@@ -143,14 +143,12 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
     @available_if(_has_probabilities)
     def predict_proba(self, X: Any) -> Any:
         """Probabilities ``(m, c)`` of the classes, in the order of ``classes_``; not of the hinge loss."""
+        check_is_fitted(self)
         if self.loss == "squared":
-            found = self._codes.probabilities(self._scores(X).double())
-        else:
-            check_is_fitted(self)
-            X = validate_data(self, X, dtype=TYPES, reset=False)
-            with torch.no_grad():
-                found = self.model_.probabilities(self._like_training(X)).double()
-        return found.cpu().numpy()
+            return self._codes.probabilities(self._scores(X).double()).cpu().numpy()
+        X = validate_data(self, X, dtype=TYPES, reset=False)
+        with torch.no_grad():
+            return self.model_.probabilities(self._like_training(X)).double().cpu().numpy()
 
     def _like_training(self, X: Any) -> Tensor:
         parameter = next(self.model_.covar_module.parameters())

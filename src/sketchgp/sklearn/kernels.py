@@ -39,7 +39,7 @@ def tuned_kernel(owner: str, kernel: Any, x: Tensor, size: float) -> Kernel:
         spread = x.to(torch.float64).std(dim=0, correction=0)
         spread = torch.where(spread > 0, spread, 1.0) * math.sqrt(d)
         made.base_kernel.lengthscale = spread.to(x)
-        made.outputscale = size
+        made.outputscale = x.new_tensor(size)  # a number would be rounded to float32
         return made
     return own_kernel(owner, kernel, x)
 
@@ -57,7 +57,7 @@ def ridge_kernel(owner: str, kernel: Any, gamma: float | None, x: Tensor) -> Ker
         return own_kernel(owner, kernel, x)
     made = _named(owner, kernel)().to(x)
     gamma = checks.number(owner, "gamma", gamma, above=0, finite=True, optional=True) or 1 / x.shape[1]
-    made.lengthscale = 1 / gamma if kernel == "laplacian" else (2 * gamma) ** -0.5
+    made.lengthscale = x.new_tensor(1 / gamma if kernel == "laplacian" else (2 * gamma) ** -0.5)
     return made
 
 

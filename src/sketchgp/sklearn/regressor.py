@@ -177,7 +177,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         value = _NOISE * size if noise is None else float(noise)
         least = _LEAST_NOISE * size if noise is None else value / 2
         likelihood = GaussianLikelihood(noise_constraint=GreaterThan(least)).to(x)
-        likelihood.noise = value
+        likelihood.noise = x.new_tensor(value)  # a number would be rounded to float32
         likelihood.raw_noise.requires_grad_(noise is None)
         return likelihood
 

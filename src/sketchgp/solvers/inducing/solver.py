@@ -72,7 +72,7 @@ class InducingPointSolver(Budgeted):
         :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)`` whose root mean square error is computed
             as the solve goes on (in at most a tenth of the work; where it decides when to stop, after each epoch) and
             kept in the report.
-        :param progress: show a progress bar (default: only in a terminal).
+        :param progress: show a progress bar (default: in a terminal or notebook).
         :returns: W, ``(m,)`` or ``(m, t)`` as y has columns or not, float64 whatever the dtype of x: the weights of
             neighbouring points cancel, and would not do so in float32.
         :raises InputError: for arguments that do not fit, or too little memory.
