@@ -18,6 +18,7 @@ from ..solvers import ConjugateGradients
 from ..solvers.automatic import automatic_solver
 
 METHODS = ("auto", "exact", "inducing")
+DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
 _LEAST, _MOST = 500, 5000  # inducing points by default: 5 n^1/2 between these, and what memory holds
 _BYTES = 100  # times m^2

@@ -26,7 +26,8 @@ from ..models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
-from .choices import choose, device_of, inducing_points, tensor_of
+from ..solvers import Cholesky
+from .choices import DIRECT, choose, device_of, inducing_points, tensor_of
 from .kernels import tuned_kernel
 
 _OWNER = "GaussianProcessRegressor"
@@ -69,7 +70,8 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         preconditioner fits in memory.
     :param n_inducing: how many inducing points, by k-means; None is ``5 n^1/2``, from 500 to 5,000, as memory allows.
         A number makes ``method="auto"`` take them.
-    :param solver: of the mean, as :func:`sketchgp.accelerate` or :class:`sketchgp.InducingPointGP` takes it.
+    :param solver: of the mean, as :func:`sketchgp.accelerate` or :class:`sketchgp.InducingPointGP` takes it; ``"auto"``
+        factorizes up to 2,000 rows.
     :param tuning_rows: how many random rows hyperparameters are tuned on, where there are more; None tunes on all.
     :param device: where to compute, such as ``"cuda"``; None is the CPU.
     :param random_state: of rows, inducing points and probes: an integer, a ``RandomState``, or None.
@@ -145,7 +147,9 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
             self.history_ = self._tuned(part, seed)
         model: Any
         if chosen.method == "exact":
-            model = accelerate(_Exact(x, targets, likelihood, mean, kernel), solver=self.solver)
+            direct = isinstance(self.solver, str) and self.solver == "auto" and len(x) <= DIRECT
+            solver = Cholesky() if direct else self.solver
+            model = accelerate(_Exact(x, targets, likelihood, mean, kernel), solver=solver)
         else:
             points = inducing_points(kernel, x, chosen.points, seed)
             model = InducingPointGP(x, targets, likelihood, mean, kernel, points, solver=self.solver)

@@ -16,11 +16,10 @@ from ..preconditioners import RPCholesky
 from ..solvers import Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_solver
 from ..solvers.inducing.automatic import automatic_inducing_solver
-from .choices import Chosen, choose, device_of, inducing_points, tensor_of
+from .choices import DIRECT, Chosen, choose, device_of, inducing_points, tensor_of
 from .kernels import ridge_kernel
 
 TYPES = [np.float64, np.float32]
-_DIRECT = 2000  # rows up to which a factorization is the fastest
 
 
 class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -120,7 +119,7 @@ def solve(owner: str, choices: Any, x: Tensor, targets: Tensor, weights: Tensor 
     if chosen.method == "exact":
         problem = FullProblem(kernel, x, targets, noise)
         if auto:
-            solver = Cholesky() if len(x) <= _DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
+            solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
         return solver.solve(problem), chosen
     seed = int(check_random_state(choices.random_state).randint(2**31 - 1))
     few = InducingPointProblem(kernel, x, targets, noise, inducing_points(kernel, x, chosen.points, seed))
