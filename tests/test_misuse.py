@@ -148,6 +148,8 @@ BY_KIND: dict[str, list[Any]] = {
     "int": NOT_COUNTS,
     "float": NOT_NUMBERS,
     "str": NOT_WORDS,
+    "Literal": NOT_WORDS,
+    "Variance": NOT_WORDS,
     "bool": NOT_FLAGS,
     "Callable": NOT_FUNCTIONS,
     "str | os.PathLike[str]": NOT_PATHS,
@@ -185,7 +187,7 @@ def _wrong(owner: str, parameter: inspect.Parameter) -> list[Any]:
         return OF_ONE_CALL[owner, parameter.name]
     if parameter.name in BY_NAME:
         return BY_NAME[parameter.name]
-    kind = "Callable" if annotation.startswith("Callable") else annotation
+    kind = annotation.partition("[")[0] if annotation.startswith(("Callable", "Literal")) else annotation
     assert kind in BY_KIND, f"{owner}: {parameter} has no wrong values in the tables of this file"
     return BY_KIND[kind] if str(parameter.annotation).endswith("None") else [None, *BY_KIND[kind]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -26,9 +26,9 @@ from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 def fit(
     model: ExactGP,
     mll: Any = None,
-    optimizer: str = "auto",
-    start: str = "auto",
-    objective: str = "auto",
+    optimizer: Literal["auto", "lbfgs", "adam"] = "auto",
+    start: Literal["auto", "model", "subset"] = "auto",
+    objective: Literal["auto", "exact", "bound", "probes", "samples"] = "auto",
     iterations: int | None = None,
     learning_rate: float | None = None,
     num_probes: int = 10,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -90,8 +90,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         mean: Any,
         kernel: Any,
         inducing_points: Tensor | InducingPoints,
-        solver: Solver[InducingPointProblem] | str = "auto",
-        variance: str = "auto",
+        solver: Solver[InducingPointProblem] | Literal["auto"] = "auto",
+        variance: Literal["auto", "dtc", "samples"] = "auto",
         variance_samples: int = 64,
     ) -> None:
         owner = type(self).__name__

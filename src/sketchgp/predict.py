@@ -31,7 +31,7 @@ from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.tiles import spans
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, own_solves
-from .settings import VARIANCES
+from .settings import VARIANCES, Variance
 from .settings import variance as variance_setting
 
 _MEAN_ROWS = 8192
@@ -103,7 +103,7 @@ class Prediction(Shown):
 def predict(
     model: ExactGP,
     x: Any,
-    variance: str | None = "auto",
+    variance: Variance | None = "auto",
     batch_size: int | None = None,
     progress: bool | None = None,
 ) -> Prediction:

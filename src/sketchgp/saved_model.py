@@ -14,6 +14,7 @@ from . import checks
 from .accelerate import accelerate
 from .errors import InputError
 from .predict import Prediction, predict, use_weights
+from .settings import Variance
 
 
 def load_model(path: str | os.PathLike[str]) -> LoadedModel:
@@ -41,7 +42,7 @@ class LoadedModel:
         self.model = accelerate(saved.model)
         use_weights(self.model, saved.weights)
 
-    def predict(self, table: Any, variance: str | None = "auto") -> Prediction:
+    def predict(self, table: Any, variance: Variance | None = "auto") -> Prediction:
         """Mean and variances of rows, in the target's own units, float64.
 
         :param table: a pandas table or a dictionary of columns, which are found by name, or ``(m, d)`` numbers in the

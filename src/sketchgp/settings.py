@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
+from typing import Literal, get_args
 
 import torch
 
 from .checks import number, word
 from .memory import available_memory
 
-VARIANCES = ("auto", "exact", "samples", "low_rank")
+Variance = Literal["auto", "exact", "samples", "low_rank"]
+VARIANCES: tuple[str, ...] = get_args(Variance)
 _variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
 Agreement = Callable[[int, bool, torch.device], int]

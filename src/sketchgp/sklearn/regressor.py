@@ -190,7 +190,8 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         return noise if isinstance(likelihood, FixedNoiseGaussianLikelihood) else float(noise.item())
 
     def _tuned(self, model: Any, seed: int) -> FitHistory:
-        return fit(model, optimizer=self.optimizer or "auto", seed=seed, progress=None if self.verbose else False)
+        optimizer: Any = self.optimizer
+        return fit(model, optimizer=optimizer, seed=seed, progress=None if self.verbose else False)
 
     @property
     def log_marginal_likelihood_value_(self) -> float:
@@ -221,8 +222,9 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         x = self._points(X)
         if return_cov:
             return self._joint(x, include_noise)
-        asked = "auto" if return_std else None
-        found = predict(self.model_, x, variance=asked, progress=None if self.verbose else False)
+        found = predict(
+            self.model_, x, variance="auto" if return_std else None, progress=None if self.verbose else False
+        )
         mean = self._numpy(found.mean) * self._y_std + self._y_mean
         if not return_std:
             return mean
