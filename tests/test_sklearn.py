@@ -88,6 +88,7 @@ def test_posterior_is_that_of_scikit_learn(alpha: Any) -> None:
 def test_functions_of_many_points(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = data()
     model = GaussianProcessRegressor(rbf(), alpha=0.02, optimizer=None).fit(x, y)
+    assert model.noise_ == pytest.approx(0.02)
     test = data(30, seed=1)[0]
     mean, std = model.predict(test, return_std=True)
     monkeypatch.setattr("sketchgp.sklearn.regressor._JOINT", 10)
