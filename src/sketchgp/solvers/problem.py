@@ -21,7 +21,8 @@ from ..report import SolveReport
 class Solution(Shown):
     """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found.
 
-    ``problem`` is what was solved, whose tensors it shares; None where a solver of your own does not say.
+    ``problem`` is what was solved, whose tensors it shares; None where a solver of your own does not say, and in a
+    model, which predicts by itself.
     """
 
     value: Tensor
@@ -45,8 +46,8 @@ class Solution(Shown):
         if not torch.is_tensor(points) or len(points) != len(self.value):
             whose = "None" if self.problem is None else f"a {type(self.problem).__name__}"
             raise InputError(
-                "Solution.predict expects a solution of a FullProblem or an InducingPointProblem, with the problem as "
-                f"Solution(value, report, problem); this one's is {whose}."
+                "Solution.predict expects a solution of a FullProblem or an InducingPointProblem that knows it, as "
+                f"Solution(value, report, problem); this one's is {whose}. Of a model use sketchgp.predict(model, x)."
             )
         x = points_like("Solution.predict", "x", x, points)
         with torch.no_grad():

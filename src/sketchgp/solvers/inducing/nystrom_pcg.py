@@ -65,10 +65,6 @@ class NystromPCG(NormalEquationsSolver):
         settle(self, seed, "seed")
         self._check_common()
 
-    def validate(self, problem: InducingPointProblem) -> None:
-        """:raises InputError: where the choices do not fit the problem, or its arrays the memory that is free."""
-        super().validate(problem)
-
     def _notes(self, problem: InducingPointProblem) -> list[str]:
         m, more = problem.m, (self.rank or 0) > problem.m
         return [f"rank {self.rank} was asked for; {m} inducing points have {m}"] if more else []
