@@ -58,13 +58,13 @@ def main():
             problem = sketchgp.FullProblem(kernel, x, y, noise)
             print(problem.x)
             solution = sketchgp.ASkotch(tol=1e-2, block_size=min(rows, 500)).solve(problem)
-            error = problem.mean(test_x, solution.value) - wanted
+            error = solution.predict(test_x) - wanted
             print(f"all points: RMSE {error.square().mean().sqrt():.4f}")
             print(solution.report)
 
             points = sketchgp.InducingPointProblem(kernel, x, y, noise, some[:300])
             solution = sketchgp.EigenPro4(epochs=4).solve(points)
-            error = points.mean(test_x, solution.value) - wanted
+            error = solution.predict(test_x) - wanted
             print(f"300 inducing points: RMSE {error.square().mean().sqrt():.4f}")
             print(solution.report)
         del x, problem, points  # the file is closed before it goes

@@ -505,7 +505,7 @@ WRONG_CHOICES = {
     "preconditioner number": {"preconditioner": 15},
     "preconditioner class": {"preconditioner": sketchgp.RPCholesky},
     "preconditioner solver": {"preconditioner": sketchgp.ConjugateGradients()},
-    "rank above n": {"preconditioner": sketchgp.RPCholesky(rank=181)},
+    "block above n": {"preconditioner": sketchgp.RPCholesky(block_size=181)},
     "solver string": {"solver": "cg"},
     "solver None": {"solver": None},
     "solver class": {"solver": sketchgp.ConjugateGradients},
@@ -633,10 +633,12 @@ def test_models_that_cannot_be_solved_are_refused(damage: Any) -> None:
     assert str(snapshot(model)) == str(kept)
 
 
-def test_rank_is_compared_with_the_points_of_a_batch() -> None:
-    model, _ = BATCH.build()
-    with pytest.raises(sketchgp.InputError, match="180"):
-        sketchgp.accelerate(model, preconditioner=sketchgp.Nystrom(rank=200))
+def test_rank_is_cut_to_the_points_of_a_batch() -> None:
+    model, test = BATCH.build()
+    sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=200)).eval()
+    with iterative(), sketchgp.record_solves() as solves, torch.no_grad():
+        _ = model(*test).mean
+    assert solves and all("rank 200 was asked for; 180 points have 180" in report.notes for report in solves)
 
 
 def test_nan_targets_without_the_mask_policy_are_an_error() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 
 import gpytorch
 import numpy as np
+import pandas
 import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -497,8 +499,9 @@ def test_noisy_samples_at_many_points(variance, columns):
 
 def test_auto_where_memory_is_short(monkeypatch):
     """The mean is found in memory O(m) then; the variance of DTC says what it needs."""
-    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)
-    monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: 50 * M**2)
+    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", 0)
+    for where in ("inducing_point_gp", "solvers.inducing.automatic"):
+        monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: 50 * M**2)
     model = _model(noise=0.5)[0].eval()
     assert model.solution.report.solver == "NystromPCG"
     assert relative(predict(model, TEST, variance=None).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
@@ -521,19 +524,19 @@ def test_stochastic_solvers(solver):
 @pytest.mark.parametrize("shares", [1.0, 1.9, 2.1, 8.0])
 def test_auto_takes_a_solver_that_fits(shares, monkeypatch):
     """Whatever is free: KRILL does not refuse once it is taken."""
-    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", 0)
+    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", 0)
     model = _model(noise=0.5, columns=3)[0].eval()
     problem = InducingPointProblem(model.covar_module, *_data(columns=3), 0.5, model.inducing_points)
     free = shares * KRILL(sketch_size=2 * M).bytes_needed(problem)
-    for where in ("inducing_point_gp", "solvers.inducing.krill", "memory"):
+    for where in ("inducing_point_gp", "solvers.inducing.automatic", "solvers.inducing.krill", "memory"):
         monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: free)
     assert model.solution.report.solver == ("KRILL" if shares > 2 else "NystromPCG")
 
 
 def test_auto_by_size(monkeypatch):
-    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", M - 1)
+    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", M - 1)
     assert _model()[0].eval().solution.report.solver == "KRILL"
-    monkeypatch.setattr("sketchgp.inducing_point_gp._DIRECT", M)
+    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", M)
     with warnings.catch_warnings():
         assert _model()[0].eval().solution.report.solver == "QR"
 
@@ -584,9 +587,40 @@ def test_classes():
         classes.encode(torch.tensor([5, 9]))
     with pytest.raises(InputError, match="3 columns"):
         classes.decode(x[:, :2])
-    for wrong in (x, torch.tensor([], dtype=torch.long), [1, 2]):
+    for wrong in (x, torch.tensor([], dtype=torch.long), [1.0, 2.0], [1, "a"], [None, "a"]):
         with pytest.raises(InputError, match="labels expects"):
             OneHot(wrong)
+
+
+@pytest.mark.parametrize("keep", [list, np.array, pandas.Series, lambda v: pandas.Series(v, dtype="category")])
+def test_classes_as_people_have_them(keep):
+    words = ["cat", "ant", "bee", "ant"]
+    classes = OneHot(keep(words))
+    targets = classes.encode(keep(words[1:]))
+    assert classes.classes.tolist() == ["ant", "bee", "cat"]
+    assert targets.tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0]]
+    assert classes.decode(targets).tolist() == words[1:]
+    for wrong in (["dog"], [1]):
+        with pytest.raises(InputError, match="labels expects one of"):
+            classes.encode(wrong)
+    assert OneHot(np.array([4, 2])).encode(torch.tensor([2, 4])).tolist() == [[1, 0], [0, 1]]
+    assert OneHot(torch.tensor([4, 2])).encode([True + 1, 4]).tolist() == [[1, 0], [0, 1]]
+
+
+def test_probabilities_of_classes():
+    """The nearest ones: no other point of the simplex is nearer, and the order stays."""
+    classes = OneHot(torch.arange(4))
+    scores = 0.7 * normal(50, 4) + 0.25
+    shares = classes.probabilities(scores)
+    assert float((shares.sum(dim=1) - 1).abs().max()) < 1e-12 and float(shares.min()) >= 0
+    assert torch.equal(classes.decode(shares), classes.decode(scores))
+    others = torch.distributions.Dirichlet(torch.ones(4, dtype=torch.float64)).sample((20,))
+    towards = ((scores - shares).unsqueeze(1) * (others - shares.unsqueeze(1))).sum(dim=-1)
+    assert float(towards.max()) < 1e-12  # what a projection on a convex set is
+    right = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    torch.testing.assert_close(classes.probabilities(right), right)
+    with pytest.raises(InputError, match="NaN"):
+        classes.probabilities(scores * math.nan)
 
 
 def test_a_forward_of_ones_own():

@@ -88,6 +88,12 @@ OF_OTHERS = {  # what is right but for its size, dtype or number of features
     "targets": [normal(N + 1), normal(N, dtype=torch.float32)],
 }
 
+NOT_CONVERTIBLE = [  # where numbers are converted to the training inputs' dtype
+    *(v for v in NOT_POINTS if getattr(v, "dtype", None) != torch.int64 and not isinstance(v, np.ndarray)),
+    OF_OTHERS["points"][0],
+    np.array([["a"] * D]),
+]
+
 # --- by parameter, and by annotation where the name does not decide; None is added where it is no choice --------
 
 BY_NAME: dict[str, list[Any]] = {
@@ -111,8 +117,8 @@ BY_NAME: dict[str, list[Any]] = {
     "mean": ["a", None, 3.0, ConstantMean],
     "noises": ["a", 3, None, [], [0.1, -1.0], [0.1, "a"], [math.nan], [math.inf], [True], torch.ones(2, 2)],
     "mll": ["a", 3, gpytorch.mlls.ExactMarginalLogLikelihood(GaussianLikelihood(), _plain())],
-    "labels": ["a", None, 3, [1, 2], torch.ones(3), torch.tensor([]).long(), np.arange(3)],
-    "scores": ["a", None, torch.ones(3, 7), torch.tensor(1.0), np.ones((3, 2))],
+    "labels": ["a", None, 3, [1.0, 2.0], [1, "b"], [], torch.ones(3), torch.tensor([]).long(), np.ones(3)],
+    "scores": ["a", None, torch.ones(3, 7), torch.tensor(1.0), np.ones((3, 2)), [[0.0, 0.0, 1.0]]],
     "dtype": ["float64", None, torch.int64, float],
     "counts": ["a", 3, [1.0], torch.ones(2, 2), torch.tensor([1.0, -1.0]), torch.tensor([math.nan]), torch.ones(2) > 0],
     "curves": ["a", None, 3, [], ["a"]],
@@ -142,6 +148,8 @@ BY_KIND: dict[str, list[Any]] = {
     "int": NOT_COUNTS,
     "float": NOT_NUMBERS,
     "str": NOT_WORDS,
+    "Literal": NOT_WORDS,
+    "Variance": NOT_WORDS,
     "bool": NOT_FLAGS,
     "Callable": NOT_FUNCTIONS,
     "str | os.PathLike[str]": NOT_PATHS,
@@ -166,6 +174,7 @@ OF_ONE_CALL: dict[tuple[str, str], list[Any]] = {  # where a name means somethin
         ]
         for name in ("__call__", "each")
     },
+    **{(name, "x"): NOT_CONVERTIBLE for name in ("predict", "predict with inducing points")},
     ("choose_inducing_points", "noise"): NOT_NUMBERS,
     **{(f"{name}", "preconditioner"): NOT_WORDS for name in ("EigenPro3", "EigenPro4")},
 }
@@ -178,7 +187,7 @@ def _wrong(owner: str, parameter: inspect.Parameter) -> list[Any]:
         return OF_ONE_CALL[owner, parameter.name]
     if parameter.name in BY_NAME:
         return BY_NAME[parameter.name]
-    kind = "Callable" if annotation.startswith("Callable") else annotation
+    kind = annotation.partition("[")[0] if annotation.startswith(("Callable", "Literal")) else annotation
     assert kind in BY_KIND, f"{owner}: {parameter} has no wrong values in the tables of this file"
     return BY_KIND[kind] if str(parameter.annotation).endswith("None") else [None, *BY_KIND[kind]]
 

@@ -5,9 +5,11 @@ import pickle
 import random
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
+import sketchgp
 from sketchgp import tensor_file
 from sketchgp.cli import main
 from sketchgp.cli.model_file import FORMAT, VERSION, SavedModel, load_model, save_model
@@ -53,6 +55,28 @@ def test_round_trip(tmp_path, kernel, dtype):
     x = torch.randn(4, 3).to(dtype)
     with torch.no_grad():
         assert torch.equal(loaded.model(x).mean, saved.model(x).mean)
+
+
+def test_public_loader(tmp_path):
+    """Columns are found by name, and predictions are in the target's units."""
+    saved = make(dtype=torch.float64)
+    save_model(tmp_path / "model.pt", saved)
+    loaded = sketchgp.load_model(tmp_path / "model.pt")
+    assert loaded.features == saved.features and loaded.target == "price" and "12 rows" in repr(loaded)
+    raw = np.random.default_rng(0).normal(size=(5, 3))
+    table = pandas.DataFrame(raw[:, ::-1], columns=list(saved.features[::-1])).assign(more="text")
+    found = loaded.predict(table)
+    x = (torch.from_numpy(raw) - saved.scaling.x_mean) / saved.scaling.x_std
+    with torch.no_grad():
+        expected = saved.model.likelihood(saved.model(x))
+    torch.testing.assert_close(found.mean, expected.mean * 0.25 + 3.5)
+    torch.testing.assert_close(found.observation_variance, expected.variance * 0.25**2)
+    for same in (raw, torch.from_numpy(raw), {name: list(table[name]) for name in saved.features}):
+        assert torch.equal(loaded.predict(same).mean, found.mean)
+    with pytest.raises(InputError, match="it has no b"):
+        loaded.predict(table.drop(columns="b"))
+    with pytest.raises(InputError, match="no such file"):
+        sketchgp.load_model(tmp_path / "none.pt")
 
 
 def test_nothing_but_the_file_is_left_behind(tmp_path):

@@ -259,7 +259,7 @@ def test_all_solvers_keep_the_protocol(kind):
         (sketchgp.EigenPro2(subsample_size=31), "full"),
         (sketchgp.KRILL(sketch_size=5), "inducing"),
         (sketchgp.Falkon(counts=torch.ones(5)), "inducing"),
-        (sketchgp.NystromPCG(rank=7), "inducing"),
+        (sketchgp.NystromPCG(), "stream"),
         (sketchgp.SketchySAGA(block_size=31), "inducing"),
         (sketchgp.EigenPro3(rank=31), "inducing"),
         (sketchgp.EigenPro4(subsample_size=31), "inducing"),

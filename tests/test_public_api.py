@@ -57,6 +57,7 @@ NAMES = {
     "choose_inducing_points",
     "fit",
     "leave_one_out",
+    "load_model",
     "noise_path",
     "predict",
     "record_solves",

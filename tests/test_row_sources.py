@@ -132,7 +132,7 @@ def test_a_model_takes_rows_that_fit_and_says_what_to_do_with_others(tmp_path):
     with memory_budget(SMALL), pytest.raises(InputError, match="solve an InducingPointProblem"):
         model()
     problem = sketchgp.InducingPointProblem(matern(), on_disk, y, likelihood.noise.item(), x[:20])
-    found = problem.mean(x[:5] + 0.1, sketchgp.QR().solve(problem).value)
+    found = sketchgp.QR().solve(problem).predict(x[:5] + 0.1)
     torch.testing.assert_close(found, model().eval()(x[:5] + 0.1).mean.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -160,8 +160,8 @@ def test_full_solvers_give_what_they_give_in_memory(name, kind, tmp_path):
     torch.testing.assert_close(found.value, wanted.value, rtol=1e-10, atol=1e-10 * float(wanted.value.abs().max()))
     assert found.report.converged == wanted.report.converged
     mean = kernel(points, x).to_dense().detach() @ wanted.value
-    for problem in (streamed, whole):
-        torch.testing.assert_close(problem.mean(points, found.value), mean, rtol=1e-9, atol=1e-9)
+    for solution in (found, wanted):
+        torch.testing.assert_close(solution.predict(points), mean, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,14 @@ def test_blocks_are_read_ahead_by_one_thread_that_ends(tmp_path):
     with memory_budget(SMALL):
         problem = sketchgp.FullProblem(matern(), Slices(x, log), y, 0.1)
     log.clear()
-    problem.mean(x[:3], y)
+    solution = sketchgp.Solution(y, None, problem)
+    solution.predict(x[:3])
     ahead = [(start, thread) for start, thread in log if thread is not threading.main_thread()]
     assert [start for start, _ in ahead] == list(range(0, N, problem.x.block_rows))
     assert len({thread for _, thread in ahead}) == 1
     x[400] = torch.inf
     with pytest.raises(InputError, match="row 400"):
-        problem.mean(x[:3], y)
+        solution.predict(x[:3])
     assert threading.active_count() == before
 
 
@@ -252,7 +253,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
             lambda: sketchgp.FullProblem(matern(), on_disk, y[1:], 0.1): "one row per row of x",
             lambda: sketchgp.FullProblem(matern(), x.numpy(), y, 0.1): "x expects a tensor of shape",
             lambda: sketchgp.InducingPointProblem(matern(), on_disk, None, 0.1, x[:9]): "y expects the targets",
-            lambda: problem.mean(x[:3], y[:3]): "weights expects y's shape",
             lambda: RowSource(np.array([["a"]])): "expects real numbers",
             lambda: RowSource(on_disk, columns=[40]): "indices from 0 to 39",
             lambda: RowSource(on_disk, dtype=torch.float16): "float32 or float64",

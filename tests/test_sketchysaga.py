@@ -493,7 +493,6 @@ def test_choices_that_make_no_sense(choices, message):
     ("choices", "arguments", "message"),
     [
         ({"block_size": 401}, {}, "SketchySAGA(block_size=401) exceeds the 400 points; choose at most 400"),
-        ({"rank": 41}, {}, "SketchySAGA(rank=41) exceeds the 40 inducing points"),
         ({}, {"initial": torch.zeros(39)}, "initial expects the solution's shape (40,), got (39,)"),
         ({}, {"initial": torch.full((40,), math.nan)}, "initial holds NaN"),
         ({}, {"held_out": (torch.zeros(3, 2).double(), torch.zeros(3).double())}, "held_out points expect 3 features"),

@@ -109,6 +109,32 @@ def assert_honest(name, problem, solution):
         torch.testing.assert_close(solution.report.residual, true, rtol=0.05, atol=1e-6)
 
 
+@pytest.mark.parametrize("columns", [None, 2])
+@pytest.mark.parametrize("name", [*FULL, *INDUCING, *DIRECT])
+def test_a_solution_predicts(name, columns):
+    """k(x, points) W, in y's shape and the points' dtype, from whatever x is kept in."""
+    problem = make(name if name in SOLVERS else "ASkotch" if name == "Cholesky" else "KRILL", columns, torch.float32)
+    solution = DIRECT[name].solve(problem) if name in DIRECT else solve(name, problem, **{SOLVERS[name][1]: 5})
+    assert solution.problem is problem
+    assert float(solution.value.abs().max()) > 0
+    x, where = points(30, 3, seed=4), getattr(problem, "inducing_points", problem.x)
+    found = solution.predict(x.numpy())  # float64
+    assert found.dtype == torch.float32 and torch.equal(found, solution.predict(x.float()))
+    kernel = problem.kernel.double()
+    weights = solution.value.double().reshape(len(where), -1)
+    expected = kernel(x.float().double(), where.double()).to_dense() @ weights
+    torch.testing.assert_close(found.double(), expected.reshape(30, *problem.y.shape[1:]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match=r"x expects shape \(m, 3\)"):
+        solution.predict(x[:, :2])
+
+
+def test_a_solution_without_points_does_not_predict():
+    problem = make("DoublyStochastic")
+    for solution in (solve("DoublyStochastic", problem), sketchgp.Solution(problem.y, None)):
+        with pytest.raises(InputError, match="expects a solution of a FullProblem or an InducingPointProblem"):
+            solution.predict(problem.x)
+
+
 @pytest.mark.parametrize(("columns", "dtype"), [(None, torch.float64), (3, torch.float64), (3, torch.float32)])
 @every_solver
 def test_solutions_and_reports(name, columns, dtype):

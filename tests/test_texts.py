@@ -165,7 +165,7 @@ def test_growth_is_told_from_a_number():
 # --- representations --------------------------------------------------------------------------------------------
 
 
-def test_representations_are_a_line():
+def test_representations_are_short_and_aligned():
     solution = _solve(sketchgp.ConjugateGradients())
     model, (xt,) = rbf()
     sketchgp.accelerate(model.double())
@@ -173,14 +173,33 @@ def test_representations_are_a_line():
         history = sketchgp.fit(model, iterations=2)
         prediction = sketchgp.predict(model, xt.double())
     for thing, parts in (
-        (solution, ("Solution (120,)", "ConjugateGradients (RPCholesky, rank")),
-        (solution.report, ("SolveReport", "converged", "residual")),
-        (history, ("FitHistory: fit by lbfgs (bound): loss", "in 2 steps", "ran all iterations")),
-        (prediction, (f"Prediction ({len(xt)},)", "variance 'exact'", "ConjugateGradients")),
+        (solution, ("Solution: 120 values, float64 on cpu", "ConjugateGradients, converged", "RPCholesky, rank")),
+        (solution.report, ("SolveReport: ConjugateGradients, converged", "residual  ", " s set-up")),
+        (history, ("FitHistory: 180 rows, by lbfgs, objective bound", "loss  ", "steps     2, ", "ran all iterations")),
+        (prediction, (f"Prediction: {len(xt)} points, float64 on cpu", "variances      exact", "ConjugateGradients")),
     ):
-        text = repr(thing)
-        assert "\n" not in text and "tensor(" not in text and len(text) < 600
+        text, table = repr(thing), thing._repr_html_()
+        title, *lines = text.split("\n")
+        assert len(lines) < 14 and max(map(len, lines)) <= 112 and "tensor(" not in text
         assert all(part in text for part in parts), text
+        column = len(lines[0]) - len(lines[0][2:].split("  ", 1)[1].lstrip())
+        assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines), text
+        assert (
+            table.startswith("<table>")
+            and title in table
+            and table.count("<tr>") == text.count("\n  ") - sum(line.startswith("    ") for line in lines)
+        )
+
+
+def test_a_model_shows_its_choices():
+    model, _ = rbf()
+    plain = repr(model.double())
+    sketchgp.accelerate(model, sketchgp.RPCholesky(rank=7), solver=sketchgp.ASkotch(max_passes=9.0))
+    text = repr(model)
+    rows = f"{len(model.train_targets)} x {model.train_inputs[0].shape[1]}, float64 on cpu"
+    for part in (rows, "preconditioner  RPCholesky(rank=7)\n", "solver          ASkotch(max_passes=9.0)\n"):
+        assert part in text, text
+    assert repr(sketchgp.restore(model)) == plain
 
 
 def test_the_rank_of_a_report_is_that_of_the_note():

@@ -23,6 +23,7 @@ from .random_feature_classifier import RandomFeatureClassifier
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, record_solves
 from .row_sources import RowSource
+from .saved_model import load_model
 from .solvers import (
     KRILL,
     QR,
@@ -92,6 +93,7 @@ __all__ = [
     "choose_inducing_points",
     "fit",
     "leave_one_out",
+    "load_model",
     "noise_path",
     "predict",
     "record_solves",

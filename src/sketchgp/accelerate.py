@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
@@ -21,7 +21,7 @@ from .models.accelerated.mixins import (
 from .models.accelerated.targets import check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
-from .settings import VARIANCES
+from .settings import VARIANCES, Variance
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
 from .solvers.solver import check_solver
 
@@ -31,11 +31,11 @@ _MATMULS = (*ENGINES, "gpytorch")
 
 def accelerate(
     model: Model,
-    preconditioner: Preconditioner | str | None = "auto",
-    solver: Solver[FullProblem] | str = "auto",
-    matmul: str = "auto",
-    matmul_precision: str = "float32",
-    variance: str = "auto",
+    preconditioner: Preconditioner | Literal["auto"] | None = "auto",
+    solver: Solver[FullProblem] | Literal["auto"] = "auto",
+    matmul: Literal["auto", "dense", "tiled", "keops", "triton", "gpytorch"] = "auto",
+    matmul_precision: Literal["float32", "bf16x3", "tf32", "bf16"] = "float32",
+    variance: Variance = "auto",
     variance_samples: int = 128,
     probe_seed: int | None = 0,
 ) -> Model:

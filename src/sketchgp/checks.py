@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,6 +195,47 @@ def tensor(owner: str, name: str, value: Any, dims: Sequence[int]) -> Tensor:
         bad = int((~torch.isfinite(value.reshape(value.shape[0], -1))).any(dim=1).nonzero()[0])
         raise InputError(f"{owner}: {name} holds NaN or infinity, first in row {bad}.")
     return value
+
+
+def array(owner: str, name: str, value: Any, kind: str = "a tensor, a numpy array or a pandas table") -> Tensor:
+    """A tensor of numbers from what people keep them in: a tensor as it is, a copy of a numpy array or pandas object.
+
+    :raises InputError: for anything else, and for what holds no numbers.
+    """
+    if torch.is_tensor(value):
+        return value
+    if hasattr(value, "to_numpy"):  # pandas, polars
+        value = value.to_numpy()
+    if not hasattr(value, "__array__"):
+        raise refusal(owner, name, kind, value)
+    try:
+        return torch.tensor(np.asarray(value))
+    except (TypeError, ValueError):
+        pass
+    try:
+        return torch.tensor(np.asarray(value, dtype=np.float64))  # columns of several types, unsigned integers
+    except (TypeError, ValueError):
+        raise InputError(f"{owner}: {name} expects numbers, got {found(value)} of {value.dtype}.") from None
+
+
+def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:
+    """Points ``(m, d)`` as others ``(n, d)`` are, in their dtype and on their device; ``(m,)`` is as good where d is 1.
+
+    :param value: as :func:`array` takes it.
+    :raises InputError: for other shapes, no rows, complex numbers, NaN or infinity, also where it is the others' dtype
+        that cannot hold a number.
+    """
+    given = array(owner, name, value)
+    if given.layout == torch.strided and not given.is_complex() and not given.is_quantized:
+        given = given.to(points.device, points.dtype)
+    if given.dim() == 1 and points.shape[-1] == 1:
+        given = given.unsqueeze(-1)
+    given = tensor(owner, name, given, (2,))
+    if given.shape[-1] != points.shape[-1]:
+        raise InputError(
+            f"{owner}: {name} expects shape (m, {points.shape[-1]}), as the training inputs; got {tuple(given.shape)}."
+        )
+    return given
 
 
 def inputs(owner: str, name: str, value: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from .accelerate import install
 from .checks import instance
 from .preconditioners import Preconditioner
+from .settings import Variance
 from .solvers import FullProblem, Solver
 
 
@@ -33,11 +34,11 @@ class ExactGP(gpytorch.models.ExactGP):
         train_x: Tensor | tuple[Tensor, ...],
         train_y: Tensor,
         likelihood: Any,
-        solver: Solver[FullProblem] | str = "auto",
-        preconditioner: Preconditioner | str | None = "auto",
-        matmul: str = "auto",
-        matmul_precision: str = "float32",
-        variance: str = "auto",
+        solver: Solver[FullProblem] | Literal["auto"] = "auto",
+        preconditioner: Preconditioner | Literal["auto"] | None = "auto",
+        matmul: Literal["auto", "dense", "tiled", "keops", "triton", "gpytorch"] = "auto",
+        matmul_precision: Literal["float32", "bf16x3", "tf32", "bf16"] = "float32",
+        variance: Variance = "auto",
         variance_samples: int = 128,
         probe_seed: int | None = 0,
     ) -> None:

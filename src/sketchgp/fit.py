@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -19,6 +18,7 @@ from .errors import InputError
 from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
 from .inducing_point_gp import InducingPointGP
+from .interactive import shows_progress
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 
@@ -26,9 +26,9 @@ from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
 def fit(
     model: ExactGP,
     mll: Any = None,
-    optimizer: str = "auto",
-    start: str = "auto",
-    objective: str = "auto",
+    optimizer: Literal["auto", "lbfgs", "adam"] = "auto",
+    start: Literal["auto", "model", "subset"] = "auto",
+    objective: Literal["auto", "exact", "bound", "probes", "samples"] = "auto",
     iterations: int | None = None,
     learning_rate: float | None = None,
     num_probes: int = 10,
@@ -79,7 +79,7 @@ def fit(
         subset, three where it is estimated), or the mean of five steps of Adam over the five before.  An estimated
         loss has settled, too, when the improvement is smaller than half its standard error, by the spread of the
         probes; not so where ``tol`` is 0 or less.
-    :param progress: show a progress bar (default: only in a terminal).
+    :param progress: show a progress bar (default: in a terminal or notebook).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
     :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
         no cost, one of each choice of pivots and the last of each bound excepted, and then on: to the bits that an
@@ -128,7 +128,7 @@ def fit(
     elif type(mll) is gpytorch.mlls.LeaveOneOutPseudoLikelihood:  # the same, by sketchgp's solves
         mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
     choices = Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
-    show = sys.stderr.isatty() if progress is None else progress
+    show = shows_progress(progress)
     shards = in_force()
     if shards is not None:
         show, callback = show and shards.rank == 0, _of_rank_0(callback, shards)

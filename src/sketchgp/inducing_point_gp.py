@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -12,9 +12,11 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
 from .fingerprint import Held, data_key, module_key, tensor_key
+from .inducing_points import InducingPoints
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
@@ -30,12 +32,12 @@ from .models.inducing.sparse_covariance import (
 from .operators.expression import recognise
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
-from .solvers import INDUCING_POINT_SOLVERS, KRILL, QR, InducingPointProblem, NystromPCG, Solution, Solver
+from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
+from .solvers.inducing.automatic import automatic_inducing_solver
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
 
-_DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _STATISTICS_BYTES = 56  # times m^2
 _VARIANCES = ("auto", "dtc", "samples")
 
@@ -71,7 +73,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
     :param train_y: ``(n,)`` or ``(n, t)``.
     :param likelihood: a ``GaussianLikelihood`` or ``FixedNoiseGaussianLikelihood``.
     :param mean: a GPyTorch mean, :param kernel: a GPyTorch kernel, both without batch.
-    :param inducing_points: ``(m, d)``; a parameter that is not trained unless asked for.
+    :param inducing_points: ``(m, d)``, or what :func:`sketchgp.choose_inducing_points` returns; a parameter that is not
+        trained unless asked for.
     :param solver: ``QR()``, ``KRILL(...)``, ``Falkon(...)``, ``NystromPCG(...)``, ``EigenPro3(...)``,
         ``EigenPro4(...)``, or one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``: QR up to 1,000 points,
         KRILL while its matrices fit into half of the free memory, Nystrom PCG beyond.  EigenPro has no tolerance: its
@@ -88,9 +91,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
         likelihood: Any,
         mean: Any,
         kernel: Any,
-        inducing_points: Tensor,
-        solver: Solver[InducingPointProblem] | str = "auto",
-        variance: str = "auto",
+        inducing_points: Tensor | InducingPoints,
+        solver: Solver[InducingPointProblem] | Literal["auto"] = "auto",
+        variance: Literal["auto", "dtc", "samples"] = "auto",
         variance_samples: int = 64,
     ) -> None:
         owner = type(self).__name__
@@ -120,6 +123,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
             )
         if train_x.dim() == 1:
             train_x = train_x.unsqueeze(-1)
+        if isinstance(inducing_points, InducingPoints):
+            inducing_points = inducing_points.points
         if torch.is_tensor(inducing_points) and inducing_points.dim() == 1:
             inducing_points = inducing_points.unsqueeze(-1)
         check_kernel(owner, kernel)
@@ -189,14 +194,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return solve_checked(self._solver(problem), problem, shape, torch.float64, problem.device)
 
     def _solver(self, problem: InducingPointProblem) -> Solver[InducingPointProblem]:
-        if not isinstance(self.solver, str):
-            return self.solver
-        if problem.m <= _DIRECT:
-            return QR()
-        free = agreed(available_memory(problem.device), problem.device)
-        if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= free // 2:
-            return KRILL()
-        return NystromPCG()
+        return automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver
 
     @property
     def variance_method(self) -> str:
@@ -293,6 +291,18 @@ class InducingPointGP(gpytorch.models.ExactGP):
         :raises InputError: always.
         """
         raise InputError("InducingPointGP has no fantasies; give it the data with set_train_data, or use ExactGP.")
+
+    def extra_repr(self) -> str:
+        x, z, y = self._x, self.inducing_points, self.train_targets
+        outputs = "" if y.dim() == 1 else f", {several(y.shape[1], 'output')}"
+        rows = Card.of(
+            "",
+            training_data=f"{shape(x)}, {tensor_kind(x)}{outputs}",
+            inducing_points=f"{len(z):,}{', tuned' if z.requires_grad else ''}",
+            solver=choice(self.solver),
+            variance=self.variance,
+        )
+        return rows.text().lstrip("\n")
 
     # --- predictions ----------------------------------------------------------------------------------------
 

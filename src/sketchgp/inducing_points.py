@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,7 +47,13 @@ class InducingPoints:
 
 @torch.no_grad()
 def choose_inducing_points(
-    kernel: Any, x: Tensor, m: int, method: str = "uniform", *, noise: float | None = None, seed: int = 0
+    kernel: Any,
+    x: Tensor,
+    m: int,
+    method: Literal["uniform", "k-means", "rpcholesky", "leverage"] = "uniform",
+    *,
+    noise: float | None = None,
+    seed: int = 0,
 ) -> InducingPoints:
     """m inducing points for the inputs x.
 

@@ -101,7 +101,7 @@ def leave_one_out(
         2e15) and the matrix fits the memory budget, or the model's solver is :class:`Cholesky`.
     :param num_probes: at least 2.
     :param seed: of the probes.
-    :param progress: show a progress bar of the probes' solve (default: only in a terminal).
+    :param progress: show a progress bar of the probes' solve (default: in a terminal or notebook).
     :raises InputError: for a model that is not one of these, targets that are missing outside of
         ``observation_nan_policy("mask")`` (inside, their rows are left out), or memory that does not suffice.
 

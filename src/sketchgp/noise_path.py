@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
+from .interactive import shows_progress
 from .memory import require_memory
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.training_matrix import TrainingMatrix
@@ -96,7 +96,7 @@ def noise_path(
         None does so while ``n^3`` is at most 1e10 (CUDA: 1e13) and it fits the memory budget.
     :param num_probes: at least 2.
     :param seed: of the probes.
-    :param progress: show a progress bar (default: only in a terminal).
+    :param progress: show a progress bar (default: in a terminal or notebook).
     :raises InputError: for a model that is not one of these, and what :func:`leave_one_out` refuses.
 
     A solve that does not reach its tolerance warns.
@@ -144,7 +144,7 @@ def noise_path(
             name=acceleration.preconditioner_name,
         )
         found: dict[float, AtNoise] = {}
-        show = sys.stderr.isatty() if show is None else show
+        show = shows_progress(show)
         for value in tqdm(sorted(set(grid), reverse=True), desc="noise path", disable=not show, leave=False):
             found[value] = path.at(value)
         return _result([found[value] for value in grid], False)

@@ -9,9 +9,19 @@ from typing import Any
 
 from . import checks
 from .errors import InputError
+from .pictures import calibration, convergence, hyperparameters, posterior, solvers, spectrum
 from .tensor_file import replacing
 
-__all__ = ["Curve", "plot_convergence"]
+__all__ = [
+    "Curve",
+    "calibration",
+    "convergence",
+    "hyperparameters",
+    "plot_convergence",
+    "posterior",
+    "solvers",
+    "spectrum",
+]
 
 _RING: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2}
 

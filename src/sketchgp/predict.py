@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .accelerate import acceleration_of
-from .checks import count, flag, tensor, word
+from .cards import Card, Shown, seconds, shape, span, tensor_kind
+from .checks import array, count, flag, points_like, refusal, tensor, word
 from .errors import ConvergenceWarning, InputError, warn
 from .inducing_point_gp import InducingPointGP
+from .interactive import shows_progress
 from .models.accelerated.approximate import refuse
 from .models.accelerated.conditioning import Conditioning, PlainConditioning
 from .models.accelerated.posterior import (
@@ -30,7 +31,7 @@ from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .operators.tiles import spans
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, own_solves
-from .settings import VARIANCES
+from .settings import VARIANCES, Variance
 from .settings import variance as variance_setting
 
 _MEAN_ROWS = 8192
@@ -39,7 +40,7 @@ _STREAMED_ROWS = 1024
 
 
 @dataclass(repr=False)
-class Prediction:
+class Prediction(Shown):
     """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
     is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
 
@@ -72,15 +73,37 @@ class Prediction:
     mean_error_bound_deviations: Tensor | None = None
     variance_error_bound: Tensor | None = None
 
-    def __repr__(self) -> str:
-        solve = "solved before" if self.report is None else f"solved by {self.report}"
-        return f"<Prediction {tuple(self.mean.shape)}, variance {self.variance_method!r}, mean {solve}>"
+    def _card(self) -> Card:
+        report, check, error = self.report, self.variance_check, self.variance_standard_error
+        deviations = [
+            None if variance is None else span(variance.clamp_min(0).sqrt())
+            for variance in (self.variance, self.observation_variance)
+        ]
+        compared = None
+        if check is not None:
+            compared = "{min_ratio:.2f} to {max_ratio:.2f} of exact variances at {points} points".format(**check)
+        solve = "factorized, or solved before"
+        if report is not None:
+            state = "converged" if report.converged else f"{report.reason}"
+            solve = f"{report.solver}, {state}, residual {report.max_residual:.1e}, {seconds(report.seconds)}"
+        return Card.of(
+            f"Prediction: {shape(self.mean)} points, {tensor_kind(self.mean)}",
+            mean=span(self.mean),
+            error_of_mean=None
+            if self.mean_error_bound is None
+            else f"certainly below {self.mean_error_bound.max():.1e}",
+            deviation=deviations[0],
+            with_noise=deviations[1],
+            variances=self.variance_method + ("" if error is None else f", standard error {error:.0%}"),
+            compared=compared,
+            solve=solve,
+        )
 
 
 def predict(
     model: ExactGP,
-    x: Tensor,
-    variance: str | None = "auto",
+    x: Any,
+    variance: Variance | None = "auto",
     batch_size: int | None = None,
     progress: bool | None = None,
 ) -> Prediction:
@@ -91,12 +114,14 @@ def predict(
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`, whose variances are
         those of DTC or by samples as the model was told, or a :class:`RandomFeatureGP` that has learned (``variance``
         is then ``"auto"`` or None); it is put into eval mode.
-    :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1, of the training inputs' dtype and device.
+    :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1: a tensor, a numpy array or a pandas table, converted to
+        the training inputs' dtype and device (float64 to float32, too, for a float32 model).  A tuple of them for a
+        model of several inputs, with as many rows each; variances are exact then.
     :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
         compared with exact variances at 4 test points, with a warning where they are off by more than their standard
         errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
-    :param progress: show a progress bar (default: only in a terminal).
+    :param progress: show a progress bar (default: in a terminal or notebook).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
         or samples asked of any model but one with one plain kernel and no batch.
 
@@ -107,29 +132,22 @@ def predict(
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
-    show = sys.stderr.isatty() if progress is None else progress
+    show = shows_progress(progress)
     if isinstance(model, RandomFeatureGP):
         model.eval()
-        x = x.unsqueeze(-1) if torch.is_tensor(x) and x.dim() == 1 else x
+        x = array("predict", "x", x)
+        x = x.unsqueeze(-1) if x.dim() == 1 else x
         return _streamed(model, tensor("predict", "x", x, (2,)), variance, batch_size or _STREAMED_ROWS, show)
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("predict: model expects training data, got none.")
-    if len(model.train_inputs) != 1:
-        raise InputError("predict: model expects to have one tensor of inputs; call model(...) itself for several.")
     missing = bool(torch.isnan(model.train_targets).any())
     if missing and settings.observation_nan_policy.value() != "mask":
         raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
     if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
         raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
-    train = model.train_inputs[0]
-    if torch.is_tensor(x) and x.dim() == 1 and train.shape[-1] == 1:
-        x = x.unsqueeze(-1)
-    tensor("predict", "x", x, (2,))
-    if x.shape[-1] != train.shape[-1] or x.dtype != train.dtype or x.device != train.device:
-        raise InputError(
-            f"predict: x expects shape (m, {train.shape[-1]}), {train.dtype} on {train.device}, as the training "
-            f"inputs; got {tuple(x.shape)}, {x.dtype} on {x.device}."
-        )
+    if len(model.train_inputs) != 1 or isinstance(x, tuple):
+        return _several(model, _inputs_like(x, model.train_inputs), variance, batch_size or _VARIANCE_ROWS, show)
+    x = points_like("predict", "x", x, model.train_inputs[0])
     model.eval()
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
@@ -150,7 +168,7 @@ def predict(
             latent, check, error = _approximate_variance(
                 conditioning, x, method, batch_size or _MEAN_ROWS, show, looked
             )
-        noise = _noise(model, x, latent)
+        noise = _noise(model, [x], latent)
         observed, relative = None if noise is None else latent + noise, None
         if method == "exact" and bound is not None and observed is not None:
             relative = bound / observed.to(torch.float64).sqrt()
@@ -183,6 +201,52 @@ def _method(model: Any, conditioning: Conditioning | None, variance: str, x: Ten
     return "exact"
 
 
+def _inputs_like(x: Any, train: tuple[Tensor, ...]) -> list[Tensor]:
+    """A tensor for each of a model's inputs, of as many rows."""
+    if not isinstance(x, tuple | list) or len(x) != len(train):
+        raise refusal("predict", "x", f"a tuple of {len(train)}, one for each input of the model", x)
+    found = []
+    for number, (given, like) in enumerate(zip(x, train, strict=True)):
+        name = f"x[{number}]"
+        if like.is_floating_point():
+            found.append(points_like("predict", name, given, like))
+            continue
+        values = array("predict", name, given)  # task numbers
+        values = values.unsqueeze(-1) if values.dim() == 1 else values
+        if values.is_floating_point() or values.dim() != 2 or values.shape[-1] != like.shape[-1]:
+            raise refusal("predict", name, f"integers of shape (m, {like.shape[-1]}), as the training inputs", given)
+        found.append(values.to(like))
+    if len({len(part) for part in found}) > 1:
+        raise InputError(f"predict: x expects as many rows of each input; got {[len(part) for part in found]}.")
+    return found
+
+
+def _several(model: Any, inputs: list[Tensor], variance: str | None, rows: int, show: bool) -> Prediction:
+    """Of a model of several inputs, whose posterior is asked for in parts."""
+    if variance not in (None, "auto", "exact"):
+        raise InputError(f"predict: variance of a model of several inputs expects 'auto', 'exact' or None, got "
+                         f"{variance!r}.")  # fmt: skip
+    model.eval()
+    means, latents, noises = [], [], []
+    with torch.no_grad():
+        report = solution_report(model)
+        parts = list(spans(len(inputs[0]), rows))
+        for part in tqdm(parts, desc="prediction", disable=not show or len(parts) < 2, leave=False):
+            some = [x[part] for x in inputs]
+            posterior = model(*some)
+            means.append(posterior.mean)
+            if variance is not None:
+                latents.append(posterior.variance)
+                noises.append(_noise(model, some, latents[-1]))
+        mean = torch.cat(means)
+        if variance is None:
+            return Prediction(mean, None, None, "none", None, report)
+        latent = torch.cat(latents)
+        known = [noise for noise in noises if noise is not None]
+        observed = latent + torch.cat(known) if len(known) == len(noises) else None
+        return Prediction(mean, latent, observed, "exact", None, report)
+
+
 def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, show: bool) -> Prediction:
     """Of a model on inducing points, which knows how variances are computed."""
     if variance not in (None, "auto"):
@@ -203,7 +267,7 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         if variance is None:
             return Prediction(mean, None, None, "none", None, report)
         latent = torch.cat(variances)
-        noise = _noise(model, x, latent)
+        noise = _noise(model, [x], latent)
         observed = None if noise is None else latent + noise
         method = model.variance_method
         error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
@@ -287,7 +351,7 @@ def _approximate_variance(
         return latent.to(x.dtype), None, approximate.error(method)
     some, exact = approximate.check(inputs, latent, method)
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
-    of_new = _noise(conditioning.model, x[some], latent[some])
+    of_new = _noise(conditioning.model, [x[some]], latent[some])
     if of_new is not None:
         check |= _ratios(latent[some] + of_new, exact + of_new, "observation_")
     return latent.to(x.dtype), check, approximate.error(method)
@@ -299,11 +363,11 @@ def _ratios(found: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:
     return {f"{prefix}{name}_ratio": float(value) for name, value in values.items()}
 
 
-def _noise(model: Any, x: Tensor, latent: Tensor) -> Tensor | None:
-    """Noise variance of new observations at x; None where the likelihood does not know it."""
+def _noise(model: Any, inputs: list[Tensor], latent: Tensor) -> Tensor | None:
+    """Noise variance of new observations at some inputs; None where the likelihood does not know it."""
     likelihood = model.likelihood
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         second = likelihood.second_noise_covar
         return None if second is None else second.noise.expand_as(latent)
-    noise = likelihood._shaped_noise_covar(latent.shape, [x]).diagonal(dim1=-1, dim2=-2)
+    noise = likelihood._shaped_noise_covar(latent.shape, inputs).diagonal(dim1=-1, dim2=-2)
     return noise.reshape(latent.shape) if noise.numel() == latent.numel() else noise.expand_as(latent)

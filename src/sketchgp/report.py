@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cards import Card, Shown, report_card
 from .errors import ConvergenceWarning, warn
 
 _recorders: list[list[SolveReport]] = []
@@ -75,7 +76,7 @@ class HeldOutError(NamedTuple):
 
 
 @dataclass(repr=False, kw_only=True)
-class SolveReport:
+class SolveReport(Shown):
     """One linear solve with :attr:`columns` right-hand sides of ``size`` unknowns each.
 
     ``size`` is n for ``(K + noise) value = rhs``, m for problems of m inducing points, and N of N random features, as
@@ -198,7 +199,7 @@ class SolveReport:
             far = f"{self.max_deviations:.1e} posterior deviations"
             found = f"rounding of the kernel matrix moves predictions by up to {far}"
         after = f" after {self.iterations} iterations" if "iterations" in self.work else ""
-        head = f"A linear solve with {self._sizes()} {self.reason}{after}: {found}."
+        head = f"A linear solve with {self.sizes} {self.reason}{after}: {found}."
         remedy = self.remedies.get(self.reason, _ADVICE.get(self.reason))
         if self.reason == Reason.STAGNATED and not remedy:
             remedy = f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
@@ -206,7 +207,9 @@ class SolveReport:
                 remedy = "Rounding in float64 allows no less; raise tol or the noise, or use Cholesky()."
         return f"{head} {remedy}" if remedy else head
 
-    def _sizes(self) -> str:
+    @property
+    def sizes(self) -> str:
+        """n, and that of the system where it is another, in words."""
         if self.size == self.n and self.letter != "features":
             return f"n = {self.n}"
         own = f"{self.letter} = {self.size}"
@@ -232,17 +235,18 @@ class SolveReport:
         done = (f"{count if isinstance(count, int) else format(count, '.1f')} {name.replace('_', ' ')}, "
                 for name, count in self.work.items())  # fmt: skip
         text = (
-            f"{self.solver} ({self._preconditioner()}): {state}, {self.reason}; {self._sizes()}, "
+            f"{self.solver} ({self.preconditioner_and_rank}): {state}, {self.reason}; {self.sizes}, "
             f"{self.columns} column(s), {''.join(done)}{residual}{error}, "
             f"{self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
             f"{self.dtype} on {self.device}"
         )
         return f"{text}; notes: {'; '.join(self.notes)}" if self.notes else text
 
-    def __repr__(self) -> str:
-        return f"<SolveReport of {self}>"
+    def _card(self) -> Card:
+        return report_card(self)
 
-    def _preconditioner(self) -> str:
+    @property
+    def preconditioner_and_rank(self) -> str:
         """Its name, with the rank where the name does not say it."""
         said = not self.rank or re.search(rf"\b{self.rank}\b", self.preconditioner)
         return self.preconditioner if said else f"{self.preconditioner}, rank {self.rank}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
+from typing import Literal, get_args
 
 import torch
 
@@ -13,7 +14,8 @@ from .checks import number, word
 from .memory import available_memory
 
 SHARE = 4  # of the free memory, one stored matrix may take one part in so many
-VARIANCES = ("auto", "exact", "samples", "low_rank")
+Variance = Literal["auto", "exact", "samples", "low_rank"]
+VARIANCES: tuple[str, ...] = get_args(Variance)
 _variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
 Agreement = Callable[[int, bool, torch.device], int]

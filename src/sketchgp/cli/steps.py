@@ -13,6 +13,7 @@ from ..fit import fit
 from ..predict import predict, use_weights
 from ..random_streams import generator
 from ..report import SolveReport, record_solves
+from ..settings import Variance
 from .model_file import SavedModel
 from .regression import Regression, negative_log_density, rmse
 from .results import PeakMemory, Row
@@ -76,7 +77,7 @@ def evaluate(
     x: Tensor,
     y: Tensor,
     what: str,
-    variance: str = "auto",
+    variance: Variance = "auto",
     rows_for_nll: int | None = None,
 ) -> Outcome:
     """Mean and variance of test rows by an accelerated model, and the row of the table.

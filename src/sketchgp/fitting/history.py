@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import checks
+from ..cards import Card, Shown, seconds, several
 from .picture import draw
 
 SETTLED = "the loss has settled"
@@ -15,7 +16,7 @@ DEAR = "solves take longer than a factorization"
 
 
 @dataclass(repr=False)
-class FitHistory:
+class FitHistory(Shown):
     """What a fit did.  ``losses`` are negative log marginal likelihoods divided by n (by n t for t outputs), one a
     step; ``gradients`` the norms of their gradients, by Adam in the unconstrained parameters, by L-BFGS in the
     logarithms of what is positive; ``seconds`` since the fit began, what came before the first step included.
@@ -41,6 +42,8 @@ class FitHistory:
     counts losses with gradient, those of a line search included. ``subset`` is the history of the fit on a random
     subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
     model's parameters. ``notes`` say what was decided on the way.
+    ``hyperparameters`` are those of each step by name (``"covar_module.base_kernel.lengthscale"``), as the model has
+    them, without what has more than 100 numbers.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -61,6 +64,7 @@ class FitHistory:
     restarts: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bracket: tuple[float, float] | None = None
+    hyperparameters: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
 
     @property
     def best_loss(self) -> float:
@@ -108,5 +112,23 @@ class FitHistory:
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
         )
 
-    def __repr__(self) -> str:
-        return f"<FitHistory: {self}>"
+    def _card(self) -> Card:
+        if not self.losses:
+            return Card.of("FitHistory: no step", ended=self.reason)
+        loss = f"{self.losses[0]:.4f} to {self.best_loss:.4f} for each row"
+        if self.objective == "samples":
+            loss += ", but for a constant"
+        if self.bracket is not None:
+            loss += ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+        before = None
+        if self.subset is not None and self.subset.losses:
+            before = f"a fit to {self.subset.rows:,} rows, {several(len(self.subset.losses), 'step')}"
+        return Card.of(
+            f"FitHistory: {self.rows:,} rows, by {self.optimizer}, objective {self.objective}",
+            loss=loss,
+            gradient=f"{self.gradients[0]:.1e} to {self.gradients[self.best_step]:.1e}" if self.gradients else None,
+            steps=f"{len(self.losses):,}, {several(self.evaluations, 'evaluation')}; {self.reason}",
+            started_from=before,
+            time=seconds(self.seconds[-1]),
+            notes="; ".join(self.notes),
+        )

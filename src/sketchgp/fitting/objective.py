@@ -19,6 +19,8 @@ from ..models.accelerated.threshold import exactly
 from ..report import own_solves
 from .record import Evaluation, Stage, flat, parts
 
+_MANY_NUMBERS = 100  # of a hyperparameter, above which its course is not kept
+
 
 class Objective:
     """The negative log marginal likelihood of a model, divided as the ``mll`` does.
@@ -137,6 +139,18 @@ class Objective:
         """Of each parameter; None where it has none."""
         known = {id(p): constraint for _, p, constraint in self.model.named_parameters_and_constraints()}
         return [known.get(id(p)) for p in self.parameters]
+
+    @torch.no_grad()
+    def named(self, state: list[Tensor]) -> dict[str, tuple[float, ...]]:
+        """What :meth:`state` found as hyperparameters by name, but for those of many numbers."""
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        found = {}
+        for name, parameter, constraint in self.model.named_parameters_and_constraints():
+            if id(parameter) in places and parameter.numel() <= _MANY_NUMBERS:
+                value = state[places[id(parameter)]]
+                value = value if constraint is None else constraint.transform(value)
+                found[name.replace("raw_", "")] = tuple(value.reshape(-1).tolist())
+        return found
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from ..errors import InputError
+from ..style import COLORS, RING, axes_for, finish
 
-_LOSS, _GRADIENT = "#1f5aa6", "0.55"
+_LOSS, _GRADIENT = COLORS[0], "0.55"
 
 
 def draw(history: Any, ax: Any, by: str) -> Any:
@@ -17,13 +18,7 @@ def draw(history: Any, ax: Any, by: str) -> Any:
     """
     if not history.losses:
         raise InputError("FitHistory.plot expects a fit with at least one step.")
-    if ax is None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        ax = figure.subplots()
+    ax = axes_for("FitHistory.plot", ax)
     x = history.seconds if by == "seconds" else list(range(len(history.losses)))
     other = ax.twinx()
     norms = [norm if norm > 0 else math.nan for norm in history.gradients]
@@ -36,16 +31,12 @@ def draw(history: Any, ax: Any, by: str) -> Any:
         lower, upper = ([v + side * e for v, e in zip(history.losses, errors, strict=True)] for side in (-1, 1))
         ax.fill_between(x, lower, upper, color=_LOSS, alpha=0.15, linewidth=0, label="one standard error")
     ax.plot(x, history.losses, color=_LOSS, linewidth=2, marker=".", markersize=7, label="loss")
-    ring = {"marker": "o", "markersize": 8, "markerfacecolor": "white", "markeredgewidth": 2, "linestyle": "none"}
     best = history.best_step
-    ax.plot([x[best]], [history.losses[best]], color=_LOSS, label="parameters kept", **ring)
-    ax.set_xlabel("seconds since the fit began" if by == "seconds" else "step")
-    ax.set_ylabel("loss: negative log marginal likelihood per row")
-    ax.set_title(f"{history.optimizer}, {history.objective}; {history.reason}", loc="left", fontsize=10)
-    ax.grid(True, axis="y", color="0.9", linewidth=0.8)
-    ax.set_axisbelow(True)
+    ax.plot([x[best]], [history.losses[best]], color=_LOSS, label="parameters kept", **RING)
+    time, loss = "seconds since the fit began", "loss: negative log marginal likelihood per row"
+    title = f"{history.optimizer}, {history.objective}; {history.reason}"
+    finish(ax, title, time if by == "seconds" else "step", loss, grid="y")
+    ax.spines["right"].set_visible(True)  # the axis of the gradient
     ax.set_zorder(other.get_zorder() + 1)
     ax.patch.set_visible(False)
-    ax.spines["top"].set_visible(False)
-    ax.legend(frameon=False, fontsize=9)
     return ax

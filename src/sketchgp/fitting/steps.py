@@ -75,6 +75,8 @@ class Steps:
         history.products.append(sum(one.products for one in self._since))
         history.seconds.append(max((one.clock for one in self._since), default=found.clock) - self.began)
         history.widths.append(width)
+        for name, values in self.objective.named(state).items():
+            history.hyperparameters.setdefault(name, []).append(values)
         self._since.clear()
         self._probes.append(found.probes)
         if len(history.losses) == self.first + 1:

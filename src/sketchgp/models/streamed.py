@@ -86,7 +86,7 @@ class Streamed:
         :param held_out: points and targets, or labels, whose error is computed as the solve goes on: the root mean
             square of each column, or the share of wrong labels.
         :param callback: called with a :class:`~sketchgp.solvers.Progress` once an epoch or 32 batches; True ends it.
-        :param progress: show a progress bar (default: only in a terminal).
+        :param progress: show a progress bar (default: in a terminal or notebook).
         :returns: what happened.
         :raises InputError: for data that do not fit; :raises NumericalError: where it diverges.
         """

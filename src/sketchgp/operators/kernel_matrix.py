@@ -73,6 +73,7 @@ class KernelMatrix(LinearOperator):
         asked: bool | None = None,
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, parameters
+        self._known_size: torch.Size | None = None
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
         self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
         self.asked = engine != "auto" if asked is None else asked
@@ -328,8 +329,10 @@ class KernelMatrix(LinearOperator):
     # --- what a LinearOperator must offer -------------------------------------------------------------------
 
     def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.x1.shape[:-2], self.x2.shape[:-2], self.kernel.batch_shape)
-        return torch.Size((*batch, self.x1.shape[-2], self.x2.shape[-2]))
+        if self._known_size is None:  # asked for dozens of times in a solve
+            batch = torch.broadcast_shapes(self.x1.shape[:-2], self.x2.shape[:-2], self.kernel.batch_shape)
+            self._known_size = torch.Size((*batch, self.x1.shape[-2], self.x2.shape[-2]))
+        return self._known_size
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..checks import count, settle
 from ..distributed import Factor, fetched, square_norms, whole
-from ..errors import InputError
 from ..lowrank import LowRank, nystrom_factor
 from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
@@ -45,10 +44,11 @@ class Selection:
 class Preconditioner:
     """Base class: a frozen choice of method; :meth:`build` makes the preconditioner of one matrix.
 
-    :param rank: columns of F; None chooses it by cost (:mod:`sketchgp.preconditioners.rank`): columns are added while
-        the iterations that they are predicted to save, from what is left of the trace over the noise and how fast it
-        falls, cost more than the columns do; until ``sum(residual / noise) <= 1`` (condition number at most 2) or the
-        memory budget is full.  Nothing is timed: the same problem gets the same rank.
+    :param rank: columns of F, cut to n, with a note in the report; None chooses it by cost
+        (:mod:`sketchgp.preconditioners.rank`): columns are added while the iterations that they are predicted to save,
+        from what is left of the trace over the noise and how fast it falls, cost more than the columns do; until
+        ``sum(residual / noise) <= 1`` (condition number at most 2) or the memory budget is full.  Nothing is timed: the
+        same problem gets the same rank.
     """
 
     rank: int | None = None
@@ -73,12 +73,12 @@ class Preconditioner:
         return type(self).__name__
 
     def validate(self, n: int) -> None:
-        """Refuse what cannot be built for n points.
+        """Refuse what cannot be built for n points."""
 
-        :raises InputError: if the rank exceeds n.
-        """
-        if self.rank is not None and self.rank > n:
-            raise InputError(f"{self.name}(rank={self.rank}) exceeds the {n} training points; choose a rank up to n.")
+    def note(self, n: int) -> str:
+        """What a report says where the rank that was asked for is more than the n points have; "" where it is not."""
+        more = self.rank is not None and self.rank > n
+        return f"rank {self.rank} was asked for; {n} points have {n}" if more else ""
 
     def rank_for(self, n: int, device: torch.device) -> int:
         """The rank asked for, or the bound of the automatic one: what the memory budget holds."""

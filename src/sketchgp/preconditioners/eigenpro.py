@@ -49,7 +49,8 @@ class NystromEigenPro(Preconditioner):
         n = matrix.n
         wanted = self.subsample_size or min(10_000, max(math.ceil(20 * math.sqrt(n)), 4 * (self.rank or 1)))
         size = min(n, max(wanted, (self.rank or 0) + 1))
-        rank = self.rank if self.rank is not None else max(1, min(size // 4, self.rank_for(n, matrix.device)))
+        rank = self.rank_for(n, matrix.device)
+        rank = rank if self.rank is not None else max(1, min(size // 4, rank))
         scales = (noise.min() / noise).sqrt()  # all 1 where the noise is one number
         stream = generator(self.seed, "subsample of the EigenPro preconditioner")
         top = top_eigensystem(matrix, rank, size, generator=stream, scales=scales)

@@ -44,7 +44,7 @@ class RPCholesky(Preconditioner):
         settle(self, seed, "seed")
 
     def validate(self, n: int) -> None:
-        """:raises InputError: if the rank or the block size exceeds n."""
+        """:raises InputError: if the block size exceeds n."""
         super().validate(n)
         if self.block_size is not None and self.block_size > n:
             raise InputError(

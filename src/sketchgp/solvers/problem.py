@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import found, instance, like, tensor, variances, word
+from ..cards import Card, Shown, report_card, shape, span, tensor_kind
+from ..checks import found, instance, points_like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
 from ..operators.access import AccurateProduct, element
@@ -18,14 +19,47 @@ from ..row_sources import RowSource, whole_or_source, whole_targets
 
 
 @dataclass(repr=False)
-class Solution:
-    """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found."""
+class Solution(Shown):
+    """``value`` in the shape and dtype of the right-hand side, and the :class:`SolveReport` of how it was found.
+
+    ``problem`` is what was solved, whose tensors it shares; None where a solver of your own does not say, and in a
+    model, which predicts by itself.
+    """
 
     value: Tensor
     report: SolveReport
+    problem: Any = None
 
-    def __repr__(self) -> str:
-        return f"<Solution {tuple(self.value.shape)} by {self.report}>"
+    def predict(self, x: Any) -> Tensor:
+        """``k(x, points) value``, the points those of the problem: its rows, or its inducing points.
+
+        That is the posterior mean of a Gaussian process with prior mean 0, and the function of kernel ridge regression.
+        The matrix is evaluated in float64, by tiles, and never stored.
+
+        :param x: ``(p, d)``, or ``(p,)`` where d is 1: a tensor, a numpy array or a pandas table, converted to the
+            dtype and device of the problem's points.
+        :returns: ``(p,)`` or ``(p, t)`` as the value has columns or not, in the points' dtype.
+        :raises InputError: for points that do not fit, or a solution that does not know its problem, or one of random
+            features, whose :class:`sketchgp.RandomFeatureGP` predicts.
+        """
+        points = getattr(self.problem, "inducing_points", None)
+        points = getattr(self.problem, "x", None) if points is None else points
+        if not isinstance(points, Tensor | RowSource) or len(points) != len(self.value):
+            whose = "None" if self.problem is None else f"a {type(self.problem).__name__}"
+            raise InputError(
+                "Solution.predict expects a solution of a FullProblem or an InducingPointProblem that knows it, as "
+                f"Solution(value, report, problem); this one's is {whose}. Of a model use sketchgp.predict(model, x)."
+            )
+        x = points_like("Solution.predict", "x", x, points)
+        with torch.no_grad():
+            weights = self.value.to(torch.float64).reshape(len(points), -1)
+            found = KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double()._matmul(weights)
+        return found.to(points.dtype).reshape(len(x), *self.value.shape[1:])
+
+    def _card(self) -> Card:
+        title = f"Solution: {shape(self.value)} values, {tensor_kind(self.value)}"
+        found = report_card(self.report)
+        return Card(title, (("values", span(self.value)), ("solve", found.title.partition(": ")[2]), *found.rows))
 
 
 class System:
@@ -120,20 +154,6 @@ class FullProblem:
         """The linear system, with the kernel matrix as an operator."""
         word("FullProblem.system", "matmul", matmul, ENGINES)
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)
-
-    @torch.no_grad()
-    def mean(self, points: Tensor, weights: Tensor) -> Tensor:
-        """The posterior mean ``k(points, x) W``, ``(p,)`` or ``(p, t)``, in float64; ``p n`` kernel evaluations.
-
-        :param points: ``(p, d)``, of x's dtype and device.
-        :param weights: W ``(n,)`` or ``(n, t)``, the ``value`` of a solution.
-        :raises InputError: for points or weights that do not fit.
-        """
-        owner = "FullProblem.mean"
-        like(owner, "weights", weights, self.y.shape, self.y.device, whose="y's")
-        matrix = KernelMatrix.of(self.kernel, tensor(owner, "points", points, (2,)), self.x, engine="tiled").detach()
-        found = matrix.double()._matmul(weights.reshape(len(self.x), -1).to(torch.float64))
-        return found.reshape(len(points), *self.y.shape[1:])
 
 
 def check_problem(owner: str, problem: Any) -> None:

@@ -102,7 +102,7 @@ def solve_checked(
         raise InputError(f"{solver.name}.solve returned NaN or infinity.")
     if not any(report is solution.report for report in solves):
         conclude(solution.report)
-    return solution if value.dtype == dtype else Solution(value.to(dtype), solution.report)
+    return Solution(value.to(dtype), solution.report)  # without the problem, whose targets a model need not keep
 
 
 @torch.no_grad()

@@ -188,7 +188,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             )
         else:
             value, report = solve_system(solver, system, rhs)
-        self._tell(report, why)
+        asked = acceleration.preconditioner if report.rank else None
+        self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
         return value
 
     def _known_of(self, cache: PreconditionerCache | None) -> tuple[str, bool, float]:
@@ -197,9 +198,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return "none", False, 0.0
         return self.acceleration.preconditioner_name, cache.choice.below, cache.take_seconds()
 
-    def _tell(self, report: SolveReport, why: str = "") -> None:
+    def _tell(self, report: SolveReport, *why: str) -> None:
         """Notes of a solve, and what GPyTorch's settings want to see of it."""
-        for note in filter(None, (why, why_iterative(self.shape[-1]))):
+        for note in filter(None, (*why, why_iterative(self.shape[-1]))):
             report.notes.append(note)
             logger.info(note)
         if settings.verbose_linalg.on():

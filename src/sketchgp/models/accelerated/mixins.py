@@ -13,6 +13,7 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from linear_operator.operators import AddedDiagLinearOperator
 
+from ...cards import Card, choice, shape, tensor_kind
 from ...operators.lazies import adopt_kernels
 from ..density import log_density
 from .acceleration import ATTRIBUTE, Acceleration, choices_of
@@ -53,6 +54,23 @@ class AcceleratedModel(_Accelerated):
             if cache is not None:
                 cache.clear()
         return result
+
+    def extra_repr(self) -> str:
+        own: str = super().extra_repr()  # type: ignore[misc]
+        if not is_accelerated(self):
+            return own
+        acceleration: Acceleration = self.__dict__[ATTRIBUTE]
+        inputs = self.train_inputs or ()  # type: ignore[attr-defined]
+        precise = acceleration.matmul_precision
+        rows = Card.of(
+            "",
+            training_data="; ".join(f"{shape(x)}, {tensor_kind(x)}" for x in inputs),
+            preconditioner=choice(acceleration.preconditioner),
+            solver=choice(acceleration.solver),
+            matmul=acceleration.matmul + ("" if precise == "float32" else f", {precise}"),
+            variance=acceleration.variance,
+        )
+        return own + ("\n" if own else "") + rows.text().lstrip("\n")
 
     def __setattr__(self, name: str, value: Any) -> None:
         ours = name == "prediction_strategy" and is_accelerated(self)

@@ -45,7 +45,7 @@ class Cholesky:
         """
         self.validate(problem)
         value, report, _ = self.run(problem.system("tiled"), problem.y.reshape(problem.y.shape[0], -1))
-        return Solution(value.reshape(problem.y.shape), report)
+        return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
     def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:

@@ -89,7 +89,7 @@ class ConjugateGradients(Budgeted):
             returning True ends the solve.
         :param held_out: points ``(m, d)`` and targets ``(m,)`` or ``(m, t)`` whose root mean square error is computed
             as the solve goes on (in at most a tenth of the work) and kept in the report.
-        :param progress: show a progress bar (default: only in a terminal).
+        :param progress: show a progress bar (default: in a terminal or notebook).
         :raises InputError: for arguments that do not fit; :raises NumericalError: where NaN appears.
 
         Ctrl-C ends the solve with the best iterate (true residual) so far, and a warning.
@@ -124,7 +124,8 @@ class ConjugateGradients(Budgeted):
             progress=progress,
             keep_interrupted=True,
         )
-        return Solution(value.reshape(problem.y.shape), report)
+        report.notes += filter(None, [choice.note(system.n) if choice is not None else ""])
+        return Solution(value.reshape(problem.y.shape), report, problem)
 
     def run(
         self,

@@ -66,17 +66,13 @@ class NystromPCG(NormalEquationsSolver):
         settle(self, seed, "seed")
         self._check_common()
 
-    def validate(self, problem: InducingPointProblem) -> None:
-        """:raises InputError: where the choices do not fit the problem, or its arrays the memory that is free."""
-        super().validate(problem)
-        if (self.rank or 0) > problem.m:
-            raise InputError(
-                f"NystromPCG(rank={self.rank}) exceeds the {problem.m} inducing points; choose at most {problem.m}."
-            )
+    def _notes(self, problem: InducingPointProblem) -> list[str]:
+        m, more = problem.m, (self.rank or 0) > problem.m
+        return [f"rank {self.rank} was asked for; {m} inducing points have {m}"] if more else []
 
     def _rank(self, m: int, device: torch.device) -> int:
         if self.rank is not None:
-            return self.rank
+            return min(self.rank, m)
         return max(1, min(m, _RANK, agreed(available_memory(device), device) // 2 // (8 * _COPIES * m)))
 
     def _bytes(self, problem: InducingPointProblem) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import found, instance, like, tensor, variances
+from ...checks import found, instance, tensor, variances
 from ...errors import InputError
 from ...memory import available_memory
 from ...operators import KernelMatrix
@@ -144,21 +144,6 @@ class InducingPointProblem:
     def tall(self, accurate: bool) -> TallMatrix:
         """``diag(weights) k(x, z)`` by tiles."""
         return TallMatrix(self.kernel, self._inputs("This solver"), self.inducing_points, self.weights, accurate)
-
-    @torch.no_grad()
-    def mean(self, points: Tensor, weights: Tensor) -> Tensor:
-        """``k(points, z) W``, ``(p,)`` or ``(p, t)``, in float64: the posterior mean of the subset of regressors.
-
-        :param points: ``(p, d)``, of z's dtype and device.
-        :param weights: W ``(m,)`` or ``(m, t)``, the ``value`` of a solution.
-        :raises InputError: for points or weights that do not fit.
-        """
-        owner, z = "InducingPointProblem.mean", self.inducing_points
-        check_points(owner, "points", tensor(owner, "points", points, (2,)), z)
-        shape = (self.m, *tensor(owner, "weights", weights, (1, 2)).shape[1:])
-        like(owner, "weights", weights, shape, z.device, whose="a row for each inducing point,")
-        found = TallMatrix(self.kernel, points, z, accurate=True).matmul(weights.reshape(self.m, -1).to(torch.float64))
-        return found.reshape(len(points), *shape[1:])
 
     def kzz(self) -> Tensor:
         """``k(z, z)``, ``(m, m)`` float64.

@@ -69,7 +69,7 @@ class QR:
             "The points are nearly dependent; drop some, or raise the noise.",
             singular=bool(too_far.any()), deviations=moved.cpu(),
         )  # fmt: skip
-        return Solution(value.reshape(m, *problem.y.shape[1:]), report)
+        return Solution(value.reshape(m, *problem.y.shape[1:]), report, problem)
 
 
 def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:

@@ -87,11 +87,14 @@ class SketchySAGA(InducingPointSolver):
         inducing points."""
         super().validate(problem)
         x, _ = problem.tensors(f"{self.name}()")
-        for name, most, what in (("block_size", len(x), "points"), ("rank", problem.m, "inducing points")):
-            if (getattr(self, name) or 0) > most:
-                raise InputError(
-                    f"SketchySAGA({name}={getattr(self, name)}) exceeds the {most} {what}; choose at most {most}."
-                )
+        if (self.block_size or 0) > len(x):
+            raise InputError(
+                f"SketchySAGA(block_size={self.block_size}) exceeds the {len(x)} points; choose at most {len(x)}."
+            )
+
+    def _notes(self, problem: InducingPointProblem) -> list[str]:
+        m, more = problem.m, (self.rank or 0) > problem.m
+        return [f"rank {self.rank} was asked for; {m} inducing points have {m}"] if more else []
 
     def _work(self) -> float:
         return self.max_epochs

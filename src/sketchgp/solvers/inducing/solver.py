@@ -44,6 +44,10 @@ class InducingPointSolver(Budgeted):
         """Fields of the report that only this solver knows."""
         raise NotImplementedError
 
+    def _notes(self, problem: InducingPointProblem) -> list[str]:
+        """Of the report, where choices were cut to the problem."""
+        return []
+
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         """What tells in words that memory ran out."""
         return nullcontext()
@@ -69,7 +73,7 @@ class InducingPointSolver(Budgeted):
         :param held_out: points ``(p, d)`` and targets ``(p,)`` or ``(p, t)`` whose root mean square error is computed
             as the solve goes on (in at most a tenth of the work; where it decides when to stop, after each epoch) and
             kept in the report.
-        :param progress: show a progress bar (default: only in a terminal).
+        :param progress: show a progress bar (default: in a terminal or notebook).
         :returns: W, ``(m,)`` or ``(m, t)`` as y has columns or not, float64 whatever the dtype of x: the weights of
             neighbouring points cancel, and would not do so in float32.
         :raises InputError: for arguments that do not fit, or too little memory.
@@ -102,8 +106,9 @@ class InducingPointSolver(Budgeted):
             )
             outcome = run.loop(progress)
             report: SolveReport = run.report(**self._facts(problem, method))
+        report.notes += self._notes(problem)
         conclude(report)
-        return Solution(outcome.value.reshape(shape), report)
+        return Solution(outcome.value.reshape(shape), report, problem)
 
     def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
         return None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, self._marks(problem))

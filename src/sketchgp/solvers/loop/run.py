@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from tqdm.auto import tqdm
 
 from ...distributed import in_force
 from ...errors import InputError
+from ...interactive import shows_progress
 from ...memory import peak_memory
 from ...operators.unchanged import parameters_held
 from ...report import HeldOutError, Reason, SolveReport
@@ -102,7 +102,7 @@ class Run:
 
     def loop(self, progress: bool | None) -> Outcome:
         """Step until something ends the solve."""
-        method, show = self.method, sys.stderr.isatty() if progress is None else progress
+        method, show = self.method, shows_progress(progress)
         show = show and (self.shards is None or self.shards.rank == 0)
         bar = tqdm(
             desc=f"{method.name}, {method.letter} = {method.size}",

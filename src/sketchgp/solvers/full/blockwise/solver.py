@@ -83,7 +83,7 @@ class BlockSolver(Budgeted):
             returning True ends the solve.
         :param held_out: points ``(m, d)`` and targets ``(m,)`` or ``(m, t)`` whose root mean square error is computed
             as the solve goes on (in at most a tenth of the work) and kept in the report.
-        :param progress: show a progress bar (default: only in a terminal).
+        :param progress: show a progress bar (default: in a terminal or notebook).
         :raises InputError: for arguments that do not fit; :raises NumericalError: for NaN, or where it diverges.
 
         Ctrl-C ends the solve after the step under way, with the iterate, its residual (on at most 8,192 rows) and a
@@ -106,7 +106,7 @@ class BlockSolver(Budgeted):
             progress=progress,
             keep_interrupted=True,
         )
-        return Solution(value.reshape(problem.y.shape), report)
+        return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
     def run(

@@ -1,0 +1,121 @@
+"""Pictures of predictions: a posterior of one feature, and whether deviations are right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..errors import InputError
+from ..inducing_point_gp import InducingPointGP
+from ..predict import Prediction, predict
+from ..style import COLORS, axes_for, below_axes, finish
+
+_POINTS = 400  # that a posterior is drawn at
+_MARGIN = 0.05  # of the range of the training inputs, beyond it
+_MOST = 2000  # training points that are drawn
+_LEVELS = 99
+
+
+def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0) -> Any:
+    """The posterior of a model of one feature: mean, the function within so many deviations, and observations.
+
+    :param model: as :func:`sketchgp.predict` takes it, with inputs ``(n, 1)`` and one output.
+    :param ax: matplotlib axes; None makes a figure.
+    :param x: points ``(m,)`` to draw at, ascending; None is 400 over the range of the training inputs.
+    :param deviations: half the width of the bands.
+    :returns: the axes.
+    :raises InputError: for a model of other inputs, or what :func:`sketchgp.predict` refuses.
+
+    Of more than 2,000 training points as many are drawn, at equal steps through the data.
+    """
+    owner = "posterior"
+    deviations = checks.number(owner, "deviations", deviations, above=0, finite=True)
+    inputs = getattr(model, "train_inputs", None)
+    if not inputs or len(inputs) != 1 or inputs[0].dim() != 2 or inputs[0].shape[1] != 1:
+        raise checks.refusal(owner, "model", "a model with training inputs (n, 1)", model)
+    train, targets = inputs[0][:, 0], model.train_targets
+    if targets.dim() != 1:
+        raise InputError(f"{owner}: model expects one output, got targets of shape {tuple(targets.shape)}.")
+    if x is None:
+        low, high = float(train.min()), float(train.max())
+        margin = _MARGIN * (high - low) or 1.0
+        x = torch.linspace(low - margin, high + margin, _POINTS, dtype=train.dtype, device=train.device)
+    points = checks.points_like(owner, "x", x, inputs[0])
+    found, ax, color = predict(model, points, progress=False), axes_for(owner, ax), COLORS[0]
+    at, mean = _list(points[:, 0]), _double(found.mean)
+    bands = ((found.observation_variance, 0.12, "observations"), (found.variance, 0.28, "function"))
+    for variance, opacity, what in bands:
+        if variance is not None:
+            half = deviations * _double(variance).clamp_min(0).sqrt()
+            label = f"{what}, {deviations:g} deviations"
+            lower, upper = (mean - half).tolist(), (mean + half).tolist()
+            ax.fill_between(at, lower, upper, color=color, alpha=opacity, linewidth=0, label=label)
+    ax.plot(at, mean.tolist(), color=color, linewidth=2, label="posterior mean")
+    some = slice(None, None, math.ceil(len(train) / _MOST))
+    shown = _list(train[some]), _list(targets[some])
+    size = 4.0 if len(shown[0]) <= 100 else 2.0
+    ax.plot(*shown, ".", color="0.2", markersize=size, alpha=0.7, label=f"{len(train):,} training points", zorder=3)
+    if isinstance(model, InducingPointGP):
+        z = _list(model.inducing_points[:, 0])
+        bottom = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+        label = f"{len(z):,} inducing points"
+        ax.plot(z, [0.0] * len(z), "|", color=COLORS[1], markersize=10, label=label, **bottom)
+    finish(ax, f"variances: {found.variance_method}", "x", "y", legend=False)
+    below_axes(ax, ax.get_legend_handles_labels()[0])
+    return ax
+
+
+def calibration(prediction: Any, y: Any, ax: Any = None) -> Any:
+    """How often targets lie within the central intervals of a prediction, against how often they should.
+
+    On the diagonal deviations are right; below it they are too small.  The band is where the share of as many
+    independent targets lies in 95 of 100 cases.  The title has the root mean square error and the mean negative log
+    density, in nats.
+
+    :param prediction: a :class:`sketchgp.Prediction` with ``observation_variance``, of one output.
+    :param y: the targets ``(m,)`` of those points: a tensor, a numpy array or a pandas column.
+    :param ax: matplotlib axes; None makes a figure.
+    :returns: the axes.
+    :raises InputError: for a prediction without the variance of observations, or targets that do not fit.
+    """
+    owner = "calibration"
+    checks.instance(owner, "prediction", prediction, Prediction, "a Prediction")
+    if prediction.observation_variance is None:
+        raise InputError(f"{owner}: prediction expects the variance of observations; predict with variance='auto'.")
+    mean, variance = _double(prediction.mean), _double(prediction.observation_variance)
+    given = checks.array(owner, "y", y)
+    if given.is_complex() or mean.dim() != 1 or given.shape != mean.shape:
+        raise InputError(f"{owner}: y expects shape {tuple(mean.shape)} of one output, got {tuple(given.shape)}.")
+    given = checks.tensor(owner, "y", _double(given), (1,))
+    score = (given - mean) / variance.sqrt()
+    within = torch.erf(score.abs() / math.sqrt(2))  # the level of the interval that just holds it
+    levels = torch.arange(1, _LEVELS + 1, dtype=torch.float64) / (_LEVELS + 1)
+    shares = (within.unsqueeze(0) <= levels.unsqueeze(1)).double().mean(dim=1)
+    spread = 1.96 * (levels * (1 - levels) / len(given)).sqrt()
+    ax = axes_for(owner, ax, (4.8, 4.6))
+    at = levels.tolist()
+    ax.plot([0, 1], [0, 1], color="0.45", linewidth=1, linestyle=(0, (2, 2)))
+    lower, upper = ((levels + side * spread).clamp(0, 1).tolist() for side in (-1, 1))
+    ax.fill_between(at, lower, upper, color="0.8", linewidth=0, label=f"chance, {len(given):,} targets")
+    ax.plot(at, shares.tolist(), color=COLORS[0], linewidth=2, label="targets within the interval")
+    ax.set_aspect("equal")
+    ax.set_xlim(0, 1)
+    ax.set_ylim(0, 1)
+    error = float((given - mean).square().mean().sqrt())
+    density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * score.square()).mean())
+    title = f"RMSE {error:.4g}, negative log density {density:.3g} nats"
+    finish(ax, title, "level of the central interval", "share of targets in it", legend=False)
+    ax.legend(frameon=False, fontsize=9, loc="upper left")
+    return ax
+
+
+def _double(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float64)
+
+
+def _list(values: Tensor) -> list[float]:
+    return _double(values).tolist()

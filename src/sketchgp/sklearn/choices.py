@@ -1,0 +1,80 @@
+"""What the estimators decide from the number of rows and the memory, and say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..inducing_points import choose_inducing_points
+from ..memory import available_memory
+from ..preconditioners import RPCholesky
+from ..solvers import ConjugateGradients
+from ..solvers.automatic import automatic_solver
+
+METHODS = ("auto", "exact", "inducing")
+DIRECT = 2000  # rows up to which a factorization is the fastest
+_EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
+_LEAST, _MOST = 500, 5000  # inducing points by default: 5 n^1/2 between these, and what memory holds
+_BYTES = 100  # times m^2
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """``"exact"``, or ``"inducing"`` with so many points; and why, as a sentence."""
+
+    method: str
+    points: int
+    why: str
+
+
+def choose(owner: str, method: Any, n_inducing: Any, n: int, device: torch.device) -> Chosen:
+    """:raises InputError: for arguments that do not fit."""
+    checks.word(owner, "method", method, METHODS)
+    asked = checks.count(owner, "n_inducing", n_inducing, optional=True)
+    most = _EXACT.get(device.type, _EXACT["cuda"])
+    why = f"{n:,} rows, of at most {most:,} that are solved for exactly by default"
+    if method != "auto":
+        why = f"{n:,} rows, as method={method!r} says"
+    elif asked is not None:
+        method, why = "inducing", f"{n:,} rows, as n_inducing={asked} says"
+    elif n > most:
+        method, why = "inducing", f"{n:,} rows, more than the {most:,} that are solved for exactly by default"
+    else:
+        solver, of_memory = automatic_solver(n, device, RPCholesky())
+        method = "exact" if isinstance(solver, ConjugateGradients) else "inducing"
+        why = why if method == "exact" else of_memory.partition(": ")[2]
+    if method == "exact":
+        return Chosen(method, 0, f"exact: {why}")
+    points = asked
+    if points is None:
+        fits = math.isqrt(available_memory(device) // 2 // _BYTES)
+        points = max(1, min(max(_LEAST, min(_MOST, math.ceil(5 * math.sqrt(n)))), fits))
+    points = min(points, n)
+    return Chosen(method, points, f"{points:,} inducing points: {why}")
+
+
+def inducing_points(kernel: Any, x: Tensor, count: int, seed: int) -> Tensor:
+    """``(count, d)``: all rows, or centres of k-means."""
+    return x if count == len(x) else choose_inducing_points(kernel, x, count, "k-means", seed=seed).points
+
+
+def device_of(owner: str, device: Any) -> torch.device:
+    """Where an estimator computes; None is the CPU.
+
+    :raises InputError: for what is no device.
+    """
+    try:
+        return torch.device("cpu" if device is None else device)
+    except (TypeError, RuntimeError):
+        raise checks.refusal(owner, "device", "a device such as 'cpu' or 'cuda'", device, optional=True) from None
+
+
+def tensor_of(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a numpy array."""
+    return torch.tensor(np.asarray(values), device=device, dtype=dtype)

@@ -1,0 +1,126 @@
+"""``KernelRidge``: kernel ridge regression by the solvers, in scikit-learn's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor
+
+from .. import checks
+from ..errors import InputError
+from ..preconditioners import RPCholesky
+from ..solvers import Cholesky, FullProblem, InducingPointProblem, Solution
+from ..solvers.automatic import automatic_solver
+from ..solvers.inducing.automatic import automatic_inducing_solver
+from .choices import DIRECT, Chosen, choose, device_of, inducing_points, tensor_of
+from .kernels import ridge_kernel
+
+TYPES = [np.float64, np.float32]
+
+
+class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
+    """Kernel ridge regression: ``f = sum_i w_i k(., x_i)`` with ``(K + alpha) w = y``, as scikit-learn's class.
+
+    The system is solved by a factorization up to 2,000 rows, and beyond by conjugate gradients, or ASkotch where no
+    preconditioner fits in memory; on inducing points ``f = k(., z) w`` minimises
+    ``sum_i (f(x_i) - y_i)^2 + alpha ||f||^2``.  ``choice_`` says which, and why.
+
+    :param alpha: the ridge, positive.
+    :param kernel: ``"rbf"``, ``"laplacian"`` (of the l1 distance), ``"matern12"``, ``"matern32"``, ``"matern52"`` or
+        ``"rational_quadratic"``, without an output scale; or a GPyTorch kernel, which is used as it is.
+    :param gamma: of kernels by name: ``exp(-gamma |x - z|^2)``, ``exp(-gamma |x - z|_1)`` for ``"laplacian"``; the
+        others have the lengthscale ``(2 gamma)^-1/2`` that the first has.  None is 1 / d.
+    :param method: ``"exact"``, ``"inducing"``, or ``"auto"``: exact up to 20,000 rows (CUDA: 100,000) while a
+        preconditioner fits in memory.
+    :param n_inducing: how many inducing points, by k-means; None is ``5 n^1/2``, from 500 to 5,000, as memory allows.
+        A number makes ``method="auto"`` take them.
+    :param solver: ``"auto"``, or a solver of :class:`sketchgp.FullProblem` or :class:`sketchgp.InducingPointProblem`.
+    :param device: where to compute, such as ``"cuda"``; None is the CPU.
+    :param random_state: of the inducing points: an integer, a ``RandomState``, or None.
+    :param verbose: print ``choice_``.
+
+    :ivar dual_coef_: ``(n,)`` or ``(n, t)``, or of as many rows as there are inducing points.
+    :ivar solution_: the :class:`sketchgp.Solution`, with the report of the solve.
+    :ivar method_: ``"exact"`` or ``"inducing"``; :ivar choice_: a sentence on it.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        *,
+        kernel: Any = "rbf",
+        gamma: float | None = None,
+        method: str = "auto",
+        n_inducing: int | None = None,
+        solver: Any = "auto",
+        device: Any = None,
+        random_state: Any = None,
+        verbose: bool = False,
+    ) -> None:
+        self.alpha = alpha
+        self.kernel = kernel
+        self.gamma = gamma
+        self.method = method
+        self.n_inducing = n_inducing
+        self.solver = solver
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRidge:
+        """Solve for the coefficients.
+
+        :param X: ``(n, d)``, an array or a pandas table; float32 stays float32.
+        :param y: ``(n,)`` or ``(n, t)``.
+        :param sample_weight: ``(n,)`` factors of the squared errors; None for ones.  Rows of weight 0 are left out.
+        :returns: the estimator.
+        :raises InputError: a ``ValueError``, for what does not fit.
+        """
+        X, y = validate_data(self, X, y, dtype=TYPES, y_numeric=True, multi_output=True)
+        x = tensor_of(X, device_of("KernelRidge", self.device))
+        targets, weights = tensor_of(y, x.device, x.dtype), None
+        if sample_weight is not None:
+            found = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+            weights = tensor_of(found, x.device)
+            kept = weights > 0
+            if not bool(kept.any()):
+                raise InputError("KernelRidge: sample_weight expects at least one that is positive.")
+            x, targets, weights = x[kept], targets[kept], weights[kept]
+        self.solution_, chosen = solve("KernelRidge", self, x, targets, weights)
+        self.method_, self.choice_ = chosen.method, chosen.why
+        self.dual_coef_ = self.solution_.value.cpu().numpy()
+        return self
+
+    def predict(self, X: Any) -> Any:
+        """``f(X)``: ``(m,)`` or ``(m, t)`` for X ``(m, d)``, float64."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=TYPES, reset=False)
+        return self.solution_.predict(X).double().cpu().numpy()
+
+
+def solve(owner: str, choices: Any, x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Solution, Chosen]:
+    """The ridge regression of an estimator.
+
+    :param choices: its parameters; :param weights: ``(n,)`` positive, or None for ones.
+    """
+    alpha = checks.number(owner, "alpha", choices.alpha, above=0, finite=True)
+    kernel = ridge_kernel(owner, choices.kernel, choices.gamma, x)
+    chosen = choose(owner, choices.method, choices.n_inducing, len(x), x.device)
+    noise = alpha if weights is None else alpha / weights
+    if choices.verbose:
+        print(f"{owner}: {chosen.why}")
+    solver, auto = choices.solver, isinstance(choices.solver, str)
+    if auto:
+        checks.word(owner, "solver", solver, ("auto",))
+    if chosen.method == "exact":
+        problem = FullProblem(kernel, x, targets, noise)
+        if auto:
+            solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
+        return solver.solve(problem), chosen
+    seed = int(check_random_state(choices.random_state).randint(2**31 - 1))
+    few = InducingPointProblem(kernel, x, targets, noise, inducing_points(kernel, x, chosen.points, seed))
+    return (automatic_inducing_solver(few) if auto else solver).solve(few), chosen
