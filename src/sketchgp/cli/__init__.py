@@ -1,4 +1,4 @@
-"""The command line: ``python -m sketchgp demo | fit | predict``, one module a command."""
+"""The command line: ``python -m sketchgp demo | fit | predict | info``, one module a command."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ __all__ = ["main"]
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each command's module adds its own part."""
-    from . import demo, fit, predict
+    from .. import __version__
+    from . import demo, fit, info, predict
 
     parser = argparse.ArgumentParser(
         prog="python -m sketchgp",
         description="Gaussian processes on large data: a demonstration, and a regression for your own table.",
     )
+    parser.add_argument("--version", action="version", version=f"sketchgp {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (demo, fit, predict):
+    for command in (demo, fit, predict, info):
         command.add_parser(commands)
     return parser
 
