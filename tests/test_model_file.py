@@ -10,6 +10,7 @@ import torch
 
 from sketchgp import tensor_file
 from sketchgp.cli import main
+from sketchgp.cli.features import Feature
 from sketchgp.cli.model_file import FORMAT, VERSION, SavedModel, load_model, save_model
 from sketchgp.cli.regression import KERNELS, Regression, Scaling
 from sketchgp.errors import InputError
@@ -26,7 +27,9 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
         system = model.covar_module(x).to_dense().double() + 0.03 * torch.eye(n)
         weights = torch.linalg.solve(system, (y - model.mean_module(x)).double())
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
-    return SavedModel(model, weights, kernel, ("a", "b", "c, and d"), "price", scaling, 1e-4)
+    features = (Feature("a"), Feature("b, or c", "category", ("no", "other")))
+    fill = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
+    return SavedModel(model, weights, kernel, features, "price", scaling, 1e-4, fill, "mean", "row")
 
 
 @pytest.mark.parametrize("kernel", list(KERNELS))
@@ -37,9 +40,11 @@ def test_round_trip(tmp_path, kernel, dtype):
     save_model(path, saved)
     loaded = load_model(path)
     assert (loaded.kernel, loaded.features, loaded.target) == (kernel, saved.features, "price")
+    assert (loaded.missing, loaded.id) == ("mean", "row")
     assert (loaded.scaling.y_mean, loaded.scaling.y_std, loaded.residual) == (3.5, 0.25, 1e-4)
     for one, other in [
         (loaded.weights, saved.weights),
+        (loaded.fill, saved.fill),
         (loaded.scaling.x_mean, saved.scaling.x_mean),
         (loaded.scaling.x_std, saved.scaling.x_std),
         (loaded.model.train_inputs[0], saved.model.train_inputs[0]),
@@ -125,6 +130,10 @@ def test_foreign_cut_and_missing_files(tmp_path):
         load_model(path)
 
 
+def _described(name, kind="number", categories=()):
+    return {"name": name, "kind": kind, "categories": list(categories)}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -132,8 +141,15 @@ def test_foreign_cut_and_missing_files(tmp_path):
         ("version", "1", "version"),
         ("kernel", "cubic", "unknown kernel 'cubic'"),
         ("kernel", None, "'kernel'"),
-        ("features", ["a", "a", "b"], "different names"),
-        ("features", ["a", "b"], "train_x"),
+        ("version", VERSION - 1, "older sketchgp .*command fit"),
+        ("features", [_described("a"), _described("a"), _described("b")], "different names"),
+        ("features", [_described("a"), _described("b")], "train_x"),
+        ("features", ["a", "b", "c"], "names, kinds and categories"),
+        ("features", [_described("a", "date")], "names, kinds and categories"),
+        ("features", [_described("a"), _described("b", "category", ["no", "no"])], "different texts"),
+        ("features", [_described("a"), _described("b", "category", [])], "different texts"),
+        ("missing", "guess", "'missing'"),
+        ("fill", torch.zeros(2, dtype=torch.float64), r"'fill' has shape \(2,\)"),
         ("target", 3, "'target'"),
         ("train_y", torch.zeros(11), r"'train_y' has shape \(11,\)"),
         ("train_y", torch.zeros(12, dtype=torch.float64), "'train_y' has type"),
@@ -197,8 +213,8 @@ def test_a_damaged_file_is_refused_or_predicts_the_same(tmp_path, capsys):
     path, data, output = tmp_path / "model.pt", tmp_path / "new.npz", tmp_path / "out.csv"
     saved = make()
     save_model(path, saved)
-    rows = np.random.default_rng(0).normal(size=(4, 3))
-    np.savez(data, **{name: rows[:, k] for k, name in enumerate(saved.features)})
+    names = [feature.name for feature in saved.features]
+    np.savez(data, **{names[0]: np.arange(4.0), names[1]: np.array(["no", "other", "no", "no"])})
     words = ["predict", str(path), str(data), "--output", str(output), "--force"]
     assert main(words) == 0
     contents, expected, chance, refused = path.read_bytes(), output.read_text(), random.Random(0), 0

@@ -14,7 +14,7 @@ from .tables import Table
 __all__ = ["KINDS", "UNKNOWN", "Feature", "encode", "learn", "summary"]
 
 KINDS = ("number", "boolean", "category")
-UNKNOWN = ("error", "ignore")
+UNKNOWN = ("error", "missing")
 _MOST = 50  # categories of a column that was not said to be one of categories
 _FEW = 10  # rows up to which all values of such a column may differ
 _WORDS = ({"false", "true"}, {"no", "yes"}, {"f", "t"}, {"n", "y"})  # false first
@@ -50,8 +50,8 @@ class Feature:
         """The inputs ``(rows, width)`` in float64, NaN where the value is missing, and how many rows are of no known
         category.
 
-        :param unknown: ``"error"`` to refuse a category that the model does not know, ``"ignore"`` to make 0 all inputs
-            of such a row.
+        :param unknown: ``"error"`` to refuse a category that the model does not know, ``"missing"`` to take it for a
+            missing value.
         :raises InputError: for a value that the feature cannot have; the message names its row.
         """
         column = table.columns[self.name]
@@ -67,13 +67,14 @@ class Feature:
                 encoded[row, index[value]] = 1.0
             elif value is None or is_missing(value):
                 encoded[row] = np.nan
-            elif unknown == "ignore":
+            elif unknown == "missing":
+                encoded[row] = np.nan
                 strangers += 1
             else:
                 raise InputError(
                     f"{table.where(row, self.name)} {value!r} is a category that the model has not seen; it knows "
-                    f"{_some(self.categories)}. Mend the cell, fit with such rows, or predict them as of none of these "
-                    "with --unknown ignore"
+                    f"{_some(self.categories)}. Mend the cell, fit with such rows, or take it for a missing value with "
+                    "--unknown missing"
                 )
         return encoded, strangers
 

@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -169,6 +168,9 @@ def _condition(
             print(f"note: --rank {rank:,} is more than there are training rows; {len(train):,} is used")
             rank = len(train)
         solver = SOLVERS["cg" if rank is not None else options.solver]
+        most = gpytorch.settings.max_cholesky_size.value()
+        if len(train) <= most:
+            print(f"note: up to {most:,} rows GPyTorch factorizes the matrix itself, whatever solver is asked for")
         accelerate(model, solver=solver, preconditioner="auto" if rank is None else RPCholesky(rank=rank))
     held_out = test if len(test) else train[:1]  # without held-out rows, one row to solve for the weights with
     print(
@@ -176,9 +178,7 @@ def _condition(
         + (f", predicting {len(test):,} held-out rows" if len(test) else "")
         + f" ({_about(len(train))}) ..."
     )
-    # GPyTorch factorizes few rows itself, unless it is told to leave all to the solver that was asked for.
-    with gpytorch.settings.max_cholesky_size(0) if asked else nullcontext():
-        outcome = evaluate(model, x[held_out], y[held_out], f"sketchgp, {options.kernel}")
+    outcome = evaluate(model, x[held_out], y[held_out], f"sketchgp, {options.kernel}")
     print(describe(outcome))
     return outcome
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .arguments import MISSING, add_table
-from .cells import Cells
+from .cells import Cells, is_missing
 from .features import UNKNOWN, encode
 from .held_out import calibration
 from .model_file import SavedModel, load_model
@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--unknown",
         choices=UNKNOWN,
         default="error",
-        help="categories that the model has not seen: end with an error (the default), or predict as of none it knows",
+        help="categories that the model has not seen: end with an error (the default), or treat as --missing says",
     )
     add_table(parser)
     add_force(parser)
@@ -128,17 +128,19 @@ def _inputs(table: Table, saved: SavedModel, missing: str, unknown: str) -> tupl
     encoded, strangers = encode(saved.features, table, unknown)
     for name, count in strangers.items():
         print(f"note: column {name!r} has categories that the model has not seen in {count:,} row(s); these are "
-              "predicted as of none that it knows")  # fmt: skip
+              "taken for missing values")  # fmt: skip
     x = torch.from_numpy(encoded)
     lacking = x.isnan().any(1)
     complete = torch.ones(len(x), dtype=torch.bool)
-    if bool(lacking.any()) and missing == "error":  # a mark such as NA in a column of categories
+    if bool(lacking.any()) and missing == "error":  # a mark such as NA in a column of categories, or an unknown one
         row = int(lacking.nonzero()[0])
         parts = np.split(encoded[row], np.cumsum([feature.width for feature in saved.features])[:-1])
         name = next(f.name for f, part in zip(saved.features, parts, strict=True) if np.isnan(part).any())
+        value = table.columns[name].values[row]
+        what = "the value is missing" if value is None or is_missing(value) else f"{value!r} is taken for missing"
         raise InputError(
-            f"{table.where(row, name)} the value is missing; remove the row or fill the value in, or say what to do "
-            "with --missing drop or --missing mean"
+            f"{table.where(row, name)} {what}; remove the row or fill the value in, or say what to do with "
+            "--missing drop or --missing mean"
         )
     if missing == "drop" and bool(lacking.any()):
         complete = ~lacking
