@@ -8,9 +8,9 @@ command's training rows, for all; RMSE and NLL are in these units, of the observ
 - fit: ``sketchgp.fit`` without options on the same 1,000 rows, the command's model.
 - command: all training rows, in a process of its own; its processor seconds are those of the whole process, reading and
   predicting included, those of the other two of fit and prediction.
-- a CSV file of 12,500 rows of the bundled diamonds, as a user has it: the command on 10,000 of them, which it reads from the file,
-  and scikit-learn's regressor, with the same kernel and start, on the first 3,000 of these 10,000; prices of the 2,500 rows that
-  are held out.  The command draws docs/figures/held-out.png.
+- a CSV file of 12,500 rows of the bundled diamonds: the command trains on 10,000 of them, which it reads from the
+  file, scikit-learn's regressor, with the same kernel and start, on the first 3,000 of these; both predict the prices of
+  the 2,500 rows that are held out.  The command draws docs/figures/held-out.png.
 
     python benchmarks/command_line.py --data DIRECTORY            # half an hour on one core; resumes
     python benchmarks/command_line.py --data DIRECTORY --quick    # 200 rows of one set, without the command
@@ -181,8 +181,8 @@ def _csv(runs: dict[str, Any]) -> list[str]:
         for name, run in runs.items()
     ]
     return [
-        f"A CSV file of {CSV_ROWS:,} diamonds: `fit diamonds.csv --target price --test-fraction {CSV_FRACTION}`, beside "
-        f"scikit-learn on {RIVAL_ROWS:,} of its training rows; the same held-out rows, standardised.", "",
+        f"A CSV file of {CSV_ROWS:,} diamonds: `fit diamonds.csv --target price --test-fraction {CSV_FRACTION}`, "
+        f"beside scikit-learn on {RIVAL_ROWS:,} of its training rows; the same held-out rows, standardised.", "",
         table(["", "training rows", "RMSE", "NLL", "CPU s"], cells), "",
     ]  # fmt: skip
 

@@ -26,7 +26,7 @@ def descend(
     :raises NumericalError: for NaN or infinity.
     """
     if not bool(torch.isfinite(curvature).all()):
-        raise NumericalError(NAN)
+        raise NumericalError(NAN, see="nan")
     usable = active & (curvature > 0) & (energy > 0)
     alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)
     value.addcmul_(alpha.unsqueeze(-2), p)

@@ -123,7 +123,8 @@ class InexactProjection(Projection):
         if not left <= max(_FAILED, tol):
             raise NumericalError(
                 f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "
-                "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows."
+                "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows.",
+                see="projection",
             )
         if left > tol:
             self.worst = max(self.worst, left)

@@ -97,7 +97,9 @@ class Learner:
         made = self.features.prepare(x)
         f = self.evaluate(made, self.coefficients, self.decay)
         if not bool(torch.isfinite(f).all()):
-            raise NumericalError("The function that is learned is not finite any more. Choose a smaller step_scale.")
+            raise NumericalError(
+                "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
+            )
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel()

@@ -42,7 +42,8 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
         root, info = torch.linalg.cholesky_ex(block)
         if int(info):
             raise NumericalError(
-                "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise."
+                "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise.",
+                see="not-definite",
             )
         return BlockInverse(lambda g: cholesky_solve(g, root), 1.0)
     apply: Callable[[Tensor], Tensor] = _identity

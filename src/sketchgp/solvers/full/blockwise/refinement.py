@@ -50,7 +50,7 @@ class Refinement(Method):
         self.name, self.size, self.device = method.name, system.n, b.device
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
-            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
+            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
@@ -103,7 +103,7 @@ class Refinement(Method):
         assert self.generator is not None
         rows, g = method.step(state.r, self.generator)
         if not state.window_rows and not bool(torch.isfinite(g).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         self.iterations += 1
         state.rows_seen += len(rows)
         state.window_rows += len(rows)
@@ -158,7 +158,7 @@ class Refinement(Method):
     def _relative(self, r: Tensor) -> Tensor:
         relative = (r.norm(dim=0) / self.norm).cpu()
         if not bool(torch.isfinite(relative).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         return relative
 
     def _true_residual(self) -> tuple[Tensor, Tensor, Tensor]:
