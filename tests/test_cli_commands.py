@@ -12,6 +12,7 @@ import torch
 
 import sketchgp
 from sketchgp.cli import main
+from sketchgp.cli.model_file import load_model
 
 N = 240
 
@@ -89,7 +90,6 @@ def test_fit_then_predict_a_csv(tmp_path, data, capsys):
 
 def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
     """The saved weights give the mean; the variance is exact at this size: both against dense float64."""
-    from sketchgp.cli.model_file import load_model
     from sketchgp.cli.steps import predict_saved
 
     model = tmp_path / "model.pt"
@@ -114,7 +114,6 @@ def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
 def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
     from dataclasses import replace
 
-    from sketchgp.cli.model_file import load_model
     from sketchgp.cli.steps import predict_saved
 
     model = tmp_path / "model.pt"
@@ -367,6 +366,8 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     assert "yes or no, as 1 or 0, standardised: certified\n" in out
     assert "categories, one 0/1 input for each: cut (3), code (3)\n" in out
     assert "the target, standardised" in out
+    scaling = load_model(model).scaling  # carat, three cuts, three codes, certified
+    assert (scaling.x_std == 1).tolist() == (scaling.x_mean == 0).tolist() == [False, *[True] * 6, False]
 
     fresh = make_stones(seed=1, n=40)
     new = tmp_path / "new.csv"

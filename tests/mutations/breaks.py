@@ -2856,4 +2856,25 @@ BREAKS = (
         DISTRIBUTED,
         "every rank decides by itself when to end",
     ),
+    Break(
+        "cli/features.py",
+        'return self.kind != "category"',
+        "return True",
+        ("test_cli_commands.py",),
+        "rare categories are far from all others",
+    ),
+    Break(
+        "cli/held_out.py",
+        "(np.sqrt(2) * std)",
+        "std",
+        ("test_cli_results.py",),
+        "shares of wider intervals are called those of the stated ones",
+    ),
+    Break(
+        "cli/predict.py",
+        "return torch.where(x.isnan(), saved.fill, x)[complete], complete",
+        "return torch.where(x.isnan(), 0 * saved.fill, x)[complete], complete",
+        ("test_cli_commands.py",),
+        "a missing value is taken to be 0",
+    ),
 )

@@ -14,14 +14,13 @@ __all__ = ["main"]
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each command's module adds its own part."""
-    from .. import __version__
     from . import demo, fit, info, predict
 
     parser = argparse.ArgumentParser(
         prog="python -m sketchgp",
         description="Gaussian processes on large data: a demonstration, and a regression for your own table.",
     )
-    parser.add_argument("--version", action="version", version=f"sketchgp {__version__}")
+    parser.add_argument("--version", action="version", version=f"sketchgp {info.version()}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for command in (demo, fit, predict, info):
         command.add_parser(commands)

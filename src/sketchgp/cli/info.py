@@ -11,7 +11,6 @@ from importlib import metadata
 
 import torch
 
-from .. import __version__
 from ..errors import InputError
 from ..memory import available_memory
 from ..operators.engines import ENGINES, check_present
@@ -47,6 +46,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def version() -> str:
+    """Of sketchgp; the package itself, which has it, is above this floor."""
+    return str(vars(sys.modules["sketchgp"])["__version__"])
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -55,7 +59,7 @@ def _version(name: str) -> str:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "sketchgp", __version__
+    yield "sketchgp", version()
     yield "python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})"
     for name in (*_NEEDED, *_OPTIONAL):
         yield name, torch.__version__ if name == "torch" else _version(name)
