@@ -12,7 +12,7 @@ from .outputs import Output
 __all__ = ["calibration", "draw", "within"]
 
 _LEVELS = (0.5, 0.9, 0.95)
-_SHOWN = 4000  # points of the picture
+_SHOWN, _INTERVALS = 4000, 300  # points of the picture, and those that have their interval drawn
 _BLUE, _GREY = "#1a5a99", "0.45"
 
 
@@ -64,12 +64,13 @@ def draw(output: Output, mean: np.ndarray, std: np.ndarray, y: np.ndarray, targe
 
 def _draw_predictions(axes: Any, mean: np.ndarray, std: np.ndarray, y: np.ndarray, target: str) -> None:
     some = np.random.default_rng(0).permutation(len(y))[:_SHOWN]
-    of = "" if len(some) == len(y) else f" ({len(some):,} of them, drawn at random)"
-    faint = float(np.clip(60 / len(some) ** 0.75, 0.05, 0.6))
-    axes.errorbar(
-        mean[some], y[some], xerr=1.96 * std[some], fmt="none", ecolor=_BLUE, alpha=faint * 0.5, linewidth=0.8, zorder=2
-    )
-    axes.scatter(mean[some], y[some], s=10, color=_BLUE, alpha=max(faint, 0.15), linewidths=0, zorder=3)
+    few = some[:_INTERVALS]
+    of = "" if len(some) == len(y) else f", {len(some):,} of them"
+    of += "" if len(few) == len(y) else f", intervals of {len(few):,}"
+    bars: dict[str, Any] = {"fmt": "none", "ecolor": _BLUE, "alpha": 0.3, "linewidth": 0.8, "zorder": 2}
+    axes.errorbar(mean[few], y[few], xerr=1.96 * std[few], **bars)
+    faint = float(np.clip(30 / np.sqrt(len(some)), 0.25, 0.7))
+    axes.scatter(mean[some], y[some], s=9, color=_BLUE, alpha=faint, linewidths=0, zorder=3)
     low, high = min(y.min(), mean.min()), max(y.max(), mean.max())
     margin = 0.04 * (high - low)
     axes.plot([low, high], [low, high], color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=4)
@@ -90,7 +91,7 @@ def _draw_calibration(axes: Any, mean: np.ndarray, std: np.ndarray, y: np.ndarra
         levels + spread,
         color="0.85",
         linewidth=0,
-        label="95 % of perfect ones",
+        label="95 % of exact predictions would lie here",
     )
     axes.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.plot(levels, found, color=_BLUE, linewidth=2, label="found")
@@ -98,7 +99,7 @@ def _draw_calibration(axes: Any, mean: np.ndarray, std: np.ndarray, y: np.ndarra
     axes.set_ylim(0, 1)
     axes.set_xlabel("level of the central interval")
     axes.set_ylabel("share of held-out rows inside")
-    axes.set_title("calibration (above the line: intervals too wide; below: too narrow)", fontsize=10, loc="left")
+    axes.set_title("calibration: above the line too wide, below too narrow", fontsize=10, loc="left")
     score = (y - mean) / std
     width = np.sqrt(2) * erfinv(0.95)
     note = (
