@@ -13,6 +13,7 @@ import torch
 import sketchgp
 from sketchgp.cli import main
 from sketchgp.cli.model_file import load_model
+from sketchgp.errors import warn
 
 N = 240
 
@@ -337,10 +338,8 @@ def make_stones(seed=0, n=N):
     """A table as people have them: names, categories, yes or no, and a code that is no number."""
     generator = np.random.default_rng(seed)
     cut, code = generator.choice(["Fair", "Good", "Ideal"], n), generator.choice([3, 7, 12], n)
-    certified, carat = generator.choice(["Yes", "no"], n), generator.uniform(0.5, 2, n)
-    price = (
-        5 * carat + (cut == "Ideal") + 2 * (code == 7) + 0.5 * (certified == "Yes") + 0.05 * generator.normal(size=n)
-    )
+    certified, carat = generator.choice(["Yes", "no", "yes"], n), generator.uniform(0.5, 2, n)
+    price = 5 * carat + (cut == "Ideal") + 2 * (code == 7) + 0.5 * (certified != "no") + 0.05 * generator.normal(size=n)
     names = [f"stone {number}" for number in range(n)]
     columns = {"name": names, "carat": carat, "cut": cut, "code": code, "certified": certified, "price": price}
     return {key: list(column) for key, column in columns.items()}
@@ -468,6 +467,17 @@ def test_picture_of_held_out_rows(tmp_path, data, capsys):
     content = picture.read_bytes()
     assert content[:4] == b"\x89PNG" and len(content) > 20_000
     assert "--force" in fails(capsys, *words)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_line(data, capsys, monkeypatch):
+    def tune(*words):
+        warn("the solve fell short.", see="out-of-budget")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sketchgp.cli.fit.tune", tune)
+    _, _, error = run(capsys, "fit", data, "--target", "price")
+    assert error == "warning: the solve fell short. [troubleshooting: out-of-budget]\nstopped\n"
 
 
 def test_info_and_version(capsys):

@@ -168,7 +168,7 @@ def test_missing_file_folder_and_extension(tmp_path):
         open_table(tmp_path / "absent.csv")
     with pytest.raises(InputError, match="folder"):
         open_table(tmp_path)
-    with pytest.raises(InputError, match=r"'\.xls'.*\.csv"):
+    with pytest.raises(InputError, match=r"'\.xls'.*\.csv.*save the sheet as CSV"):
         open_table(write(tmp_path, "x", "data.xls"))
 
 

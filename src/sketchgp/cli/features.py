@@ -109,7 +109,7 @@ def _learn(table: Table, name: str, told: bool) -> Feature:
         return Feature(name)
     present = column.values[~column.missing()]
     found = sorted(set(present))
-    if not told and len(found) == 2 and {word.lower() for word in found} in _WORDS:
+    if not told and {word.lower() for word in found} in _WORDS:
         return Feature(name, "boolean")
     many = len(found) > _MOST or (len(found) == len(present) > _FEW)
     if many and not told:

@@ -165,7 +165,10 @@ def open_table(path: str | Path, encoding: str | None = None, header: bool = Tru
         raise InputError(f"{path}: no such file")
     kind = path.suffix.lower()
     if kind not in openers:
-        raise InputError(f"{path}: unknown extension {path.suffix!r}; the known ones are {', '.join(sorted(openers))}")
+        sheet = "; save the sheet as CSV" if kind in (".xls", ".xlsx", ".ods") else ""
+        raise InputError(
+            f"{path}: unknown extension {path.suffix!r}; the known ones are {', '.join(sorted(openers))}{sheet}"
+        )
     for option, given in (("--encoding", encoding is not None), ("--no-header", not header)):
         if given and kind not in texts:
             raise InputError(f"{option} is for text files ({', '.join(texts)}), not for {path}")
