@@ -12,6 +12,7 @@ import torch
 
 import sketchgp
 from sketchgp.cli import main
+from sketchgp.cli.loaded import load
 from sketchgp.cli.model_file import load_model
 from sketchgp.errors import warn
 
@@ -377,6 +378,17 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     assert [row["name"] for row in found] == fresh["name"]
     errors = np.array([float(row["mean"]) for row in found]) - fresh["price"]
     assert np.sqrt(np.mean(errors**2)) < 0.3  # 0.5 without what is known of certificates, 1 without cuts
+
+    loaded, ten = load(model), {name: column[:10] for name, column in fresh.items()}
+    mean, std = loaded.predict({name: torch.tensor(one) if name == "carat" else one for name, one in ten.items()})
+    np.testing.assert_allclose(mean, [float(row["mean"]) for row in found[:10]], rtol=1e-6)
+    np.testing.assert_allclose(std, [float(row["std"]) for row in found[:10]], rtol=1e-3)
+    ten["carat"][3] = None
+    assert np.isnan(loaded.predict(ten, missing="drop")[0]).tolist() == [row == 3 for row in range(10)]
+    with pytest.raises(sketchgp.InputError, match=r"row 4, column 'carat'.*missing='drop'"):
+        loaded.predict(ten, missing="error")
+    with pytest.raises(sketchgp.InputError, match="no column 'cut'"):
+        loaded.predict({name: column for name, column in ten.items() if name != "cut"})
 
     fresh["carat"][0], fresh["cut"][1] = None, "NA"
     lacking = write_csv(tmp_path / "lacking.csv", fresh)

@@ -6,15 +6,14 @@ import argparse
 import csv
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from .arguments import MISSING, add_table
-from .cells import Cells, is_missing
-from .features import UNKNOWN, encode
+from .features import UNKNOWN
 from .held_out import calibration
+from .loaded import expected, inputs
 from .model_file import SavedModel, load_model
 from .outputs import Output, add_force, claim
 from .regression import negative_log_density, rmse
@@ -22,6 +21,7 @@ from .steps import predict_saved
 from .tables import Source, Table, open_table
 
 _SHOWN = 10
+_ADVICE = ", or say what to do with --missing drop or --missing mean"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -110,46 +110,25 @@ def _id_column(named: str | None, source: Source, saved: SavedModel) -> str | No
 
 
 def _read(source: Source, saved: SavedModel, labelled: str | None, missing: str) -> Table:
-    features = [feature.name for feature in saved.features]
     target = [saved.target] if saved.target in source.names else []  # rows to predict are those without it
     labels = [] if labelled is None else [labelled]
-    cells = Cells(
-        may_lack=(*(features if missing != "error" else ()), *target, *labels),
-        numbers=(*(feature.name for feature in saved.features if feature.kind == "number"), *target),
-        text=(*(feature.name for feature in saved.features if feature.kind == "category"), *labels),
-        missing=", or say what to do with --missing drop or --missing mean",
-        options=False,
-    )
-    return source.read([*features, *target, *labels], cells)
+    cells = expected(saved, missing, _ADVICE, target, labels)
+    return source.read([*(feature.name for feature in saved.features), *target, *labels], cells)
 
 
 def _inputs(table: Table, saved: SavedModel, missing: str, unknown: str) -> tuple[Tensor, Tensor]:
     """Inputs ``(m, d)`` of the rows that are predicted, and which rows of the table these are, ``(rows,)`` boolean."""
-    encoded, strangers = encode(saved.features, table, unknown)
+    x, complete, lacking, strangers = inputs(saved, table, missing, unknown, _ADVICE)
     for name, count in strangers.items():
         print(f"note: column {name!r} has categories that the model has not seen in {count:,} row(s); these are "
               "taken for missing values")  # fmt: skip
-    x = torch.from_numpy(encoded)
-    lacking = x.isnan().any(1)
-    complete = torch.ones(len(x), dtype=torch.bool)
-    if bool(lacking.any()) and missing == "error":  # a mark such as NA in a column of categories, or an unknown one
-        row = int(lacking.nonzero()[0])
-        parts = np.split(encoded[row], np.cumsum([feature.width for feature in saved.features])[:-1])
-        name = next(f.name for f, part in zip(saved.features, parts, strict=True) if np.isnan(part).any())
-        value = table.columns[name].values[row]
-        what = "the value is missing" if value is None or is_missing(value) else f"{value!r} is taken for missing"
-        raise InputError(
-            f"{table.where(row, name)} {what}; remove the row or fill the value in, or say what to do with "
-            "--missing drop or --missing mean"
-        )
-    if missing == "drop" and bool(lacking.any()):
-        complete = ~lacking
-        print(f"note: a value is missing in {int(lacking.sum()):,} row(s), which get no prediction")
-        if not bool(complete.any()):
-            raise InputError(f"{table.path}: a value is missing in every row; --missing mean predicts them nonetheless")
-    elif bool(lacking.any()):
-        print(f"note: missing values in {int(lacking.sum()):,} row(s) are taken to be the mean of the training rows")
-    return torch.where(x.isnan(), saved.fill, x)[complete], complete
+    if not len(x):
+        raise InputError(f"{table.path}: a value is missing in every row; --missing mean predicts them nonetheless")
+    if lacking and missing == "drop":
+        print(f"note: a value is missing in {lacking:,} row(s), which get no prediction")
+    elif lacking:
+        print(f"note: missing values in {lacking:,} row(s) are taken to be the mean of the training rows")
+    return x, complete
 
 
 def _against(y: Tensor, mean: Tensor, variance: Tensor, saved: SavedModel) -> str:

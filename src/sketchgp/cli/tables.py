@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from .cells import Cells, Column, Opened, Reader, is_missing
+from .cells import Cells, Column, Opened, Reader, is_missing, numbered
 
-__all__ = ["Source", "Table", "open_table", "suggest"]
+__all__ = ["Source", "Table", "open_table", "suggest", "table_of"]
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,51 @@ class Source:
         """
         cells = cells or Cells()
         read = self.reader(names, cells)
-        columns = {column.name: _settled(column, cells) for column in read.columns}
-        table = Table(self.path, columns, len(read.columns[0].values), read.place)
-        for name, column in columns.items():
-            lacking = column.missing()
-            if not column.is_text and not np.isfinite(column.values[~lacking]).all():
-                row = int(np.flatnonzero(np.isinf(column.values))[0])
-                raise InputError(
-                    f"{table.where(row, name)} {column.values[row]} is not finite; remove the row or write a number"
-                )
-            if lacking.any() and name not in cells.may_lack:
-                row = int(np.flatnonzero(lacking)[0])
-                raise InputError(f"{table.where(row, name)} {cells.lacking('the value is missing', name)}")
-        return table
+        return _checked(self.path, read.columns, read.place, cells)
+
+
+def table_of(columns: Mapping[str, Any], names: Sequence[str], expected: Cells) -> Table:
+    """A table of columns that are in memory: arrays, lists or tensors by name, or a data frame.
+
+    :raises InputError: a column is not there, is of another length, or holds what it should not.
+    """
+    found: list[Column] = []
+    for name in names:
+        if name not in columns:
+            raise InputError(f"columns: no column {name!r}{suggest(name, [str(one) for one in columns])}")
+        values = np.asarray(columns[name])
+        if values.ndim != 1 or len(values) != len(found[0].values if found else values):
+            raise InputError(f"columns: column {name!r}: expected one value a row, got shape {values.shape}")
+        if values.dtype.kind in "fiub":
+            found.append(Column(name, values.astype(np.float64)))
+            continue
+        cells = [None if value is None or value != value else value for value in values.tolist()]
+        if all(isinstance(cell, int | float | None) for cell in cells):
+            found.append(Column(name, np.array(cells, dtype=np.float64)))  # NaN for None
+        elif values.dtype.kind in "OU" and all(isinstance(cell, str | None) for cell in cells):
+            found.append(Column(name, np.array(cells, dtype=object)))
+        else:
+            raise InputError(f"columns: column {name!r}: expected numbers or text, got {values.dtype}")
+    return _checked(Path("columns"), found, numbered, expected)
+
+
+def _checked(path: Path, columns: Sequence[Column], place: Callable[[int], str], cells: Cells) -> Table:
+    settled = {column.name: _settled(column, cells) for column in columns}
+    table = Table(path, settled, len(columns[0].values), place)
+    for name, column in settled.items():
+        lacking = column.missing()
+        if column.is_text and name in cells.numbers:
+            row = int(np.flatnonzero(~lacking)[0])
+            raise InputError(f"{table.where(row, name)} {column.values[row]!r} is text, not a number")
+        if not column.is_text and not np.isfinite(column.values[~lacking]).all():
+            row = int(np.flatnonzero(np.isinf(column.values))[0])
+            raise InputError(
+                f"{table.where(row, name)} {column.values[row]} is not finite; remove the row or write a number"
+            )
+        if lacking.any() and name not in cells.may_lack:
+            row = int(np.flatnonzero(lacking)[0])
+            raise InputError(f"{table.where(row, name)} {cells.lacking('the value is missing', name)}")
+    return table
 
 
 def _settled(column: Column, cells: Cells) -> Column:
@@ -112,6 +145,8 @@ def _settled(column: Column, cells: Cells) -> Column:
         stripped = [None if cell is None else cell.strip() for cell in column.values]
         lacks = (lambda cell: not cell) if forced else is_missing
         values = [None if cell is None or lacks(cell) else cell for cell in stripped]
+        if not forced and all(value is None for value in values):
+            return Column(column.name, np.full(len(values), np.nan))
     elif forced:
         values = [None if value != value else _written(value) for value in column.values.tolist()]
     else:
