@@ -9,8 +9,8 @@ command's training rows, for all; RMSE and NLL are in these units, of the observ
 - command: all training rows, in a process of its own; its processor seconds are those of the whole process, reading and
   predicting included, those of the other two of fit and prediction.
 - a CSV file of 12,500 rows of the bundled diamonds: the command trains on 10,000 of them, which it reads from the
-  file, scikit-learn's regressor, with the same kernel and start, on the first 3,000 of these; both predict the prices of
-  the 2,500 rows that are held out.  The command draws docs/figures/held-out.png.
+  file, scikit-learn's regressor, with the same kernel and start, on the first 3,000 of these; both predict the prices
+  of the 2,500 rows that are held out.  The command draws docs/figures/held-out.png.
 
     python benchmarks/command_line.py --data DIRECTORY            # half an hour on one core; resumes
     python benchmarks/command_line.py --data DIRECTORY --quick    # 200 rows of one set, without the command
