@@ -361,7 +361,7 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     code, out, _ = run(capsys, *words, "--missing", "mean")
     assert code == 0
     assert "1 of 240 rows are left out: 'price' is missing" in out
-    assert "missing values in 2 rows (carat, cut, price)" in out
+    assert "missing values in 2 rows (carat, cut)" in out
     assert "numbers, standardised to mean 0 and deviation 1: carat\n" in out
     assert "yes or no, as 1 or 0, standardised: certified\n" in out
     assert "categories, one 0/1 input for each: cut (3), code (3)\n" in out

@@ -86,7 +86,8 @@ def test_text_and_missing_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "told"), [("utf-8", None), ("utf-16", None), ("latin-1", "latin-1"), ("utf-16-le", "utf-16-le")]
+    ("encoding", "told"),
+    [("utf-8", None), ("utf-8-sig", "utf-8"), ("utf-16", None), ("latin-1", "latin-1"), ("utf-16-le", "utf-16-le")],
 )
 @pytest.mark.parametrize("text", ["größe;y\n1;2\n3;4\n", "größe;y\nklein;2\nüber;4\n"], ids=["numbers", "text"])
 def test_encodings(tmp_path, encoding, told, text):
@@ -94,7 +95,7 @@ def test_encodings(tmp_path, encoding, told, text):
     table = read_all(path, encoding=told)
     assert list(table.columns) == ["größe", "y"]
     np.testing.assert_array_equal(table.numbers("y"), [2, 4])
-    if told is not None:
+    if told not in (None, "utf-8"):
         with pytest.raises(InputError, match=r"UTF-8.*--encoding"):
             read_all(path)
 

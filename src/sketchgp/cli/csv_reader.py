@@ -64,7 +64,7 @@ def open_csv(path: Path, encoding: str | None = None, header: bool = True) -> Op
         raise InputError(f"{path}: line 1: expected a header row with the column names, found an empty line")
     file = _File(path, file.encoding, max(",;\t", key=first.count), header)
     with file.open() as lines:
-        cells = [name.strip() for name in _first_row(file, lines)]
+        cells = [name.strip().lstrip("\ufeff") for name in _first_row(file, lines)]  # "utf-8" keeps the mark
     if not header:
         cells = [f"c{position + 1}" for position in range(len(cells))]
     default_features = [name for name in cells if name]  # a column without a name is most often a row number

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gpytorch
@@ -20,10 +18,11 @@ from ..preconditioners import RPCholesky
 from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
 from .arguments import MISSING, add_table, fraction, names, positive
 from .cells import Cells
-from .features import Feature, encode, learn, summary
+from .features import Feature, learn, summary
 from .held_out import calibration, draw
 from .model_file import SavedModel, save_model, weights_residual
 from .outputs import add_force, claim
+from .prepare import training_inputs, without_missing
 from .regression import KERNELS, Regression, Scaling, rmse
 from .results import Row, format_table
 from .steps import Outcome, describe, evaluate, split_rows, tune
@@ -83,22 +82,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """What a table becomes: inputs ``(n, d)`` without a missing value and a target ``(n,)``, float64.
-
-    :param features: the columns that are used.
-    :param fill: what stands for missing values, ``(d,)``.
-    :param scaling: of the training rows; inputs of categories are left as they are.
-    """
-
-    features: list[Feature]
-    x: Tensor
-    y: Tensor
-    fill: Tensor
-    scaling: Scaling
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the command; see the module's docstring."""
     saving = None if options.save is None else claim(options.save, "--save", [options.data], options.force)
@@ -115,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if picture is not None and not len(test):
         raise InputError(f"--picture: no row is held out of {table.rows}; raise --test-fraction")
-    inputs = _inputs(table, chosen, options.target, train)
+    inputs = training_inputs(table, chosen, options.target, train)
     scaling, dtype = inputs.scaling, torch.float64 if options.float64 else torch.float32
     x, y = scaling.scale_x(inputs.x, dtype), scaling.scale_y(inputs.y, dtype)
     features = inputs.features
@@ -205,7 +188,7 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
     )
     table = source.read(wanted, cells)
     rows = table.rows
-    table = _without_missing(table, options.missing, columns, options.target)
+    table = without_missing(table, options.missing, columns, options.target)
     if table.rows < 2:
         raise InputError(f"{options.data}: {table.rows} row(s) of data; at least 2 are needed")
     features = learn(table, columns, options.categorical)
@@ -214,50 +197,6 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
             print(f"note: column {name!r} counts the rows; if it is no feature, leave it out with --id {name}")
     print(f"  {rows:,} rows and {len(wanted)} columns in {time.perf_counter() - began:.1f} s")
     return table, features
-
-
-def _without_missing(table: Table, policy: str, columns: Sequence[str], target: str) -> Table:
-    """The rows that are kept; says what is done about missing values."""
-    untold = table.missing([target])
-    lacking = table.missing([*columns, target]) if policy == "drop" else untold
-    where = ", ".join(name for name in (*columns, target) if table.columns[name].missing().any())
-    if not where:
-        return table
-    if lacking.all():
-        raise InputError(
-            f"{table.path}: no row is without a missing value (in {where}); use --missing mean, or leave columns out "
-            "with --drop"
-        )
-    filled = int((table.missing(columns) & ~lacking).sum())
-    if lacking.any():
-        why = f"a value is missing in them ({where})" if policy == "drop" else f"{target!r} is missing in them"
-        print(f"note: {int(lacking.sum()):,} of {table.rows:,} rows are left out: {why}")
-    if filled:
-        print(f"note: missing values in {filled:,} rows ({where}) are taken to be the mean of the training rows")
-    return table.take(~lacking)
-
-
-def _inputs(table: Table, features: list[Feature], target: str, train: Tensor) -> _Inputs:
-    encoded, _ = encode(features, table)
-    x, y = torch.from_numpy(encoded), torch.from_numpy(np.array(table.numbers(target)))
-    fill = x[train].nanmean(0).nan_to_num()  # of a column without a value, which is constant and left out
-    x = torch.where(x.isnan(), fill, x)
-    varies = (x[train] != x[train[0]]).any(0)
-    parts = torch.arange(len(fill)).split([feature.width for feature in features])
-    kept = [(f, part) for f, part in zip(features, parts, strict=True) if bool(varies[part].any())]
-    constant = [feature.name for feature in features if feature not in {f for f, _ in kept}]
-    if not kept:
-        raise InputError(
-            f"{table.path}: every feature is constant in the training rows; there is nothing to predict from"
-        )
-    if constant:
-        print(f"note: left out, because constant in the training rows: {', '.join(constant)}")
-    inputs = torch.cat([part for _, part in kept])
-    x, fill = x[:, inputs], fill[inputs]
-    scaling = Scaling.of(x[train], y[train], target)
-    standardised = torch.tensor([feature.standardised for feature, part in kept for _ in part])
-    mean, std = scaling.x_mean.where(standardised, torch.zeros(())), scaling.x_std.where(standardised, torch.ones(()))
-    return _Inputs([f for f, _ in kept], x, y, fill, replace(scaling, x_mean=mean.double(), x_std=std.double()))
 
 
 def _choose_features(source: Source, options: argparse.Namespace) -> list[str]:
