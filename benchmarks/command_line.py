@@ -132,7 +132,7 @@ def by_command(path: Path, target: str = "y", *options: str) -> dict[str, Any]:
     assert loss is not None
     return {"loss": float(loss[1]), "rmse": float(found["RMSE"]), "nll": float(found["NLL"]),
             "cpu_seconds": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
-            "said": done.stdout.strip().split("\n")}  # fmt: skip
+            "said": done.stdout.strip().replace(str(PICTURE), PICTURE.name).split("\n")}  # fmt: skip
 
 
 def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
