@@ -8,6 +8,9 @@ command's training rows, for all; RMSE and NLL are in these units, of the observ
 - fit: ``sketchgp.fit`` without options on the same 1,000 rows, the command's model.
 - command: all training rows, in a process of its own; its processor seconds are those of the whole process, reading and
   predicting included, those of the other two of fit and prediction.
+- a CSV file of 12,500 rows of the bundled diamonds: the command trains on 10,000 of them, which it reads from the
+  file, scikit-learn's regressor, with the same kernel and start, on the first 3,000 of these; both predict the prices
+  of the 2,500 rows that are held out.  The command draws docs/figures/held-out.png.
 
     python benchmarks/command_line.py --data DIRECTORY            # half an hour on one core; resumes
     python benchmarks/command_line.py --data DIRECTORY --quick    # 200 rows of one set, without the command
@@ -16,10 +19,12 @@ command's training rows, for all; RMSE and NLL are in these units, of the observ
 
 from __future__ import annotations
 
+import csv
 import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -35,10 +40,13 @@ from measure import high_water_mb
 from runner import Benchmark, Group
 from sketchgp.cli.regression import Regression, Scaling
 from sketchgp.cli.steps import split_rows
+from sketchgp.datasets import load_diamonds
 
 SETS = ("uci_parkinsons", "kin8nm", "cpu_small")
 METHODS = ("scikit-learn", "fit", "command")
 ROWS = 1000
+CSV_ROWS, CSV_FRACTION, RIVAL_ROWS = 12_500, 0.2, 3000
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "held-out.png"
 
 
 def load(directory: Path, name: str, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,11 +87,43 @@ def by_fit(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> dict[str, An
             **scores(posterior.mean, posterior.observation_variance, test_y)}  # fmt: skip
 
 
-def by_command(path: Path) -> dict[str, Any]:
+def diamonds() -> tuple[list[str], Tensor, Tensor]:
+    """Names of the columns, and the rows of the CSV file: inputs ``(n, 9)`` and prices, float64."""
+    data = load_diamonds()
+    rows = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(0))[:CSV_ROWS]
+    return [*data.feature_names, "price"], data.x[rows].double(), data.y[rows].double()
+
+
+def rows_of_csv() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rival's training rows, and the test rows of the command, standardised by the command's training rows."""
+    _, x, y = diamonds()
+    train, test = split_rows(len(y), CSV_FRACTION, 0)
+    scaling = Scaling.of(x[train], y[train], "price")
+    x, y = scaling.scale_x(x, torch.float32), scaling.scale_y(y, torch.float32)
+    return x[train[:RIVAL_ROWS]], y[train[:RIVAL_ROWS]], x[test], y[test]
+
+
+def by_command_on_csv() -> dict[str, Any]:
+    names, x, y = diamonds()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "diamonds.csv"
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            writer.writerows(
+                [f"{value:.7g}" for value in (*row, price)] for row, price in zip(x.tolist(), y.tolist(), strict=True)
+            )
+        found = by_command(path, "price", "--test-fraction", str(CSV_FRACTION), "--picture", str(PICTURE), "--force")
+    return {**found, "train": round(CSV_ROWS * (1 - CSV_FRACTION)), "test": round(CSV_ROWS * CSV_FRACTION)}
+
+
+def by_command(path: Path, target: str = "y", *options: str) -> dict[str, Any]:
     """What the command prints, and the time that its process took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "sketchgp", "fit", str(path), "--target", "y"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    command = [sys.executable, "-m", "sketchgp", "fit", path.name, "--target", target, *options]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True, cwd=path.parent
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     row = next(line for line in done.stdout.split("\n") if line.startswith("sketchgp, "))
     header = next(line for line in done.stdout.split("\n") if "RMSE" in line and "NLL" in line)
@@ -92,7 +132,7 @@ def by_command(path: Path) -> dict[str, Any]:
     assert loss is not None
     return {"loss": float(loss[1]), "rmse": float(found["RMSE"]), "nll": float(found["NLL"]),
             "cpu_seconds": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
-            "said": done.stdout.strip().split("\n")[1:]}  # fmt: skip
+            "said": done.stdout.strip().replace(str(PICTURE), PICTURE.name).split("\n")}  # fmt: skip
 
 
 def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -100,7 +140,14 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if task["method"] == "command":
+        if task["name"] == "diamonds.csv":
+            if task["method"] == "command":
+                found |= by_command_on_csv()
+            else:
+                data = rows_of_csv()
+                found |= {"train": len(data[0]), "test": len(data[2]), "inputs": data[0].shape[1]}
+                found |= by_scikit_learn(*data)
+        elif task["method"] == "command":
             found |= by_command(directory / f"{task['name']}.npz")
         else:
             data = load(directory, task["name"], task["rows"])
@@ -122,7 +169,22 @@ def report(results: dict[str, Any]) -> str:
         f"scikit-learn and `sketchgp.fit` on {results['problem']['rows']:,} rows, the command on all of them; the same "
         "test rows, standardised. Losses are negative log marginal likelihoods a row of the rows fitted.", "",
         table(["set", "", "loss", "RMSE", "NLL", "CPU s", "what it said"], rows), "",
+        *_csv(results.get("csv", {})),
     ])  # fmt: skip
+
+
+def _csv(runs: dict[str, Any]) -> list[str]:
+    if not runs:
+        return []
+    cells = [
+        [name, f"{run['train']:,}", f"{run['rmse']:.4f}", f"{run['nll']:.4f}", number(run["cpu_seconds"])]
+        for name, run in runs.items()
+    ]
+    return [
+        f"A CSV file of {CSV_ROWS:,} diamonds: `fit diamonds.csv --target price --test-fraction {CSV_FRACTION}`, "
+        f"beside scikit-learn on {RIVAL_ROWS:,} of its training rows; the same held-out rows, standardised.", "",
+        table(["", "training rows", "RMSE", "NLL", "CPU s"], cells), "",
+    ]  # fmt: skip
 
 
 def problem(options: Any) -> dict[str, Any]:
@@ -133,6 +195,9 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
     for name in SETS[: 1 if options.quick else None]:
         tasks = [(f"{name}, {method}", {"name": name, "method": method, **problem(options)}) for method in METHODS]
         yield Group(("runs",), tasks[: 2 if options.quick else None], needs=(name,))
+    if not options.quick:
+        tasks = [(method, {"name": "diamonds.csv", "method": method}) for method in ("command", "scikit-learn")]
+        yield Group(("csv",), tasks)
 
 
 BENCHMARK = Benchmark(

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+import sketchgp
 from sketchgp.cli import main
+from sketchgp.cli.model_file import load_model
+from sketchgp.errors import warn
 
 N = 240
 
@@ -88,7 +91,6 @@ def test_fit_then_predict_a_csv(tmp_path, data, capsys):
 
 def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
     """The saved weights give the mean; the variance is exact at this size: both against dense float64."""
-    from sketchgp.cli.model_file import load_model
     from sketchgp.cli.steps import predict_saved
 
     model = tmp_path / "model.pt"
@@ -113,7 +115,6 @@ def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
 def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
     from dataclasses import replace
 
-    from sketchgp.cli.model_file import load_model
     from sketchgp.cli.steps import predict_saved
 
     model = tmp_path / "model.pt"
@@ -246,6 +247,15 @@ def test_fit_faults(tmp_path, data, capsys):
     assert "named twice" in fails(capsys, "fit", data, "--target", "price", "--features", "width,width")
     assert "no columns are left" in fails(capsys, "fit", data, "--target", "price", "--drop", "width,length")
     assert "does not exist" in fails(capsys, "fit", data, "--target", "price", "--save", tmp_path / "no" / "m.pt")
+    for words, said in (
+        (["--id", "price"], "--id: 'price' is the target"),
+        (["--id", "number"], "--id: no column 'number'"),
+        (["--categorical", "price"], "sketchgp.OneHot"),
+        (["--categorical", "width", "--drop", "width"], "'width' is not among the features"),
+        (["--rank", 5, "--solver", "askotch"], "--solver askotch has none"),
+        (["--picture", tmp_path / "p.png", "--test-fraction", 0], "--test-fraction 0 leaves none"),
+    ):
+        assert said in fails(capsys, "fit", data, "--target", "price", *words)
 
 
 def test_fit_faults_in_the_data(tmp_path, capsys):
@@ -256,7 +266,19 @@ def test_fit_faults_in_the_data(tmp_path, capsys):
     assert "'y': the target has one value (2)" in error({"a": range(30), "y": [2] * 30})
     assert "every feature is constant" in error({"a": [1] * 30, "y": range(30)})
     assert "line 4, column 'a': 'x'" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
-    assert "--drop cut" in error({"cut": ["Ideal", "Good"], "y": [1, 2]})
+    names = [f"stone {number}" for number in range(30)]
+    many = error({"name": names, "y": range(30)})
+    assert "'name' is text with 30 different values in 30 rows" in many
+    assert all(remedy in many for remedy in ("--drop name", "--id name", "--categorical name"))
+    assert "'y': '2024-05-06' is a date" in error({"a": [1, 2], "y": ["2024-05-06", 3]})
+    assert "'y': 'dear' is text" in error({"a": [1, 2], "y": ["dear", "cheap"]})
+    lacking = {"a": [1, None, 3], "b": [None, 2, 3], "y": [1, 2, 3]}
+    assert "line 2, column 'b': the cell is empty" in (found := error(lacking))
+    assert all(remedy in found for remedy in ("--missing drop", "--missing mean", "--drop b"))
+    lacking["b"][2] = None
+    path = write_csv(tmp_path / "data.csv", lacking)
+    found = fails(capsys, "fit", path, "--target", "y", "--missing", "drop")
+    assert "no row is without a missing value (in a, b)" in found
 
 
 def test_predict_faults(tmp_path, data, capsys):
@@ -310,6 +332,178 @@ def test_rows_to_predict_lack_their_target(tmp_path, data, capsys):
         assert "'width'" in error and "--drop" not in error
     error = fails(capsys, "predict", model, write_csv(tmp_path / "bad.csv", {**rows, "price": ["dear"] * 8}))
     assert "'dear'" in error and "--drop" not in error
+
+
+def make_stones(seed=0, n=N):
+    """A table as people have them: names, categories, yes or no, and a code that is no number."""
+    generator = np.random.default_rng(seed)
+    cut, code = generator.choice(["Fair", "Good", "Ideal"], n), generator.choice([3, 7, 12], n)
+    certified, carat = generator.choice(["Yes", "no", "yes"], n), generator.uniform(0.5, 2, n)
+    price = 5 * carat + (cut == "Ideal") + 2 * (code == 7) + 0.5 * (certified != "no") + 0.05 * generator.normal(size=n)
+    names = [f"stone {number}" for number in range(n)]
+    columns = {"name": names, "carat": carat, "cut": cut, "code": code, "certified": certified, "price": price}
+    return {key: list(column) for key, column in columns.items()}
+
+
+def predictions(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
+    """Remembered in the saved model; whatever the order of columns and rows, the encoding and the separator."""
+    model, output, stones = tmp_path / "model.pt", tmp_path / "out.csv", make_stones()
+    for row, column in ((3, "carat"), (5, "cut"), (8, "price")):
+        stones[column][row] = ""
+    data = write_csv(tmp_path / "stones.csv", stones)
+    words = ["fit", data, "--target", "price", "--categorical", "code", "--id", "name", "--save", model, *QUICK]
+    code, out, _ = run(capsys, *words, "--missing", "mean")
+    assert code == 0
+    assert "1 of 240 rows are left out: 'price' is missing" in out
+    assert "missing values in 2 rows (carat, cut)" in out
+    assert "numbers, standardised to mean 0 and deviation 1: carat\n" in out
+    assert "yes or no, as 1 or 0, standardised: certified\n" in out
+    assert "categories, one 0/1 input for each: cut (3), code (3)\n" in out
+    assert "the target, standardised" in out
+    scaling = load_model(model).scaling  # carat, three cuts, three codes, certified
+    assert (scaling.x_std == 1).tolist() == (scaling.x_mean == 0).tolist() == [False, *[True] * 6, False]
+
+    fresh = make_stones(seed=1, n=40)
+    new = tmp_path / "new.csv"
+    lines = [";".join(map(str, row)) for row in zip(*(fresh[name] for name in list(fresh)[::-1]), strict=True)]
+    new.write_text("\n".join([";".join(list(fresh)[::-1]), *lines]), encoding="utf-16")
+    assert run(capsys, "predict", model, new, "--output", output)[0] == 0
+    found = predictions(output)
+    assert [row["name"] for row in found] == fresh["name"]
+    errors = np.array([float(row["mean"]) for row in found]) - fresh["price"]
+    assert np.sqrt(np.mean(errors**2)) < 0.3  # 0.5 without what is known of certificates, 1 without cuts
+
+    loaded, ten = sketchgp.load_model(model), {name: column[:10] for name, column in fresh.items()}
+    made = loaded.predict({name: torch.tensor(one) if name == "carat" else one for name, one in ten.items()})
+    std = made.observation_variance.sqrt()
+    np.testing.assert_allclose(made.mean, [float(row["mean"]) for row in found[:10]], rtol=1e-6)
+    np.testing.assert_allclose(std, [float(row["std"]) for row in found[:10]], rtol=1e-3)
+    ten["carat"][3] = None
+    assert loaded.predict(ten, missing="drop").mean.isnan().tolist() == [row == 3 for row in range(10)]
+    with pytest.raises(sketchgp.InputError, match=r"row 4, column 'carat'.*missing='drop'"):
+        loaded.predict(ten, missing="error")
+    with pytest.raises(sketchgp.InputError, match="no column 'cut'"):
+        loaded.predict({name: column for name, column in ten.items() if name != "cut"})
+
+    fresh["carat"][0], fresh["cut"][1] = None, "NA"
+    lacking = write_csv(tmp_path / "lacking.csv", fresh)
+    code, out, _ = run(capsys, "predict", model, lacking, "--output", output, "--force", "--missing", "drop")
+    assert code == 0 and "missing in 2 row(s), which get no prediction" in out
+    dropped = predictions(output)
+    assert dropped[0] == {"name": "stone 0", "mean": "", "std": ""} and dropped[1]["mean"] == ""
+    for row, one in zip(dropped[2:], found[2:], strict=True):
+        assert float(row["mean"]) == pytest.approx(float(one["mean"]), rel=1e-4)
+    code, out, _ = run(capsys, "predict", model, lacking, "--output", output, "--force")  # as fit was told
+    assert code == 0 and "are taken to be the mean of the training rows" in out
+    assert float(predictions(output)[0]["std"]) > 0
+    assert "line 2, column 'carat': the cell is empty" in fails(capsys, "predict", model, lacking, "--missing", "error")
+    fresh["carat"][0] = 1.0
+    lacking = write_csv(tmp_path / "lacking.csv", fresh)
+    error = fails(capsys, "predict", model, lacking, "--missing", "error")
+    assert "line 3, column 'cut': the value is missing" in error
+
+    fresh["cut"][1] = "Superb"
+    strange = write_csv(tmp_path / "strange.csv", fresh)
+    error = fails(capsys, "predict", model, strange)
+    assert "line 3, column 'cut': 'Superb'" in error and "'Fair', 'Good', 'Ideal'" in error and "--unknown" in error
+    words = ["predict", model, strange, "--unknown", "missing", "--output", output, "--force", "--missing"]
+    assert "line 3, column 'cut': 'Superb' is taken for missing" in fails(capsys, *words, "error")
+    code, out, _ = run(capsys, *words, "drop")
+    assert code == 0 and "'cut' has categories that the model has not seen in 1 row(s)" in out
+    assert [row["mean"] == "" for row in predictions(output)[:3]] == [False, True, False]
+    fresh["cut"][1], fresh["certified"][2] = "Fair", "perhaps"
+    error = fails(capsys, "predict", model, write_csv(tmp_path / "strange.csv", fresh))
+    assert "line 4, column 'certified': 'perhaps' is neither yes nor no" in error
+
+
+def test_missing_means_are_those_of_the_training_rows(tmp_path, capsys):
+    """A missing number is predicted as the mean is, and a missing category as the shares of all."""
+    model, stones = tmp_path / "model.pt", make_stones()
+    data = write_csv(tmp_path / "stones.csv", stones)
+    words = ["--target", "price", "--drop", "name,code,certified", "--test-fraction", 0, "--save", model, *QUICK]
+    assert run(capsys, "fit", data, *words)[0] == 0
+    given = {"carat": ["", np.mean(stones["carat"])], "cut": ["Good", "Good"]}
+    new, output = write_csv(tmp_path / "new.csv", given), tmp_path / "out.csv"
+    assert run(capsys, "predict", model, new, "--missing", "mean", "--output", output)[0] == 0
+    one, other = predictions(output)
+    assert float(one["mean"]) == pytest.approx(float(other["mean"]), rel=1e-5)
+    assert float(one["std"]) == pytest.approx(float(other["std"]), rel=1e-3)
+
+
+def test_columns_that_look_like_something_else_are_told_of(tmp_path, capsys):
+    rows = make_rows()
+    path = write_csv(tmp_path / "data.csv", {"number": range(5, N + 5), **rows})
+    assert "note: column 'number' counts the rows" in run(capsys, "fit", path, "--target", "price", *QUICK)[1]
+    bare = tmp_path / "bare.csv"
+    bare.write_text("\n".join(",".join(f"{value:.6f}" for value in row) for row in zip(*rows.values(), strict=True)))
+    first = f"{rows['price'][0]:.6f}"
+    assert "--no-header" in fails(capsys, "fit", bare, "--target", "price")
+    code, out, _ = run(capsys, "fit", bare, "--target", first, *QUICK)
+    assert code == 0 and "--no-header" in out
+    code, out, _ = run(capsys, "fit", bare, "--target", "c3", "--no-header", *QUICK)
+    assert code == 0 and "c3 by 2 feature(s) (c1, c2); 216 training" in out
+
+
+def test_solver_and_rank(tmp_path, data, capsys):
+    fit = [
+        "fit",
+        write_csv(tmp_path / "more.csv", make_rows(n=820)),
+        "--target",
+        "price",
+        "--test-fraction",
+        0.01,
+        *QUICK,
+    ]
+    for words, said in (
+        (["--solver", "cholesky"], ["  Cholesky (", ": converged"]),
+        (["--rank", 4000], ["--rank 4,000 is more than there are training rows; 812 is used", "rank 812): converged"]),
+    ):
+        code, out, _ = run(capsys, *fit, *words)
+        assert code == 0
+        assert all(one in out for one in said)
+    few = run(capsys, "fit", data, "--target", "price", "--solver", "cholesky", *QUICK)[1]
+    assert "up to 800 rows GPyTorch factorizes the matrix itself" in few
+
+
+def test_picture_of_held_out_rows(tmp_path, data, capsys):
+    picture = tmp_path / "held-out.png"
+    words = ["fit", data, "--target", "price", "--test-fraction", 0.5, "--picture", picture, *QUICK]
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert "Calibration: of 120 rows, " in out and f"picture: {picture}" in out
+    content = picture.read_bytes()
+    assert content[:4] == b"\x89PNG" and len(content) > 20_000
+    assert "--force" in fails(capsys, *words)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_line(data, capsys, monkeypatch):
+    def tune(*words):
+        warn("the solve fell short.", see="out-of-budget")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sketchgp.cli.fit.tune", tune)
+    _, _, error = run(capsys, "fit", data, "--target", "price")
+    assert error == "warning: the solve fell short. [troubleshooting: out-of-budget]\nstopped\n"
+
+
+def test_info_and_version(capsys):
+    code, out, _ = run(capsys, "info")
+    assert code == 0
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith("matmul"))
+    assert lines["torch"] == torch.__version__
+    assert lines["threads"].startswith(f"{torch.get_num_threads()} of torch")
+    assert "GiB free" in lines["memory"]
+    assert "matmul='tiled' on cpu   yes\n" in out and "matmul='triton' on cpu  no: " in out
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"sketchgp {sketchgp.__version__}\n"
 
 
 @pytest.mark.parametrize(

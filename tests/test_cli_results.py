@@ -4,10 +4,12 @@ import math
 import time
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 
 from sketchgp.cli.gpytorch_defaults import evaluate_defaults, solve_mean, watch_linear_cg
+from sketchgp.cli.held_out import calibration, within
 from sketchgp.cli.regression import (
     KERNELS,
     Regression,
@@ -170,6 +172,18 @@ def test_row_of_gpytorchs_defaults():
     assert row.residual < 1e-8
     assert row.rmse == pytest.approx(rmse(marginal.mean, y))
     assert row.nll == pytest.approx(negative_log_density(marginal.mean[:3], marginal.variance[:3], y[:3]))
+
+
+def test_calibration_counts_rows_inside_intervals():
+    """Against intervals by torch's normal quantiles, each made and looked into."""
+    generator = np.random.default_rng(0)
+    mean, std = generator.normal(size=500), generator.uniform(0.5, 2, 500)
+    y = mean + 1.3 * std * generator.normal(size=500)
+    levels = np.array([0.0, 0.3, 0.9, 1.0])
+    ends = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + levels) / 2)).numpy()
+    expected = [np.mean((mean - end * std <= y) & (y <= mean + end * std)) for end in ends]
+    np.testing.assert_allclose(within(mean, std, y, levels), expected)
+    assert "in the 90% intervals" in calibration(mean, std, y)
 
 
 def curve(label, count, **options):

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -12,6 +13,7 @@ import torch
 import sketchgp
 from sketchgp import tensor_file
 from sketchgp.cli import main
+from sketchgp.cli.features import Feature
 from sketchgp.cli.model_file import FORMAT, VERSION, SavedModel, load_model, save_model
 from sketchgp.cli.regression import KERNELS, Regression, Scaling
 from sketchgp.errors import InputError
@@ -28,7 +30,9 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
         system = model.covar_module(x).to_dense().double() + 0.03 * torch.eye(n)
         weights = torch.linalg.solve(system, (y - model.mean_module(x)).double())
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
-    return SavedModel(model, weights, kernel, ("a", "b", "c, and d"), "price", scaling, 1e-4)
+    features = (Feature("a"), Feature("b, or c", "category", ("no", "other")))
+    fill = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
+    return SavedModel(model, weights, kernel, features, "price", scaling, 1e-4, fill, "mean", "row")
 
 
 @pytest.mark.parametrize("kernel", list(KERNELS))
@@ -39,9 +43,11 @@ def test_round_trip(tmp_path, kernel, dtype):
     save_model(path, saved)
     loaded = load_model(path)
     assert (loaded.kernel, loaded.features, loaded.target) == (kernel, saved.features, "price")
+    assert (loaded.missing, loaded.id) == ("mean", "row")
     assert (loaded.scaling.y_mean, loaded.scaling.y_std, loaded.residual) == (3.5, 0.25, 1e-4)
     for one, other in [
         (loaded.weights, saved.weights),
+        (loaded.fill, saved.fill),
         (loaded.scaling.x_mean, saved.scaling.x_mean),
         (loaded.scaling.x_std, saved.scaling.x_std),
         (loaded.model.train_inputs[0], saved.model.train_inputs[0]),
@@ -59,21 +65,21 @@ def test_round_trip(tmp_path, kernel, dtype):
 
 def test_public_loader(tmp_path):
     """Columns are found by name, and predictions are in the target's units."""
-    saved = make(dtype=torch.float64)
+    saved = replace(make(dtype=torch.float64), features=(Feature("a"), Feature("b"), Feature("c")), missing="error")
     save_model(tmp_path / "model.pt", saved)
     loaded = sketchgp.load_model(tmp_path / "model.pt")
-    assert loaded.features == saved.features and loaded.target == "price" and "12 rows" in repr(loaded)
+    assert loaded.features == ("a", "b", "c") and loaded.target == "price" and "12 rows" in repr(loaded)
     raw = np.random.default_rng(0).normal(size=(5, 3))
-    table = pandas.DataFrame(raw[:, ::-1], columns=list(saved.features[::-1])).assign(more="text")
+    table = pandas.DataFrame(raw[:, ::-1], columns=list(loaded.features[::-1])).assign(more="text")
     found = loaded.predict(table)
     x = (torch.from_numpy(raw) - saved.scaling.x_mean) / saved.scaling.x_std
     with torch.no_grad():
         expected = saved.model.likelihood(saved.model(x))
     torch.testing.assert_close(found.mean, expected.mean * 0.25 + 3.5)
     torch.testing.assert_close(found.observation_variance, expected.variance * 0.25**2)
-    for same in (raw, torch.from_numpy(raw), {name: list(table[name]) for name in saved.features}):
+    for same in (raw, torch.from_numpy(raw), {name: list(table[name]) for name in loaded.features}):
         assert torch.equal(loaded.predict(same).mean, found.mean)
-    with pytest.raises(InputError, match="it has no b"):
+    with pytest.raises(InputError, match="no column 'b'"):
         loaded.predict(table.drop(columns="b"))
     with pytest.raises(InputError, match="no such file"):
         sketchgp.load_model(tmp_path / "none.pt")
@@ -149,6 +155,10 @@ def test_foreign_cut_and_missing_files(tmp_path):
         load_model(path)
 
 
+def _described(name, kind="number", categories=()):
+    return {"name": name, "kind": kind, "categories": list(categories)}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -156,8 +166,15 @@ def test_foreign_cut_and_missing_files(tmp_path):
         ("version", "1", "version"),
         ("kernel", "cubic", "unknown kernel 'cubic'"),
         ("kernel", None, "'kernel'"),
-        ("features", ["a", "a", "b"], "different names"),
-        ("features", ["a", "b"], "train_x"),
+        ("version", VERSION - 1, "older sketchgp .*command fit"),
+        ("features", [_described("a"), _described("a"), _described("b")], "different names"),
+        ("features", [_described("a"), _described("b")], "train_x"),
+        ("features", ["a", "b", "c"], "names, kinds and categories"),
+        ("features", [_described("a", "date")], "names, kinds and categories"),
+        ("features", [_described("a"), _described("b", "category", ["no", "no"])], "different texts"),
+        ("features", [_described("a"), _described("b", "category", [])], "different texts"),
+        ("missing", "guess", "'missing'"),
+        ("fill", torch.zeros(2, dtype=torch.float64), r"'fill' has shape \(2,\)"),
         ("target", 3, "'target'"),
         ("train_y", torch.zeros(11), r"'train_y' has shape \(11,\)"),
         ("train_y", torch.zeros(12, dtype=torch.float64), "'train_y' has type"),
@@ -221,8 +238,8 @@ def test_a_damaged_file_is_refused_or_predicts_the_same(tmp_path, capsys):
     path, data, output = tmp_path / "model.pt", tmp_path / "new.npz", tmp_path / "out.csv"
     saved = make()
     save_model(path, saved)
-    rows = np.random.default_rng(0).normal(size=(4, 3))
-    np.savez(data, **{name: rows[:, k] for k, name in enumerate(saved.features)})
+    names = [feature.name for feature in saved.features]
+    np.savez(data, **{names[0]: np.arange(4.0), names[1]: np.array(["no", "other", "no", "no"])})
     words = ["predict", str(path), str(data), "--output", str(output), "--force"]
     assert main(words) == 0
     contents, expected, chance, refused = path.read_bytes(), output.read_text(), random.Random(0), 0

@@ -5,7 +5,7 @@ import builtins
 import numpy as np
 import pytest
 
-from sketchgp.cli import csv_reader, npz_reader
+from sketchgp.cli import npz_reader
 from sketchgp.cli.cells import Cells
 from sketchgp.cli.tables import open_table, suggest
 from sketchgp.errors import InputError
@@ -17,13 +17,18 @@ def write(tmp_path, text, name="data.csv"):
     return path
 
 
-def read_all(path, columns=None):
-    source = open_table(path)
-    return source.read(columns or list(source.default_features))
+def read_all(path, columns=None, cells=None, **options):
+    source = open_table(path, **options)
+    return source.read(columns or list(source.default_features), cells)
+
+
+def values(table):
+    """All columns beside each other."""
+    return np.stack([column.values for column in table.columns.values()], axis=1)
 
 
 @pytest.mark.parametrize(
-    ("text", "names", "values"),
+    ("text", "names", "expected"),
     [
         ("a,b\n1,2\n3,4.5\n", ("a", "b"), [[1, 2], [3, 4.5]]),
         ("\ufeffa,b\r\n1,2\r\n3,4\r\n", ("a", "b"), [[1, 2], [3, 4]]),
@@ -35,25 +40,89 @@ def read_all(path, columns=None):
         (" a , b \n 1 , 2 \n", ("a", "b"), [[1, 2]]),
     ],
 )
-def test_csv_values(tmp_path, text, names, values):
+def test_csv_values(tmp_path, text, names, expected):
     table = read_all(write(tmp_path, text))
-    assert table.names == names
-    np.testing.assert_array_equal(table.values, values)
+    assert tuple(table.columns) == names
+    np.testing.assert_array_equal(values(table), expected)
 
 
-def test_csv_fast_and_careful_readers_agree(tmp_path, monkeypatch):
-    values = np.random.default_rng(0).standard_normal((500, 3)) * 10.0 ** np.arange(-3, 3, 2)
-    path = write(tmp_path, "a,b,c\n" + "\n".join(",".join(map(repr, row)) for row in values.tolist()))
-    fast = csv_reader._fast(path, ",", ["a", "b", "c"], [2, 0])
-    monkeypatch.setattr(csv_reader, "_ROWS_AT_ONCE", 64)  # several chunks
-    careful = csv_reader._careful(path, ",", ["a", "b", "c"], [2, 0], Cells())
-    np.testing.assert_array_equal(fast, values[:, [2, 0]])
-    np.testing.assert_array_equal(careful, fast)
+def test_csv_fast_and_careful_readers_agree(tmp_path):
+    numbers = np.random.default_rng(0).standard_normal((500, 3)) * 10.0 ** np.arange(-3, 3, 2)
+    rows = [",".join(map(repr, row)) for row in numbers.tolist()]
+    fast = read_all(write(tmp_path, "a,b,c\n" + "\n".join(rows)), ["c", "a"])
+    rows[7] += "\n"  # an empty line, and a cell that numpy's reader does not take
+    slow = read_all(write(tmp_path, "a,b,c\n" + "\n".join([*rows, "1,x,2"])), ["c", "a"])
+    np.testing.assert_array_equal(values(fast), numbers[:, [2, 0]])
+    np.testing.assert_array_equal(values(slow)[:-1], values(fast))
+    assert (fast.place(8), slow.place(8)) == ("row 9", "line 11")
 
 
-def test_csv_text_columns_can_be_left_out(tmp_path):
+def test_text_columns_can_be_left_out(tmp_path):
     path = write(tmp_path, "a,colour,b\n1,red,2\n3,blue,4\n")
-    np.testing.assert_array_equal(read_all(path, ["b", "a"]).values, [[2, 1], [4, 3]])
+    np.testing.assert_array_equal(values(read_all(path, ["b", "a"])), [[2, 1], [4, 3]])
+
+
+def test_text_and_missing_values(tmp_path):
+    """Of every kind of file the same: text as text, the usual marks as missing, numbers as text where that is asked."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"a": [1.5, np.nan, 2.0], "cut": ["Good", " Ideal ", None], "code": [3, 1, 3], "on": [True, False, True]}
+    )
+    frame.to_parquet(tmp_path / "data.parquet")
+    frame.assign(cut=frame["cut"].astype("category")).to_parquet(tmp_path / "again.parquet")
+    np.savez(tmp_path / "data.npz", **{**frame, "cut": np.array(["Good", "Ideal", "NA"])})
+    write(tmp_path, "a,cut,code,on\n1.5,Good,3,1\n,Ideal,1,0\n2,?,3,1\n")
+    wanted = ["on", "cut", "a", "code"]
+    for name in ("data.csv", "data.parquet", "again.parquet", "data.npz"):
+        table = read_all(tmp_path / name, wanted, Cells(may_lack=("a", "cut"), text=("code",)))
+        found = {key: column.values.tolist() for key, column in table.columns.items()}
+        assert found["cut"] == ["Good", "Ideal", None]
+        assert found["code"] == ["3", "1", "3"]
+        assert found["on"] == [1, 0, 1]
+        np.testing.assert_array_equal(found["a"], [1.5, np.nan, 2])
+        np.testing.assert_array_equal(table.missing(["a", "cut"]), [False, True, True])
+        with pytest.raises(InputError, match=r"'cut'.*missing.*--drop cut"):
+            read_all(tmp_path / name, wanted, Cells(may_lack=("a",), text=("code",)))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "told"),
+    [("utf-8", None), ("utf-8-sig", "utf-8"), ("utf-16", None), ("latin-1", "latin-1"), ("utf-16-le", "utf-16-le")],
+)
+@pytest.mark.parametrize("text", ["größe;y\n1;2\n3;4\n", "größe;y\nklein;2\nüber;4\n"], ids=["numbers", "text"])
+def test_encodings(tmp_path, encoding, told, text):
+    path = write(tmp_path, text.encode(encoding))
+    table = read_all(path, encoding=told)
+    assert list(table.columns) == ["größe", "y"]
+    np.testing.assert_array_equal(table.numbers("y"), [2, 4])
+    if told not in (None, "utf-8"):
+        with pytest.raises(InputError, match=r"UTF-8.*--encoding"):
+            read_all(path)
+
+
+def test_encodings_that_are_none(tmp_path):
+    path = write(tmp_path, "a,b\n1,2\n")
+    for encoding in ("latin-99", "rot13"):
+        with pytest.raises(InputError, match=f"--encoding {encoding}: not an encoding"):
+            read_all(path, encoding=encoding)
+    with pytest.raises(InputError, match=r"utf-16.*truncated|utf-16.*BOM"):
+        read_all(write(tmp_path, b"\xff\xfea"), encoding="utf-16")
+    for option in ({"encoding": "latin-1"}, {"header": False}):
+        with pytest.raises(InputError, match="is for text files"):
+            read_all(npz(tmp_path / "data.npz", a=np.zeros(3)), **option)
+
+
+def test_a_header_that_is_missing(tmp_path):
+    path = write(tmp_path, "5.1,3.5,1.4\n4.9,3.0,1.3\n")
+    assert "all numbers (5.1, 3.5, 1.4)" in open_table(path).suspicion
+    with pytest.raises(InputError, match=r"--target: no column 'y'.*--no-header"):
+        open_table(path).require(["y"], "--target")
+    with pytest.raises(InputError, match=r"'0.2' occurs more than once.*--no-header"):
+        open_table(write(tmp_path, "0.2,0.2\n1,2\n", "twice.csv"))
+    table = read_all(path, header=False)
+    assert list(table.columns) == ["c1", "c2", "c3"]
+    np.testing.assert_array_equal(values(table), [[5.1, 3.5, 1.4], [4.9, 3.0, 1.3]])
+    assert not open_table(write(tmp_path, "a,2019\n1,2\n", "named.csv")).suspicion
 
 
 @pytest.mark.parametrize(
@@ -69,16 +138,16 @@ def test_csv_text_columns_can_be_left_out(tmp_path):
         ("a,b\n1,2\nNA,4\n", ["line 3", "'a'", "'NA'", "missing"]),
         ("a,b\n1,2\n3,nan\n", ["line 3", "'b'", "'nan'"]),
         ("a,b\n1,2\n3,-inf\n", ["line 3", "'b'", "'-inf'"]),
-        ("a,b\n1,2\n\n3,twelve\n", ["line 4", "'b'", "'twelve'", "not a number"]),
+        ("a,b\n1,2\n\n3,twelve\n", ["line 4", "'b'", "'twelve'", "not a number", "--categorical b", "--drop b"]),
+        ("a,day\n1,2024-05-06\n", ["line 2", "'day'", "'2024-05-06' is a date", "days since", "--drop day"]),
+        ("a,day\n1,6.5.2024 10:30\n", ["'6.5.2024 10:30' is a date"]),
+        ("a,b\n1,2\n3,10:30\n", ["line 3", "'10:30' is a date or a time"]),
         ("a,b\n1,2\n3,1_000\n", ["line 3", "'b'", "'1_000'"]),
-        (
-            "a,cut,color\n1,Ideal,E\n2,Good,F\n",
-            ["line 2", "'cut'", "'Ideal'", "text", "color", "--drop cut,color"],
-        ),
         ("a;b\n1,5;2\n", ["line 2", "'a'", "'1,5'", "point"]),
+        ('a,b\n"1,234.5",2\n', ["line 2", "'a'", "'1,234.5'", "thousands"]),
         ('a,b\n1,2\n"3,4\n', ["line 3"]),
         (b"a,b\n1,2\n3,\xff\n", ["UTF-8", "byte 10"]),
-        (b"\xff\xfea\x00", ["UTF-8"]),
+        (b"a\x00,\x00b\x00\n\x00", ["UTF-8", "zero bytes", "--encoding utf-16-le"]),
     ],
 )
 def test_csv_faults(tmp_path, text, parts):
@@ -89,11 +158,10 @@ def test_csv_faults(tmp_path, text, parts):
         assert part in str(raised.value)
 
 
-def test_csv_fault_beyond_the_first_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_reader, "_ROWS_AT_ONCE", 4)
-    path = write(tmp_path, "a\n" + "1\n" * 10 + "x\n")
-    with pytest.raises(InputError, match=r"line 12, column 'a': 'x' is not a number"):
-        read_all(path)
+def test_columns_that_have_to_hold_numbers(tmp_path):
+    path = write(tmp_path, "a,price\n1,dear\n")
+    with pytest.raises(InputError, match=r"line 2, column 'price': 'dear' is text, not a number; only numbers"):
+        read_all(path, cells=Cells(numbers=("price",)))
 
 
 def test_missing_file_folder_and_extension(tmp_path):
@@ -101,7 +169,7 @@ def test_missing_file_folder_and_extension(tmp_path):
         open_table(tmp_path / "absent.csv")
     with pytest.raises(InputError, match="folder"):
         open_table(tmp_path)
-    with pytest.raises(InputError, match=r"'\.xls'.*\.csv"):
+    with pytest.raises(InputError, match=r"'\.xls'.*\.csv.*save the sheet as CSV"):
         open_table(write(tmp_path, "x", "data.xls"))
 
 
@@ -119,7 +187,7 @@ def test_npz_with_x_and_other_arrays(tmp_path):
     source = open_table(path)
     assert source.default_features == ("x0", "x1")
     assert set(source.names) == {"x0", "x1", "y", "mask"}
-    np.testing.assert_array_equal(source.read(["x1", "y", "mask"]).values, [[1, 1.5, 1], [3, 2.5, 0], [5, 3.5, 1]])
+    np.testing.assert_array_equal(values(source.read(["x1", "y", "mask"])), [[1, 1.5, 1], [3, 2.5, 0], [5, 3.5, 1]])
 
 
 def test_npz_takes_names_of_features(tmp_path):
@@ -133,7 +201,7 @@ def test_npz_with_one_array_a_column(tmp_path):
     np.savez_compressed(path, a=np.arange(3), b=np.arange(3) / 2)
     source = open_table(path)
     assert source.default_features == ("a", "b")
-    np.testing.assert_array_equal(source.read(["b"]).values, [[0], [0.5], [1]])
+    np.testing.assert_array_equal(values(source.read(["b"])), [[0], [0.5], [1]])
 
 
 def npz(path, **arrays):
@@ -148,8 +216,11 @@ def test_npz_faults(tmp_path):
         (lambda: npz(path, m=np.zeros((2, 2))), ["m (2, 2)"]),
         (lambda: npz(path, X=np.zeros(3), y=np.zeros(3)), ["'X'", "(3,)"]),
         (lambda: npz(path, X=np.zeros((0, 2)), y=np.zeros(0)), ["no rows"]),
-        (lambda: npz(path, a=np.array(["u", "v"])), ["'a'", "--drop a"]),
-        (lambda: npz(path, a=np.array([1.0, np.nan])), ["row 2", "'a'"]),
+        (lambda: npz(path, a=np.array([b"u", b"v"])), ["'a'", "--drop a"]),
+        (lambda: npz(path, a=np.array(["2024-05-06"], dtype="datetime64[D]")), ["'a'", "is a date", "--drop a"]),
+        (lambda: npz(path, X=np.array([["u", "v"]])), ["'X'", "not numbers"]),
+        (lambda: npz(path, a=np.array([1.0, np.nan])), ["row 2", "'a'", "missing"]),
+        (lambda: npz(path, a=np.array([1.0, -np.inf])), ["row 2", "'a'", "-inf is not finite"]),
         (lambda: npz(path, a=np.array([{}, 1], dtype=object)), ["'a'", "Python objects"]),
         (lambda: path.write_bytes(b"not an archive"), ["not an NPZ"]),
     ]
@@ -197,14 +268,17 @@ def test_parquet(tmp_path):
         "c": pyarrow.array(["u", "v"]),
         "d": pyarrow.array([True, False]),
         "e": pyarrow.array([1.0, float("nan")]),
+        "f": pyarrow.array([0, 1], pyarrow.date32()),
     }
     parquet.write_table(pyarrow.table(columns), path)
     source = open_table(path)
-    np.testing.assert_array_equal(source.read(["d", "a"]).values, [[1, 1], [0, 2]])
-    with pytest.raises(InputError, match="row 2, column 'b': missing"):
+    np.testing.assert_array_equal(values(source.read(["d", "a"])), [[1, 1], [0, 2]])
+    with pytest.raises(InputError, match="row 2, column 'b': the value is missing"):
         source.read(["a", "b"])
     with pytest.raises(InputError, match="column 'c' is of type string"):
-        source.read(["c"])
+        source.read(["c"], Cells(numbers=("c",)))
+    with pytest.raises(InputError, match=r"column 'f': its type, date32.*, is a date"):
+        source.read(["f"])
     with pytest.raises(InputError, match="row 2, column 'e'"):
         source.read(["e"])
     path.write_bytes(path.read_bytes()[:60])

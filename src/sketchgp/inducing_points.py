@@ -222,7 +222,7 @@ def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, stream: t
         lacking = (diagonal[span] - half.square().sum(dim=1)).clamp(min=0)
         scores[span] = within + (1 - within).clamp(min=0) * lacking / (lacking + noise)
     if not bool(torch.isfinite(scores).all()):
-        raise NumericalError("The leverage scores hold NaN or infinity; check inputs and kernel.")
+        raise NumericalError("The leverage scores hold NaN or infinity; check inputs and kernel.", see="nan")
     return scores.clamp(min=torch.finfo(torch.float64).tiny, max=1.0)
 
 

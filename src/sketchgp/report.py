@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cards import Card, Shown, report_card
-from .errors import ConvergenceWarning, warn
+from .errors import ConvergenceWarning, marked, warn
 
 _recorders: list[list[SolveReport]] = []
 _counted: ContextVar[bool] = ContextVar("sketchgp_shortfall_counted", default=False)
@@ -65,6 +65,16 @@ _ADVICE = {
     Reason.CALLBACK: "Go on from the value returned with initial=.",
     Reason.INTERRUPTED: "Go on from the value returned with initial=.",
 }  # where a solver knows no better; a solver without the parameter does not end so
+
+
+_TROUBLES = {
+    Reason.ROUNDED: "rounded",
+    Reason.STAGNATED: "stagnated",
+    Reason.SINGULAR: "limits-of-float64",
+    Reason.DIRECT: "direct",
+    **dict.fromkeys((Reason.ITERATIONS, Reason.PASSES, Reason.EPOCHS, Reason.TIME), "out-of-budget"),
+    **dict.fromkeys((Reason.CALLBACK, Reason.INTERRUPTED), "stopped"),
+}  # rows in docs/troubleshooting.md
 
 
 class HeldOutError(NamedTuple):
@@ -205,7 +215,7 @@ class SolveReport(Shown):
             remedy = f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
             if self.dtype == "float64":
                 remedy = "Rounding in float64 allows no less; raise tol or the noise, or use Cholesky()."
-        return f"{head} {remedy}" if remedy else head
+        return marked(f"{head} {remedy}" if remedy else head, _TROUBLES.get(self.reason))
 
     @property
     def sizes(self) -> str:

@@ -1,10 +1,11 @@
-"""The command line: ``python -m sketchgp demo | fit | predict``, one module a command."""
+"""The command line: ``python -m sketchgp demo | fit | predict | info``, one module a command."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import sys
+import warnings
 from collections.abc import Sequence
 
 from ..errors import SketchGPError
@@ -14,16 +15,22 @@ __all__ = ["main"]
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each command's module adds its own part."""
-    from . import demo, fit, predict
+    from . import demo, fit, info, predict
 
     parser = argparse.ArgumentParser(
         prog="python -m sketchgp",
         description="Gaussian processes on large data: a demonstration, and a regression for your own table.",
     )
+    parser.add_argument("--version", action="version", version=f"sketchgp {info.version()}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (demo, fit, predict):
+    for command in (demo, fit, predict, info):
         command.add_parser(commands)
     return parser
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    """A warning as a line, without the place in the package where it comes from."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, through a pipe too
     try:
-        return int(options.run(options) or 0)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return int(options.run(options) or 0)
     except SketchGPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

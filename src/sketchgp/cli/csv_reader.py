@@ -1,69 +1,132 @@
-"""CSV files: numpy's reader when all is well, the csv module to pass over text and to find a fault."""
+"""CSV files: numpy's reader when all is numbers, the csv module for text, missing values and to find a fault."""
 
 from __future__ import annotations
 
 import csv
 import math
 import warnings
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from ..errors import InputError
-from .cells import Cells, Reader
+from .cells import Cells, Column, Opened, Read, is_date, is_missing, numbered
 
-_MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-", "."}
-_ROWS_AT_ONCE = 50_000
+_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}  # at the beginning of a file; UTF-8's is optional
+_GUESSED = 4096  # bytes that are looked at
 
 
-def open_csv(path: Path) -> tuple[list[str], list[str], Reader]:
-    """Names of the columns, the default features (those with a name) and a reader: see ``open_table``."""
+@dataclass(frozen=True)
+class _File:
+    """A CSV file: how its bytes become lines, and its lines cells."""
+
+    path: Path
+    encoding: str
+    delimiter: str
+    header: bool
+
+    def open(self) -> IO[str]:
+        return open(self.path, newline="", encoding=self.encoding)
+
+    def undecoded(self, error: UnicodeError) -> InputError:
+        """The error for bytes that are not of the encoding."""
+        at = f" at byte {error.start}" if isinstance(error, UnicodeDecodeError) else ""
+        reason = getattr(error, "reason", error)
+        if self.encoding != "utf-8-sig":
+            return InputError(f"{self.path}: not a text file in {self.encoding} ({reason}{at})")
+        return InputError(
+            f"{self.path}: not a text file in UTF-8 ({reason}{at}); save it as UTF-8, or name its encoding: "
+            "--encoding cp1252 (Western European Windows), latin-1, ..."
+        )
+
+
+def open_csv(path: Path, encoding: str | None = None, header: bool = True) -> Opened:
+    """Names of the columns, those with a name as default features, and a reader: see ``tables.open_table``.
+
+    :param encoding: of the text; None is UTF-8, or UTF-16 where the file begins with its mark.
+    :param header: whether the first line has the names of the columns; they are c1, c2, ... where it has not.
+    """
+    file = _File(path, encoding or _encoding(path), ",", header)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+        with file.open() as lines:
+            first = lines.readline()
+    except LookupError as error:
+        raise InputError(
+            f"--encoding {encoding}: not an encoding of text that Python knows; utf-8, utf-16, latin-1, cp1252 are some"
+        ) from error
+    except UnicodeError as error:
+        raise file.undecoded(error) from error
     if not first.strip():
         raise InputError(f"{path}: line 1: expected a header row with the column names, found an empty line")
-    delimiter = max(",;\t", key=first.count)
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        names = [name.strip() for name in _header(path, file, delimiter)]
-    default_features = [name for name in names if name]  # a column without a name is most often a row number
-    names = [name or f"unnamed_{position + 1}" for position, name in enumerate(names)]
+    file = _File(path, file.encoding, max(",;\t", key=first.count), header)
+    with file.open() as lines:
+        cells = [name.strip().lstrip("\ufeff") for name in _first_row(file, lines)]  # "utf-8" keeps the mark
+    if not header:
+        cells = [f"c{position + 1}" for position in range(len(cells))]
+    default_features = [name for name in cells if name]  # a column without a name is most often a row number
+    names = [name or f"unnamed_{position + 1}" for position, name in enumerate(cells)]
 
-    def read(wanted: Sequence[str], cells: Cells) -> np.ndarray:
+    def read(wanted: Sequence[str], expected: Cells) -> Read:
         positions = [names.index(name) for name in wanted]
-        values = _fast(path, delimiter, names, positions)
-        return _careful(path, delimiter, names, positions, cells) if values is None else values
+        values = None if set(wanted) & set(expected.text) else _fast(file, names, positions)
+        if values is None:
+            return _careful(file, names, positions, expected)
+        return Read([Column(name, column) for name, column in zip(wanted, values.T, strict=True)], numbered)
 
-    return names, default_features, read
+    return Opened(names, default_features, read, _suspicion(default_features) if header else "")
 
 
-def _header(path: Path, file, delimiter: str) -> list[str]:
+def _encoding(path: Path) -> str:
+    with open(path, "rb") as file:
+        begin = file.read(_GUESSED)
+    found = _MARKS.get(begin[:2])
+    if found is None and b"\0" in begin:
+        which = "utf-16-be" if begin[:1] == b"\0" else "utf-16-le"
+        raise InputError(f"{path}: not text in UTF-8: it holds zero bytes; if it is UTF-16, say --encoding {which}")
+    return found or "utf-8-sig"
+
+
+def _suspicion(names: Sequence[str]) -> str:
+    """Whether the names look like data."""
+    if not names or any(_number(name) is None for name in names):
+        return ""
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        f"the names of the columns, in line 1, are all numbers ({shown}): if this is data and the file has no line of "
+        "names, use --no-header, which names the columns c1, c2, ..."
+    )
+
+
+def _first_row(file: _File, lines: IO[str]) -> list[str]:
     try:
-        return next(csv.reader(file, delimiter=delimiter, strict=True))
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: line 1: {error}") from error
+        return next(csv.reader(lines, delimiter=file.delimiter, strict=True))
+    except UnicodeError as error:
+        raise file.undecoded(error) from error
+    except csv.Error as error:
+        raise InputError(f"{file.path}: line 1: {error}") from error
 
 
-def _fast(path: Path, delimiter: str, names: Sequence[str], positions: Sequence[int]) -> np.ndarray | None:
+def _fast(file: _File, names: Sequence[str], positions: Sequence[int]) -> np.ndarray | None:
     """The wanted columns by numpy's C reader; None if anything at all is not a finite number."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            lines_of_header = _lines_of_header(file, delimiter)
+        with file.open() as lines:
+            lines_of_header = _lines_of_header(file, lines) if file.header else 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a file without rows: reported by _careful
             values = np.loadtxt(
-                path,
-                delimiter=delimiter,
+                file.path,
+                delimiter=file.delimiter,
                 skiprows=lines_of_header,
                 comments=None,
                 quotechar='"',
                 ndmin=2,
-                encoding="utf-8-sig",
+                encoding=file.encoding,
             )
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, UnicodeError):
         return None
     if values.shape[0] == 0 or values.shape[1] != len(names):
         return None
@@ -71,104 +134,130 @@ def _fast(path: Path, delimiter: str, names: Sequence[str], positions: Sequence[
     return values if np.isfinite(values).all() else None
 
 
-def _lines_of_header(file, delimiter: str) -> int:
-    reader = csv.reader(file, delimiter=delimiter)
+def _lines_of_header(file: _File, lines: IO[str]) -> int:
+    reader = csv.reader(lines, delimiter=file.delimiter)
     next(reader)
     return reader.line_num
 
 
-def _careful(path: Path, delimiter: str, names: Sequence[str], positions: Sequence[int], expected: Cells) -> np.ndarray:
+class _Cells:
+    """The cells of one column, numbers or text: what the first that is not missing is, unless it is known."""
+
+    def __init__(self, name: str, expected: Cells):
+        self.name = name
+        self.expected = expected
+        self.forced = name in expected.text
+        self.text: bool | None = True if self.forced else False if name in expected.numbers else None
+        self.may_lack = name in expected.may_lack
+        self.numbers = array("d")
+        self.texts: list[str | None] = []
+        self.known: dict[str, str] = {}  # one object for each text
+
+    def add(self, cell: str) -> None:
+        """:raises ValueError: the cell is not as it should be; :meth:`fault` says why."""
+        if not self.text:
+            value = _number(cell)
+            if value is not None:
+                self.text = False
+                self.numbers.append(value)
+                return
+        cell = cell.strip()
+        if self.lacks(cell):
+            if not self.may_lack:
+                raise ValueError(cell)
+            if self.text:
+                self.texts.append(None)
+            else:
+                self.numbers.append(math.nan)
+            return
+        if self.text is None and not _is_text(cell):
+            raise ValueError(cell)
+        if self.text is None:
+            self.texts = [None] * len(self.numbers)
+            self.text = True
+        elif not self.text:
+            raise ValueError(cell)
+        self.texts.append(self.known.setdefault(cell, cell))
+
+    def lacks(self, cell: str) -> bool:
+        return not cell if self.forced else is_missing(cell)
+
+    def column(self) -> Column:
+        if self.text:
+            return Column(self.name, np.array(self.texts, dtype=object))
+        return Column(self.name, np.array(self.numbers, dtype=np.float64))
+
+    def fault(self, where: str, cell: str) -> InputError:
+        """What is wrong with a cell that could not be added."""
+        name, expected, cell = self.name, self.expected, cell.strip()
+        where = f"{where}, column {name!r}:"
+        if self.lacks(cell):
+            return InputError(
+                f"{where} {expected.lacking(f'{cell!r} is missing' if cell else 'the cell is empty', name)}"
+            )
+        if cell.lower().lstrip("+-") in ("inf", "infinity"):
+            return InputError(f"{where} {cell!r} is not finite; remove the row or write a number")
+        if _number(cell.replace(",", "")) is not None:
+            return InputError(
+                f"{where} {cell!r} is text, not a number; write decimals with a point, and thousands without a mark"
+            )
+        if is_date(cell):
+            return InputError(f"{where} {expected.no_date(repr(cell), name)}")
+        if self.text is None:
+            return InputError(f"{where} {cell!r} is not a number{expected.or_drop(name)}")
+        if name in expected.numbers:
+            return InputError(f"{where} {cell!r} is text, not a number; only numbers are expected in this column")
+        options = f", read the column as categories with --categorical {name}" if expected.options else ""
+        return InputError(
+            f"{where} {cell!r} is not a number, as those above it are; mend it{options}{expected.or_drop(name)}"
+        )
+
+
+def _careful(file: _File, names: Sequence[str], positions: Sequence[int], expected: Cells) -> Read:
     """The wanted columns row by row; raises InputError at the first fault, naming its line and column."""
-    chunks: list[np.ndarray] = []
-    rows: list[list[float]] = []
+    path = file.path
+    columns = [_Cells(names[position], expected) for position in positions]
+    pairs = list(zip(positions, columns, strict=True))
+    line_of = array("q")
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            next(reader)
+        with file.open() as lines:
+            reader = csv.reader(lines, delimiter=file.delimiter, strict=True)
+            if file.header:
+                next(reader)
             for cells in reader:
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    raise InputError(
-                        f"{path}: line {reader.line_num}: {len(cells)} cells under {len(names)} column names"
-                    )
-                try:
-                    rows.append([_value(cells[position], names[position], expected) for position in positions])
-                except ValueError:
-                    first = not rows and not chunks
-                    raise _fault(path, reader.line_num, cells, names, positions, first, expected) from None
-                if len(rows) == _ROWS_AT_ONCE:
-                    chunks.append(np.array(rows, dtype=np.float64))
-                    rows = []
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+                    header = "column names" if file.header else "columns"
+                    raise InputError(f"{path}: line {reader.line_num}: {len(cells)} cells under {len(names)} {header}")
+                for position, column in pairs:
+                    try:
+                        column.add(cells[position])
+                    except ValueError:
+                        raise column.fault(f"{path}: line {reader.line_num}", cells[position]) from None
+                line_of.append(reader.line_num)
+    except UnicodeError as error:
+        raise file.undecoded(error) from error
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: {error}") from error
-    if rows:
-        chunks.append(np.array(rows, dtype=np.float64))
-    if not chunks:
+    if not line_of:
         raise InputError(f"{path}: no rows below the header")
-    return np.concatenate(chunks)
-
-
-def _parse(text: str) -> float:
-    value = float(text)
-    if "_" in text or value - value != 0.0:  # float() takes 1_000, nan and inf; a table should hold none of them
-        raise ValueError(text)
-    return value
-
-
-def _value(cell: str, name: str, expected: Cells) -> float:
-    return math.nan if name in expected.may_lack and _is_missing(cell) else _parse(cell)
+    return Read([column.column() for column in columns], lambda row: f"line {line_of[row]}")
 
 
 def _number(text: str) -> float | None:
+    """The finite number that a text is; float() takes 1_000, nan and inf, too, and a table should hold none of them."""
     try:
-        return _parse(text)
+        value = float(text)
     except ValueError:
         return None
-
-
-def _is_missing(cell: str) -> bool:
-    """Whether a cell is empty, or holds one of the usual marks of a missing value."""
-    return cell.strip().lower() in _MISSING
+    return None if "_" in text or value - value != 0.0 else value
 
 
 def _is_text(cell: str) -> bool:
-    """Whether a cell holds text: neither a number nor a missing value."""
-    if _is_missing(cell):
-        return False
+    """Whether a cell holds what can be a category: no number in any writing, nor a date."""
     try:
-        float(cell)
+        float(cell.replace(",", ""))
     except ValueError:
-        return True
-    return "_" in cell
-
-
-def _fault(
-    path: Path,
-    line: int,
-    cells: Sequence[str],
-    names: Sequence[str],
-    positions: Sequence[int],
-    first: bool,
-    expected: Cells,
-) -> InputError:
-    """What is wrong with the first bad cell of a row."""
-    positions = [p for p in positions if not (names[p] in expected.may_lack and _is_missing(cells[p]))]
-    bad = next(position for position in positions if _number(cells[position]) is None)
-    cell, name = cells[bad].strip(), names[bad]
-    where = f"{path}: line {line}, column {name!r}:"
-    if not _is_text(cell):
-        what = "the cell is empty" if not cell else f"{cell!r} is missing or not finite"
-        drop = ", or leave the column out with --drop" if expected.drop else ""
-        return InputError(f"{where} {what}; remove the row or fill the value in{drop}")
-    texts = [names[position] for position in positions if _is_text(cells[position])]
-    if first:  # text in the first row means columns of text, so name them all at once
-        several = f" (text too: {', '.join(texts[1:])})" if len(texts) > 1 else ""
-        comma = "; write decimals with a point" if _number(cell.replace(",", ".", 1)) is not None else ""
-        drop = f", or leave them out with --drop {','.join(texts)}" if expected.drop else ""
-        return InputError(
-            f"{where} {cell!r} is text, not a number{several}{comma}; encode such columns as numbers{drop}"
-        )
-    return InputError(f"{where} {cell!r} is not a number")
+        return not is_date(cell)
+    return False

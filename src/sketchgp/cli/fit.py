@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+import time
 from pathlib import Path
+from typing import Any
 
+import gpytorch
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..accelerate import accelerate
 from ..errors import InputError
+from ..preconditioners import RPCholesky
+from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
+from .arguments import MISSING, add_table, fraction, names, positive
+from .cells import Cells
+from .features import Feature, learn, summary
+from .held_out import calibration, draw
 from .model_file import SavedModel, save_model, weights_residual
 from .outputs import add_force, claim
-from .regression import KERNELS, Scaling, rmse
+from .prepare import training_inputs, without_missing
+from .regression import KERNELS, Regression, Scaling, rmse
 from .results import Row, format_table
-from .steps import describe, evaluate, split_rows, tune
-from .tables import Source, open_table
+from .steps import Outcome, describe, evaluate, split_rows, tune
+from .tables import Source, Table, open_table
+
+SOLVERS: dict[str, Solver[FullProblem] | str] = {
+    "auto": "auto",
+    "cg": ConjugateGradients(),
+    "askotch": ASkotch(),
+    "skotch": Skotch(),
+    "eigenpro2": EigenPro2(),
+    "cholesky": Cholesky(),
+}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -23,117 +44,200 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "fit",
         help="fit a GP to a CSV, Parquet or NPZ file and report its held-out error",
         description=(
-            "Standardises the columns, tunes a GPyTorch ExactGP (one lengthscale a feature) by marginal "
-            "likelihood on a random subset, conditions it on all training rows with sketchgp and reports "
-            "the error on held-out rows."
+            "Standardises numbers and makes categories of text, tunes a GPyTorch ExactGP (one lengthscale an input) by "
+            "marginal likelihood on a random subset, conditions it on all training rows with sketchgp and reports the "
+            "error on held-out rows."
         ),
     )
     parser.add_argument("data", type=Path, metavar="DATA", help=".csv with a header row, .parquet, or .npz")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
-    parser.add_argument("--features", type=_names, metavar="A,B,C", help="columns to predict from (all others)")
-    parser.add_argument("--drop", type=_names, default=[], metavar="A,B,C", help="columns to leave out")
+    parser.add_argument("--features", type=names, metavar="A,B,C", help="columns to predict from (all others)")
+    parser.add_argument("--drop", type=names, default=[], metavar="A,B,C", help="columns to leave out")
+    parser.add_argument("--id", metavar="COLUMN", help="names the rows: no feature, and written by predict")
+    parser.add_argument(
+        "--categorical", type=names, default=[], metavar="A,B,C", help="columns of categories, as those of text are"
+    )
+    parser.add_argument(
+        "--missing",
+        choices=MISSING,
+        default="error",
+        help="empty cells: end with an error (the default), leave the row out, or take the column's mean",
+    )
+    add_table(parser)
     parser.add_argument("--kernel", choices=list(KERNELS), default="matern52", help="(%(default)s)")
-    parser.add_argument("--iterations", type=_positive, default=500, help="most steps of tuning (%(default)s)")
-    parser.add_argument("--subset", type=_positive, default=2000, help="most rows to tune on (%(default)s)")
-    parser.add_argument("--test-fraction", type=_fraction, default=0.1, help="share of rows held out (%(default)s)")
+    parser.add_argument("--iterations", type=positive, default=500, help="most steps of tuning (%(default)s)")
+    parser.add_argument("--subset", type=positive, default=2000, help="most rows to tune on (%(default)s)")
+    parser.add_argument("--solver", choices=list(SOLVERS), default="auto", help="of the mean on all rows (%(default)s)")
+    parser.add_argument("--rank", type=positive, metavar="N", help="columns of the preconditioner (chosen by cost)")
+    parser.add_argument("--test-fraction", type=fraction, default=0.1, help="share of rows held out (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subset and the sketches (0)")
     parser.add_argument("--float64", action="store_true", help="compute in float64: slower, more digits")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the model, for the command predict")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="PNG",
+        help="draw predictions and calibration of the held-out rows",
+    )
     add_force(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; see the module's docstring."""
-    output = None if options.save is None else claim(options.save, "--save", [options.data], options.force)
-    source = open_table(options.data)
-    features = _choose_features(source, options.target, options.features, options.drop)
-    table = source.read([*features, options.target])
-    if len(table.values) < 2:
-        raise InputError(f"{options.data}: {len(table.values)} row(s) of data; at least 2 are needed")
-    x, y = torch.from_numpy(table.columns(features)), torch.from_numpy(table.columns([options.target])[:, 0])
-    train, test = split_rows(len(y), options.test_fraction, options.seed)
+    saving = None if options.save is None else claim(options.save, "--save", [options.data], options.force)
+    picture = None if options.picture is None else claim(options.picture, "--picture", [options.data], options.force)
+    if picture is not None and options.test_fraction == 0:
+        raise InputError("--picture: it shows held-out rows, and --test-fraction 0 leaves none")
+    if options.rank is not None and options.solver not in ("auto", "cg"):
+        raise InputError(f"--rank is of conjugate gradients' preconditioner; --solver {options.solver} has none")
+    table, chosen = _read(options)
+    train, test = split_rows(table.rows, options.test_fraction, options.seed)
     if len(train) < 2:
-        raise InputError(f"{options.data}: {len(train)} training row(s) are left of {len(y)}; lower --test-fraction")
-    features, x = _drop_constant(features, x, train, options.data)
-    scaling = Scaling.of(x[train], y[train], options.target)
-    dtype = torch.float64 if options.float64 else torch.float32
-    scaled_x, scaled_y = scaling.scale_x(x, dtype), scaling.scale_y(y, dtype)
+        raise InputError(
+            f"{options.data}: {len(train)} training row(s) are left of {table.rows}; lower --test-fraction"
+        )
+    if picture is not None and not len(test):
+        raise InputError(f"--picture: no row is held out of {table.rows}; raise --test-fraction")
+    inputs = training_inputs(table, chosen, options.target, train)
+    scaling, dtype = inputs.scaling, torch.float64 if options.float64 else torch.float32
+    x, y = scaling.scale_x(inputs.x, dtype), scaling.scale_y(inputs.y, dtype)
+    features = inputs.features
     print(
-        f"{options.data}: {options.target} by {len(features)} feature(s) ({', '.join(features)}); "
-        f"{len(train):,} training and {len(test):,} held-out rows, standardised, "
-        f"{str(dtype).removeprefix('torch.')}"
+        f"{options.data}: {options.target} by {len(features)} feature(s) ({', '.join(f.name for f in features)}); "
+        f"{len(train):,} training and {len(test):,} held-out rows, {str(dtype).removeprefix('torch.')}"
     )
+    for line in summary(features):
+        print(f"  {line}")
+    print(f"  the target, standardised to mean 0 and deviation 1: its mean is {scaling.y_mean:.6g}, its deviation "
+          f"{scaling.y_std:.6g}")  # fmt: skip
 
-    model = tune(scaled_x[train], scaled_y[train], options.kernel, options.subset, options.iterations, options.seed)
-    print(f"conditioning on all {len(train):,} training rows ...")
-    held_out = test if len(test) else train[:1]  # without held-out rows, one row to solve for the weights with
-    outcome = evaluate(model, scaled_x[held_out], scaled_y[held_out], f"sketchgp, {options.kernel}")
-    print(describe(outcome))
+    start = math.sqrt(len(features))
+    model = tune(x[train], y[train], options.kernel, options.subset, options.iterations, options.seed, start)
+    outcome = _condition(model, options, x, y, train, test)
     if len(test):
-        _print_results(outcome.row, outcome.mean, scaled_y[test], y[test], scaling, options.target)
-    if output is not None:
+        _print_results(outcome, y[test], inputs.y[test], scaling, options.target)
+    if saving is not None:
+        print("checking the weights that are saved ...")
         weights = model.prediction_strategy.weights.to(torch.float64)
-        residual = weights_residual(model, weights)
-        saved = SavedModel(model, weights, options.kernel, tuple(features), options.target, scaling, residual)
-        save_model(output.path, saved, output.overwrite)
+        saved = SavedModel(
+            model=model,
+            weights=weights,
+            kernel=options.kernel,
+            features=tuple(features),
+            target=options.target,
+            scaling=scaling,
+            residual=weights_residual(model, weights),
+            fill=inputs.fill,
+            missing=options.missing,
+            id=options.id,
+        )
+        save_model(saving.path, saved, saving.overwrite)
         print(f"saved: {options.save} ({options.save.stat().st_size / 1e6:.1f} MB)")
+    if picture is not None:
+        mean, std = scaling.unscale_mean(outcome.mean), scaling.unscale_std(outcome.variance)
+        draw(picture, mean.numpy(), std.numpy(), inputs.y[test].numpy(), options.target, options.data.name)
+        print(f"picture: {options.picture}")
     return 0
 
 
-def _choose_features(source: Source, target: str, features: Sequence[str] | None, drop: Sequence[str]) -> list[str]:
+def _condition(
+    model: Regression, options: argparse.Namespace, x: Tensor, y: Tensor, train: Tensor, test: Tensor
+) -> Outcome:
+    """Conditions the model on all training rows, by the solver that was asked for, and predicts the held-out ones."""
+    asked = options.solver != "auto" or options.rank is not None
+    if asked:
+        rank = options.rank
+        if rank is not None and rank > len(train):
+            print(f"note: --rank {rank:,} is more than there are training rows; {len(train):,} is used")
+            rank = len(train)
+        solver: Any = SOLVERS["cg" if rank is not None else options.solver]
+        most = gpytorch.settings.max_cholesky_size.value()
+        if len(train) <= most:
+            print(f"note: up to {most:,} rows GPyTorch factorizes the matrix itself, whatever solver is asked for")
+        accelerate(model, solver=solver, preconditioner="auto" if rank is None else RPCholesky(rank=rank))
+    held_out = test if len(test) else train[:1]  # without held-out rows, one row to solve for the weights with
+    print(
+        f"conditioning on all {len(train):,} training rows"
+        + (f", predicting {len(test):,} held-out rows" if len(test) else "")
+        + f" ({_about(len(train))}) ..."
+    )
+    outcome = evaluate(model, x[held_out], y[held_out], f"sketchgp, {options.kernel}")
+    print(describe(outcome))
+    return outcome
+
+
+def _about(n: int) -> str:
+    """How long it may take, in words: n^2 kernel entries an iteration."""
+    return "seconds" if n < 10_000 else "seconds to minutes" if n < 50_000 else "minutes" if n < 150_000 else "hours"
+
+
+def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
+    """The rows that are used, and what the columns to predict from are."""
+    began = time.perf_counter()
+    source = open_table(options.data, options.encoding, options.header)
+    columns = _choose_features(source, options)
+    if source.suspicion:
+        print(f"note: {source.suspicion}")
+    print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
+    wanted = [*columns, options.target]
+    cells = Cells(
+        may_lack=() if options.missing == "error" else tuple(wanted),
+        numbers=(options.target,),
+        text=tuple(options.categorical),
+        missing=", or say what to do with --missing drop or --missing mean",
+    )
+    table = source.read(wanted, cells)
+    rows = table.rows
+    table = without_missing(table, options.missing, columns, options.target)
+    if table.rows < 2:
+        raise InputError(f"{options.data}: {table.rows} row(s) of data; at least 2 are needed")
+    features = learn(table, columns, options.categorical)
+    for name in (feature.name for feature in features if feature.kind == "number"):
+        if rows > 2 and (np.diff(table.numbers(name)) == 1).all():
+            print(f"note: column {name!r} counts the rows; if it is no feature, leave it out with --id {name}")
+    print(f"  {rows:,} rows and {len(wanted)} columns in {time.perf_counter() - began:.1f} s")
+    return table, features
+
+
+def _choose_features(source: Source, options: argparse.Namespace) -> list[str]:
+    target, features, drop = options.target, options.features, options.drop
+    apart = [] if options.id is None else [options.id]
     source.require([target], "--target")
     source.require(features or [], "--features")
     source.require(drop, "--drop")
-    if features is not None and target in features:
-        raise InputError(f"--features: {target!r} is the target")
-    if target in drop:
-        raise InputError(f"--drop: {target!r} is the target")
+    source.require(apart, "--id")
+    source.require(options.categorical, "--categorical")
+    for option, named in (("--features", features or []), ("--drop", drop), ("--id", apart)):
+        if target in named:
+            raise InputError(f"{option}: {target!r} is the target")
+    if target in options.categorical:
+        raise InputError(
+            f"--categorical: {target!r} is the target, and the command fits numbers; for classes there are "
+            "sketchgp.OneHot and sketchgp.RandomFeatureClassifier in Python"
+        )
     if features is not None and len(set(features)) < len(features):
         raise InputError("--features: a column is named twice")
     for name in source.names:
-        if features is None and name not in source.default_features and name not in (target, *drop):
+        if features is None and name not in source.default_features and name not in (target, *drop, *apart):
             print(f"note: column {name!r} is left out; name it in --features to use it")
-    chosen = [name for name in (features or source.default_features) if name not in (target, *drop)]
+    chosen = [name for name in (features or source.default_features) if name not in (target, *drop, *apart)]
     if not chosen:
         raise InputError(f"{source.path}: no columns are left to predict {target!r} from")
+    unused = [name for name in options.categorical if name not in chosen]
+    if unused:
+        raise InputError(f"--categorical: {unused[0]!r} is not among the features")
     return chosen
 
 
-def _drop_constant(features: list[str], x: Tensor, train: Tensor, path: Path) -> tuple[list[str], Tensor]:
-    varies = (x[train] != x[train[0]]).any(0)
-    constant = [name for name, keep in zip(features, varies.tolist(), strict=True) if not keep]
-    if len(constant) == len(features):
-        raise InputError(f"{path}: every feature is constant in the training rows; there is nothing to predict from")
-    if constant:
-        print(f"note: left out, because constant in the training rows: {', '.join(constant)}")
-    return [name for name in features if name not in constant], x[:, varies]
-
-
-def _print_results(row: Row, mean: Tensor, scaled_y: Tensor, y: Tensor, scaling: Scaling, target: str) -> None:
-    n = row.n
-    baseline = Row("the training mean", n, rmse=rmse(torch.zeros_like(scaled_y), scaled_y))
+def _print_results(outcome: Outcome, scaled_y: Tensor, y: Tensor, scaling: Scaling, target: str) -> None:
+    row = outcome.row
+    baseline = Row("the training mean", row.n, rmse=rmse(torch.zeros_like(scaled_y), scaled_y))
     print()
     print(format_table([row, baseline]))
     print("RMSE and NLL (negative log predictive density a row, in nats) are of the standardised target.")
-    error = rmse(scaling.unscale_mean(mean), y)
+    mean, std = scaling.unscale_mean(outcome.mean), scaling.unscale_std(outcome.variance)
+    print(calibration(mean.numpy(), std.numpy(), y.numpy()))
     mean_error = rmse(torch.full_like(y, scaling.y_mean), y)
-    print(f"Result: RMSE {error:.4g} in units of {target!r} on {len(y):,} held-out rows (its mean: {mean_error:.4g}).")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text}")
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 up to, but not including, 1, not {text}")
-    return value
+    print(f"Result: RMSE {rmse(mean, y):.4g} in units of {target!r} on {len(y):,} held-out rows "
+          f"(its mean: {mean_error:.4g}).")  # fmt: skip

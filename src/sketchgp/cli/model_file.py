@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from .. import tensor_file
 from ..errors import InputError
+from .arguments import MISSING
+from .features import KINDS, Feature
 from .outputs import Output
 from .regression import KERNELS, Regression, Scaling
 from .results import true_residual
@@ -20,7 +21,7 @@ from .results import true_residual
 __all__ = ["SavedModel", "load_model", "save_model", "weights_residual"]
 
 FORMAT = "sketchgp regression"
-VERSION = 2  # 1 was a pickled dictionary without a digest
+VERSION = 3  # 1 was a pickled dictionary without a digest, 2 knew numbers only
 _HYPERPARAMETER = "hyperparameter."
 _ENTRIES = 2**24  # of the kernel matrix, evaluated to check the weights
 _LEAST_ROWS = 16
@@ -35,19 +36,25 @@ class SavedModel:
     :param model: the GP, in eval mode, conditioned on the training rows.
     :param weights: ``(K + noise I)^-1 (y - mean)``, ``(n,)``, so that a mean needs no new solve.
     :param kernel: name of the kernel, a key of ``regression.KERNELS``.
-    :param features: column names, in the order of the model's inputs.
+    :param features: the columns, in the order of the model's inputs.
     :param target: column name.
-    :param scaling: of the columns.
+    :param scaling: of the inputs and the target.
     :param residual: of ``weights``, as :func:`weights_residual` has it.
+    :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
+    :param missing: what is done about missing values, one of ``arguments.MISSING``.
+    :param id: the column that names the rows, if there is one.
     """
 
     model: Regression
     weights: Tensor
     kernel: str
-    features: tuple[str, ...]
+    features: tuple[Feature, ...]
     target: str
     scaling: Scaling
     residual: float
+    fill: Tensor
+    missing: str = "error"
+    id: str | None = None
 
 
 def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> None:
@@ -61,15 +68,18 @@ def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> N
         "format": FORMAT,
         "version": VERSION,
         "kernel": saved.kernel,
-        "features": list(saved.features),
+        "features": [{"name": f.name, "kind": f.kind, "categories": list(f.categories)} for f in saved.features],
         "target": saved.target,
         "y_mean": saved.scaling.y_mean,
         "y_std": saved.scaling.y_std,
         "residual": saved.residual,
+        "missing": saved.missing,
+        "id": saved.id or "",
     }
     tensors = {
         "x_mean": saved.scaling.x_mean,
         "x_std": saved.scaling.x_std,
+        "fill": saved.fill,
         "train_x": saved.model.train_inputs[0],
         "train_y": saved.model.train_targets,
         "weights": saved.weights,
@@ -114,7 +124,12 @@ def load_model(path: str | Path) -> SavedModel:
         raise InputError(f"{path}: damaged: the format version is {version!r}")
     if version > VERSION:
         raise InputError(
-            f"{path}: written by a newer sketchgp (format {version}; this one reads up to {VERSION}): upgrade sketchgp"
+            f"{path}: written by a newer sketchgp (format {version}; this one reads {VERSION}): upgrade sketchgp"
+        )
+    if version < VERSION:
+        raise InputError(
+            f"{path}: written by an older sketchgp (format {version}; this one reads {VERSION}); make it anew with the "
+            "command fit"
         )
     saved = _Checked(path, {**described, **tensors}).saved_model()
     found = weights_residual(saved.model, saved.weights)
@@ -136,7 +151,7 @@ def weights_residual(model: Regression, weights: Tensor) -> float:
 def _is_of_version_1(path: Path) -> bool:
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError, zipfile.BadZipFile):
+    except Exception:  # torch and pickle share no base class for a damaged file
         return False
     return isinstance(contents, dict) and contents.get("format") == FORMAT
 
@@ -185,16 +200,18 @@ class _Checked:
         kernel = self.take("kernel", str)
         if kernel not in KERNELS:
             raise self.fail(f"unknown kernel {kernel!r}; the known ones are {', '.join(KERNELS)}")
-        features = self.take("features", list)
-        if not features or not all(isinstance(name, str) for name in features) or len(set(features)) < len(features):
-            raise self.fail("the field 'features' is not a list of different names")
-        train_x = self.tensor("train_x", (None, len(features)), _DTYPES)
+        features = self.features()
+        width = sum(feature.width for feature in features)
+        missing = self.take("missing", str)
+        if missing not in MISSING:
+            raise self.fail(f"the field 'missing' is {missing!r}, expected one of {', '.join(MISSING)}")
+        train_x = self.tensor("train_x", (None, width), _DTYPES)
         dtype = (train_x.dtype,)
         train_y = self.tensor("train_y", (train_x.shape[0],), dtype)
         weights = self.tensor("weights", (train_x.shape[0],), (torch.float64,))
         scaling = Scaling(
-            x_mean=self.tensor("x_mean", (len(features),), (torch.float64,)),
-            x_std=self.tensor("x_std", (len(features),), (torch.float64,)),
+            x_mean=self.tensor("x_mean", (width,), (torch.float64,)),
+            x_std=self.tensor("x_std", (width,), (torch.float64,)),
             y_mean=self.number("y_mean"),
             y_std=self.number("y_std"),
         )
@@ -204,11 +221,29 @@ class _Checked:
             model=self.model(train_x, train_y, kernel),
             weights=weights,
             kernel=kernel,
-            features=tuple(features),
+            features=features,
             target=self.take("target", str),
             scaling=scaling,
             residual=self.number("residual"),
+            fill=self.tensor("fill", (width,), (torch.float64,)),
+            missing=missing,
+            id=self.take("id", str) or None,
         )
+
+    def features(self) -> tuple[Feature, ...]:
+        found = []
+        for one in self.take("features", list):
+            parts = (one.get("name"), one.get("kind"), one.get("categories")) if isinstance(one, dict) else (None,) * 3
+            name, kind, categories = parts
+            if not isinstance(name, str) or kind not in KINDS or not isinstance(categories, list):
+                raise self.fail("the field 'features' is not a list of names, kinds and categories")
+            texts = [category for category in categories if isinstance(category, str)]
+            if len(set(texts)) < len(categories) or bool(texts) != (kind == "category"):
+                raise self.fail(f"the categories of {name!r} are not different texts")
+            found.append(Feature(name, kind, tuple(texts)))
+        if not found or len({feature.name for feature in found}) < len(found):
+            raise self.fail("the field 'features' is not a list of different names")
+        return tuple(found)
 
     def model(self, train_x: Tensor, train_y: Tensor, kernel: str) -> Regression:
         model = Regression(train_x, train_y, kernel)

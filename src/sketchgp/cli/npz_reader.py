@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import InputError
-from .cells import Cells, Reader
+from .cells import Cells, Column, Opened, Read, numbered
 
 
-def open_npz(path: Path) -> tuple[list[str], list[str], Reader]:
+def open_npz(path: Path) -> Opened:
     """Names of the columns, the default features and a reader; see ``tables.open_table``."""
     arrays = _load(path)
     rows = arrays["X"].shape[0] if "X" in arrays else _common_length(path, arrays)
@@ -22,7 +22,7 @@ def open_npz(path: Path) -> tuple[list[str], list[str], Reader]:
     if "X" in arrays:
         if arrays["X"].ndim != 2:
             raise InputError(f"{path}: array 'X': expected shape (n, d), found {arrays['X'].shape}")
-        _require_numbers(path, "X", arrays["X"], Cells(drop=False))
+        _values(path, "X", arrays["X"], Cells(numbers=("X",)))
         names = _feature_names(arrays, arrays["X"].shape[1])
         columns = {name: arrays["X"][:, position] for position, name in enumerate(names)}
     default_features = list(names)
@@ -33,14 +33,13 @@ def open_npz(path: Path) -> tuple[list[str], list[str], Reader]:
     if "X" not in arrays:
         default_features = list(names)
 
-    def read(wanted: Sequence[str], cells: Cells) -> np.ndarray:
-        for name in wanted:
-            _require_numbers(path, name, columns[name], cells)
+    def read(wanted: Sequence[str], cells: Cells) -> Read:
+        found = [Column(name, _values(path, name, columns[name], cells)) for name in wanted]
         if rows == 0:
             raise InputError(f"{path}: the arrays have no rows")
-        return np.stack([columns[name].astype(np.float64) for name in wanted], axis=1)
+        return Read(found, numbered)
 
-    return names, default_features, read
+    return Opened(names, default_features, read)
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
@@ -91,8 +90,12 @@ def _common_length(path: Path, arrays: dict[str, np.ndarray]) -> int:
     return next(iter(lengths.values()))
 
 
-def _require_numbers(path: Path, name: str, array: np.ndarray, cells: Cells) -> None:
-    if array.dtype.kind not in "fiub":
-        raise InputError(
-            f"{path}: column {name!r} is of type {array.dtype}, not numbers; encode it as numbers{cells.or_drop(name)}"
-        )
+def _values(path: Path, name: str, array: np.ndarray, cells: Cells) -> np.ndarray:
+    """Numbers in float64, or an object array of text."""
+    if array.dtype.kind in "fiub":
+        return array.astype(np.float64)
+    if array.dtype.kind == "U" and name not in cells.numbers:
+        return array.astype(object)
+    if array.dtype.kind in "Mm":
+        raise InputError(f"{path}: column {name!r}: {cells.no_date(f'its type, {array.dtype},', name)}")
+    raise InputError(f"{path}: column {name!r} is of type {array.dtype}, not numbers{cells.or_drop(name)}")

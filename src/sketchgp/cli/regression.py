@@ -29,16 +29,17 @@ class Regression(gpytorch.models.ExactGP):
     :param x: training features, ``(n, d)``, standardised.
     :param y: training targets, ``(n,)``, standardised.
     :param kernel: one of ``KERNELS``.
+    :param lengthscale: to start from; None is the square root of d.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, kernel: str = "matern52"):
+    def __init__(self, x: Tensor, y: Tensor, kernel: str = "matern52", lengthscale: float | None = None):
         # Targets without noise want less than GPyTorch's least one, 1e-4; this is scikit-learn's.
         least = gpytorch.constraints.GreaterThan(1e-5)
         super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood(noise_constraint=least))
         self.mean_module = gpytorch.means.ConstantMean()
         self.covar_module = gpytorch.kernels.ScaleKernel(KERNELS[kernel](x.shape[-1]))
         # Standardised rows are about sqrt(2 d) apart: start with lengthscales of that order.
-        self.covar_module.base_kernel.lengthscale = math.sqrt(x.shape[-1])
+        self.covar_module.base_kernel.lengthscale = lengthscale or math.sqrt(x.shape[-1])
         self.covar_module.outputscale = 1.0
         self.likelihood.noise = 0.1
         self.to(x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,8 @@ from .results import PeakMemory, Row
 
 __all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tune"]
 
+_SILENT = 30  # seconds without a word
+
 
 def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Random disjoint row numbers ``(train, test)``; the test part has ``round(n * test_fraction)`` rows."""
@@ -28,7 +32,9 @@ def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]
     return order[size:], order[:size]
 
 
-def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: int) -> Regression:
+def tune(
+    x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: int, lengthscale: float | None = None
+) -> Regression:
     """A regression on all rows, its hyperparameters tuned on a random subset of them.
 
     :param x: ``(n, d)``, standardised.
@@ -37,23 +43,40 @@ def tune(x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: 
     :param subset: number of rows to tune on; all when n is not larger.
     :param iterations: the most steps of L-BFGS.
     :param seed: of the subset and of the probes.
+    :param lengthscale: to start from, as of :class:`Regression`.
     :returns: the model, accelerated, in eval mode and conditioned on all rows.
     """
     n = x.shape[0]
     rows = torch.randperm(n, generator=generator(seed, "rows to tune on"))[:subset]
-    model = Regression(x[rows], y[rows], kernel)
+    model = Regression(x[rows], y[rows], kernel, lengthscale)
     accelerate(model)
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
     print(f"tuning the hyperparameters by marginal likelihood on {which} (seconds to minutes) ...")
     start = time.perf_counter()
 
-    history = fit(model, iterations=iterations, seed=seed)
+    history = fit(model, iterations=iterations, seed=seed, callback=_told(start))
     print(
         f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
     )
     model.set_train_data(x, y, strict=False)
     return model.eval()
+
+
+def _told(start: float) -> Callable[[int, float], None]:
+    """A line every half minute where no progress bar is seen: in a log, or through a pipe.
+
+    :param start: when the tuning began, by ``time.perf_counter``.
+    """
+    seen = [start]
+
+    def tell(step: int, loss: float) -> None:
+        now = time.perf_counter()
+        if now - seen[0] >= _SILENT and not sys.stderr.isatty():
+            seen[0] = now
+            print(f"  step {step}, loss {loss:.3f} per row, {now - start:.0f} s")
+
+    return tell
 
 
 @dataclass(frozen=True)

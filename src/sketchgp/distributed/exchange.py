@@ -54,7 +54,7 @@ class Exchange:
             places = "; ".join(f"rank {rank} at {text}" for rank, text in enumerate(texts))
             why = f"the ranks are at different places: {places}. All have to do the same inside sharded()"
         self.broken = why
-        raise told(RankError(f"{why}."))
+        raise told(RankError(f"{why}.", see="ranks"))
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank raises ``error``, unless they know."""
@@ -87,7 +87,7 @@ class Exchange:
 
     def _say(self, status: int, what: str, number: float) -> list[tuple[int, int, float]]:
         if self.broken is not None:
-            raise told(RankError(f"The ranks can do nothing more together: {self.broken}."))
+            raise told(RankError(f"The ranks can do nothing more together: {self.broken}.", see="ranks"))
         bits = struct.unpack("<q", struct.pack("<d", number))[0]
         own = torch.tensor([status, _mark(what), bits], device="cpu")  # whatever torch's default device is
         return [
@@ -122,7 +122,7 @@ class Exchange:
         except RuntimeError as error:
             self.broken = "communication failed"
             message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise told(RankError(f"A rank is gone, or did not come in time: {message}")) from error
+            raise told(RankError(f"A rank is gone, or did not come in time: {message}", see="ranks")) from error
 
 
 def told(error: Any) -> Any:

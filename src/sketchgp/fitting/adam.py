@@ -26,7 +26,7 @@ def adam(objective: Objective, steps: Steps, learning_rate: float) -> None:
         steps.count(found)
         if not math.isfinite(found.value) or not objective.finite:
             if len(steps.history.losses) == steps.first:
-                raise NumericalError(FIRST)
+                raise NumericalError(FIRST, see="first-loss")
             steps.history.reason = NOT_FINITE
             return
         if steps.note(found, objective.norm(), objective.state()):

@@ -58,7 +58,7 @@ class _Evaluations:
         gradient = self.variables.gradient(vector)
         if not math.isfinite(found.value) or not np.isfinite(gradient).all():
             if len(history.losses) == self.steps.first:
-                raise NumericalError(FIRST)
+                raise NumericalError(FIRST, see="first-loss")
             best = history.best_loss  # the search goes back from there
             found, gradient = replace(found, value=best + _FAILED * max(1.0, abs(best))), np.zeros_like(gradient)
         self._known.append((vector.copy(), found, gradient, objective.state()))

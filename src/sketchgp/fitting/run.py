@@ -122,7 +122,7 @@ class Fit:
             if not history.losses and self.of_subset is None:
                 raise
             when = f"after {len(history.losses)} steps" if history.losses else "in its fit to some of the rows"
-            warn(f"fit was interrupted {when}; the model has the best parameters so far.")
+            warn(f"fit was interrupted {when}; the model has the best parameters so far.", see="interrupted")
         finally:
             best = self.steps.best if self.steps is not None and history.losses else None
             if best is None and history.reason == "interrupted":
@@ -301,12 +301,16 @@ class Fit:
             self.history.notes.append(
                 f"started from lengthscales of the size of the inputs: {why} with those of the model"
             )
-            warn(f"fit: {self.history.notes[-1]}. Standardise the inputs, or start nearer to their size.")
+            warn(
+                f"fit: {self.history.notes[-1]}. Standardise the inputs, or start nearer to their size.",
+                see="lengthscales",
+            )
         why = flatness(self.model, self.choices.seed)
         if why:
             warn(
                 f"fit: with the lengthscales that it starts from {why}, and the loss does not change with them. "
-                "Standardise the inputs, or start from lengthscales of their size."
+                "Standardise the inputs, or start from lengthscales of their size.",
+                see="lengthscales",
             )
         return why
 

@@ -110,7 +110,7 @@ class Collapsed:
         self.inner_root, failed = torch.linalg.cholesky_ex(inner)
         if int(failed) or not bool(torch.isfinite(self.inner_root.diagonal()).all()):
             raise NumericalError(
-                "The statistics of the inducing points hold NaN or infinity; check data, kernel, noise."
+                "The statistics of the inducing points hold NaN or infinity; check data, kernel, noise.", see="nan"
             )
         self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
         self._diagonal = KernelMatrix.of(kernel, x, engine="tiled").diagonal(dim1=-1, dim2=-2)

@@ -55,7 +55,9 @@ class FullScale:
             inner.diagonal().add_(1)
             self._root, failed = torch.linalg.cholesky_ex(inner)
             if int(failed) or not bool(torch.isfinite(self._root).all()):
-                raise NumericalError("The full-scale approximation is not positive definite in float64.")
+                raise NumericalError(
+                    "The full-scale approximation is not positive definite in float64.", see="not-definite"
+                )
 
     def _apply(self, vectors: Tensor) -> Tensor:
         """``G v``, ``(n, t)``."""

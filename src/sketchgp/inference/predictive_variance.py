@@ -61,7 +61,7 @@ class LowRankVariance:
         try:
             self.root = shifted_cholesky(core, torch.finfo(core.dtype).eps)
         except NumericalError as error:
-            raise NumericalError(_NOT_DEFINITE) from error
+            raise NumericalError(_NOT_DEFINITE, see="not-definite") from error
         inner = torch.eye(len(core), dtype=core.dtype, device=core.device)
         features, diagonals = [], []
         for rows in spans(len(x), _ROWS):
@@ -75,7 +75,7 @@ class LowRankVariance:
             self._features, self._diagonal = torch.cat(features), torch.cat(diagonals)
         self.inner_root, bad = torch.linalg.cholesky_ex(inner)
         if int(bad):
-            raise NumericalError(_NOT_DEFINITE)
+            raise NumericalError(_NOT_DEFINITE, see="not-definite")
 
     def _half(self, x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.root, self.block(self.inducing_points, x), upper=False)

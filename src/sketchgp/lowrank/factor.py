@@ -140,5 +140,6 @@ def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Te
             return root
         shift *= 10
     raise NumericalError(
-        "The kernel matrix between the pivots is not positive semidefinite; check the kernel and its inputs for NaN."
+        "The kernel matrix between the pivots is not positive semidefinite; check the kernel and its inputs for NaN.",
+        see="not-definite",
     )

@@ -121,5 +121,6 @@ def _check(matrix: KernelMatrix, found: KernelMatrix, index: Index) -> None:
         raise NumericalError(
             f"Matrix {index} of a batch of {tuple(matrix.batch_shape)} differs, taken by itself, from the batch's by "
             f"{float((taken - given).abs().nan_to_num().max()):.2g} (entries up to {scale:.2g}): the matrices of "
-            f"{type(matrix.kernel).__name__} depend on one another. Use matmul='gpytorch', which stores all of them."
+            f"{type(matrix.kernel).__name__} depend on one another. Use matmul='gpytorch', which stores all of them.",
+            see="batch-differs",
         )

@@ -20,7 +20,7 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         raise NotImplementedError(
             "Second derivatives of kernel matrices and of what is solved with them are not implemented by sketchgp; "
-            "sketchgp.restore(model) makes it an ordinary model, which has them."
+            "sketchgp.restore(model) makes it an ordinary model, which has them. [troubleshooting: second-derivatives]"
         )
 
 

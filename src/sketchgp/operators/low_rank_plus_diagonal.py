@@ -147,7 +147,8 @@ class LowRankPlusDiagonal(LinearOperator):
             if bool(info.any()) or not positive or not bool(torch.isfinite(root).all()):
                 raise NumericalError(
                     "The preconditioner F F^T + diag(d) is not positive definite in "
-                    f"{factor.dtype}; check the noise (it must be positive) and the inputs for NaN."
+                    f"{factor.dtype}; check the noise (it must be positive) and the inputs for NaN.",
+                    see="not-definite",
                 )
             self._root_cache = root
         return self._root_cache

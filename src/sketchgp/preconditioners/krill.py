@@ -67,7 +67,7 @@ def krill_preconditioner(
     packed, scales = torch.geqrf(stacked)
     root = packed[:m].triu()
     if not bool(torch.isfinite(root).all()):
-        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
+        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.", see="nan")
     factors = TriangularFactors([root])
     if sketched is not None:
         factors.sketched = factors.inverse(torch.ormqr(packed, scales, sketched, transpose=True)[:m])

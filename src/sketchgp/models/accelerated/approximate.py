@@ -194,6 +194,7 @@ class Approximate:
                 f"points, and by up to {math.expm1(worst):.0%}; their standard error says {error:.0%}. Use "
                 "variance='exact', or 'samples' with more variance_samples.",
                 ConvergenceWarning,
+                see="variances-off",
             )
         return some, exact
 

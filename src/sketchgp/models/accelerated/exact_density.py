@@ -35,7 +35,7 @@ class _InvQuadLogdet(torch.autograd.Function):
     def forward(ctx: Any, matrix: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         root, failed = torch.linalg.cholesky_ex(matrix)
         if bool(failed.any()) or not bool(torch.isfinite(root.diagonal(dim1=-1, dim2=-2)).all()):
-            raise NumericalError("K + noise is not positive definite to float64; raise the noise.")
+            raise NumericalError("K + noise is not positive definite to float64; raise the noise.", see="not-definite")
         weights = cholesky_solve(columns, root)
         determinant = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(dim=-1)
         if any(ctx.needs_input_grad):

@@ -54,4 +54,5 @@ def check_products(forward: Callable[..., Any], inputs: tuple[Tensor, ...], cova
             f"sketchgp saw it: its diagonal is off by {error:.1e} of its largest entry, and answers may be by more. "
             "Multiply the kernels instead of their covariances, with active_dims for the inputs of each.",
             ConvergenceWarning,
+            see="product-of-covariances",
         )

@@ -86,7 +86,9 @@ def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor
     matrix.diagonal(dim1=-2, dim2=-1).add_(system.noise.to(torch.float64))
     root, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
-        raise NumericalError("The kernel matrix plus noise is not positive definite in float64; raise the noise.")
+        raise NumericalError(
+            "The kernel matrix plus noise is not positive definite in float64; raise the noise.", see="not-definite"
+        )
     direct.factorized()
     work = rhs.to(torch.float64)
     value = cholesky_solve(work, root).to(rhs.dtype)

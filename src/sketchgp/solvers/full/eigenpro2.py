@@ -108,7 +108,9 @@ class _EigenPro2(BlockMethod):
         system.entries += size**2
         top = top_eigensystem(system.access, size, size, generator=stream, noise=system.noise)
         if not len(top.values):
-            raise NumericalError("The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.")
+            raise NumericalError(
+                "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"
+            )
         others = torch.ones(n, dtype=torch.bool, device=system.device)
         others[top.indices] = False
         fresh = others.nonzero().squeeze(1)

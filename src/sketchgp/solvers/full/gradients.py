@@ -70,7 +70,7 @@ class Gradients(Kept):
         self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
         norm = self.b.norm(dim=-2)
         if not bool(torch.isfinite(norm).all()):
-            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
+            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
@@ -227,7 +227,7 @@ class Gradients(Kept):
         r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - self.system.accurate_product(stacked)
         residual = r.norm(dim=-2) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
         if not bool(torch.isfinite(residual).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         self.rounded_residual = residual[..., :width]
         better = self.rounded_residual <= self.best_residual
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
@@ -349,7 +349,7 @@ class Gradients(Kept):
         facts, keep, any_near, self.told = fetched(flags, self._open_columns(), near.any(), self.current)
         finite, broken, growing, drifting = facts.bool().tolist()
         if not finite:
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         if self.exact and broken:
             self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
         self.keep = keep.bool()

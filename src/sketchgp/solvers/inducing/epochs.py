@@ -187,7 +187,8 @@ class Epochs(ByEpochs):
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
             raise NumericalError(
                 f"The fit diverges: after {self.iterations} batches the mean squared residual is {mean:.1e}, at the "
-                f"start it was {self.scale:.1e}. {self.plan.advice}"
+                f"start it was {self.scale:.1e}. {self.plan.advice}",
+                see="diverges",
             )
 
     def _project(self) -> None:
@@ -247,7 +248,8 @@ class Epochs(ByEpochs):
         if not bool((residual <= _WORSE * self.first.clamp(min=1)).all()):  # true for NaN too
             raise NumericalError(
                 f"The fit diverges: relative training residual {largest_of(self.first):.1e} at the start and "
-                f"{largest_of(residual):.1e} at the end. {self.plan.advice}"
+                f"{largest_of(residual):.1e} at the end. {self.plan.advice}",
+                see="diverges",
             )
         facts = {"tol": float("inf"), "residual_rows": len(self.checked[0])}
         return Outcome(value, residual, False, reason, facts)

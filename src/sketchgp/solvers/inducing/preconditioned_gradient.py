@@ -99,7 +99,9 @@ def find_directions(
     access = Access(KernelMatrix.of(kernel, subsample, engine="tiled").detach())
     top = top_eigensystem(access, size, size, generator=generator(0, "order of a subsample"))
     if not len(top.values):
-        raise NumericalError("The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.")
+        raise NumericalError(
+            "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"
+        )
     subsample = subsample[top.indices]
     points = torch.cat([subsample, fresh])
     all_points = Access(KernelMatrix.of(kernel, points, engine="tiled").detach())

@@ -122,14 +122,15 @@ class InexactProjection(Projection):
             active = usable & (size > tol * norm)
             going_on, fine, relative = fetched(active.any(), finite, size / torch.where(norm > 0, norm, 1))
             if not bool(fine):
-                raise NumericalError(NAN)
+                raise NumericalError(NAN, see="nan")
             left = largest_of(relative)
             if not bool(going_on):
                 break
         if not left <= max(_FAILED, tol):
             raise NumericalError(
                 f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "
-                "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows."
+                "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows.",
+                see="projection",
             )
         if left > tol:
             self.worst = max(self.worst, left)

@@ -98,7 +98,7 @@ def _solved(
         factor = torch.linalg.qr(stacked, mode="r").R[:m]
         del stacked
     if not bool(torch.isfinite(factor).all()):
-        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.")
+        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.", see="nan")
     triangle = TriangularFactors([factor[:, :m]])
     direct.factorized()
     value = triangle.inverse(factor[:, m:])

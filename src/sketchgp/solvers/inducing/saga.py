@@ -104,7 +104,7 @@ class Saga(Method):
         self.rhs = self.exact.t_matmul(self.y)
         norm = self.rhs.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
-            raise NumericalError(_NAN)
+            raise NumericalError(_NAN, see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.block_size = min(self.n, choices.block_size or max(16, min(_BLOCK, self.n // 20)))
         self.rest = torch.empty(0, dtype=torch.long)
@@ -136,7 +136,7 @@ class Saga(Method):
                 break
             p.damping *= 10
         if not math.isfinite(batch + own):
-            raise NumericalError(_NAN)
+            raise NumericalError(_NAN, see="nan")
         self.length = _CAUTION / max(batch + own, 1e-300)
         self.every = max(1, min(math.ceil(m / b), int(_STALE / max(self.length * own, 1e-9))))
 
@@ -282,7 +282,8 @@ class Saga(Method):
             raise NumericalError(
                 f"SketchySAGA diverges: the relative residual grew from {largest_of(self.best_true):.1e} to "
                 f"{worst:.1e}, with the step halved {_SHRUNK} times. Raise rho (now {self.p.damping:.1e}) or rank, or "
-                "use KRILL()."
+                "use KRILL().",
+                see="diverges",
             )
         self.length /= 2
         self.changes, self.compared, self.origin = [], None, self.done
@@ -321,7 +322,7 @@ class Saga(Method):
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
         self.true = self.current = self._relative(total + noise_term)
         if not bool(torch.isfinite(self.true).all()):
-            raise NumericalError(_NAN)
+            raise NumericalError(_NAN, see="nan")
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 

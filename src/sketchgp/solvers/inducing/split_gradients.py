@@ -69,7 +69,7 @@ class SplitGradients(Method):
         self._matrix, self._exact_matrix = matrix, matrix.accurate()
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.exact = matrix.tall.dtype == torch.float64
         self.products = 0
@@ -210,7 +210,7 @@ class SplitGradients(Method):
         self.r = self.b - self._accurate(self.value)
         current = self.r.norm(dim=0) / self.norm
         if not bool(torch.isfinite(current).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         energy, gained = self._back(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
         seen = (energy / self.matrix.level).sqrt()  # about the error in deviations, where the preconditioner is good
         lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * (self.tol if self.predictions else 1))
@@ -276,7 +276,7 @@ class SplitGradients(Method):
             finite, (usable & rounded).any(), self.active.any(), self.current
         )
         if not bool(fine):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         if bool(any_rounded):  # no iteration can take more off
             estimate = torch.where(rounded, (floor / (ritz.least() * level)).sqrt(), estimate)
             self._go_on(estimate, usable, rounded)

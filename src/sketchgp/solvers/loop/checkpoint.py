@@ -78,7 +78,7 @@ class Checkpoint:
             message = f"The checkpoint {self.path} cannot be written: {error}"
             if not self.written:
                 raise InputError(f"{message}.") from error
-            warn(f"{message}; the solve goes on without.")
+            warn(f"{message}; the solve goes on without.", see="checkpoint")
         self.written = True
 
     def load(self, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -118,7 +118,9 @@ class Learner:
         made = self.features.prepare(x[own])
         f = self.evaluate(made, self.coefficients, self.decay)
         if not bool(torch.isfinite(f).all()):
-            raise NumericalError("The function that is learned is not finite any more. Choose a smaller step_scale.")
+            raise NumericalError(
+                "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
+            )
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)

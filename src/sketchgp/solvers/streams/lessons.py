@@ -202,7 +202,8 @@ class Lessons(ByEpochs):
         if self.iterations and not bool((self.losses <= _DIVERGED**2 * self.losses_of_none + 1e-300).all()):
             raise NumericalError(
                 f"Learning diverges: after {self.iterations} batches the loss is {float(self.losses.max()):.1e}, that "
-                f"of f = 0 is {float(self.losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches."
+                f"of f = 0 is {float(self.losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
+                see="diverges",
             )
         if held_out is not None:
             mean = float(held_out.square().mean().sqrt())

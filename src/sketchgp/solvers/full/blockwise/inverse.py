@@ -39,7 +39,8 @@ def refuse(failed: bool) -> None:
     """:raises NumericalError: if a block is not positive definite."""
     if failed:
         raise NumericalError(
-            "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise."
+            "A block of the kernel matrix plus noise is not positive definite in float64; raise the noise.",
+            see="not-definite",
         )
 
 

@@ -51,7 +51,7 @@ class Refinement(Method):
         self.name, self.size, self.device = method.name, system.n, b.device
         norm = b.norm(dim=0)
         if not bool(torch.isfinite(norm).all()):
-            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.")
+            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
@@ -120,7 +120,7 @@ class Refinement(Method):
         found = iter(fetched(*wanted) if wanted else [])
         method.told([float(next(found)) for _ in asked])
         if state.window_rows == len(rows) and not bool(next(found)):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         estimate = next(found) if closes else None
         if point is not None:
             self._look_at_rounding(next(found))
@@ -130,7 +130,7 @@ class Refinement(Method):
         """:param rounding: what products in the operator's dtype are off by, relative, ``(t,)`` on the CPU."""
         state = self.position
         if not bool(torch.isfinite(rounding).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         if bool(((rounding > _ROUNDED * state.estimate) & (state.estimate > self.tol)).any()):
             self._refine()
 
@@ -178,7 +178,7 @@ class Refinement(Method):
     def _relative(self, r: Tensor) -> Tensor:
         relative = (r.norm(dim=0) / self.norm).cpu()
         if not bool(torch.isfinite(relative).all()):
-            raise NumericalError(NAN)
+            raise NumericalError(NAN, see="nan")
         return relative
 
     def _true_residual(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,13 +35,14 @@ def watch_growth(state: State, method: BlockMethod, tol: float, largest: float, 
         growing = largest > method.growth * max(state.least, tol)
         helped = state.shrunk < _SHRUNK
     if largest == math.inf and method.growth is None:
-        raise NumericalError(NAN)
+        raise NumericalError(NAN, see="nan")
     if growing and not helped and state.corrections and largest < math.inf:
         state.reason = Reason.STAGNATED
         return
     if growing and not helped:
         raise NumericalError(
-            f"{method.name} diverges: the relative residual grew from {before:.1e} to {largest:.1e}. {method.advice}"
+            f"{method.name} diverges: the relative residual grew from {before:.1e} to {largest:.1e}. {method.advice}",
+            see="diverges",
         )
     if growing:
         notes.append(f"the residual grew from {before:.1e} to {largest:.1e}; went on with a smaller step")
