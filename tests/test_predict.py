@@ -422,10 +422,12 @@ def test_wrong_options(options: dict[str, Any], match: str) -> None:
         lambda x: torch.where(x > 0.5, math.nan, x),
         lambda x: x / 0,
         lambda x: x.tolist(),
-        lambda x: np.array(["a", "b"]),
+        lambda x: np.array([["a", "b"]]),
+        lambda x: x.numpy().astype(int).astype("datetime64[s]"),
+        lambda x: (x, x),
         lambda x: None,
     ],
-    ids=["(m,)", "(m, d-1)", "(1, m, d)", "empty", "complex", "nan", "inf", "list", "texts", "None"],
+    ids=["(m,)", "(m, d-1)", "(1, m, d)", "empty", "complex", "nan", "inf", "list", "texts", "dates", "two", "None"],
 )
 def test_wrong_inputs(wrong: Any) -> None:
     model, x = build()

@@ -208,14 +208,15 @@ def array(owner: str, name: str, value: Any, kind: str = "a tensor, a numpy arra
         value = value.to_numpy()
     if not hasattr(value, "__array__"):
         raise refusal(owner, name, kind, value)
+    values = np.asarray(value)
     try:
-        return torch.tensor(np.asarray(value))
+        if values.dtype.kind == "O":  # columns of several types
+            values = values.astype(np.float64)
+        if values.dtype.kind in "biufc":
+            return torch.tensor(values)
     except (TypeError, ValueError):
         pass
-    try:
-        return torch.tensor(np.asarray(value, dtype=np.float64))  # columns of several types, unsigned integers
-    except (TypeError, ValueError):
-        raise InputError(f"{owner}: {name} expects numbers, got {found(value)} of {value.dtype}.") from None
+    raise InputError(f"{owner}: {name} expects numbers, got {found(value)} of {values.dtype}.")
 
 
 def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:

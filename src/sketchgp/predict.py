@@ -135,7 +135,8 @@ def predict(
     show = shows_progress(progress)
     if isinstance(model, RandomFeatureGP):
         model.eval()
-        x = array("predict", "x", x)
+        learner = model._known()
+        x = array("predict", "x", x) if learner is None else points_like("predict", "x", x, learner.features.origin)
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         return _streamed(model, tensor("predict", "x", x, (2,)), variance, batch_size or _STREAMED_ROWS, show)
     if model.train_inputs is None or model.train_targets is None:
@@ -145,7 +146,7 @@ def predict(
         raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
     if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
         raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
-    if len(model.train_inputs) != 1 or isinstance(x, tuple):
+    if len(model.train_inputs) != 1 or (isinstance(x, tuple) and not isinstance(model, InducingPointGP)):
         return _several(model, _inputs_like(x, model.train_inputs), variance, batch_size or _VARIANCE_ROWS, show)
     x = points_like("predict", "x", x, model.train_inputs[0])
     model.eval()
