@@ -78,6 +78,7 @@ class RowSource:
         return self.shape[0]
 
     def dim(self) -> int:
+        """2."""
         return 2
 
     @property
@@ -91,15 +92,19 @@ class RowSource:
         return max(1, min(len(self), self._block_bytes // (self.shape[1] * self.dtype.itemsize)))
 
     def is_floating_point(self) -> bool:
+        """Always."""
         return True
 
     def is_inference(self) -> bool:
+        """Never."""
         return False
 
     def detach(self) -> RowSource:
+        """The source itself: there are no gradients."""
         return self
 
     def clone(self) -> RowSource:
+        """The source itself: it is never written to."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSource:
