@@ -6,8 +6,8 @@
     torchrun --nproc-per-node=2 --max-restarts=3 examples/sharded_training.py --checkpoint fit.pt
 
 Two lines are all that differs from a script for one process: the ``with`` and, where there are GPUs, the one that gives
-each process its own.  ``--rows`` sets how many diamonds are trained on; it takes some seconds.  With ``--checkpoint`` the
-fit goes on where it was when a process dies and torchrun starts all of them again.
+each process its own.  ``--rows`` sets how many diamonds are trained on; it takes some seconds.  With ``--checkpoint``
+the fit goes on where it was when a process dies and torchrun starts all of them again.
 """
 
 import argparse

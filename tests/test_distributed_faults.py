@@ -232,7 +232,7 @@ def _kill_and_restart(directory: Path) -> None:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     found = tmp_path_factory.mktemp("faults")
-    run_script(__file__, found, limit=200)
+    run_script(__file__, found, limit=300)
     return found
 
 
