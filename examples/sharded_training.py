@@ -3,9 +3,11 @@
     python examples/sharded_training.py                              # one process
     torchrun --nproc-per-node=2 examples/sharded_training.py         # two of them, on any machine
     torchrun --nproc-per-node=8 examples/sharded_training.py         # eight GPUs of one machine
+    torchrun --nproc-per-node=2 --max-restarts=3 examples/sharded_training.py --checkpoint fit.pt
 
 Two lines are all that differs from a script for one process: the ``with`` and, where there are GPUs, the one that gives
-each process its own.  ``--rows`` sets how many diamonds are trained on; it takes some seconds.
+each process its own.  ``--rows`` sets how many diamonds are trained on; it takes some seconds.  With ``--checkpoint``
+the fit goes on where it was when a process dies and torchrun starts all of them again.
 """
 
 import argparse
@@ -47,6 +49,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rows", type=int, default=1500, help="training rows (default: 1500)")
     parser.add_argument("--iterations", type=int, default=5, help="steps of the optimiser (default: 5)")
+    parser.add_argument("--checkpoint", help="a file that the fit is kept in (default: none)")
     arguments = parser.parse_args()
 
     device = torch.device("cpu")
@@ -60,7 +63,9 @@ def main():
         sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=200))
 
         # Every rank makes the same calls, and gets the whole result.
-        history = sketchgp.fit(model, objective="probes", iterations=arguments.iterations)
+        history = sketchgp.fit(
+            model, objective="probes", iterations=arguments.iterations, checkpoint=arguments.checkpoint
+        )
         prediction = sketchgp.predict(model, test_x)
         error = (prediction.mean - test_y).square().mean().sqrt()
 

@@ -20,7 +20,7 @@ from gpytorch.kernels import Kernel, MaternKernel, PolynomialKernel, RBFKernel, 
 from torch import Tensor
 
 import sketchgp
-from forks import CAN_FORK, run_script
+from forks import CAN_FORK, one_thread, run_script
 from gp_models import iterative
 from problems import normal, points, quiet, relative, set_scales
 from ranks import COUNTS, LAST, OUTSIDE, start
@@ -629,4 +629,7 @@ def test_a_rank_error_is_one_of_ours():
 
 if __name__ == "__main__":
     some = {name: ALIKE[name] for name in IN_THREE}
+    one_thread()
+    for warm in (_density, _fit):  # children inherit what is imported by it
+        warm()
     start({2: {**ALIKE, **APART}, 3: {**some, **APART}}, _some, _dies, Path(sys.argv[1]))

@@ -183,7 +183,7 @@ class Record:
     def save(self, rarely: bool = False) -> None:
         """Write what there is; :param rarely: only if that is due."""
         checkpoint = self.checkpoint
-        if checkpoint is None or not self._stages:
+        if checkpoint is None or not checkpoint.ours or not self._stages:
             return
         if rarely and checkpoint.written and time.perf_counter() - self._saved_at < checkpoint.every:
             return

@@ -1,0 +1,208 @@
+"""What a rank holds inside ``sharded()``: memory of one, two and four processes, beside the formulas.
+
+Processes of one thread do the same work, alone and together.  Of each, what its memory has grown by when the result is
+there is *held*, and by how much at the most meanwhile the *peak*, as Linux counts resident memory; of several, the one
+that has most.  Inputs are normal numbers, 4 features, Matern-3/2, float64.
+
+    python benchmarks/shares.py            # some minutes, 2 GiB of memory
+    python benchmarks/shares.py --quick    # a tenth of the rows: whether it runs
+    python benchmarks/shares.py --report   # the table again, nothing measured
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpytorch.kernels import MaternKernel, ScaleKernel
+from torch import Tensor
+
+import sketchgp
+from common import describe, table
+from runner import Benchmark, Group
+from sketchgp.distributed import sharded
+from sketchgp.operators import KernelMatrix
+
+COUNTS, FEATURES, COLUMNS = (1, 2, 4), 4, 200
+ROWS = {"stored matrix": 8000, "RPCholesky": 40_000, "GreedyCholesky": 40_000, "Nystrom": 8000, "vectors": 8000}
+RANKS = {"RPCholesky": 300, "GreedyCholesky": 100, "Nystrom": 500}
+MARK = "measured"  # what a result begins with, among what packages print
+HERE = Path(__file__).resolve()
+
+
+# ------------------------------------------------------------------------------- what a rank does
+def _data(n: int) -> tuple[Any, Tensor]:
+    kernel = ScaleKernel(MaternKernel(nu=1.5)).double()
+    return kernel, torch.randn(n, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _stored(n: int) -> Any:
+    matrix = KernelMatrix.of(*_data(n), engine="dense").detach()
+    return matrix, matrix._matmul(torch.ones(n, 1, dtype=torch.float64))
+
+
+def _factor(name: str) -> Callable[[int], Any]:
+    def made(n: int) -> Any:
+        matrix = KernelMatrix.of(*_data(n), engine="tiled").detach()
+        return getattr(sketchgp, name)(rank=RANKS[name]).build(matrix, torch.full((n,), 0.1, dtype=torch.float64))
+
+    return made
+
+
+def _vectors(n: int) -> Any:
+    """The peak is what counts: the vectors of conjugate gradients are gone in the end."""
+    kernel, x = _data(n)
+    y = torch.randn(n, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    solver = sketchgp.ConjugateGradients(tol=1e-14, max_iterations=2)
+    return y, solver.solve(sketchgp.FullProblem(kernel, x, y, 0.1), preconditioner=None, matmul="tiled")
+
+
+WORK = {"stored matrix": _stored, "vectors": _vectors, **{name: _factor(name) for name in RANKS}}
+
+
+def _resident(field: str) -> int:
+    """VmRSS, or VmHWM, the most since it was reset, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"no {field}")
+
+
+def serve(count: int, rank: int, store: str) -> None:
+    """Of a rank: a task a line in; its memory a line out."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if count > 1:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
+    for line in sys.stdin:
+        name, n = json.loads(line)
+        with sharded():
+            WORK[name](64 if name == "stored matrix" else 600)  # what is imported and allocated at the first call
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            before = _resident("VmRSS")
+            kept = WORK[name](n)
+            gc.collect()
+            found = {"held": _resident("VmRSS") - before, "peak": _resident("VmHWM") - before}
+            del kept
+        print(MARK, json.dumps(found), flush=True)
+
+
+# ------------------------------------------------------------------------------- what is measured
+def expected(name: str, n: int, count: int) -> int:
+    """Bytes of the arrays that the work is about, by the formulas of docs/several-devices.md."""
+    if name == "stored matrix":
+        return 8 * n**2 // count
+    if name == "vectors":
+        return 15 * 8 * n * COLUMNS
+    return 8 * n * RANKS[name] // count
+
+
+class Ranks:
+    """Processes that wait for tasks, as ranks of one group."""
+
+    def __init__(self, count: int, folder: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE.parent}",
+                       "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+                       "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # fmt: skip
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(HERE), "serve", str(count), str(rank), f"{folder}/{count}"],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+
+    def run(self, task: tuple[str, int]) -> list[dict[str, int]]:
+        for process in self.processes:
+            assert process.stdin is not None
+            print(json.dumps(task), file=process.stdin, flush=True)
+        return [self._answer(process) for process in self.processes]
+
+    @staticmethod
+    def _answer(process: subprocess.Popen[str]) -> dict[str, int]:
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise RuntimeError("a rank ended")
+
+    def end(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=60)
+
+
+def perform(loaded: dict[int, Ranks], task: tuple[str, int]) -> dict[str, Any]:
+    found = {}
+    for count, together in loaded.items():
+        ranks = together.run(task)
+        found[str(count)] = {key: max(rank[key] for rank in ranks) for key in ("held", "peak")}
+    return {"rows": task[1], "processes": found}
+
+
+def report(results: dict[str, Any]) -> str:
+    rows = []
+    for name, run in results["runs"].items():
+        for key in ("held", "peak"):
+            each = [f"{run['processes'][str(count)][key] / 2**20:.0f}" for count in COUNTS]
+            rows.append([name, f"{run['rows']:,}", key, *each])
+        formula = (expected(name, run["rows"], count) / 2**20 for count in COUNTS)
+        rows.append([name, f"{run['rows']:,}", "by the formula", *(f"{size:.0f}" for size in formula)])
+    header = ["work", "rows", "MiB", *(f"{count} process(es)" for count in COUNTS)]
+    note = (
+        "Of the process that has most. The formulas are of the matrix, the factor or the vectors alone; inputs, tiles "
+        f"and what is temporary come on top. Vectors are those of conjugate gradients with {COLUMNS} columns."
+    )
+    return "\n".join(["# What a rank holds", "", describe(results["machine"]), "", note, "", table(header, rows), ""])
+
+
+def problem(options: Any) -> dict[str, Any]:
+    rows = {name: n // 10 if options.quick else n for name, n in ROWS.items()}
+    return {"rows": rows, "features": FEATURES, "columns": COLUMNS, "ranks": RANKS}
+
+
+def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
+    tasks = [(name, (name, n)) for name, n in problem(options)["rows"].items()]
+    held: dict[int, Ranks] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def load() -> dict[int, Ranks]:
+            held.update({count: Ranks(count, folder) for count in COUNTS})
+            return held
+
+        try:
+            yield Group(("runs",), tasks, load=load)
+        finally:
+            for ranks in held.values():
+                ranks.end()
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    "shares",
+    "a tenth of the rows",
+    problem,
+    groups,
+    perform,
+    report,
+    say=lambda run: ", ".join(f"{one['held'] / 2**20:.0f} MiB" for one in run["processes"].values()),
+    reads_data=lambda options: False,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    else:
+        BENCHMARK.main()
