@@ -118,7 +118,7 @@ def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradien
             torch.rand(size, columns, dtype=torch.float64, generator=stream).to(block.device, block.compute_dtype)
             for size in block.shape[-2:]
         )
-        right = right if gradient else right - 0.5
+        right = right if gradient else _few_large(right)
         left, right = (v.expand(*block.flat_batch, *v.shape).contiguous() for v in (left, right))
         try:
             if gradient:
@@ -137,6 +137,17 @@ def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradien
     if excess <= 1:
         return None
     return f"{what} of a small block is {excess:.2g} times as far from float64 as its stated error allows"
+
+
+def _few_large(numbers: Tensor) -> Tensor:
+    """Numbers ``(m, t)`` from 0 to 1 with signs, of which eight in each column, from end to end, are large: the bound
+    of a sum of many errors is far above what they add up to, and would hide products of too few digits."""
+    m, t = numbers.shape
+    signed = (numbers * 1024).floor() % 2 * 2 - 1
+    large = torch.linspace(0, m - 1, 8, device=numbers.device).round().long().unsqueeze(1)
+    large = (large - torch.arange(t, device=numbers.device)) % m
+    sizes = torch.full_like(numbers, 0.01).scatter_(0, large, 1.0)
+    return signed * sizes * (0.5 + numbers / 2)
 
 
 # --- the block --------------------------------------------------------------------------------------------------------
