@@ -6,7 +6,8 @@ and torch; Triton and KeOps are used where they are.
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.process
+import contextlib
 import copy
 import functools
 import math
@@ -166,19 +167,21 @@ def _compile(what: Results) -> None:
     kinds = (False, True) if what["gradients"] else (False,)
     jobs = [(what["d"], t, engine, gradient) for t in what["columns"] for engine in engines for gradient in kinds]
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(what["processes"], context) as pool:
+    with (
+        contextlib.suppress(concurrent.futures.process.BrokenProcessPool),  # what is measured afterwards says why
+        concurrent.futures.ProcessPoolExecutor(what["processes"], context) as pool,
+    ):
         list(pool.map(_compile_one, jobs))
 
 
 def _compile_one(job: tuple[int, int, str, bool]) -> None:
     d, t, engine, gradient = job
-    problem = Problem(Cell("rbf", d, t, "float32", 300), torch.device("cuda"), 0)
     try:
-        (
-            gradient_of(problem, engine, "square", False, 300)
-            if gradient
-            else product_of(problem, engine, "square", 300)
-        )()
+        problem = Problem(Cell("rbf", d, t, "float32", 300), torch.device("cuda"), 0)
+        if gradient:
+            gradient_of(problem, engine, "square", False, 300)()
+        else:
+            product_of(problem, engine, "square", 300)()
     except Exception:  # what is measured afterwards says why
         return
 

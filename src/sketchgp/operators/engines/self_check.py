@@ -118,7 +118,7 @@ def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradien
             torch.rand(size, columns, dtype=torch.float64, generator=stream).to(block.device, block.compute_dtype)
             for size in block.shape[-2:]
         )
-        right = right if gradient else right - 0.5
+        right = right if gradient else _few_large(right)
         left, right = (v.expand(*block.flat_batch, *v.shape).contiguous() for v in (left, right))
         try:
             if gradient:
@@ -137,6 +137,17 @@ def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradien
     if excess <= 1:
         return None
     return f"{what} of a small block is {excess:.2g} times as far from float64 as its stated error allows"
+
+
+def _few_large(numbers: Tensor) -> Tensor:
+    """Numbers ``(m, t)`` from 0 to 1 with signs, of which eight in each column, from end to end, are large: the bound
+    of a sum of many errors is far above what they add up to, and would hide products of too few digits."""
+    m, t = numbers.shape
+    signed = (numbers * 1024).floor() % 2 * 2 - 1
+    large = torch.linspace(0, m - 1, 8, device=numbers.device).round().long().unsqueeze(1)
+    large = (large - torch.arange(t, device=numbers.device)) % m
+    sizes = torch.full_like(numbers, 0.01).scatter_(0, large, 1.0)
+    return signed * sizes * (0.5 + numbers / 2)
 
 
 # --- the block --------------------------------------------------------------------------------------------------------
@@ -253,8 +264,8 @@ def _excess(block: KernelMatrix, c: float, found: Tensor, right: Tensor) -> floa
 
 
 def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
-    """How far the entries may be off, where ``q`` is by ``(c + 8 eps) (|a|^2 + |b|^2)``, and what they and the vectors
-    are rounded to by 2 c each."""
+    """How far the entries may be off, for the errors of their distances, where they and the vectors are rounded by 2 c
+    each."""
     assert block.expression is not None
     prepared, eps = _double(block.prepared()), torch.finfo(block.compute_dtype).eps
     values: list[Tensor] = []
@@ -263,7 +274,7 @@ def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
         order = 1.0 if atom.profile.l1 else 2.0
         q = torch.cdist(f.left, f.right, p=order, compute_mode="donot_use_mm_for_euclid_dist") ** order
         sizes = [x.abs().pow(order).sum(dim=-1) for x in (f.left, f.right)]
-        error = (c + 8 * eps) * (sizes[0].unsqueeze(-1) + sizes[1].unsqueeze(-2))
+        error = _of_distances(c, eps, f.left.shape[-1]) * (sizes[0].unsqueeze(-1) + sizes[1].unsqueeze(-2))
         for distances, out in ((q, values), ((q - error).clamp(min=0), largest)):
             t = distances * (atom.profile.factor if f.alpha is None else atom.profile.factor / f.alpha)
             out.append(atom.profile.gain * atom.profile.value(t, torch.empty_like(t), f.alpha))
@@ -275,6 +286,11 @@ def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
             exact, most = exact * values[a], most * largest[a]
         total += size * (most - exact + (4 * c + _ROUNDOFFS * eps) * most + _ROUNDOFFS * eps)
     return total
+
+
+def _of_distances(c: float, eps: float, features: int) -> float:
+    """What ``|a|^2 + |b|^2`` is multiplied by: c, and the rounding of sums, which devices may cut off every 8 terms."""
+    return c + (8 + features / 8) * eps
 
 
 def _gradient_excess(block: KernelMatrix, c: float, found: Gradients, left: Tensor, right: Tensor) -> float:
@@ -312,6 +328,6 @@ def _relative_error(block: KernelMatrix, c: float) -> float:
     for atom, f in zip(block.expression.atoms, block.prepared().features, strict=True):
         power = 1 if atom.profile.l1 else 2
         size = sum(float(x.abs().pow(power).sum(dim=-1).max()) for x in (f.left, f.right))
-        error = (c + 8 * eps) * max(size, 1.0)
+        error = _of_distances(c, eps, f.left.shape[-1]) * max(size, 1.0)
         largest = max(largest, error**0.5 if atom.profile.name == "matern12" else error)
     return min(_SAFETY * largest, 0.5)
