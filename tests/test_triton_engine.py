@@ -528,26 +528,26 @@ def test_blocks_are_measured_where_it_is_asked_for_and_kept(tuned, monkeypatch):
     assert FAST not in tuned()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"format": 0, "devices": {}}', '{"format": 1, "devices": 3}', "shapes", b"\xff\xfe",
-     *(f'{{"format": 1, "devices": {{"NAME": {{"KEY": {shape}}}}}}}' for shape in (
-         '"x"', "[64, 32, 4, 3]", "[64, 32, 4, 3, 9]", "[-64, 32, 4, 3, 0]", "[63, 32, 4, 3, 0]", "[64.0, 32, 4, 3, 0]"
-     )), '{"format": 1, "devices": {"NAME": 5}}'],
-)  # fmt: skip
-def test_a_broken_file_of_blocks_counts_as_empty(text, tuned, monkeypatch):
+def test_a_broken_file_of_blocks_counts_as_empty(tuned, monkeypatch):
     with sketchgp.settings.tune_kernels():
         tuned()
     found = json.loads(tuned.file.read_text())
     ((name, shapes),) = found["devices"].items()
-    if isinstance(text, bytes):
-        tuned.file.write_bytes(text)
-    else:
-        tuned.file.write_text(
-            text.replace("NAME", name).replace("KEY", next(iter(shapes))).replace("shapes", json.dumps(shapes))
-        )
-    monkeypatch.setattr(tuning, "_known", {})
-    assert FAST not in tuned()
+    key = next(iter(shapes))
+    sizes = ["x", [64, 32, 4, 3], [64, 32, 4, 3, 9], [-64, 32, 4, 3, 0], [63, 32, 4, 3, 0], [64.0, 32, 4, 3, 0]]
+    contents = [{"format": 1, "devices": {name: {key: size}}} for size in sizes]
+    contents += [
+        [],
+        None,
+        shapes,
+        {**found, "format": 0},
+        {"format": 1, "devices": 3},
+        {"format": 1, "devices": {name: 5}},
+    ]
+    for content in [b"", b"{", b"\xff\xfe", *(json.dumps(content).encode() for content in contents)]:
+        tuned.file.write_bytes(content)
+        monkeypatch.setattr(tuning, "_known", {})
+        assert FAST not in tuned(), content
     with sketchgp.settings.tune_kernels():
         tuned()
     assert json.loads(tuned.file.read_text())["devices"][name] == shapes

@@ -320,8 +320,8 @@ BREAKS = (
     ),
     Break(
         "operators/tall.py",
-        "whole = slice(some.start + span.start, some.start + span.stop)",
-        "whole = slice(span.start, span.stop)",
+        "whole = slice(some.start + start, some.start + stop)",
+        "whole = slice(start, stop)",
         NORMAL,
         "later tiles are written over the first rows",
     ),
