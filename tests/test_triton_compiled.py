@@ -1,4 +1,4 @@
-"""The Triton kernels compiled ahead of time for devices that are not there: they compile, and keep to their registers."""
+"""The Triton kernels, compiled ahead of time for devices that are not there: they compile, and spill no registers."""
 
 from __future__ import annotations
 
