@@ -146,9 +146,10 @@ class _Calls(TorchFunctionMode):
 
 
 @contextmanager
-def simulated_device(monkeypatch):
+def simulated_device(monkeypatch, capability=(9, 0)):
     """Within the block the device can be used; gives the :class:`Counter` of what waited, by place."""
     free = {"mem_get_info": (2**30, 2**31), "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0}
+    free["get_device_capability"] = capability
     for name, answer in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

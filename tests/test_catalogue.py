@@ -23,6 +23,8 @@ import sketchgp
 from gp_models import TORCH_WARNINGS, Plain, data, iterative
 from problems import normal, points
 from sketchgp.distributed.exchange import Exchange
+from sketchgp.operators import shared
+from sketchgp.operators.engines import TILED, Engine, self_check
 from sketchgp.report import _TROUBLES, _WITHOUT_TOLERANCE, Reason
 from test_batch_element import Mixing
 from test_floors import SOURCE
@@ -45,6 +47,8 @@ WITHOUT = {  # what may be raised without a row, and why
     "fault": "makes an InputError",
     "undecoded": "makes an InputError",
     "told": "marks an error of another class",
+    "_unknown": "makes an InputError",
+    "AttributeError": "is how scikit-learn asks what an estimator has",
     "ArgumentTypeError": "a usage line of the command line",
     "ImportError": "is the command that installs what is missing",
     "TooWide": "is caught by fit",
@@ -208,6 +212,21 @@ def _ranks(patch: MONKEY) -> None:
     exchange.meet("a product")
 
 
+def _engine(patch: MONKEY) -> None:
+    class Doubled(Engine):
+        name = "doubled"
+
+        def resolution(self, matrix: Any) -> float:
+            return 2.0**-20
+
+        def product(self, matrix: Any, rhs: Any) -> Any:
+            return 2 * TILED.product(matrix, rhs)
+
+    self_check.forget()
+    patch.setattr(shared, "choose", lambda matrix: TILED if matrix.engine == "tiled" else Doubled())
+    _solve(sketchgp.ConjugateGradients(), preconditioner=None)
+
+
 RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "nan": _nan,
     "not-definite": lambda patch: _solve(sketchgp.Cholesky(), noise=1e-30, kernel=_kernel(10.0)),
@@ -231,6 +250,7 @@ RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "lengthscales": lambda patch: sketchgp.fit(_gp(1e-6), start="model", iterations=1),
     "interrupted": _interrupted,
     "checkpoint": _checkpoint,
+    "engine": _engine,
     "ranks": _ranks,
 }
 

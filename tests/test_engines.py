@@ -33,6 +33,7 @@ from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import AccurateProduct
 from sketchgp.operators.engines import DENSE, ENGINES, TILED, TRITON, choose
 from sketchgp.operators.engines import tiled as tiled_module
+from sketchgp.operators.tall import TallMatrix
 from test_fast_tiles import make, reference, spread
 
 SOURCE = Path(sketchgp.__file__).parents[1]
@@ -444,6 +445,20 @@ def test_other_errors_are_not_swallowed(error, engine, tiles_restored, monkeypat
     with pytest.raises(type(error)):
         operator._matmul(normal(N, 1))
     assert not tiles._shrunk
+
+
+@pytest.mark.parametrize("error", ["cuda", "cpu"])
+def test_tiles_of_whole_rows_shrink_too(error, caplog):
+    """Those that inducing points are multiplied by."""
+    kernel, x, v = ScaleKernel(MaternKernel(nu=1.5)).double(), points(300, 3), normal(40, 2)
+    expected = kernel(x, x[:40]).to_dense().detach() @ v
+    tall = TallMatrix(kernel, x, x[:40])
+    with Limited(6000, ERRORS[error], matrices=False) as limited, caplog.at_level("WARNING", logger="sketchgp"):
+        found = tall.matmul(v)
+    assert limited.refused == 1 and "going on with 75" in caplog.text
+    assert relative(found, expected) < 1e-12 and tall.entries == 300 * 40
+    with Limited(100, ERRORS[error], matrices=False), pytest.raises((RuntimeError, MemoryError)):
+        TallMatrix(kernel, x, x[:40]).matmul(v)
 
 
 def test_shrunk_tiles_cover_the_matrix(tiles_restored):

@@ -18,7 +18,7 @@ FLOORS = {
     "checks": 0,
     "errors": 0,
     "memory": 0,
-    "fetch": 0,
+    "devices": 0,
     "fingerprint": 0,
     "interactive": 0,
     "random_streams": 0,

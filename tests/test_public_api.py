@@ -93,7 +93,7 @@ EIGENPRO = {
     "patience": 3,
     "seed": 0,
 }
-NORMAL = {"tol": 1e-4, "max_iterations": 200, "precision": "float64"}
+NORMAL = {"tol": 1e-4, "max_iterations": 200, "precision": "auto"}
 # name -> parameters in order, with their defaults (... for a required one)
 SIGNATURES = {
     "accelerate": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from gpytorch.kernels import (
     ScaleKernel,
 )
 
+import sketchgp
 from sketchgp.errors import InputError
 from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import KernelMatrix
@@ -36,7 +38,7 @@ if not CUDA:
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from sketchgp.operators.engines.triton import kernels  # noqa: E402, F401
+from sketchgp.operators.engines.triton import kernels, launch, tuning  # noqa: E402, F401
 from sketchgp.operators.engines.triton.blocks import Blocks, gradient_blocks, product_blocks  # noqa: E402
 from sketchgp.operators.engines.triton.launch import _Launch, _Problem, differentiate, multiply  # noqa: E402
 from sketchgp.operators.engines.triton.source import compiled  # noqa: E402
@@ -369,8 +371,7 @@ def test_multiplications_in_float32():
         _close(found, expected)
 
 
-@pytest.mark.parametrize("quarters", [1, 2, 4])
-@pytest.mark.parametrize("name", ["rbf", "matern12", "matern52", "rq", "laplace"])
+@pytest.mark.parametrize(("name", "quarters"), [("rbf", 1), ("matern52", 2), ("rq", 4), ("laplace", 2)])
 def test_polynomial_exponentials(name, quarters):
     """As exact as the special function unit, whose results are right to 2^-22."""
     case, v = Case(KERNELS[name](5), 5, 33, 40), torch.randn(40, 2)
@@ -473,6 +474,113 @@ def test_only_what_needs_a_gradient():
     x1 = case.x1.detach()
     prepared = case.expression.prepare(x1, x1, True, torch.Size(), torch.float32)
     assert differentiate(case.expression, prepared, torch.ones(20, 1), torch.ones(20, 1), True, "float32") == []
+
+
+# --- measured blocks ------------------------------------------------------------------------------------------------
+
+FAST = Blocks(64, 32, 4, 3, 2)  # not the table's, with polynomial exponentials
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """``tuned()`` multiplies and gives the blocks that were launched; FAST is the fastest of all."""
+    if CUDA:
+        pytest.skip("times are invented here")
+    monkeypatch.setenv("SKETCHGP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_PAIRS", 1)
+    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_REPEATS", 1)
+    monkeypatch.setattr(tuning, "_timed", lambda run, blocks, device: (blocks[:4] != FAST[:4]) + (blocks != FAST) / 2)
+    monkeypatch.setattr(launch, "_TOO_LARGE", {})
+    used = []
+    begin = launch._Launch.__init__
+
+    def watched(self, plan, blocks, *rest):
+        used.append(blocks)
+        begin(self, plan, blocks, *rest)
+
+    monkeypatch.setattr(launch._Launch, "__init__", watched)
+    kernel = KERNELS["matern32"](6).requires_grad_(False)
+    x, v = torch.randn(40, 6), torch.randn(40, 2)
+    expected = kernel.double()(x.double()).to_dense() @ v.double()
+
+    def multiplied():
+        used.clear()
+        matrix = KernelMatrix.of(copy.deepcopy(kernel).float(), x, engine="triton")
+        _close((matrix @ v).double(), expected)
+        return list(used)
+
+    multiplied.file = tmp_path / "cache" / "blocks.json"
+    return multiplied
+
+
+def test_blocks_are_measured_where_it_is_asked_for_and_kept(tuned, monkeypatch):
+    assert FAST not in tuned() and not tuned.file.exists()
+    with sketchgp.settings.tune_kernels():
+        assert tuned()[-1] == FAST and len(set(tuned())) == 1
+    assert tuned() == [FAST]
+    monkeypatch.setattr(tuning, "_known", {})  # another process
+    assert tuned() == [FAST]
+    text = tuned.file.read_text()
+    assert f"triton {triton.__version__}" in text and not list(tuned.file.parent.glob("*.json?*"))
+    tuned.file.write_text(text.replace(f"triton {triton.__version__}", "triton 0.1"))
+    monkeypatch.setattr(tuning, "_known", {})
+    assert FAST not in tuned()
+
+
+def test_a_broken_file_of_blocks_counts_as_empty(tuned, monkeypatch):
+    with sketchgp.settings.tune_kernels():
+        tuned()
+    found = json.loads(tuned.file.read_text())
+    ((name, shapes),) = found["devices"].items()
+    key = next(iter(shapes))
+    sizes = ["x", [64, 32, 4, 3], [64, 32, 4, 3, 9], [-64, 32, 4, 3, 0], [63, 32, 4, 3, 0], [64.0, 32, 4, 3, 0]]
+    contents = [{"format": 1, "devices": {name: {key: size}}} for size in sizes]
+    contents += [
+        [],
+        None,
+        shapes,
+        {**found, "format": 0},
+        {"format": 1, "devices": 3},
+        {"format": 1, "devices": {name: 5}},
+    ]
+    for content in [b"", b"{", b"\xff\xfe", *(json.dumps(content).encode() for content in contents)]:
+        tuned.file.write_bytes(content)
+        monkeypatch.setattr(tuning, "_known", {})
+        assert FAST not in tuned(), content
+    with sketchgp.settings.tune_kernels():
+        tuned()
+    assert json.loads(tuned.file.read_text())["devices"][name] == shapes
+
+
+def test_a_folder_that_cannot_be_written(tuned, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("SKETCHGP_CACHE", str(tmp_path / "file"))
+    with sketchgp.settings.tune_kernels(), caplog.at_level("WARNING", logger="sketchgp"):
+        assert tuned()[-1] == FAST
+    assert "cannot be kept" in caplog.text
+    assert tuned() == [FAST]
+
+
+def test_blocks_that_do_not_fit_are_left_out(tuned, monkeypatch):
+    class OutOfResources(Exception):
+        pass
+
+    def refused(self, gradient, arguments, call=launch._Launch.__call__):
+        if self.blocks[:4] == FAST[:4]:
+            raise OutOfResources
+        call(self, gradient, arguments)
+
+    with sketchgp.settings.tune_kernels():
+        tuned()
+    monkeypatch.setattr(launch._Launch, "__call__", refused)
+    assert tuned()[0] == FAST  # kept, as of another device of this name, and given up
+    assert FAST not in tuned()
+    monkeypatch.setattr(tuning, "_known", {})
+    tuned.file.unlink()
+    with sketchgp.settings.tune_kernels():
+        tuned()
+    assert FAST not in tuned()
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------

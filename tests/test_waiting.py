@@ -50,8 +50,8 @@ def _on_device(problem):
     return sketchgp.FullProblem(kernel, moved(problem.x), y, 0.1)
 
 
-def _solved(name, budget, dtype, device):
-    kind, choices = name.split(",")[0], CASES[name]
+def _solved(name, budget, dtype, device, **more):
+    kind, choices = name.split(",")[0], CASES[name] | more
     solver, unit = (FULL | INDUCING)[kind]
     options = {"preconditioner": sketchgp.RPCholesky(rank=20)} if kind == "ConjugateGradients" else {}
     problem = make(kind, dtype=dtype)
@@ -77,6 +77,15 @@ def test_a_solver_waits_once_an_iteration(name, waits):
     assert relative(solution.value.cpu(), _solved(name, 6, dtype, device=False).value) < 1e-3
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((8, 9), "float32"), ((9, 0), "float64")])
+def test_slow_float64_is_avoided(capability, expected, monkeypatch):
+    """The entries of normal equations where a device has few float64 units; what is solved is the same."""
+    with simulated_device(monkeypatch, capability):
+        found = _solved("KRILL", 6, torch.float32, device=True, tol=1e-5)
+    assert found.report.dtype == expected
+    assert relative(found.value.inner, _solved("KRILL", 6, torch.float32, device=False, tol=1e-5).value) < 1e-3
+
+
 def test_random_pivots_wait_once_a_round(waits):
     kernel = moved_module(make("ASkotch", dtype=torch.float32).kernel)
     x = moved(points(200, 3, dtype=torch.float32))
@@ -96,6 +105,14 @@ def test_random_pivots_wait_once_a_round(waits):
         counts.append(waits.copy())
     assert rounds[1] > rounds[0] + 3
     assert (more := counts[1] - counts[0]).total() <= rounds[1] - rounds[0], more
+
+
+def test_pivots_that_are_not_needed_take_no_random_numbers():
+    kernel = make("ASkotch").kernel
+    matrix, stream = Access(KernelMatrix.of(kernel, points(50, 3))), torch.Generator().manual_seed(1)
+    before = stream.get_state()
+    assert rpcholesky(matrix, 10, generator=stream, tol=1e9).factor.shape == (50, 0)
+    assert torch.equal(stream.get_state(), before)
 
 
 @pytest.mark.parametrize(

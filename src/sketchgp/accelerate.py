@@ -63,8 +63,8 @@ def accelerate(
         never do either, by fused kernels; ``"auto"`` stores it where it fits the memory budget, and else takes the
         fastest that applies; ``"gpytorch"`` leaves the products to GPyTorch.  (An elementwise product of two
         covariances made in ``forward`` is stored wherever it fits.)
-    :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x3"``, ``"tf32"`` or
-        ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
+    :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x6"``,
+        ``"bf16x3"``, ``"tf32"`` or ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
     :param variance: how ``model(x).variance`` is computed (covariance matrices and draws are exact in any case):
 
         - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.

@@ -44,7 +44,8 @@ def meet(store: Any, rank: int, count: int, limit: timedelta) -> str:
         try:
             name: str = store.get(f"answer to {own}").decode()  # waits for it
         except RuntimeError as error:
-            raise RankError(f"Rank 0 did not come within {limit.total_seconds():g} s.") from error
+            message = f"Rank 0 is gone: it did not come within {limit.total_seconds():g} s."
+            raise RankError(message, see="ranks") from error
         store.set(f"{name} has {rank}", b"1")
         return name
     answered, missing = set[str](), set(range(1, count))
@@ -57,6 +58,7 @@ def meet(store: Any, rank: int, count: int, limit: timedelta) -> str:
                 answered.add(word)
         missing = {other for other in missing if not store.check([f"{own} has {other}"])}
         if missing and time.monotonic() > deadline:
-            raise RankError(f"Ranks {sorted(missing)} did not come within {limit.total_seconds():g} s.")
+            message = f"A rank is gone: {sorted(missing)} did not come within {limit.total_seconds():g} s."
+            raise RankError(message, see="ranks")
         time.sleep(_PAUSE if missing else 0)
     return own

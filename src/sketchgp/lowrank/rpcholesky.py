@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..devices import fetched
 from ..distributed import ShardedRows, Shards
-from ..fetch import fetched
 from ..operators.access import Access
 from ..operators.unchanged import parameters_held
 from .factor import Columns, LowRank, Scores, shifted_cholesky

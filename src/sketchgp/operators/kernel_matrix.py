@@ -51,8 +51,8 @@ class KernelMatrix(LinearOperator):
         packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and
         else takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
     :param same: whether x1 and x2 hold the same points.
-    :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x3"``,
-        ``"tf32"`` and ``"bf16"``.
+    :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x6"``,
+        ``"bf16x3"``, ``"tf32"`` and ``"bf16"``.
     :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
     :param shards: ranks that products are shared out to (:mod:`.shared`); None for those of the block it is made in.
     :param asked: whether the engine was the user's choice, which must not be replaced; None unless it is ``"auto"``.
@@ -73,7 +73,6 @@ class KernelMatrix(LinearOperator):
         asked: bool | None = None,
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, parameters
-        self._known_size: torch.Size | None = None
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
         self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
         self.asked = engine != "auto" if asked is None else asked
@@ -329,10 +328,11 @@ class KernelMatrix(LinearOperator):
     # --- what a LinearOperator must offer -------------------------------------------------------------------
 
     def _size(self) -> torch.Size:
-        if self._known_size is None:  # asked for dozens of times in a solve
+        size: torch.Size | None = self.memo.get("size")  # asked for dozens of times in a solve
+        if size is None:
             batch = torch.broadcast_shapes(self.x1.shape[:-2], self.x2.shape[:-2], self.kernel.batch_shape)
-            self._known_size = torch.Size((*batch, self.x1.shape[-2], self.x2.shape[-2]))
-        return self._known_size
+            size = self.memo["size"] = torch.Size((*batch, self.x1.shape[-2], self.x2.shape[-2]))
+        return size
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from ..distributed import in_force
+from ..memory import available_memory, out_of_memory
 from ..row_sources import RowSource, blocks
 from .centre import Centre
 from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
-from .tiles import spans
+from .tiles import logger, spans
 
 _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores
 _ROWS = 128  # of a tile: with fewer, distances of many features take longer; so it may then be four times as large
 _CUDA_ENTRIES = 2**26
+_CUDA_SHARE = 4  # a tile and its copies may take one part in so many of the free memory
+_COPIES = 4  # of a tile in float64, at the most, as measured
+_LEAST_ROWS = 16
 _INPUTS = 2**22  # numbers of x that are prepared, and z anew beside them, for several tiles at once
 
 
@@ -27,14 +31,16 @@ def constant(matrix: KernelMatrix) -> KernelMatrix:
 
 
 def tile_rows(m: int, device: torch.device) -> int:
-    """Rows of a tile of m columns that products do best with."""
-    most = _CUDA_ENTRIES if device.type == "cuda" else _CPU_ENTRIES
-    return max(16, most // m, min(_ROWS, 4 * most // m))
+    """Rows of a tile of m columns that products do best with; on a device, as many as its free memory allows."""
+    most = _CPU_ENTRIES
+    if device.type == "cuda":
+        most = min(_CUDA_ENTRIES, available_memory(device) // (_COPIES * _CUDA_SHARE * 8))
+    return max(_LEAST_ROWS, most // m, min(_ROWS, 4 * most // m))
 
 
 def tile_bytes(n: int, m: int, device: torch.device) -> int:
-    """Memory that a product with an ``(n, m)`` matrix takes for tiles: at the most four in float64, as measured."""
-    return 32 * m * min(n, tile_rows(m, device))
+    """Memory that a product with an ``(n, m)`` matrix takes for tiles."""
+    return _COPIES * 8 * m * min(n, tile_rows(m, device))
 
 
 class TallMatrix:
@@ -119,8 +125,8 @@ class TallMatrix:
         return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, self._near)
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
-        self.entries += matrix.shape.numel()
         part = matrix.to_dense().to(torch.float64)
+        self.entries += matrix.shape.numel()
         return part if weights is None else part * weights.unsqueeze(1)
 
     @torch.no_grad()
@@ -131,6 +137,8 @@ class TallMatrix:
     @torch.no_grad()
     def tiles(self, rows: int | None = None, within: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Slices of rows and the tiles ``(rows, m)``, float64, in order.
+
+        Where memory runs out as a tile is made, it and those after it have a quarter of the rows.
 
         :param rows: of a tile; None for what products do best with.
         :param within: the rows that are gone through; None for all.
@@ -143,10 +151,24 @@ class TallMatrix:
         together = step * max(1, most // step)
         for some, inputs in blocks(self.x, spans(within.stop, together, within.start)):
             matrix = self._matrix(inputs)
-            for span in spans(some.stop - some.start, step):
-                whole = slice(some.start + span.start, some.start + span.stop)
-                indices = torch.arange(span.start, span.stop, device=self.device)
-                yield whole, self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])
+            start, count = 0, some.stop - some.start
+            while start < count:
+                stop = min(start + step, count)
+                whole = slice(some.start + start, some.start + stop)
+                indices = torch.arange(start, stop, device=self.device)
+                tile: Tensor | None = None
+                try:
+                    tile = self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])
+                except (RuntimeError, MemoryError) as error:
+                    if not out_of_memory(error) or step <= _LEAST_ROWS:
+                        raise
+                if tile is None:  # outside the except block, so that the frames which hold buffers are gone
+                    step = max(_LEAST_ROWS, step // 4)
+                    logger.warning("Out of memory with %d rows of %d on %s; going on with %d", stop - start, m,
+                                   self.device, step)  # fmt: skip
+                    continue
+                yield whole, tile
+                start = stop
 
     @property
     def own(self) -> slice:

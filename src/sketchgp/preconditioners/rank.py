@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..devices import float64_cost
 from ..operators import KernelMatrix
 from ..operators.access import Access, terms
 from ..operators.engines import DENSE, choose
@@ -65,8 +66,9 @@ class Costs:
 
     def __init__(self, matrix: Access, one_by_one: bool = False) -> None:
         self.n, self.prices = matrix.n, _CPU if matrix.device.type == "cpu" else _OTHER
+        self.slow = float64_cost(matrix.device) / 2  # the prices are of devices where float64 takes twice the time
         # of an entry of F: the column is made orthogonal to it, and meets it again in half of F^T D^-1 F
-        self.build = 3 * self.prices.flop + (self.prices.apply / 2 if one_by_one else 0)
+        self.build = 3 * self.prices.flop * self.slow + (self.prices.apply / 2 if one_by_one else 0)
         product = column = width = 0.0
         for _, part in terms(matrix.source):
             tile, stored = self._tile(part, torch.float64), self._stored(part)
@@ -83,7 +85,8 @@ class Costs:
             width = part.x1.shape[-1]
             if part.expression is not None:
                 passes = sum(_PASSES.get(atom.profile.name, _GENERIC) for atom in part.expression.atoms)
-        return (passes * self.prices.tile + width * self.prices.feature) * (dtype.itemsize / 4)
+        by_dtype = 2 * self.slow if dtype == torch.float64 else dtype.itemsize / 4
+        return (passes * self.prices.tile + width * self.prices.feature) * by_dtype
 
     def _stored(self, part: Any) -> float:
         """An entry of a product with a stored matrix; 0 for one that is not stored."""

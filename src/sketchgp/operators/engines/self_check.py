@@ -86,7 +86,7 @@ def _say(engine: Engine, device: torch.device, fault: str) -> None:
         first = (engine.name, str(device)) not in _WARNED
         _WARNED.add((engine.name, str(device)))
     if first:
-        warn(f"{message} Please report this; matmul='tiled' avoids the check and this warning.")
+        warn(f"{message} Please report this; matmul='tiled' avoids the check and this warning.", see="engine")
     else:
         _logger.info(message)
 

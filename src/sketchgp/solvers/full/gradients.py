@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...devices import fetched
 from ...errors import NumericalError
-from ...fetch import fetched
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
 from ..certificate import Certificate

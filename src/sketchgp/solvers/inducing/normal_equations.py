@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checks import count, settle, tolerance, word
+from ...devices import float64_cost
 from ...memory import enough_memory, require_memory
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import tile_bytes
@@ -20,6 +21,7 @@ from .problem import InducingPointProblem
 from .solver import InducingPointSolver
 from .split_gradients import SplitGradients
 
+_AFFORDABLE = 8.0  # float32 operations in the time of a float64 one, up to which entries are float64
 _VECTORS = 10  # float64 blocks (m, t) of a solve
 
 
@@ -31,7 +33,8 @@ class NormalEquationsSolver(InducingPointSolver):
     :param max_iterations: the most iterations.
     :param precision: of the entries of Kxz: ``"float64"`` whatever the dtype of x, which costs a fifth more on a CPU;
         or ``"float32"`` for float32 data on devices where float64 is slow: the residual is then corrected with float64
-        entries, which takes several times the iterations where the noise is small.  Sums and factors are float64.
+        entries, which takes several times the iterations where the noise is small.  ``"auto"`` is ``"float32"`` on CUDA
+        devices with a 32nd or 64th of the float64 units (consumer cards).  Sums and factors are float64.
     """
 
     _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "max_iterations")
@@ -39,7 +42,7 @@ class NormalEquationsSolver(InducingPointSolver):
 
     tol: float = 1e-4
     max_iterations: int = 200
-    precision: str = "float64"
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol")
@@ -48,7 +51,7 @@ class NormalEquationsSolver(InducingPointSolver):
     def _check_common(self) -> None:
         self._check_budget()
         settle(self, count, "max_iterations")
-        settle(self, word, "precision", allowed=("float32", "float64"))
+        settle(self, word, "precision", allowed=("auto", "float32", "float64"))
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: for a stream or noise 0; where the choices do not fit the problem, or its matrices the
@@ -86,6 +89,12 @@ class NormalEquationsSolver(InducingPointSolver):
     def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix | TiledNormalMatrix:
         return problem.normal_matrix(accurate)
 
+    def _accurate(self, problem: InducingPointProblem) -> bool:
+        """Whether entries are float64 whatever the data."""
+        if self.precision == "auto":
+            return float64_cost(problem.device) <= _AFFORDABLE
+        return self.precision == "float64"
+
     def _describe(self, problem: InducingPointProblem) -> str:
         raise NotImplementedError
 
@@ -105,12 +114,12 @@ class NormalEquationsSolver(InducingPointSolver):
 
     def _method(self, problem: InducingPointProblem) -> SplitGradients:
         _, y = problem.tensors(f"{self.name}()")
-        matrix = self._matrix(problem, accurate=self.precision == "float64")
+        matrix = self._matrix(problem, accurate=self._accurate(problem))
         rhs = matrix.tall.accurate().t_matmul(y)
         return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
 
     def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
-        float32 = self.precision == "float32" and problem.inducing_points.dtype == torch.float32
+        float32 = not self._accurate(problem) and problem.inducing_points.dtype == torch.float32
         return {
             "preconditioner": self._describe(problem),
             "details": self._details(problem),

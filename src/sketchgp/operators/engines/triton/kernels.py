@@ -229,8 +229,11 @@ def polynomial(x):
 
 @triton.jit
 def exp2(x, QUARTERS: tl.constexpr):
-    """``2^x`` of a tile, of so many quarters of its entries by :func:`polynomial`: neighbours in a row are told apart,
-    which threads of a matrix product hold together, so that nothing moves."""
+    """``2^x`` of a tile, of so many quarters of its entries by :func:`polynomial`.
+
+    For a half, neighbours in a row are told apart, which threads of a matrix product hold together, so that nothing
+    moves; for a quarter, tiles are rearranged through shared memory.
+    """
     if QUARTERS == 0:
         result = tl.exp2(x)
     elif QUARTERS == 4:

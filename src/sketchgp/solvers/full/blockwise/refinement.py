@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....devices import fetched
 from ....errors import NumericalError
-from ....fetch import fetched
 from ....random_streams import generator
 from ....report import Reason
 from ...certificate import Certificate

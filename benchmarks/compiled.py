@@ -1,0 +1,162 @@
+"""What the compiler makes of the Triton kernels, without a device: registers, spills and shared memory.
+
+    python benchmarks/compiled.py [--quick]
+
+Every kernel is compiled ahead of time for compute capabilities 8.0, 9.0 and 10.0, with the first block shape that fits
+there, as the engine takes it; registers and bytes of stack (spilled registers) are read from the binary.  Nothing is
+run, so this says nothing about seconds.  Writes benchmarks/results/compiled.json and compiled.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
+
+import common
+from sketchgp.operators.engines.triton import launch
+from sketchgp.operators.engines.triton.blocks import gradient_blocks, product_blocks
+from sketchgp.operators.expression import recognise
+
+RESULTS = Path(__file__).parent / "results"
+TENSOR_MEMORY = 512  # columns that a program may take, where there is any
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may take
+KERNELS = {"rbf": RBFKernel, "matern32": lambda: MaternKernel(nu=1.5), "rq": RQKernel}
+NAMES = ("kernel", "features", "columns", "precision", "gradient", "quarters")
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+def launched(
+    name: str, p: int, t: int, precision: str, gradient: bool, quarters: int, memory: int
+) -> Iterator[dict[str, Any]]:
+    """What the engine would launch, one after the other until one fits: the plan, the arguments, the blocks."""
+    kernel = ScaleKernel(KERNELS[name]()).requires_grad_(True)
+    x = torch.randn(256, p).requires_grad_()
+    prepared = recognise(kernel).prepare(x, x, True, torch.Size(), torch.float32)
+    problem = launch._Problem(recognise(kernel), prepared.detached(), precision)
+    plan = problem.plan(True, 2 * t if gradient else t, gradient=gradient)
+    choose = gradient_blocks if gradient else product_blocks
+    for blocks in choose(plan, memory):
+        found: dict[str, Any] = {"blocks": blocks._replace(quarters=quarters)}
+
+        class Recorder:
+            def __init__(self, plan: Any, gradient: bool, found: dict[str, Any] = found) -> None:
+                found.setdefault("plan", plan)
+                self.found = found
+
+            def __getitem__(self, grid: Any) -> Any:
+                return lambda **arguments: self.found.setdefault("arguments", arguments)
+
+        real, launch.compiled = launch.compiled, Recorder
+        try:
+            left, right = torch.randn(256, t), torch.randn(256, t)
+            rest = (True, precision, found["blocks"])
+            if gradient:
+                launch.differentiate(recognise(kernel), prepared, left, right, *rest)
+            else:
+                launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest)
+        finally:
+            launch.compiled = real
+        yield found
+
+
+def compile_for(capability: int, plan: Any, gradient: bool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Registers, stack and shared memory of a kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = launch.compiled(plan, gradient)
+    options = {name: arguments[name] for name in ("num_warps", "num_stages")}
+    signature, constants, aligned = {}, {}, {}
+    for place, name in enumerate(function.arg_names):
+        value = arguments[name]
+        if torch.is_tensor(value):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        elif name in ("BM", "BN"):
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "i32"
+    source = ASTSource(function, signature, constants, aligned)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tensor = getattr(kernel.metadata, "tmem_size", None) or 0
+    return {**usage(kernel.asm["cubin"]), "shared": kernel.metadata.shared, "tensor_memory": tensor}
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, from a binary for a device."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack, local = (
+        max(int(value) for value in re.findall(rf"\b{name}:(\d+)", text)) for name in ("REG", "STACK", "LOCAL")
+    )
+    return {"registers": registers, "spilled": stack + local}
+
+
+def cases(quick: bool) -> list[tuple[str, int, int, str, bool, int]]:
+    """Kernel, features, right-hand sides, precision, whether a gradient, quarters of polynomial exponentials."""
+    if quick:
+        return [("rbf", 20, 16, "bf16x6", False, 2)]
+    found = []
+    for precision in ("float32", "bf16x6"):
+        found += [("rbf", p, t, precision, False, 0) for p in (8, 90) for t in (1, 16, 64)]
+        found += [("matern32", 32, 16, precision, True, 0)]
+    found += [("rbf", 8, t, "bf16x3", False, 0) for t in (1, 16)]
+    return [*found, *(("rbf", 32, 1, "float32", False, quarters) for quarters in (0, 1, 2, 4))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one kernel; writes nothing")
+    parser.add_argument("--capability", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
+    options = parser.parse_args()
+    rows = []
+    for case in cases(options.quick):
+        for capability in options.capability:
+            for made in launched(*case, SHARED[capability]):
+                found = compile_for(capability, made["plan"], case[4], made["arguments"])
+                if found["shared"] <= SHARED[capability] and found["tensor_memory"] <= TENSOR_MEMORY:
+                    break
+            row = {**dict(zip(NAMES, case, strict=True)), "capability": capability / 10, "blocks": made["blocks"][:4]}
+            rows.append({**row, **found})
+            print(rows[-1], flush=True)
+    if not options.quick:
+        common.write_json(RESULTS / "compiled.json", {"machine": common.machine("triton"), "kernels": rows})
+        (RESULTS / "compiled.md").write_text(report(rows), encoding="utf-8")
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    lines = [
+        "| kernel | features | columns | precision | polynomial | capability | blocks | registers | spilled | shared |"
+    ]
+    lines += ["|" + "---|" * 10]
+    for row in rows:
+        kind = row["kernel"] + (", gradient" if row["gradient"] else "")
+        lines.append(
+            f"| {kind} | {row['features']} | {row['columns']} | {row['precision']} | {row['quarters']}/4 | "
+            f"{row['capability']} | {row['blocks'][0]} x {row['blocks'][1]}, {row['blocks'][2]} warps | "
+            f"{row['registers']} | {row['spilled']} | {row['shared']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
