@@ -49,8 +49,8 @@ class Kept(Method):
 
     @property
     def certain(self) -> Tensor:
-        """Of the best value, :meth:`_certain`, worked out when it is asked for: not for a checkpoint, since the one rank
-        that writes it has no others to multiply with."""
+        """Of the best value, :meth:`_certain`, worked out when it is asked for: not for a checkpoint, since the rank
+        that writes it does so alone, and a product takes all of them."""
         if self._uncertain is not None:
             self.certain = self._certain(self.best, self._uncertain)
         return self._of_best
