@@ -277,7 +277,7 @@ def test_ranks_that_are_started_again_do_not_meet_those_that_are_gone():
 
 
 def test_a_rank_that_does_not_come_is_told():
-    with pytest.raises(RankError, match=r"Ranks \[1\] did not come within 0.05 s"):
+    with pytest.raises(RankError, match=r"gone: \[1\] did not come within 0.05 s"):
         meet(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
 
 

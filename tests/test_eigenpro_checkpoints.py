@@ -120,6 +120,16 @@ def _crash():
     raise Crash
 
 
+def test_what_goes_on_without_time_for_a_step_tells_of_those_before(path, at_step):
+    problem, solver = _problem(), dataclasses.replace(_fitting(VARIANTS["3"], False), checkpoint=path, every=ALWAYS)
+    at_step(5, _crash)
+    with pytest.raises(Crash):
+        _solve(solver, problem)
+    found = _solve(dataclasses.replace(solver, max_seconds=ALWAYS), problem)
+    assert found.report.iterations == 4
+    assert bool((found.report.history[-1] > 0).all())
+
+
 @pytest.mark.parametrize(
     ("name", "streamed", "dtype"),
     [

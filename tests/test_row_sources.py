@@ -89,6 +89,12 @@ def test_every_source_gives_the_rows_of_the_table(tmp_path):
         assert torch.equal(source[240:260], x[240:260]), name
         assert torch.equal(source[some], x[some]), name
         assert torch.equal(source[::7], x[::7]), name
+        assert torch.equal(source[x[:, 0] > 0.5], x[x[:, 0] > 0.5]), name
+        part = source.part(slice(200, 300))
+        assert torch.equal(part[torch.tensor([-1, 0, -100])], x[200:300][[-1, 0, -100]]), name
+        for wrong in (torch.tensor([100]), torch.tensor([0, -101]), torch.ones(99, dtype=torch.bool)):
+            with pytest.raises(IndexError):
+                part[wrong]
         assert torch.equal(source.whole(), x), name
     chosen = torch.tensor([4, 1])
     assert torch.equal(RowSource(mapped(tmp_path, x), columns=[4, 1])[some], x[some][:, chosen])

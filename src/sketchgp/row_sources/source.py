@@ -126,7 +126,10 @@ class RowSource:
     # --- reading --------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Rows by a slice or by indices ``(k,)``, as a tensor; also as ``[..., rows, :]``."""
+        """Rows by a slice, by indices ``(k,)`` or by a mask ``(n,)``, as a tensor; also as ``[..., rows, :]``.
+
+        :raises IndexError: for rows that are not there.
+        """
         rows = index[-2] if isinstance(index, tuple) else index
         if torch.is_tensor(rows):
             return self._gathered(rows)
@@ -147,7 +150,14 @@ class RowSource:
         return found
 
     def _gathered(self, indices: Tensor) -> Tensor:
-        wanted = indices.detach().cpu().numpy() + self._span.start
+        n, wanted = len(self), indices.detach().cpu().numpy()
+        if wanted.dtype == bool:
+            if wanted.shape != (n,):
+                raise IndexError(f"A mask of shape {wanted.shape} for {n} rows.")
+            wanted = np.flatnonzero(wanted)
+        if wanted.size and not -n <= wanted.min() <= wanted.max() < n:
+            raise IndexError(f"Rows {wanted.min()} to {wanted.max()} of {n}.")
+        wanted = wanted.astype(np.int64) % n + self._span.start
         order = np.argsort(wanted, kind="stable")
         found = self._table.take(wanted[order])
         return self._tensor(found, wanted[order], order)

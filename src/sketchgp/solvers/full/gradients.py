@@ -43,8 +43,8 @@ class Gradients(Kept):
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact",
         "system.products",
-        "cycling", "verified", "certain", "index", "s", "d", "p", "sz", "active", "target", "least_target", "least",
-        "steps",
+        "cycling", "verified", "_of_best", "_uncertain", "index", "s", "d", "p", "sz", "active", "target",
+        "least_target", "least", "steps",
         "lanczos.coefficients", "warm", "trail",
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ class Gradients(Kept):
         self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
         self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self._uncertain = (self.value, self.r)
+        self._uncertain = self.r
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
         if self.aim is not None:
             self.aim.begin(self.residual)
@@ -230,12 +230,12 @@ class Gradients(Kept):
             raise NumericalError(NAN, see="nan")
         self.rounded_residual = residual[..., :width]
         better = self.rounded_residual <= self.best_residual
-        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
-        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
         if bool(better.all()):
-            self._uncertain = (rounded, r[..., :width])
+            self._uncertain = r[..., :width]
         else:
             self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
+        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
+        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
 
     def _certain(self, value: Tensor, r: Tensor) -> Tensor:

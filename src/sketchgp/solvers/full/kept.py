@@ -16,7 +16,8 @@ class Kept(Method):
     system: System
     aim: Aim | None
     lanczos: LanczosRecord
-    _uncertain: tuple[Tensor, Tensor] | None  # the best value and its residual, where nothing is worked out of them yet
+    best: Tensor
+    _uncertain: Tensor | None  # the residual of the best value, where nothing is worked out of it yet
     _of_best: Tensor
 
     @property
@@ -48,9 +49,10 @@ class Kept(Method):
 
     @property
     def certain(self) -> Tensor:
-        """Of the best value, :meth:`_certain`, worked out when it is asked for."""
+        """Of the best value, :meth:`_certain`, worked out when it is asked for: not for a checkpoint, since the rank
+        that writes it does so alone, and a product takes all of them."""
         if self._uncertain is not None:
-            self.certain = self._certain(*self._uncertain)
+            self.certain = self._certain(self.best, self._uncertain)
         return self._of_best
 
     @certain.setter

@@ -80,7 +80,7 @@ class Epochs(ByEpochs):
         self.end: float = plan.epochs
         self.cooling = (1 - plan.cooldown) * plan.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
-        self.told = torch.full((self.columns,), float("nan"), dtype=torch.float64)  # the estimate, on the CPU
+        self.told: Tensor | None = None  # the estimate, on the CPU, after a step
         self.whole = self.without_noise = False
 
     # --- what a checkpoint holds of the model ---------------------------------------------------------------
@@ -180,7 +180,7 @@ class Epochs(ByEpochs):
         """Residuals that grow far beyond those of the start and the targets are no noise."""
         means = (g.square().mean(dim=0), y.square().mean(dim=0))
         *found, squares, targets = fetched(*means, self.squares, self.targets)
-        self.told = (squares / targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+        self.told = _ratio(squares, targets)
         mean, size = (largest_of(part) for part in found)
         if self.scale != self.scale:
             self.scale = mean
@@ -202,7 +202,7 @@ class Epochs(ByEpochs):
 
     def estimate(self) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column over the epoch's batches, each before its own step."""
-        return self.told
+        return _ratio(self.squares, self.targets).cpu() if self.told is None else self.told
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""
@@ -279,3 +279,7 @@ class Epochs(ByEpochs):
     def matrix_entries(self) -> float:
         n = self.total or self.problem.expected_rows or max(self.rows, len(self.checked[0]))
         return float(n * self.size)
+
+
+def _ratio(squares: Tensor, targets: Tensor) -> Tensor:
+    return (squares / targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
