@@ -295,9 +295,7 @@ class KernelMatrix(LinearOperator):
 
     def against(self, x1: Tensor, x2: Tensor, centre: Centre, near: bool | None) -> KernelMatrix:
         """``k(x1, x2)`` of the same kernel for other points, with the kernel's active dimensions selected.
-
-        :param near: True where no point is far from the centre, None where that is not known.
-        """
+        ``near`` is True where no point is far from the centre, None where that is not known."""
         matrix = self._with(x1, x2, False, centre)
         matrix.memo["near"] = near
         return matrix
