@@ -172,6 +172,25 @@ def test_full_solvers_give_what_they_give_in_memory(name, kind, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "choice",
+    [
+        sketchgp.Nystrom(rank=20, sketch="gaussian"),
+        sketchgp.Nystrom(rank=20, sketch="uniform"),
+        sketchgp.GreedyCholesky(rank=20),
+        sketchgp.NystromEigenPro(rank=20),
+    ],
+    ids=["gaussian", "uniform", "greedy", "eigenpro"],
+)
+def test_every_preconditioner_takes_rows_that_stay_where_they_are(choice, tmp_path):
+    x, y = data()
+    with memory_budget(SMALL):
+        problems = [sketchgp.FullProblem(matern(), inputs, y, 0.5) for inputs in (mapped(tmp_path, x), x)]
+        streamed, whole = (choice.build(p.system("tiled").operator, p.noise_vector) for p in problems)
+    assert isinstance(problems[0].x, RowSource)
+    torch.testing.assert_close(streamed.apply_inverse(y[:, None]), whole.apply_inverse(y[:, None]))
+
+
+@pytest.mark.parametrize(
     "solver",
     [sketchgp.EigenPro4(epochs=2), sketchgp.EigenPro3(epochs=2), sketchgp.SketchySAGA(max_epochs=3), sketchgp.KRILL()],
     ids=lambda solver: solver.name,

@@ -97,7 +97,10 @@ class Access:
 
     def matmul(self, rhs: Tensor) -> Tensor:
         """``K rhs`` for rhs ``(..., n, t)`` in float64, differentiable."""
-        return (self.operator @ rhs.to(self.operator.dtype)).to(torch.float64)
+        rhs = rhs.to(self.operator.dtype)
+        if isinstance(self.operator, KernelMatrix) and not torch.is_grad_enabled():  # also of rows on disk
+            return self.operator._matmul(rhs).to(torch.float64)
+        return (self.operator @ rhs).to(torch.float64)
 
     def element(self, index: tuple[int, ...]) -> Access:
         """One matrix of the batch, without gradients."""
