@@ -84,12 +84,7 @@ class KernelMatrix(LinearOperator):
 
     @classmethod
     def of(
-        cls,
-        kernel: Kernel,
-        x1: Any,
-        x2: Any = None,
-        engine: str = "auto",
-        precision: str = "float32",
+        cls, kernel: Kernel, x1: Any, x2: Any = None, engine: str = "auto", precision: str = "float32"
     ) -> KernelMatrix:
         """The operator for ``kernel(x1, x2)``, tensors or sources of rows; selects the kernel's active dimensions.
 
