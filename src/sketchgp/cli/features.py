@@ -74,7 +74,7 @@ class Feature:
                 raise InputError(
                     f"{table.where(row, self.name)} {value!r} is a category that the model has not seen; it knows "
                     f"{_some(self.categories)}. Mend the cell, fit with such rows, or take it for a missing value with "
-                    f"{way}"
+                    + way
                 )
         return encoded, strangers
 

@@ -196,8 +196,8 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
     @property
     def log_marginal_likelihood_value_(self) -> float:
         """Of all rows with the hyperparameters found, for normalised targets, as scikit-learn has it; computed when it
-        is read, unless the fit has it.  For inducing points the lower bound of Titsias.
-        Of more than 800 rows it is then an estimate, by random probes."""
+        is read, unless the fit has it: exactly up to 800 rows, beyond by random probes.  For inducing points the lower
+        bound of Titsias."""
         check_is_fitted(self)
         history, n = self.history_, len(self.model_.train_targets)
         if history is not None and history.rows == n and history.objective == "exact":
