@@ -40,8 +40,8 @@ html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
 
 
 def one_field_a_line(app, what, name, thing, options, lines):
-    """Short parameters stand on one line in the source, ``:param a: ...; :param b: ...``."""
-    lines[:] = [part for line in lines for part in re.split(r"[;,]? +(?=:param )", line)]
+    """Short parameters and attributes stand on one line in the source, ``:param a: ...; :param b: ...``."""
+    lines[:] = [part for line in lines for part in re.split(r"[;,]? +(?=:(?:param|ivar) )", line)]
 
 
 def setup(app):

@@ -387,6 +387,8 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     assert loaded.predict(ten, missing="drop").mean.isnan().tolist() == [row == 3 for row in range(10)]
     with pytest.raises(sketchgp.InputError, match=r"row 4, column 'carat'.*missing='drop'"):
         loaded.predict(ten, missing="error")
+    with pytest.raises(sketchgp.InputError, match=r"not seen.*with unknown='missing'"):
+        loaded.predict({**ten, "cut": ["Superb"] * 10}, missing="mean")
     with pytest.raises(sketchgp.InputError, match="no column 'cut'"):
         loaded.predict({name: column for name, column in ten.items() if name != "cut"})
 

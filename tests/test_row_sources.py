@@ -283,7 +283,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
             lambda: RowSource(on_disk, columns=[40]): "indices from 0 to 39",
             lambda: RowSource(on_disk, dtype=torch.float16): "float32 or float64",
             lambda: RowSource(x.tolist()): "expects a table of shape",
-            lambda: RowSource(tmp_path / "nothing.npy"): "not an .npy file",
+            lambda: RowSource(tmp_path / "nothing.npy"): "no such file",
+            lambda: RowSource(on_disk)[0]: "by slices or tensors of indices",
         }.items():
             with pytest.raises(InputError, match=message):
                 wrong()

@@ -164,6 +164,22 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], match: str) -> None:
         GaussianProcessRegressor(**options).fit(*data())
 
 
+@pytest.mark.parametrize("estimator", [GaussianProcessRegressor(optimizer=None), KernelRidge(), KernelClassifier()])
+def test_dates_and_devices_that_are_not_there_are_refused(estimator: Any) -> None:
+    """scikit-learn takes dates for numbers in whatever unit they are stored, which may be another to predict with."""
+    x, _ = data()
+    days = np.arange(60).astype("datetime64[D]")
+    labels = x[:, 0] > 0
+    for dates in (days[:, None], pandas.DataFrame({"when": days, "x": x[:, 0]})):
+        with pytest.raises(sketchgp.InputError, match="X expects numbers, got datetime64"):
+            estimator.fit(dates, labels)
+    estimator.fit(np.arange(60.0)[:, None], labels)
+    with pytest.raises(sketchgp.InputError, match="X expects numbers, got datetime64"):
+        estimator.predict(days[:, None])
+    with pytest.raises(sketchgp.InputError, match="device expects"):
+        clone(estimator).set_params(device="cuda:99").fit(x, labels)
+
+
 def test_predictions_that_cannot_be() -> None:
     x, y = data()
     model = GaussianProcessRegressor(alpha=np.full(60, 0.1), optimizer=None).fit(x, y)

@@ -123,6 +123,8 @@ def test_a_header_that_is_missing(tmp_path):
     assert list(table.columns) == ["c1", "c2", "c3"]
     np.testing.assert_array_equal(values(table), [[5.1, 3.5, 1.4], [4.9, 3.0, 1.3]])
     assert not open_table(write(tmp_path, "a,2019\n1,2\n", "named.csv")).suspicion
+    mixed = open_table(write(tmp_path, "7,red,5.1\n4,blue,3.0\n", "mixed.csv")).suspicion
+    assert "decimals among them (5.1): if this is data" in mixed and "--no-header" in mixed
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class LoadedModel:
         checks.word(owner, "unknown", unknown, UNKNOWN)
         advice = ", or say what to do with missing='drop' or missing='mean'"
         rows = table_of(self._columns(table), self.features, expected(self._saved, policy, advice))
-        x, complete, *_ = inputs(self._saved, rows, policy, unknown, advice)
+        x, complete, *_ = inputs(self._saved, rows, policy, unknown, advice, "unknown='missing'")
         if not len(x):
             raise InputError(f"{owner}: table expects a row that lacks no value; use missing='mean' to predict others.")
         scaling = self._saved.scaling

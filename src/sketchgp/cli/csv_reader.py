@@ -92,11 +92,15 @@ def _encoding(path: Path) -> str:
 
 def _suspicion(names: Sequence[str]) -> str:
     """Whether the names look like data."""
-    if not names or any(_number(name) is None for name in names):
+    suspects, what = list(names), "are all numbers"
+    if any(_number(name) is None for name in names):  # with columns of text; 2019 is a name, 2.019 is none
+        suspects = [name for name in names if "." in name and _number(name) is not None]
+        what = "have numbers with decimals among them"
+    if not suspects:
         return ""
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    shown = ", ".join(suspects[:4]) + (", ..." if len(suspects) > 4 else "")
     return (
-        f"the names of the columns, in line 1, are all numbers ({shown}): if this is data and the file has no line of "
+        f"the names of the columns, in line 1, {what} ({shown}): if this is data and the file has no line of "
         "names, use --no-header, which names the columns c1, c2, ..."
     )
 

@@ -46,7 +46,7 @@ class Feature:
     def standardised(self) -> bool:
         return self.kind != "category"
 
-    def encode(self, table: Table, unknown: str) -> tuple[np.ndarray, int]:
+    def encode(self, table: Table, unknown: str, way: str) -> tuple[np.ndarray, int]:
         """The inputs ``(rows, width)`` in float64, NaN where the value is missing, and how many rows are of no known
         category.
 
@@ -74,7 +74,7 @@ class Feature:
                 raise InputError(
                     f"{table.where(row, self.name)} {value!r} is a category that the model has not seen; it knows "
                     f"{_some(self.categories)}. Mend the cell, fit with such rows, or take it for a missing value with "
-                    "--unknown missing"
+                    + way
                 )
         return encoded, strangers
 
@@ -121,14 +121,16 @@ def _learn(table: Table, name: str, told: bool) -> Feature:
     return Feature(name, "category", tuple(found))
 
 
-def encode(features: Sequence[Feature], table: Table, unknown: str = "error") -> tuple[np.ndarray, dict[str, int]]:
+def encode(
+    features: Sequence[Feature], table: Table, unknown: str = "error", way: str = "--unknown missing"
+) -> tuple[np.ndarray, dict[str, int]]:
     """The inputs of all features beside each other, ``(rows, d)``, and the rows of unknown category of each column.
 
     :param unknown: as for :meth:`Feature.encode`.
     """
     parts, strangers = [], {}
     for feature in features:
-        part, count = feature.encode(table, unknown)
+        part, count = feature.encode(table, unknown, way)
         parts.append(part)
         if count:
             strangers[feature.name] = count

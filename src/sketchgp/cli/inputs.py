@@ -34,11 +34,11 @@ def expected(
 
 
 def inputs(
-    saved: SavedModel, table: Table, missing: str, unknown: str, advice: str
+    saved: SavedModel, table: Table, missing: str, unknown: str, advice: str, way: str = "--unknown missing"
 ) -> tuple[Tensor, Tensor, int, dict[str, int]]:
     """Inputs ``(m, d)`` of the rows that can be predicted, and which rows of the table these are, ``(rows,)`` boolean;
     how many rows lack a value; and in how many rows each column had a category that the model does not know."""
-    encoded, strangers = encode(saved.features, table, unknown)
+    encoded, strangers = encode(saved.features, table, unknown, way)
     x = torch.from_numpy(encoded)
     lacking = x.isnan().any(1)
     if missing == "error" and bool(lacking.any()):  # a mark such as NA in a column of categories, or an unknown one

@@ -105,7 +105,8 @@ def table_of(columns: Mapping[str, Any], names: Sequence[str], expected: Cells) 
             raise InputError(f"columns: no column {name!r}{suggest(name, [str(one) for one in columns])}")
         values = np.asarray(columns[name])
         if values.ndim != 1 or len(values) != len(found[0].values if found else values):
-            raise InputError(f"columns: column {name!r}: expected one value a row, got shape {values.shape}")
+            rows = f" ({len(found[0].values)} rows)" if found else ""
+            raise InputError(f"columns: column {name!r}: expected one value a row{rows}, got shape {values.shape}")
         if values.dtype.kind in "fiub":
             found.append(Column(name, values.astype(np.float64)))
             continue

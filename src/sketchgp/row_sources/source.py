@@ -133,6 +133,11 @@ class RowSource:
         rows = index[-2] if isinstance(index, tuple) else index
         if torch.is_tensor(rows):
             return self._gathered(rows)
+        if not isinstance(rows, slice):
+            raise InputError(
+                f"RowSource: rows are read by slices or tensors of indices, got {rows!r}; what takes tensors alone, as "
+                "a model does, takes source[:], all rows."
+            )
         start, stop, step = rows.indices(len(self))
         if step != 1:
             return self._gathered(torch.arange(start, stop, step))

@@ -47,6 +47,8 @@ def _opened(path: Path) -> Any:
     if path.suffix == ".npy":
         try:
             return np.load(path, mmap_mode="r")
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file.") from None
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: not an .npy file of numbers ({error}).") from error
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..errors import InputError
 from ..inducing_points import choose_inducing_points
 from ..memory import available_memory
 from ..preconditioners import RPCholesky
@@ -70,9 +71,21 @@ def device_of(owner: str, device: Any) -> torch.device:
     :raises InputError: for what is no device.
     """
     try:
-        return torch.device("cpu" if device is None else device)
-    except (TypeError, RuntimeError):
-        raise checks.refusal(owner, "device", "a device such as 'cpu' or 'cuda'", device, optional=True) from None
+        return torch.empty(0, device="cpu" if device is None else device).device
+    except (TypeError, RuntimeError, AssertionError):  # the last where torch is built without CUDA
+        raise checks.refusal(owner, "device", "'cpu', 'cuda' where torch finds one", device, optional=True) from None
+
+
+def numbers(owner: str, X: Any) -> Any:
+    """X, unless it holds dates or times, whose numbers would hang on the unit that they are stored in.
+
+    :raises InputError: for those.
+    """
+    dtypes = X.dtypes if hasattr(X, "dtypes") else [getattr(X, "dtype", None)]
+    for dtype in dtypes if hasattr(dtypes, "__iter__") else [dtypes]:
+        if getattr(dtype, "kind", "") in ("M", "m"):
+            raise InputError(f"{owner}: X expects numbers, got {dtype}; days since the first one, say, are numbers.")
+    return X
 
 
 def tensor_of(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,11 +14,12 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from .. import checks
+from ..errors import InputError
 from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.losses import CLASSIFICATION
-from .choices import device_of, tensor_of
+from .choices import device_of, numbers, tensor_of
 from .kernels import ridge_kernel
 from .ridge import TYPES, solve
 
@@ -90,11 +91,11 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         :raises InputError: a ``ValueError``, for what does not fit.
         """
         checks.word(_OWNER, "loss", self.loss, _LOSSES)
-        X, y = validate_data(self, X, y, dtype=TYPES)
+        X, y = validate_data(self, numbers(_OWNER, X), y, dtype=TYPES)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise checks.refusal(_OWNER, "y", "labels of at least two classes", f"one class, {self.classes_[0]!r}")
+            raise InputError(f"{_OWNER}: y expects labels of at least two classes, got one class, {self.classes_[0]}.")
         x = tensor_of(X, device_of(_OWNER, self.device))
         self._codes = OneHot(torch.arange(len(self.classes_), device=x.device))
         return (self._fit_squares if self.loss == "squared" else self._fit_features)(x, tensor_of(labels, x.device))
@@ -124,7 +125,7 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
     def _scores(self, X: Any) -> Tensor:
         """``(m, c)``."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=TYPES, reset=False)
+        X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
         if self.loss == "squared":
             return self.solution_.predict(X) + self._shares
         with torch.no_grad():
@@ -146,7 +147,7 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         if self.loss == "squared":
             return self._codes.probabilities(self._scores(X).double()).cpu().numpy()
-        X = validate_data(self, X, dtype=TYPES, reset=False)
+        X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
         with torch.no_grad():
             return self.model_.probabilities(self._like_training(X)).double().cpu().numpy()
 

@@ -27,7 +27,7 @@ from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
 from ..solvers import Cholesky
-from .choices import DIRECT, choose, device_of, inducing_points, tensor_of
+from .choices import DIRECT, choose, device_of, inducing_points, numbers, tensor_of
 from .kernels import tuned_kernel
 
 _OWNER = "GaussianProcessRegressor"
@@ -126,7 +126,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         """
         checks.word(_OWNER, "optimizer", self.optimizer, _OPTIMIZERS, optional=True)
         most = checks.count(_OWNER, "tuning_rows", self.tuning_rows, optional=True)
-        X, y = validate_data(self, X, y, dtype=_TYPES, y_numeric=True)
+        X, y = validate_data(self, numbers(_OWNER, X), y, dtype=_TYPES, y_numeric=True)
         x = tensor_of(X, device_of(_OWNER, self.device))
         targets = self._normalised(np.asarray(y, dtype=np.float64), x)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -198,7 +198,8 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
     @property
     def log_marginal_likelihood_value_(self) -> float:
         """Of all rows with the hyperparameters found, for normalised targets, as scikit-learn has it; computed when it
-        is read, unless the fit has it.  For inducing points the lower bound of Titsias."""
+        is read, unless the fit has it: exactly up to 800 rows, beyond by random probes.  For inducing points the lower
+        bound of Titsias."""
         check_is_fitted(self)
         history, n = self.history_, len(self.model_.train_targets)
         if history is not None and history.rows == n and history.objective == "exact":
@@ -270,7 +271,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
 
     def _points(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=_TYPES, reset=False)
+        X = validate_data(self, numbers(_OWNER, X), dtype=_TYPES, reset=False)
         train = self.model_.train_inputs[0]
         return tensor_of(X, train.device, train.dtype)
 

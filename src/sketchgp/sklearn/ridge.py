@@ -16,7 +16,7 @@ from ..preconditioners import RPCholesky
 from ..solvers import Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_solver
 from ..solvers.inducing.automatic import automatic_inducing_solver
-from .choices import DIRECT, Chosen, choose, device_of, inducing_points, tensor_of
+from .choices import DIRECT, Chosen, choose, device_of, inducing_points, numbers, tensor_of
 from .kernels import ridge_kernel
 
 TYPES = [np.float64, np.float32]
@@ -80,7 +80,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
-        X, y = validate_data(self, X, y, dtype=TYPES, y_numeric=True, multi_output=True)
+        X, y = validate_data(self, numbers("KernelRidge", X), y, dtype=TYPES, y_numeric=True, multi_output=True)
         x = tensor_of(X, device_of("KernelRidge", self.device))
         targets, weights = tensor_of(y, x.device, x.dtype), None
         if sample_weight is not None:
@@ -98,7 +98,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def predict(self, X: Any) -> Any:
         """``f(X)``: ``(m,)`` or ``(m, t)`` for X ``(m, d)``, float64."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=TYPES, reset=False)
+        X = validate_data(self, numbers("KernelRidge", X), dtype=TYPES, reset=False)
         return self.solution_.predict(X).double().cpu().numpy()
 
 
