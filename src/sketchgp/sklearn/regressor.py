@@ -136,9 +136,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         self.history_, self.method_, self.choice_ = None, chosen.method, chosen.why
         noise, rows = self._given_noise(len(x)), None
         if self.optimizer is not None and most is not None and len(x) > most:
-            rows = torch.randperm(len(x), generator=generator(seed, "rows of an estimator"))[:most].to(
-                x.device
-            )
+            rows = torch.randperm(len(x), generator=generator(seed, "rows of an estimator"))[:most].to(x.device)
             self.choice_ += f"; hyperparameters tuned on {most:,} random rows"
         if self.verbose:
             print(f"{_OWNER}: {self.choice_}")
