@@ -48,6 +48,7 @@ WITHOUT = {  # what may be raised without a row, and why
     "undecoded": "makes an InputError",
     "told": "marks an error of another class",
     "_unknown": "makes an InputError",
+    "IndexError": "is what Python expects of rows that are not there",
     "AttributeError": "is how scikit-learn asks what an estimator has",
     "ArgumentTypeError": "a usage line of the command line",
     "ImportError": "is the command that installs what is missing",

@@ -301,9 +301,9 @@ directory = sys.argv[2]
 for name in ("ASkotch", "EigenPro4"):
     x = np.load(f"{directory}/{name}-x.npy", mmap_mode="r")
     y = torch.from_numpy(np.load(f"{directory}/{name}-y.npy"))
-    solved(name, x[: len(x) // 16], y[: len(x) // 16])  # libraries take what they need
+    solved(name, x[: len(x) // 8], y[: len(x) // 8])  # libraries take what they need
     used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + x.nbytes * 4 // 5, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + x.nbytes * 19 // 20, resource.RLIM_INFINITY))
     try:
         np.array(x)
         sys.exit("the limit does not hold")
@@ -332,10 +332,10 @@ def solved(name, x, y):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the data of a process so")
 def test_memory_is_flat(tmp_path):
-    """x is four times the memory budget, and a quarter more than all that the process may still allocate."""
+    """x is four times the memory budget, and more than all that the process may still allocate."""
     stream = np.random.default_rng(3)
     inputs, targets = {}, {}
-    for name, n, d in (("ASkotch", 2500, 2200), ("EigenPro4", 90_000, 100)):
+    for name, n, d in (("ASkotch", 2500, 2600), ("EigenPro4", 90_000, 100)):
         x = inputs[name] = torch.from_numpy(stream.standard_normal((n, d)))
         y = targets[name] = torch.sin(x[:, 0]) + x[:, 1]
         np.save(tmp_path / f"{name}-x.npy", x.numpy())
