@@ -33,6 +33,7 @@ from torch import Tensor
 
 import sketchgp
 from common import describe, median, table
+from rank_processes import one_thread_environment
 from runner import Benchmark, Group
 from sketchgp import tensor_file
 from sketchgp.distributed import sharded
@@ -99,11 +100,10 @@ class Launch:
     def __init__(self, name: str, ranks: int, path: Path | str, folder: Path, restarts: int = 0) -> None:
         folder.mkdir()
         self.folder, self.ranks = folder, ranks
-        environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE.parent}",
-                       "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # fmt: skip
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                    f"--max-restarts={restarts}", str(HERE), "work", name, str(path), str(folder)]  # fmt: skip
         self.log = (folder / "log").open("w")
+        environment = one_thread_environment(HERE)
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
 
     def began(self, restart: int) -> list[int] | None:

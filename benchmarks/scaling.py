@@ -13,25 +13,22 @@ numbers, 8 features, Matern-3/2, float32; work is fixed: so many iterations or p
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
 from common import describe, median, table
+from rank_processes import Ranks, serve
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -39,7 +36,6 @@ from sketchgp.operators import KernelMatrix
 TURNS, COUNTS, FEATURES, COLUMNS, RANK, ITERATIONS, BLOCK = 7, (1, 2), 8, 16, 500, 5, 1024
 ROWS = {"product": 50_000, "gradient": 20_000, "conjugate gradients": 20_000, "askotch": 50_000}
 QUICK = 2000  # rows of a quick run
-MARK = "measured"  # what a result begins with, among what packages print
 HERE = Path(__file__).resolve()
 
 
@@ -89,27 +85,21 @@ WORK = {
 }
 
 
-def serve(count: int, rank: int, store: str) -> None:
-    """Of a rank: a task a line in; its seconds, bytes and memory a line out."""
+def measured(name: str, n: int) -> dict[str, float]:
+    """Of a rank: seconds, bytes and memory of one task."""
     import resource
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if count > 1:
-        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
-    for line in sys.stdin:
-        name, n = json.loads(line)
-        with sharded() as shards:
-            work = WORK[name](n)
-            wire = _loopback()
-            shards.agree(0)  # all begin together
-            sent, began, processor = shards.bytes_sent, time.perf_counter(), time.process_time()
-            work()
-            found = {"seconds": time.perf_counter() - began, "processor": time.process_time() - processor}
-            shards.agree(0)
-            found |= {"sent": shards.bytes_sent - sent, "wire": _loopback() - wire}
-            found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(MARK, json.dumps(found), flush=True)
+    with sharded() as shards:
+        work = WORK[name](n)
+        wire = _loopback()
+        shards.agree(0)  # all begin together
+        sent, began, processor = shards.bytes_sent, time.perf_counter(), time.process_time()
+        work()
+        found = {"seconds": time.perf_counter() - began, "processor": time.process_time() - processor}
+        shards.agree(0)
+        found |= {"sent": shards.bytes_sent - sent, "wire": _loopback() - wire}
+        found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
 
 
 def _loopback() -> int:
@@ -120,43 +110,6 @@ def _loopback() -> int:
         return 0
     own = [line.split(":")[1].split() for line in lines if line.strip().startswith("lo:")]
     return int(own[0][8]) if own else 0
-
-
-class Ranks:
-    """Processes that wait for tasks, as ranks of one group."""
-
-    def __init__(self, count: int, folder: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE.parent}",
-                       "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # fmt: skip
-        pipe = subprocess.PIPE
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(HERE), "serve", str(count), str(rank), f"{folder}/{count}"],
-                env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True,
-            )
-            for rank in range(count)
-        ]  # fmt: skip
-
-    def run(self, task: tuple[str, int]) -> list[dict[str, float]]:
-        """What each rank measured."""
-        for process in self.processes:
-            assert process.stdin is not None
-            print(json.dumps(task), file=process.stdin, flush=True)
-        return [self._answer(process) for process in self.processes]
-
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, float]:
-        assert process.stdout is not None
-        while line := process.stdout.readline():
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        raise RuntimeError("a rank ended")
-
-    def end(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(timeout=60)
 
 
 # ------------------------------------------------------------------------------- what is measured
@@ -223,7 +176,7 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
         held: list[Ranks] = []
 
         def load() -> tuple[Ranks, ...]:
-            held.extend(Ranks(count, folder) for count in COUNTS)
+            held.extend(Ranks(HERE, count, folder, subprocess.DEVNULL) for count in COUNTS)
             return tuple(held)
 
         try:
@@ -259,6 +212,6 @@ BENCHMARK = Benchmark(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        serve(sys.argv[2:], measured)
     else:
         BENCHMARK.main()

@@ -12,23 +12,19 @@ that has most.  Inputs are normal numbers, 4 features, Matern-3/2, float64.
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
 from common import describe, table
+from rank_processes import Ranks, serve
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -36,7 +32,7 @@ from sketchgp.operators import KernelMatrix
 COUNTS, FEATURES, COLUMNS = (1, 2, 4), 4, 200
 ROWS = {"stored matrix": 8000, "RPCholesky": 40_000, "GreedyCholesky": 40_000, "Nystrom": 8000, "vectors": 8000}
 RANKS = {"RPCholesky": 300, "GreedyCholesky": 100, "Nystrom": 500}
-MARK = "measured"  # what a result begins with, among what packages print
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back
 HERE = Path(__file__).resolve()
 
 
@@ -78,24 +74,18 @@ def _resident(field: str) -> int:
     raise RuntimeError(f"no {field}")
 
 
-def serve(count: int, rank: int, store: str) -> None:
-    """Of a rank: a task a line in; its memory a line out."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if count > 1:
-        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
-    for line in sys.stdin:
-        name, n = json.loads(line)
-        with sharded():
-            WORK[name](64 if name == "stored matrix" else 600)  # what is imported and allocated at the first call
-            gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            before = _resident("VmRSS")
-            kept = WORK[name](n)
-            gc.collect()
-            found = {"held": _resident("VmRSS") - before, "peak": _resident("VmHWM") - before}
-            del kept
-        print(MARK, json.dumps(found), flush=True)
+def measured(name: str, n: int) -> dict[str, int]:
+    """Of a rank: the memory of one task."""
+    with sharded():
+        WORK[name](64 if name == "stored matrix" else 600)  # what is imported and allocated at the first call
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _resident("VmRSS")
+        kept = WORK[name](n)
+        gc.collect()
+        found = {"held": _resident("VmRSS") - before, "peak": _resident("VmHWM") - before}
+        del kept
+    return found
 
 
 # ------------------------------------------------------------------------------- what is measured
@@ -106,42 +96,6 @@ def expected(name: str, n: int, count: int) -> int:
     if name == "vectors":
         return 15 * 8 * n * COLUMNS
     return 8 * n * RANKS[name] // count
-
-
-class Ranks:
-    """Processes that wait for tasks, as ranks of one group."""
-
-    def __init__(self, count: int, folder: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE.parent}",
-                       "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-                       "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # fmt: skip
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(HERE), "serve", str(count), str(rank), f"{folder}/{count}"],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(count)
-        ]  # fmt: skip
-
-    def run(self, task: tuple[str, int]) -> list[dict[str, int]]:
-        for process in self.processes:
-            assert process.stdin is not None
-            print(json.dumps(task), file=process.stdin, flush=True)
-        return [self._answer(process) for process in self.processes]
-
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, int]:
-        assert process.stdout is not None
-        while line := process.stdout.readline():
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        raise RuntimeError("a rank ended")
-
-    def end(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(timeout=60)
 
 
 def perform(loaded: dict[int, Ranks], task: tuple[str, int]) -> dict[str, Any]:
@@ -179,7 +133,7 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
     with tempfile.TemporaryDirectory() as folder:
 
         def load() -> dict[int, Ranks]:
-            held.update({count: Ranks(count, folder) for count in COUNTS})
+            held.update({count: Ranks(HERE, count, folder, **ALLOCATOR) for count in COUNTS})
             return held
 
         try:
@@ -203,6 +157,6 @@ BENCHMARK = Benchmark(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        serve(sys.argv[2:], measured)
     else:
         BENCHMARK.main()

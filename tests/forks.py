@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sketchgp.solvers.loop import run
 
@@ -28,18 +31,30 @@ def one_thread() -> None:
     run.tqdm.set_lock(threading.RLock())  # not the one that processes share, which a killed one may hold
 
 
-def fork(work: Callable[[], Any]) -> int:
-    """The process id of a child that does ``work()`` and nothing else."""
+def fork(work: Callable[[], Any], limit: int = 60) -> int:
+    """The process id of a child that does ``work()`` and nothing else, for so many seconds at the most."""
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # no child outlives the tests
+        signal.alarm(limit)  # no child outlives the tests
         status = 1
         try:
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return child
+
+
+def fork_rank(count: int, rank: int, store: Path, work: Callable[[], Any], limit: int) -> int:
+    """The same as one of so many ranks of a gloo group."""
+
+    def joined() -> None:
+        dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), rank=rank, world_size=count)
+        work()
+
+    return fork(joined, limit)
 
 
 def ended(child: int) -> int:

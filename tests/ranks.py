@@ -8,18 +8,15 @@ seconds that it took, so that one case which is to fail leaves the next ones alo
 from __future__ import annotations
 
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from forks import one_thread
+from forks import fork_rank, one_thread
 from sketchgp.distributed import sharded
 from sketchgp.operators import tiles
 
@@ -61,19 +58,11 @@ def small_tiles() -> None:
 
 
 def _fork(cases: Mapping[str, Case], outside: Case, last: Case, directory: Path, count: int, rank: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    signal.alarm(280)  # no child outlives the tests
-    status = 1
-    try:
-        store = f"file://{directory}/{count}-ranks"
-        dist.init_process_group("gloo", store, timedelta(seconds=60), rank=rank, world_size=count)
+    def work() -> None:
         small_tiles()
         found: dict[str, Any] = {name: result_of(case) for name, case in cases.items()}
         found[OUTSIDE] = dict(outside())
         torch.save(found, directory / f"{count}-{rank}.pt")
         torch.save({**found, LAST: result_of(last)}, directory / f"{count}-{rank}.pt")
-        status = 0
-    finally:
-        os._exit(status)
+
+    return fork_rank(count, rank, directory / f"{count}-ranks", work, limit=280)

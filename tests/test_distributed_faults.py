@@ -10,10 +10,10 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
-from forks import CAN_FORK, die, one_thread, run_script
+from forks import CAN_FORK, die, fork_rank, one_thread, run_script
 from gp_models import iterative
 from problems import normal, points, quiet, relative, set_scales
 from sketchgp import (
@@ -139,24 +139,8 @@ def _solved(name: str, path: Path | None = None, every: float = 60.0, callback: 
 
 def _ranks(count: int, store: Path, work: Callable[[int], None]) -> list[int]:
     """The exit statuses of forked ranks, or the signals that ended them, negative."""
-    children = [_fork(count, rank, store, work) for rank in range(count)]
+    children = [fork_rank(count, rank, store, partial(work, rank), limit=150) for rank in range(count)]
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
-def _fork(count: int, rank: int, store: Path, work: Callable[[int], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    signal.alarm(150)  # no child outlives the tests
-    status = 1
-    try:
-        dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), rank=rank, world_size=count)
-        work(rank)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def _save_all(target: Path, paths: Mapping[str, Path | None]) -> Callable[[int], None]:
