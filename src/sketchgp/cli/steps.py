@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..fit import fit
+from ..interactive import shows_progress
 from ..predict import predict, use_weights
 from ..random_streams import generator
 from ..report import SolveReport, record_solves
@@ -72,7 +72,7 @@ def _told(start: float) -> Callable[[int, float], None]:
 
     def tell(step: int, loss: float) -> None:
         now = time.perf_counter()
-        if now - seen[0] >= _SILENT and not sys.stderr.isatty():
+        if now - seen[0] >= _SILENT and not shows_progress(None):
             seen[0] = now
             print(f"  step {step}, loss {loss:.3f} per row, {now - start:.0f} s")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import count, settle
-from ..distributed import Factor, fetched, square_norms, whole
+from ..distributed import Factor, fetched, in_force, square_norms, whole
 from ..lowrank import LowRank, nystrom_factor
 from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
@@ -90,6 +90,12 @@ class Preconditioner:
     def rows_stored(self, n: int) -> int:
         """Of F, on one rank."""
         return n
+
+    @staticmethod
+    def _share(n: int) -> int:
+        """The most of n rows that a rank holds where ranks work together; else all."""
+        shards = in_force()
+        return n if shards is None else -(-n // shards.count)
 
     def _reach(self, n: int) -> int:
         """The most columns of an automatic rank, whatever the memory."""

@@ -35,8 +35,7 @@ class GreedyCholesky(Preconditioner):
         return True
 
     def rows_stored(self, n: int) -> int:
-        shards = in_force()
-        return n if shards is None else -(-n // shards.count)
+        return self._share(n)
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         rank = self.rank_for(matrix.n, matrix.device)

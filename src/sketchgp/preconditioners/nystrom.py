@@ -56,8 +56,7 @@ class Nystrom(Preconditioner):
         return uniform_nystrom(matrix, rank, generator=self._generator(), shards=in_force())
 
     def rows_stored(self, n: int) -> int:
-        shards = in_force()
-        return n if shards is None or self.sketch != "uniform" else -(-n // shards.count)
+        return self._share(n) if self.sketch == "uniform" else n
 
     def _reach(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))

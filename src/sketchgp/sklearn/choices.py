@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils import check_random_state
 from torch import Tensor
 
 from .. import checks
@@ -18,6 +19,7 @@ from ..preconditioners import RPCholesky
 from ..solvers import ConjugateGradients
 from ..solvers.automatic import automatic_solver
 
+TYPES = [np.float64, np.float32]  # of inputs; others are converted to the first
 METHODS = ("auto", "exact", "inducing")
 DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
@@ -74,6 +76,11 @@ def device_of(owner: str, device: Any) -> torch.device:
         return torch.empty(0, device="cpu" if device is None else device).device
     except (TypeError, RuntimeError, AssertionError):  # the last where torch is built without CUDA
         raise checks.refusal(owner, "device", "'cpu', 'cuda' where torch finds one", device, optional=True) from None
+
+
+def seed_of(random_state: Any) -> int:
+    """A seed of ours from what scikit-learn takes: an integer, a ``RandomState``, or None."""
+    return int(check_random_state(random_state).randint(2**31 - 1))
 
 
 def numbers(owner: str, X: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -19,9 +18,9 @@ from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.losses import CLASSIFICATION
-from .choices import device_of, numbers, tensor_of
+from .choices import TYPES, device_of, numbers, seed_of, tensor_of
 from .kernels import ridge_kernel
-from .ridge import TYPES, solve
+from .ridge import solve
 
 _OWNER = "KernelClassifier"
 _LOSSES = ("squared", *CLASSIFICATION)
@@ -114,7 +113,7 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         kernel = ridge_kernel(_OWNER, self.kernel, self.gamma, x)
         solver = self.solver
         if isinstance(solver, str) and checks.word(_OWNER, "solver", solver, ("auto",)):
-            solver = DoublyStochastic(seed=int(check_random_state(self.random_state).randint(2**31 - 1)))
+            solver = DoublyStochastic(seed=seed_of(self.random_state))
         self.model_ = RandomFeatureClassifier(kernel, self.loss, alpha, range(len(self.classes_)), solver)
         self.method_, self.choice_ = "features", f"random features: loss={self.loss!r}"
         if self.verbose:

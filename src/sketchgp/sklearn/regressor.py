@@ -13,7 +13,6 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
@@ -27,11 +26,10 @@ from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
 from ..solvers import Cholesky
-from .choices import DIRECT, choose, device_of, inducing_points, numbers, tensor_of
+from .choices import DIRECT, TYPES, choose, device_of, inducing_points, numbers, seed_of, tensor_of
 from .kernels import tuned_kernel
 
 _OWNER = "GaussianProcessRegressor"
-_TYPES = [np.float64, np.float32]
 _OPTIMIZERS = ("auto", "lbfgs", "adam")
 _LEAST_NOISE = 1e-5  # over the variance of the targets, as scikit-learn's WhiteKernel has it
 _NOISE = 0.1  # the same, to begin with
@@ -126,10 +124,10 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         """
         checks.word(_OWNER, "optimizer", self.optimizer, _OPTIMIZERS, optional=True)
         most = checks.count(_OWNER, "tuning_rows", self.tuning_rows, optional=True)
-        X, y = validate_data(self, numbers(_OWNER, X), y, dtype=_TYPES, y_numeric=True)
+        X, y = validate_data(self, numbers(_OWNER, X), y, dtype=TYPES, y_numeric=True)
         x = tensor_of(X, device_of(_OWNER, self.device))
         targets = self._normalised(np.asarray(y, dtype=np.float64), x)
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = seed_of(self.random_state)
         chosen = choose(_OWNER, self.method, self.n_inducing, len(x), x.device)
         size = 1.0 if self.normalize_y else max(float(targets.double().square().mean()), 1e-30)
         kernel, mean = tuned_kernel(_OWNER, self.kernel, x, size), gpytorch.means.ConstantMean().to(x)
@@ -257,7 +255,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         :returns: ``(m, n_samples)``, float64, in the units of y.
         """
         count, x = checks.count(_OWNER + ".sample_y", "n_samples", n_samples), self._points(X)
-        seed = int(check_random_state(random_state).randint(2**31 - 1))
+        seed = seed_of(random_state)
         joint = getattr(self.model_, "variance_method", "exact") != "samples"
         if len(x) > _JOINT or not joint:
             with torch.no_grad():
@@ -269,7 +267,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
 
     def _points(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        X = validate_data(self, numbers(_OWNER, X), dtype=_TYPES, reset=False)
+        X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
         train = self.model_.train_inputs[0]
         return tensor_of(X, train.device, train.dtype)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
@@ -16,10 +15,8 @@ from ..preconditioners import RPCholesky
 from ..solvers import Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_solver
 from ..solvers.inducing.automatic import automatic_inducing_solver
-from .choices import DIRECT, Chosen, choose, device_of, inducing_points, numbers, tensor_of
+from .choices import DIRECT, TYPES, Chosen, choose, device_of, inducing_points, numbers, seed_of, tensor_of
 from .kernels import ridge_kernel
-
-TYPES = [np.float64, np.float32]
 
 
 class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -121,6 +118,6 @@ def solve(owner: str, choices: Any, x: Tensor, targets: Tensor, weights: Tensor 
         if auto:
             solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
         return solver.solve(problem), chosen
-    seed = int(check_random_state(choices.random_state).randint(2**31 - 1))
+    seed = seed_of(choices.random_state)
     few = InducingPointProblem(kernel, x, targets, noise, inducing_points(kernel, x, chosen.points, seed))
     return (automatic_inducing_solver(few) if auto else solver).solve(few), chosen
