@@ -20,6 +20,8 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.means import ConstantMean, LinearMean, MultitaskMean
 from torch import Tensor
 
+import sketchgp
+
 TORCH_WARNINGS = [  # from linear_operator's interpolation (SKI, IndexKernel); linear_operator is theirs to change
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
@@ -75,6 +77,16 @@ class Plain(gpytorch.models.ExactGP):
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def nearly_constant(dtype: torch.dtype, **choices: Any) -> Any:
+    """An accelerated model in training mode, of 300 points.  Its covariance is nearly constant, and of a size next to
+    which float32 does not know the noise."""
+    x, y, _ = data(300, dtype=dtype)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).to(dtype)
+    kernel.base_kernel.lengthscale, kernel.outputscale, model.likelihood.noise = 100.0, 1e4, 2e-4
+    return sketchgp.accelerate(model, **choices).train()
 
 
 class Combined(gpytorch.models.ExactGP):

@@ -20,7 +20,7 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import sketchgp
-from gp_models import TORCH_WARNINGS, Plain, data, iterative
+from gp_models import TORCH_WARNINGS, Plain, data, iterative, nearly_constant
 from problems import normal, points
 from sketchgp.distributed.exchange import Exchange
 from sketchgp.operators import shared
@@ -154,6 +154,12 @@ def _first_loss(patch: MONKEY) -> None:
     sketchgp.fit(model, start="model")
 
 
+def _log_determinant(patch: MONKEY) -> None:
+    model = nearly_constant(torch.float32, matmul="gpytorch")
+    with gpytorch.settings.max_cholesky_size(20):
+        sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)(model(*model.train_inputs), model.train_targets)
+
+
 def _batch_differs(patch: MONKEY) -> None:
     kernel = Mixing(batch_shape=torch.Size([2])).double()
     x = points(40).expand(2, 40, 3) + torch.tensor([0.0, 3.0], dtype=torch.float64).reshape(2, 1, 1)
@@ -240,6 +246,7 @@ RAISED: dict[str, Callable[[MONKEY], Any]] = {
         sketchgp.ConjugateGradients(tol=1e-10, max_iterations=1), preconditioner=None
     ),
     "rounded": lambda patch: _solve(sketchgp.ConjugateGradients(tol=1e-5), 300, 1e-7, torch.float32),
+    "log-determinant": _log_determinant,
     "stagnated": lambda patch: sketchgp.KRILL(tol=1e-17).solve(_inducing(12)),
     "limits-of-float64": _limits,
     "stopped": lambda patch: _solve(

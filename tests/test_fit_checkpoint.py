@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from gpytorch import kernels
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, small_subsets
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, nearly_constant, small_subsets
 from sketchgp.fitting.objective import Objective
 from sketchgp.fitting.record import Record
 
@@ -103,6 +105,21 @@ def test_a_killed_fit_ends_at_the_same_bits(
     assert history.evaluations == expected.evaluations
     assert history.seconds == sorted(history.seconds)
     assert history.seconds[0] > 0
+
+
+def test_float32_that_has_lost_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the kill is in float64 at once, as in the fit that was not killed."""
+    options: dict[str, Any] = {"iterations": 4, "tol": 0, "num_probes": 5, "objective": "probes"}
+    with iterative(tol=1e-3), warnings.catch_warnings():
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+        whole, model = (nearly_constant(torch.float32, preconditioner=sketchgp.RPCholesky(rank=20)) for _ in range(2))
+        expected = sketchgp.fit(whole, **options)
+        killed_at(4, copy.deepcopy(model), **options, checkpoint=tmp_path / "fit.pt", every=1e-6)
+        history = sketchgp.fit(model, **options, checkpoint=tmp_path / "fit.pt")
+    assert any("float64 products" in note for note in expected.notes)
+    assert history.losses == expected.losses
+    assert history.notes == expected.notes
+    assert torch.equal(parameters(model), parameters(whole))
 
 
 def test_pivots_that_were_chosen_anew_on_the_way(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from typing import Any
 
 import gpytorch
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, dense, iterative, marginal
+from gp_models import SOLVED, TORCH_WARNINGS, dense, iterative, marginal, nearly_constant
 from sketchgp.models.accelerated.probed_density import probed_values, standard_error
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import ConjugateGradients, System
@@ -142,6 +143,27 @@ def test_float32() -> None:
             loss(one).backward()
         found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3
+
+
+@pytest.mark.parametrize("preconditioner", [sketchgp.RPCholesky(rank=20), None], ids=repr)
+def test_float32_that_has_lost_the_matrix(preconditioner: Any) -> None:
+    """Its eigenvalues say so, and products are in float64 from there on; float64 models never need it."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        model = nearly_constant(dtype, preconditioner=preconditioner)
+        with warnings.catch_warnings(), iterative(tol=1e-3):
+            warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)  # of the first try
+            value = loss(model)
+            value.backward()
+        gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+        found[dtype] = float(value.detach()), gradient, model._sketchgp.doubled
+    with dense():
+        exact = -float(marginal(model)[0])
+    (value, gradient, doubled), (double, expected, never) = found[torch.float32], found[torch.float64]
+    assert (doubled, never) == (True, False)
+    assert value == pytest.approx(exact, abs=0.02)
+    assert double == pytest.approx(exact, abs=0.02)
+    assert float((gradient - expected).norm() / expected.norm()) < 0.2
 
 
 @pytest.mark.parametrize("seed", [0, 7, None])

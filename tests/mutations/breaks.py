@@ -2261,6 +2261,20 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/probed_density.py",
+        "if judged and not values.least > (_LEAST if probes.below else 0):",
+        "if judged and not values.least > 0:",
+        ("test_probed_density.py",),
+        "losses of float32 models are those of another matrix",
+    ),
+    Break(
+        "fitting/objective.py",
+        "if found.doubled:",
+        "if False:",
+        ("test_fit_checkpoint.py",),
+        "a fit that goes on forgets that float32 had lost the log determinant",
+    ),
+    Break(
+        "models/accelerated/probed_density.py",
         "logs[..., 0] -= self.values",
         "logs[..., 0] += self.values",
         ("test_probed_density.py",),

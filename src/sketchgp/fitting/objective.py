@@ -13,6 +13,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from ..errors import NumericalError
+from ..models.accelerated.acceleration import ATTRIBUTE
 from ..models.accelerated.bound_density import Bound, bounded
 from ..models.accelerated.probed_density import probed_values
 from ..models.accelerated.threshold import exactly
@@ -67,6 +68,8 @@ class Objective:
         if again:
             self.stage.replayed()
             self._computed()
+        if found.doubled:
+            self.model.__dict__[ATTRIBUTE].doubled = True
         if self.bound is not None:
             self.bound.gap = None if found.width is None else found.width * self.rows
         self.stage.replayed()
@@ -89,6 +92,7 @@ class Objective:
             max((report.max_residual for report in solves), default=0.0),
             sum(report.iterations for report in solves),
             sum(report.work.get("products", 0.0) for report in solves),
+            float(getattr(self.model.__dict__.get(ATTRIBUTE), "doubled", False)),
         )
 
     def _evaluate(self, gradient: bool) -> float:

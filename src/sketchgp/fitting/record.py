@@ -37,6 +37,7 @@ class Evaluation:
     :ivar width: how far below the exact loss may be, None where it is no bound.
     :ivar residual: the largest true relative residual of its solves, 0 where there were none.
     :ivar iterations: of conjugate gradients, and ``products`` with the kernel matrix.
+    :ivar doubled: whether log determinants are by float64 products from here on, 0 or 1.
     """
 
     value: float
@@ -46,6 +47,7 @@ class Evaluation:
     residual: float = 0.0
     iterations: int = 0
     products: float = 0.0
+    doubled: float = 0.0
 
 
 _NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("probes", "clock", "width")]

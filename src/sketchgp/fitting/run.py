@@ -113,10 +113,16 @@ class Fit:
         before, history = Before(self.model), self.history
         try:
             self.record.begin()
-            if self.acceleration is not None and self.acceleration.cache is not None:
-                self.acceleration.cache.clear()  # fits are the same whatever chose pivots before
+            if self.acceleration is not None:  # fits are the same whatever went before
+                self.acceleration.doubled = False
+                if self.acceleration.cache is not None:
+                    self.acceleration.cache.clear()
             self.model.train()
             self._minimise(self._from_the_start())
+            if self.acceleration is not None and self.acceleration.doubled:
+                history.notes.append(
+                    "float32 lost a log determinant to rounding: from there on they were by float64 products"
+                )
         except KeyboardInterrupt:
             history.reason = "interrupted"
             if not history.losses and self.of_subset is None:

@@ -229,22 +229,27 @@ def accurate_terms(operator: LinearOperator) -> list[Term]:
     return found
 
 
-def evaluated_accurately(operator: LinearOperator) -> LinearOperator:
-    """The operator with its kernel matrices evaluated in float64, by tiles, differentiable in the same tensors; as it
-    is where it is in float64, or not made of kernel matrices alone."""
+def evaluated_accurately(operator: LinearOperator, engine: str = "tiled") -> LinearOperator:
+    """The operator with its kernel matrices evaluated in float64, differentiable in the same tensors; as it is where it
+    is in float64, or not made of kernel matrices alone.
+
+    :param engine: of the products.
+    """
     operator = operator.evaluate_kernel()
     whole = operator.dtype == torch.float64 or not all(isinstance(part, KernelMatrix) for _, part in terms(operator))
-    return operator if whole else _in_float64(operator)
+    return operator if whole else _in_float64(operator, engine)
 
 
-def _in_float64(operator: LinearOperator) -> LinearOperator:
+def _in_float64(operator: LinearOperator, engine: str) -> LinearOperator:
     operator = operator.evaluate_kernel()
     if isinstance(operator, SUMS):
-        return SumLinearOperator(*(_in_float64(part) for part in operator.linear_ops))
+        return SumLinearOperator(*(_in_float64(part, engine) for part in operator.linear_ops))
     if isinstance(operator, ConstantMulLinearOperator):
-        return ConstantMulLinearOperator(_in_float64(operator.base_linear_op), operator._constant.to(torch.float64))
+        return ConstantMulLinearOperator(
+            _in_float64(operator.base_linear_op, engine), operator._constant.to(torch.float64)
+        )
     assert isinstance(operator, KernelMatrix)
-    return KernelMatrix(*operator.type(torch.float64)._args, **{**operator._options(), "engine": "tiled"})
+    return KernelMatrix(*operator.type(torch.float64)._args, **{**operator._options(), "engine": engine})
 
 
 class AccurateProduct:

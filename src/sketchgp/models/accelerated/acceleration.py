@@ -36,6 +36,7 @@ class Acceleration:
     :ivar lock: held by ``predict`` while it looks for the model's solution, or solves for it.
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
+    :ivar doubled: whether log determinants are by float64 products, as float32 has been found to lose one.
     """
 
     preconditioner: Preconditioner | None
@@ -47,10 +48,11 @@ class Acceleration:
     probe_seed: int | None = 0
     probe_count: int | None = None
     cache: PreconditionerCache | None = field(init=False, repr=False)
+    doubled: bool = field(default=False, init=False, compare=False)
     lock: threading.RLock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock, self.doubled = threading.RLock(), False
         self.cache = None if self.preconditioner is None else PreconditionerCache(self.preconditioner)
 
     def __getstate__(self) -> dict[str, Any]:

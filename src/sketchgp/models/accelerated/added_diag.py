@@ -6,6 +6,7 @@ after rebuilding that operator several times.  This subclass carries its choices
 
 from __future__ import annotations
 
+import contextlib
 from contextvars import copy_context
 from typing import Any
 
@@ -25,8 +26,9 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, warn
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.access import evaluated_accurately
 from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
 from ...preconditioners import PreconditionerCache
@@ -41,7 +43,7 @@ from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import predicted_points, solve_for, solving_for
-from .probed_density import Probes, probed_inv_quad_logdet
+from .probed_density import LostToRoundingError, Probes, probed_inv_quad_logdet
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 
@@ -157,9 +159,30 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
                 f"dimension, got {tuple(inv_quad_rhs.shape)}."
             )
         _, built, of_built = self._preconditioner()
-        each, rest = probed_inv_quad_logdet(self, built, self._probes(built), inv_quad_rhs)
+        each, rest = self._probed(built, inv_quad_rhs)
         reduced = inv_quad_rhs is not None and reduce_inv_quad
         return each.sum(dim=-1) if reduced else each, rest if built is None else rest + of_built
+
+    def _probed(self, built: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What probes say, by float64 products where those in the operator's dtype have lost the matrix."""
+        acceleration, probes = self.acceleration, self._probes(built)
+        assert acceleration is not None
+        if not acceleration.doubled:
+            with contextlib.suppress(LostToRoundingError):
+                return probed_inv_quad_logdet(self, built, probes, columns)
+        accurate = evaluated_accurately(self._linear_op, engine="auto")
+        acceleration.doubled = accurate.dtype != self.dtype
+        if acceleration.doubled:
+            noise = DiagLinearOperator(self._noise_vector().to(accurate.dtype))
+            with contextlib.suppress(LostToRoundingError):
+                found = probed_inv_quad_logdet(self._rebuilt(accurate, noise), built, probes, columns)
+                return found[0].to(self.dtype), found[1].to(self.dtype)
+        warn(
+            f"The log determinant of a matrix with n = {self.shape[-1]} was lost to rounding: the loss and its "
+            "gradient are those of another matrix. Raise the noise, or take shorter lengthscales or a smaller scale.",
+            see="log-determinant",
+        )
+        return probed_inv_quad_logdet(self, built, probes, columns, judged=False)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
         acceleration = self.acceleration
@@ -254,7 +277,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         full = normal(self.shape[-1])
         if built is None:
             return Probes(full[..., :0, :], full, None)
-        return Probes(normal(built.rank), full, built.detached(torch.float64))
+        cache = None if self.acceleration is None else self.acceleration.cache
+        below = cache is not None and cache.choice.below
+        return Probes(normal(built.rank), full, built.detached(torch.float64), below)
 
     def probed_solve(
         self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int

@@ -17,6 +17,10 @@ eigenvectors Q of T, ``q = Q^T e1`` and the quadratic form ``<S> = W Q (S q q^T)
 
 of which the last reaches P's factor and diagonal through ``z = F u1 + D^1/2 u2``.  The matrix f q q^T is positive
 semidefinite with eigenvalues that fall fast: a few columns for each probe are enough.
+
+Where float32 products make another matrix of A (lengthscales far longer than the data, a scale a million times the
+noise), the logarithms are of that other matrix, whatever the residuals say.  T shows it: where P is below A no
+eigenvalue of ``P^-1 A`` is less than 1.
 """
 
 from __future__ import annotations
@@ -32,14 +36,20 @@ from linear_operator import settings
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...errors import SketchGPError
 from ...operators import LowRankPlusDiagonal
 from ...operators.first_order import in_callers_context
 from .mean_solve import held
 
 _NEGLIGIBLE = 1e-6  # of a matrix's eigenvalues, over the sum of their sizes
+_LEAST = 0.9  # of eigenvalues that are 1 or more: losses were right to 0.004 a row at 0.97, and off by 0.05 at 0.23
 _EQUAL = 1e-6  # relative difference below which a divided difference is a derivative
 
 _watched: ContextVar[list[Tensor] | None] = ContextVar("sketchgp_probed_values", default=None)
+
+
+class LostToRoundingError(SketchGPError):
+    """The matrix that products are with is not the one whose log determinant is wanted."""
 
 
 @contextmanager
@@ -65,40 +75,55 @@ def standard_error(values: Sequence[Tensor]) -> float:
 @dataclass
 class Probes:
     """Standard normal numbers that probes are made of, of the preconditioner's factor ``(..., r, s)`` and its diagonal
-    ``(..., n, s)``, float64; and what they are preconditioned with, without gradients, or None."""
+    ``(..., n, s)``, float64; what they are preconditioned with, without gradients, or None; and whether that is below
+    the matrix."""
 
     low_rank: Tensor
     full: Tensor
     built: LowRankPlusDiagonal | None
+    below: bool = False
 
 
-def probed_inv_quad_logdet(operator: Any, built: Any, probes: Probes, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+def probed_inv_quad_logdet(
+    operator: Any, built: Any, probes: Probes, columns: Tensor | None, judged: bool = True
+) -> tuple[Tensor, Tensor]:
     """``(r^T A^-1 r for each column, log det A - log det P)``, differentiable in A, r and P once.
 
     :param operator: A, an accelerated operator, evaluated; :param built: P, differentiable, or None for 1.
     :param columns: r, ``(..., n, t)`` or ``(n,)``, or None.
+    :param judged: whether to look at what rounding has made of A.
+    :raises LostToRoundingError: where the probes have met another matrix than A.
     """
     parts = () if built is None else built.representation()
     right = () if columns is None else (columns.unsqueeze(-1) if columns.dim() == 1 else columns,)
     return _ProbedInvQuadLogdet.apply(
-        operator.representation_tree(), probes, len(parts), len(right), *right, *operator.representation(), *parts
+        operator.representation_tree(),
+        probes,
+        judged,
+        len(parts),
+        len(right),
+        *right,
+        *operator.representation(),
+        *parts,
     )
 
 
 class _ProbedInvQuadLogdet(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tree: Any, probes: Probes, of_built: int, given: int, *args: Tensor
+        ctx: Any, tree: Any, probes: Probes, judged: bool, of_built: int, given: int, *args: Tensor
     ) -> tuple[Tensor, Tensor]:
         operator, built = tree(*args[given : len(args) - of_built]), probes.built
         z = probes.full if built is None else built.sample(probes.low_rank, probes.full)
         unit = (z / z.norm(dim=-2, keepdim=True)).to(operator.dtype)
-        columns = [c.expand(*unit.shape[:-1], c.shape[-1]) for c in args[:given]]
+        columns = [c.to(operator.dtype).expand(*unit.shape[:-1], c.shape[-1]) for c in args[:given]]
         count = unit.shape[-1]
         solved, matrices, vectors = operator.probed_solve(torch.cat([unit, *columns], dim=-1), built, count)
         solved = solved[..., count:]
         each = (solved * columns[0]).sum(dim=-2) if given else z.new_zeros(z.shape[:-2], dtype=operator.dtype)
         values, vectors = _Quadrature(matrices.to(torch.float64)), vectors.movedim(0, -3)
+        if judged and not values.least > (_LEAST if probes.below else 0):
+            raise LostToRoundingError(f"An eigenvalue of {values.least:.2g} of a matrix that has none so small.")
         estimates = operator.shape[-1] * values.values
         if any(ctx.needs_input_grad):
             weighted = z if built is None else built.apply_inverse(z)
@@ -138,17 +163,18 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
                 tuple(parts), right * signs * weight, right, of_samples * weight, ctx.probes.low_rank, ctx.probes.full
             )
         of_columns = (2 * scaled,) if ctx.given else ()
-        return (None,) * 4 + (*of_columns, *found, *of_parts)
+        return (None,) * 5 + (*of_columns, *found, *of_parts)
 
 
 class _Quadrature:
     """``e1^T log(T) e1`` of Lanczos matrices ``(s, ..., k, k)``, and its derivative in the basis of the vectors.
 
-    :ivar values: ``(..., s)``.
+    :ivar values: ``(..., s)``; :ivar least: the smallest eigenvalue of all of them.
     """
 
     def __init__(self, matrices: Tensor) -> None:
         values, self.vectors = torch.linalg.eigh(matrices.movedim(0, -3))
+        self.least = float(values.min())
         self.nodes = values.clamp(min=torch.finfo(torch.float64).tiny)
         self.first = self.vectors[..., 0, :]
         self.values = (self.first.square() * self.nodes.log()).sum(dim=-1)
