@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..accelerate import acceleration_of
-from ..errors import InputError, warn
+from ..errors import InputError, NumericalError, warn
 from ..fingerprint import tensor_mark
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.bound_density import TooWide
@@ -32,10 +32,11 @@ from .lbfgs import lbfgs
 from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, bracket, dearest, factorized, new_bound, next_objective, route
-from .scales import Woken, flatness, rescale, wake
+from .scales import Woken, flatness, rescale, spread, wake
 from .start import exact_objective, on_subset
 from .steps import Steps
 
+_FEW = 1000  # rows of which two fits tell the better one of two starts, for fits to more;
 _SUBSET = 2000  # rows of a subset to start from, fitted exactly;
 _LEVELS = ((8_000, 5_000), (64_000, 16_000), (512_000, 128_000))  # rows from which on larger subsets come between,
 _ROUGH = 10.0  # times the tolerance at which fits to those have settled
@@ -158,6 +159,8 @@ class Fit:
         taken = many and (self.history.optimizer == "lbfgs" or self.kind == "samples")
         if asked or (self.choices.start == "auto" and taken):
             return self._from_subset(asked)
+        if self.kind == "exact" and self.choices.start == "auto" and self.history.optimizer == "lbfgs":
+            return self._from_few(self.mll, self.current, self.history)
         return None
 
     def _minimise(self, inverse: np.ndarray | None) -> np.ndarray | None:
@@ -207,7 +210,7 @@ class Fit:
     def _judge_woken(self, steps: Steps) -> None:
         """One evaluation says which of the inputs that a subset took for none do matter."""
         if self.woken:
-            steps.count(self.current.evaluate())
+            steps.count(steps.objective.evaluate())
             for woken in self.woken:
                 woken.judge()
             self.woken = []
@@ -272,18 +275,63 @@ class Fit:
 
     def _fit_exactly(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
         """About the inverse Hessian at the least exact loss of a part of the rows, and the parameters there."""
-        self.history.subset = found = FitHistory(
-            optimizer="lbfgs", objective="exact", rows=len(twin.model.train_targets)
-        )
-        part, limit = Objective(twin.model, twin, exact=True), _ITERATIONS["lbfgs"]
-        part.stage = self.record.stage(None)
+        self.history.subset = found = _exact_history(twin)
+        part = Objective(twin.model, twin, exact=True)
+        return self._run_exactly(part, found, self._from_few(twin, part, found), self.choices.tol)
+
+    def _run_exactly(
+        self, part: Objective, found: FitHistory, inverse: np.ndarray | None, tol: float
+    ) -> tuple[np.ndarray | None, list[Tensor]]:
+        """The same, from where a model is.
+
+        :param found: gets its steps; :param inverse: about the inverse Hessian there, or None.
+        """
+        limit, part.stage = _ITERATIONS["lbfgs"], self.record.stage(None)
         with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
-            improvement = partial(lbfgs_improvement, span=_SPAN["exact"])
-            steps = Steps(part, found, limit, bar, None, improvement, self.choices.tol, self.record.began)
+            improvement = partial(lbfgs_improvement, span=_SPAN["exact"] if inverse is None else _NEAR)
+            steps = Steps(part, found, limit, bar, None, improvement, tol, self.record.began)
             try:
-                return lbfgs(part, steps), steps.best
+                self._judge_woken(steps)
+                after = lbfgs(part, steps, inverse)
+                return inverse if after is None else after, steps.best
             finally:
-                self.of_subset = steps.best if found.losses else None
+                self.of_subset = steps.best if found.losses else self.of_subset
+
+    def _from_few(self, mll: Any, objective: Objective, history: FitHistory) -> np.ndarray | None:
+        """Give a model of more rows the parameters of the better one of two exact fits to few of them: from where it
+        is, and from lengthscales of the size of the inputs.  About the inverse Hessian there; None without such fits.
+
+        :param mll: of the model, of which rows are taken; :param objective: gets the parameters.
+        :param history: of its fit.
+        """
+        if history.rows <= _FEW:
+            return None
+        try:
+            twin = on_subset(mll, _FEW, self.choices.seed, True)
+        except RuntimeError:  # a forward that holds what no copy converts
+            twin = None
+        if twin is None:
+            return None
+        part = Objective(twin.model, twin, exact=True)
+        start, found, tol = part.state(), _exact_history(twin), _ROUGH * self.choices.tol
+        inverse, best = self._run_exactly(part, found, None, tol)
+        part.restore(start)
+        if spread(twin.model):
+            other = _exact_history(twin)
+            try:
+                again = self._run_exactly(part, other, None, tol)
+                ends = f"{other.best_loss:.4f}, from the model's {found.best_loss:.4f}"
+                if other.best_loss < found.best_loss:
+                    (inverse, best), found = again, other
+                found.notes.append(f"the better of two starts: from lengthscales of the size of the inputs {ends}")
+            except NumericalError:
+                pass
+            finally:
+                self.of_subset = best
+        history.subset = found
+        objective.restore(best)
+        self.woken = wake(objective.model)
+        return inverse
 
     def _fit_part(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
         """The same of more rows, by a fit of their own, which begins with fewer."""
@@ -319,6 +367,11 @@ class Fit:
                 see="lengthscales",
             )
         return why
+
+
+def _exact_history(mll: Any) -> FitHistory:
+    """Of a fit by exact losses to be done."""
+    return FitHistory(optimizer="lbfgs", objective="exact", rows=len(mll.model.train_targets))
 
 
 def _rows_before(rows: int) -> int:

@@ -75,6 +75,20 @@ def rescale(model: Any, seed: int) -> str:
     return why or "some inputs are far smaller"
 
 
+@torch.no_grad()
+def spread(model: Any) -> bool:
+    """Give the kernels lengthscales of the size of their inputs, times the root of their number: at that of an input
+    alone all points are far from each other where there are many.  Whether any was another one before.
+
+    Those of periodic kernels are in other units, and stay.
+    """
+    before = [p.detach().clone() for p in model.parameters()]
+    for part in model.modules():
+        if getattr(part, "has_lengthscale", False) and not hasattr(part, "period_length"):
+            _moved(part, model, True)
+    return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
+
+
 @dataclass(frozen=True)
 class Woken:
     """Lengthscales of one kernel that were made such that the loss depends on them.
