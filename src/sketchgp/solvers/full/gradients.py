@@ -137,7 +137,10 @@ class Gradients(Kept):
             self._doubt()
             self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
         self._open()
-        return None
+        if bool(self.active.any()):
+            return None
+        self.cycling = False  # what is not done is at its target all the same: rounding is all that is left
+        return Reason.STAGNATED
 
     def _done(self, residual: Tensor) -> Tensor:
         """Which columns are where they are to come to."""
@@ -273,7 +276,8 @@ class Gradients(Kept):
         self.value, self.cycling, self.verified = self.weights(), False, False
         followed, aimed = self.current, self._aimed
         self._verify()
-        if self.aim is not None and bool(((followed <= aimed) & ~self._done(self.residual)).any()):
+        reached = torch.minimum(followed, self.residual) <= aimed
+        if self.aim is not None and bool((reached & ~self._done(self.residual)).any()):
             self.aim.margin *= 0.3
         if self.goal is not None:
             lost = self.residual > _LOST * followed
