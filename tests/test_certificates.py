@@ -376,13 +376,12 @@ def test_a_bound_that_rounding_does_not_allow():
     assert not report.converged
 
 
-@pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_residual_at_its_target_with_a_bound_that_is_not(dtype, columns):
-    """Where rounding leaves the bound too wide, whatever the residual is: the solve ends, and what it says holds."""
+def test_a_residual_at_its_target_with_a_bound_that_is_not(dtype):
+    """Where rounding leaves the bound too wide, whatever the residual is: the solve ends, and says so."""
     kernel = ScaleKernel(RBFKernel()).to(dtype)
     kernel.base_kernel.lengthscale = 0.5
-    problem = sketchgp.FullProblem(kernel, points(60, dtype=dtype), normal(60, columns, dtype=dtype), 1e-5)
+    problem = sketchgp.FullProblem(kernel, points(60, dtype=dtype), normal(60, dtype=dtype), 1e-5)
     with pytest.warns(sketchgp.ConvergenceWarning, match="certain to"):
         solution = sketchgp.ConjugateGradients(tol="certified").solve(problem, sketchgp.RPCholesky(rank=20))
     assert not solution.report.converged
