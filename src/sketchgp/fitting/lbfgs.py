@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import LbfgsInvHessProduct, minimize
 from torch import Tensor
 
 from ..errors import NumericalError
@@ -72,8 +73,6 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     :returns: the same at the end, as far as the steps tell; None where there was none.
     :raises NumericalError: if the first loss is not finite.
     """
-    from scipy.optimize import minimize  # importing it takes a while, and only fits need it
-
     variables = Variables(objective)
     evaluate = _Evaluations(variables, steps)
     start = variables()
@@ -117,8 +116,6 @@ def _scale(gradient: np.ndarray, inverse: np.ndarray | None) -> np.ndarray:
 
 def _inverse_hessian(path: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray | None:
     """``(p, p)``, positive definite, from the parameters and gradients of the latest steps."""
-    from scipy.optimize import LbfgsInvHessProduct
-
     differences = ((b[0] - a[0], b[1] - a[1]) for a, b in zip(path, path[1:], strict=False))
     pairs = [(s, y) for s, y in differences if s @ y > 1e-10 * np.linalg.norm(s) * np.linalg.norm(y)][-_MEMORY:]
     if not pairs:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from gpytorch.kernels import CosineKernel
+from scipy.special import gammaincinv
 from torch import Tensor
 
 from ..errors import InputError
@@ -83,8 +84,6 @@ def frequencies(
 
 def _gamma(shape: float, uniforms: Tensor) -> Tensor:
     """Gamma variables of scale 1."""
-    from scipy.special import gammaincinv  # importing it takes a while, and few need it
-
     return torch.as_tensor(gammaincinv(shape, uniforms.cpu().numpy())).to(uniforms)
 
 
