@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from gpytorch.kernels import (
     Kernel,
@@ -24,6 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sketchgp import ConvergenceWarning
 from sketchgp.operators.access import Access
+
+
+def needs_keops() -> None:
+    """Skip without pykeops, or without the compiler that it calls; which does not optimise, for half of its time."""
+    pytest.importorskip("pykeops")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("KeOps needs a C++ compiler")
+    from keopscore.config import config
+
+    config.cpp_flags = config.get_cpp_flags().replace("-O3", "-O0").replace("-flto=auto", "")
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

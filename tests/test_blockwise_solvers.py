@@ -164,7 +164,7 @@ def test_seeds_change_the_way_not_the_answer(variant):
     assert not torch.equal(found[0].report.history, found[1].report.history)
 
 
-@pytest.mark.parametrize("variant", FEW + ["askotch-v1", "skotch-nystrom", "eigenpro1"])
+@pytest.mark.parametrize("variant", ["askotch-v1", "skotch-nystrom", "eigenpro1", "eigenpro2"])
 def test_noise_of_its_own_for_each_point(variant):
     noise = torch.logspace(0, 1, 100, dtype=torch.float64)[torch.randperm(100)]
     problem = _problem(name="laplace", noise=noise, columns=2)
@@ -178,7 +178,7 @@ def test_noise_of_very_different_sizes(variant):
     _check(problem, _solver(variant, tol=1e-7).solve(problem), 1e-7)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 25, 39, None])
+@pytest.mark.parametrize("block_size", [1, 25, None])
 @pytest.mark.parametrize("variant", FEW)
 def test_every_block_size(variant, block_size):
     problem = _problem(n=40, name="laplace", noise=2.0, columns=2)
@@ -679,9 +679,11 @@ def test_steps_of_skotch(spy, rank, version):
         assert relative(method.evaluation_point(), w) < 1e-10
 
 
-@pytest.mark.parametrize("sampling", ["shuffled", "uniform"])
-@pytest.mark.parametrize("rank", [None, 6, 0])
-@pytest.mark.parametrize("mu", [0.3, 1e-2, 1e-4, 0.19, 5.0])
+@pytest.mark.parametrize(
+    ("mu", "rank", "sampling"),
+    [*((mu, None, "shuffled") for mu in (0.3, 1e-2, 1e-4, 0.19, 5.0)),
+     *((mu, rank, sampling) for mu in (1e-2, 5.0) for rank in (6, 0) for sampling in ("shuffled", "uniform"))],
+)  # fmt: skip
 def test_steps_of_askotch(spy, mu, rank, sampling):
     """The recursion as it is printed for the authors' later version, with w, v, y dense."""
     n, size = 100, 20

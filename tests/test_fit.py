@@ -51,11 +51,11 @@ def parameters(model: Any) -> torch.Tensor:
     "name", ["scale-rbf-ard", "fixed-noise", "additive-kernel", "batch", "hadamard", "lcm", "deep", "ski"]
 )
 def test_follows_dense_adam(name: str) -> None:
-    losses, steps = dense_adam(name, 12, 0.1)
+    losses, steps = dense_adam(name, 8, 0.1)
     model, _ = build(name)
     with iterative(tol=1e-6):
-        history = sketchgp.fit(model, iterations=12, learning_rate=0.1, objective="probes", num_probes=40, tol=NEVER)
-    assert len(history.losses) == 12
+        history = sketchgp.fit(model, iterations=8, learning_rate=0.1, objective="probes", num_probes=40, tol=NEVER)
+    assert len(history.losses) == 8
     assert history.reason == "ran all iterations before the loss had settled"
     assert max(abs(a - b) for a, b in zip(history.losses, losses, strict=True)) < 1e-2
     expected = steps[history.best_step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-CASES = {
+OPTIONS: dict[str, Any] = {"iterations": 9, "tol": 0, "num_probes": 5}
+CASES: dict[str, dict[str, Any]] = {
     "lbfgs": {"objective": "probes"},
     "adam": {"optimizer": "adam", "learning_rate": 0.5, "objective": "probes"},
     "bound": {"objective": "bound"},
@@ -75,6 +77,13 @@ CASES = {
 }
 
 
+@functools.cache
+def whole_fit(case: str) -> tuple[Any, sketchgp.FitHistory]:
+    """The model and the history of a fit that nothing ends."""
+    model = build()
+    return model, sketchgp.fit(model, **OPTIONS | CASES[case])
+
+
 @pytest.mark.parametrize(
     ("case", "where"), [*((case, 4) for case in CASES), ("lbfgs", 1), ("lbfgs", 9), ("auto", 9), ("subsets", 9)]
 )
@@ -83,11 +92,10 @@ def test_a_killed_fit_ends_at_the_same_bits(
 ) -> None:
     if case == "subsets":
         small_subsets(monkeypatch)
-    options: dict[str, Any] = {"iterations": 9, "tol": 0, "num_probes": 5, **CASES[case]}
+    options = OPTIONS | CASES[case]
     settings = iterative(tol=1e-3) if case != "exact" else gpytorch.settings.max_cholesky_size(800)
     with settings:
-        whole = build()
-        expected = sketchgp.fit(whole, **options)
+        whole, expected = whole_fit(case)
         path = tmp_path / "fit.pt"
         killed_at(where, build(), **options, checkpoint=path, every=1e-6)
         model = build()

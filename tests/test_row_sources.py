@@ -320,10 +320,10 @@ def solved(name, x, y):
     kernel = gpytorch.kernels.RBFKernel().double()
     kernel.lengthscale = float(x.shape[1]) ** 0.5
     with memory_budget(x.nbytes // 4), warnings.catch_warnings():
-        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)  # after one pass
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)  # after a few blocks
         if name == "ASkotch":
             problem = sketchgp.FullProblem(kernel, x, y, 1.0)
-            return problem, sketchgp.ASkotch(block_size=100, max_passes=1).solve(problem, matmul="tiled").value
+            return problem, sketchgp.ASkotch(block_size=100, max_passes=0.2).solve(problem, matmul="tiled").value
         points = sketchgp.InducingPointProblem(kernel, x, y, 1.0, torch.as_tensor(np.array(x[:40])))
         solver = sketchgp.EigenPro4(epochs=1, subsample_size=300, rank=20, block_size=1000)
         return points, solver.solve(points).value
@@ -335,14 +335,14 @@ def test_memory_is_flat(tmp_path):
     """x is four times the memory budget, and more than all that the process may still allocate."""
     stream = np.random.default_rng(3)
     inputs, targets = {}, {}
-    for name, n, d in (("ASkotch", 2500, 2600), ("EigenPro4", 90_000, 100)):
+    for name, n, d in (("ASkotch", 2000, 3250), ("EigenPro4", 90_000, 100)):
         x = inputs[name] = torch.from_numpy(stream.standard_normal((n, d)))
         y = targets[name] = torch.sin(x[:, 0]) + x[:, 1]
         np.save(tmp_path / f"{name}-x.npy", x.numpy())
         np.save(tmp_path / f"{name}-y.npy", y.numpy())
     del x
     command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(tmp_path)]
-    at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed goes back, so that the limit holds
+    at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**21)}  # what is freed goes back, so that the limit holds
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=at_once)
     assert done.returncode == 0, done.stderr
     for name, x in inputs.items():

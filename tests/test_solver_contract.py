@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import re
@@ -264,9 +265,8 @@ def parameters(solver):
     return {f.name for f in dataclasses.fields(solver)} | set(inspect.signature(type(solver).solve).parameters)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ENDS)
-def test_advice_is_of_what_the_solver_has(name, dtype):
+def test_advice_is_of_what_the_solver_has(name):
     """Whatever it says to raise, lower or give is a parameter, and whom it says to use solves the same problem."""
     solvers = {key: solver for key, (solver, _) in SOLVERS.items()} | DIRECT
     full = name in (*FULL, "Cholesky")
@@ -279,7 +279,7 @@ def test_advice_is_of_what_the_solver_has(name, dtype):
     if name == "ConjugateGradients":
         own |= {"rank"}  # of its preconditioner=
     found = set()
-    for reason in ENDS[name]:
+    for reason, dtype in itertools.product(ENDS[name], ("float32", "float64")):
         advice = dataclasses.replace(report, reason=reason, dtype=dtype, converged=False).advice()
         advised = advice.split(": ", maxsplit=1)[1]
         named = (words & set(re.findall(r"\w+", advised))) | set(re.findall(r"(\w+)=", advised))

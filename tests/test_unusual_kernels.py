@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 
 import gpytorch
 import pytest
@@ -16,7 +14,7 @@ from linear_operator.operators import KroneckerProductLinearOperator
 
 import sketchgp
 from gp_models import TORCH_WARNINGS, Plain, data, dense, gradient_error, iterative, marginal
-from problems import normal, points, relative
+from problems import needs_keops, normal, points, relative
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import Access
 from sketchgp.settings import memory_budget
@@ -182,9 +180,7 @@ def test_keops_kernels_below_every_threshold(size):
 @pytest.mark.slow  # KeOps compiles
 @pytest.mark.parametrize("size", [0, 1])
 def test_the_diagonal_of_a_keops_kernel_that_is_left_to_gpytorch(size):
-    pytest.importorskip("pykeops")
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("KeOps needs a C++ compiler")
+    needs_keops()
     kernel = ScaleKernel(keops.RBFKernel()).double()
     with gpytorch.settings.max_cholesky_size(size), torch.no_grad():
         diagonal = Access(kernel(points(30)) + kernel(points(30))).diagonal()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def same_program(before: str, after: str) -> bool:
         return True
 
 
+@functools.lru_cache(64)
 def statements(text: str) -> str:
     """The syntax tree of a text without its docstrings."""
     tree = ast.parse(text)
