@@ -50,16 +50,14 @@ class _Reader:
 
 
 def _streams() -> list[torch.cuda.Stream]:
-    """The current streams of this thread, that of the current device last; none before CUDA is in use."""
+    """The current streams of this thread that are not the default ones, which every thread begins with."""
     if not torch.cuda.is_initialized():
         return []
-    current = torch.cuda.current_device()
-    devices = sorted(range(torch.cuda.device_count()), key=lambda device: device == current)
-    return [torch.cuda.current_stream(device) for device in devices]
+    devices = range(torch.cuda.device_count())
+    pairs = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in devices]
+    return [current for current, default in pairs if current != default]
 
 
 def _use(streams: list[torch.cuda.Stream]) -> None:
-    """Make them current in this thread, and the device of the last; a thread has streams of its own, the default ones,
-    which wait for no other."""
     for stream in streams:
         torch.cuda.set_stream(stream)
