@@ -322,7 +322,7 @@ def halves(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["rbf", "matern12", "laplace", "rq", "composite", "constant"])
 def test_halves_of_a_symmetric_product(name, halves):
     case = Case(KERNELS[name](6), 6, 70, 70, same=True)
     v = torch.randn(70, 2)
@@ -345,11 +345,11 @@ def test_halves_of_any_number_of_blocks(n, t, halves, monkeypatch):
         assert halves[2:] == [(1, 1)] * (-(-n // HALVES.columns) // 2 + 1)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16x6", "tf32", "bf16x3", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16x6", "bf16"])
 @pytest.mark.parametrize("route", ["columns", "matrix", "halves"])
 def test_every_route_of_every_precision(route, precision):
     case = Case(KERNELS["rbf"](20), 20, 50, 50, same=True)
-    tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+    tolerance = 2e-2 if precision == "bf16" else 1e-5
     v = torch.randn(50, 3)
     _close(case.multiply(v, precision, HALVES, route), case.dense @ v.double(), tolerance)
 
@@ -372,6 +372,8 @@ def test_what_an_entry_costs_decides():
     assert all(plan("rbf", p, 1).halves for p in (2, 8, 90))
     assert plan("rbf", 90, 4).halves and not plan("rbf", 90, 5).halves
     assert not plan("rbf", 90, 4, same=False).halves and not plan("rbf", 2, 4, "bf16").halves
+    constant = Case(ConstantKernel(), 2, 4, 4, same=True)
+    assert not _Problem(constant.expression, constant.prepared.detached(), "float32").plan(True, 1).halves
     assert [plan("rbf", 8, t).dot for t in (8, 9)] == [False, True]
     assert [plan("rbf", 8, t, "bf16").dot for t in (2, 3)] == [False, True]
     assert [plan("rbf", 8, t, "bf16x3").dot for t in (4, 5)] == [False, True]
@@ -586,12 +588,12 @@ def tuned(monkeypatch, tmp_path):
 
     monkeypatch.setattr(launch._Launch, "__init__", watched)
     kernel = KERNELS["matern32"](6).requires_grad_(False)
-    x, v = torch.randn(40, 6), torch.randn(40, 2)
-    expected = kernel.double()(x.double()).to_dense() @ v.double()
+    x, z, v = torch.randn(40, 6), torch.randn(40, 6), torch.randn(40, 2)
+    expected = kernel.double()(x.double(), z.double()).to_dense() @ v.double()
 
     def multiplied():
         used.clear()
-        matrix = KernelMatrix.of(copy.deepcopy(kernel).float(), x, engine="triton")
+        matrix = KernelMatrix.of(copy.deepcopy(kernel).float(), x, z, engine="triton")
         _close((matrix @ v).double(), expected)
         return list(used)
 
@@ -801,7 +803,7 @@ class TestOnADevice:
     def test_product(self, p, t, precision):
         case = Case(KERNELS["matern52"](p), p, 1500, 2100)
         v = torch.randn(2100, t)
-        tolerance = {"float32": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+        tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
         _close(case.multiply(v, precision), case.dense @ v.double(), tolerance)
 
     @pytest.mark.parametrize("same", [True, False], ids=["same", "rectangular"])
@@ -818,9 +820,20 @@ class TestOnADevice:
     @pytest.mark.parametrize("t", [1, 20, 60])
     def test_gradient(self, p, t, precision):
         case = Case(KERNELS["rbf"](p), p, 1000, 1300)
-        tolerance = {"float32": 5e-5, "tf32": 1e-2, "bf16x3": 1e-3, "bf16": 8e-2}[precision]
+        tolerance = {"float32": 5e-5, "bf16x6": 5e-5, "tf32": 1e-2, "bf16x3": 1e-3, "bf16": 8e-2}[precision]
         for found, expected in case.gradients(torch.rand(1000, t), torch.rand(1300, t), precision):
             _close(found, expected, tolerance)
+
+    @pytest.mark.parametrize("precision", BOUNDS)
+    @pytest.mark.parametrize("p", [2, 9, 90, 300])
+    @pytest.mark.parametrize("t", [1, 2, 4])
+    def test_halves(self, p, t, precision):
+        case = Case(KERNELS["matern52"](p), p, 2100, 2100, same=True)
+        v = torch.randn(2100, t)
+        tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+        found = case.multiply(v, precision, route="halves")
+        _close(found, case.dense @ v.double(), tolerance)
+        assert torch.equal(found, case.multiply(v, precision, route="halves"))
 
     def test_many_points(self):
         x = torch.randn(200_000, 3, device=DEVICE)
