@@ -28,7 +28,7 @@ def routes(what: Results, device: torch.device, directory: Path) -> Results:
     from sketchgp.operators.engines.triton.costs import MOST_HALVES, MOST_SINGLE
 
     cases = [(d, t, route) for d in what["d"] for t in what["columns"] for route in NAMES
-             if t <= {"columns": MOST_SINGLE, "matrix": 64, "halves": MOST_HALVES}[route]]  # fmt: skip
+             if t <= {"columns": MOST_SINGLE, "matrix": 64, "halves": 2 * MOST_HALVES}[route]]  # fmt: skip
     if what["processes"] and device.type == "cuda":
         compiled_by_processes(_compile_one, cases, what["processes"])
     found: Results = {"runs": []}

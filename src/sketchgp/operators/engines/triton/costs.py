@@ -6,15 +6,16 @@ in bfloat16.  A byte to memory and back takes that of some 6.  Nothing is taken 
 
 ======================================  ============================================================================
 an entry of one atom, ``E``             its function, and the products of its features: 3 for each with two parts
-a column one by one, ``U``              5/4: a multiply-add, and its share of the sums over rows
+a column one by one, ``U``              2: a multiply-add, and loads of the vector and sums over rows
 all columns by a matrix product, ``U``  16 products for each 16 columns, and splitting the entry into parts
 a pair, every entry for itself          ``2 (E + U)``
 a pair, evaluated once                  ``E + 2 U``, and for a column 8 bytes for each row of a tile of 64 columns
 ======================================  ============================================================================
 
 Columns are multiplied one by one where that costs less, but never more than 8; pairs are evaluated once where all are
-and that costs at most 3/4, for up to 4 columns: more have no room for their sums in registers.  Nothing here depends
-on numbers of points, so that the block by which an engine checks itself takes the kernel that the product will.
+and that costs at most 3/4, for up to 2 columns: the sums of more have no room in the registers of four warps, and
+those of eight would have to be exchanged for every tile.  Nothing here depends on numbers of points, so that the block
+by which an engine checks itself takes the kernel that the product will.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from __future__ import annotations
 from .plan import AtomPlan, Plan
 
 MOST_SINGLE = 8  # right-hand sides that are multiplied one by one at most
-MOST_HALVES = 4
+MOST_HALVES = 2
 _FUNCTION, _AROUND = 8.0, 4.0  # an exponential, a root or a logarithm; norms and factors
-_COLUMN, _SLAB = 1.25, 0.75  # of one column: a multiply-add and sums; what is stored of a half
+_COLUMN, _SLAB = 2.0, 0.75  # of one column: a multiply-add and around it; what is stored of a half
 _PAYS = 0.75
 _PRODUCTS = {1: 1, 2: 3, 3: 6}  # of parts
 _SPLIT = {"float32": 0.0, "tf32": 4.0, "split tf32": 4.0, "bfloat16": 2.0}  # of an entry, for each part
