@@ -206,7 +206,7 @@ def _side(plan: Plan, side: str) -> list[str]:
     lines: list[str] = []
     norm, features, size = ("n", "b", "BM") if side == "x" else ("m", "e", "BN")
     for a, atom in enumerate(plan.atoms):
-        if atom.dot:
+        if atom.dot and (side == "x" or plan.halves):
             lines += [f"{norm}{a} = vector({side}{a}n, {side}_start, {size})"]
         if atom.dot and not atom.looped:
             lines += plan.loads(f"{features}{a}", f"block({side}{a}{{}}, {side}_start, {size}, {atom.k})")
@@ -238,7 +238,9 @@ def _distances(plan: Plan) -> list[str]:
             ]
         else:
             lines += [f"d{a} = cross({plan.three(f'b{a}')}, {plan.three(f'e{a}')}, PARTS, INPUT)"]
-        lines += [f"d{a} = n{a}[:, None] + m{a}[None, :] - d{a}"]
+        # what a program passes over is loaded late, and takes registers for a short time
+        norms = f"m{a}" if plan.halves else f"vector(z{a}n, z_start, BN)"
+        lines += [f"d{a} = n{a}[:, None] + {norms}[None, :] - d{a}"]
     return lines + _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
 
 
