@@ -21,28 +21,29 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import common
-from sketchgp.operators.engines.triton import launch
-from sketchgp.operators.engines.triton.blocks import gradient_blocks, product_blocks
+from sketchgp.operators.engines.triton import halves, launch
+from sketchgp.operators.engines.triton.blocks import gradient_blocks, half_blocks, product_blocks
 from sketchgp.operators.expression import recognise
 
 RESULTS = Path(__file__).parent / "results"
 TENSOR_MEMORY = 512  # columns that a program may take, where there is any
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may take
 KERNELS = {"rbf": RBFKernel, "matern32": lambda: MaternKernel(nu=1.5), "rq": RQKernel}
-NAMES = ("kernel", "features", "columns", "precision", "gradient", "quarters")
+NAMES = ("kernel", "features", "columns", "precision", "route", "quarters")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 def launched(
-    name: str, p: int, t: int, precision: str, gradient: bool, quarters: int, memory: int
+    name: str, p: int, t: int, precision: str, route: str, quarters: int, memory: int
 ) -> Iterator[dict[str, Any]]:
     """What the engine would launch, one after the other until one fits: the plan, the arguments, the blocks."""
+    gradient = route == "gradient"
     kernel = ScaleKernel(KERNELS[name]()).requires_grad_(True)
     x = torch.randn(256, p).requires_grad_()
     prepared = recognise(kernel).prepare(x, x, True, torch.Size(), torch.float32)
     problem = launch._Problem(recognise(kernel), prepared.detached(), precision)
-    plan = problem.plan(True, 2 * t if gradient else t, gradient=gradient)
-    choose = gradient_blocks if gradient else product_blocks
+    plan = problem.plan(True, 2 * t if gradient else t, gradient, None if gradient else route)
+    choose = {"gradient": gradient_blocks, "halves": half_blocks}.get(route, product_blocks)
     for blocks in choose(plan, memory):
         found: dict[str, Any] = {"blocks": blocks._replace(quarters=quarters)}
 
@@ -54,16 +55,17 @@ def launched(
             def __getitem__(self, grid: Any) -> Any:
                 return lambda **arguments: self.found.setdefault("arguments", arguments)
 
-        real, launch.compiled = launch.compiled, Recorder
+        real = launch.compiled
+        launch.compiled = halves.compiled = Recorder
         try:
             left, right = torch.randn(256, t), torch.randn(256, t)
             rest = (True, precision, found["blocks"])
             if gradient:
                 launch.differentiate(recognise(kernel), prepared, left, right, *rest)
             else:
-                launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest)
+                launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest, route=route)
         finally:
-            launch.compiled = real
+            launch.compiled = halves.compiled = real
         yield found
 
 
@@ -110,16 +112,24 @@ def usage(binary: bytes) -> dict[str, int]:
     return {"registers": registers, "spilled": stack + local}
 
 
-def cases(quick: bool) -> list[tuple[str, int, int, str, bool, int]]:
-    """Kernel, features, right-hand sides, precision, whether a gradient, quarters of polynomial exponentials."""
+def cases(quick: bool) -> list[tuple[str, int, int, str, str, int]]:
+    """Kernel, features, right-hand sides, precision, route, quarters of polynomial exponentials.
+
+    Routes of a product: columns one by one, by a matrix product, or one by one with each pair evaluated once.
+    """
     if quick:
-        return [("rbf", 20, 16, "bf16x6", False, 2)]
-    found = []
+        return [("rbf", 20, 16, "bf16x6", "matrix", 2)]
+    found: list[tuple[str, int, int, str, str, int]] = []
     for precision in ("float32", "bf16x6"):
-        found += [("rbf", p, t, precision, False, 0) for p in (8, 90) for t in (1, 16, 64)]
-        found += [("matern32", 32, 16, precision, True, 0)]
-    found += [("rbf", 8, t, "bf16x3", False, 0) for t in (1, 16)]
-    return [*found, *(("rbf", 32, 1, "float32", False, quarters) for quarters in (0, 1, 2, 4))]
+        for p in (8, 90):
+            found += [("rbf", p, t, precision, "columns" if t == 1 else "matrix", 0) for t in (1, 16, 64)]
+            found += [("rbf", p, t, precision, "halves", 0) for t in (1, 2)]
+        found += [("matern32", 32, 16, precision, "gradient", 0)]
+    found += [("rbf", 8, 1, "bf16x3", "columns", 0), ("rbf", 8, 16, "bf16x3", "matrix", 0)]
+    found += [("rbf", 8, 8, "float32", route, 0) for route in ("columns", "matrix")]
+    found += [(name, 8, 1, "float32", "halves", 0) for name in ("matern32", "rq")]
+    found += [("rbf", 32, 1, "float32", "columns", quarters) for quarters in (0, 1, 2, 4)]
+    return [*found, *(("rbf", 32, 1, "float32", "halves", quarters) for quarters in (0, 2))]
 
 
 def main() -> None:
@@ -131,7 +141,7 @@ def main() -> None:
     for case in cases(options.quick):
         for capability in options.capability:
             for made in launched(*case, SHARED[capability]):
-                found = compile_for(capability, made["plan"], case[4], made["arguments"])
+                found = compile_for(capability, made["plan"], case[4] == "gradient", made["arguments"])
                 if found["shared"] <= SHARED[capability] and found["tensor_memory"] <= TENSOR_MEMORY:
                     break
             row = {**dict(zip(NAMES, case, strict=True)), "capability": capability / 10, "blocks": made["blocks"][:4]}
@@ -144,17 +154,13 @@ def main() -> None:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """The table."""
-    lines = [
-        "| kernel | features | columns | precision | polynomial | capability | blocks | registers | spilled | shared |"
-    ]
-    lines += ["|" + "---|" * 10]
+    heads = [*NAMES[:5], "polynomial", "capability", "blocks", "registers", "spilled", "shared"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
-        kind = row["kernel"] + (", gradient" if row["gradient"] else "")
-        lines.append(
-            f"| {kind} | {row['features']} | {row['columns']} | {row['precision']} | {row['quarters']}/4 | "
-            f"{row['capability']} | {row['blocks'][0]} x {row['blocks'][1]}, {row['blocks'][2]} warps | "
-            f"{row['registers']} | {row['spilled']} | {row['shared']} |"
-        )
+        blocks = f"{row['blocks'][0]} x {row['blocks'][1]}, {row['blocks'][2]} warps"
+        cells = [*(row[name] for name in NAMES[:5]), f"{row['quarters']}/4", row["capability"], blocks]
+        cells += [row["registers"], row["spilled"], row["shared"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,8 +3,9 @@
 Items come in order of worth, each in a process of its own, and each is written to the JSON when it is done: the
 programme may be stopped at any time, and goes on where it was when it is started again.  It measures the tests marked
 ``cuda``; the device's limits (matrix products, exponentials, copies); products and gradients by every engine and
-precision, with their errors; kin40k by every solver, beside GPyTorch; posterior means of 1,000,000 points; EigenPro 4
-with 100,000 inducing points; a training step of 100,000 points; and the peak memory of each.
+precision, with their errors; the fused kernel's ways to one product; kin40k by every solver, beside GPyTorch;
+posterior means of 1,000,000 points; EigenPro 4 with 100,000 inducing points; a training step of 100,000 points; and
+the peak memory of each.
 
     PYTHONPATH=src python benchmarks/device.py --dry-run                   # the plan, with estimated minutes
     PYTHONPATH=src python benchmarks/device.py --data DIRECTORY            # 25 minutes on one GPU; resumes
@@ -28,10 +29,12 @@ import torch
 from tqdm import tqdm
 
 from common import DATA_VARIABLE, data_directory, plain, table
-from device_items import ITEMS
+from device_items import ITEMS as MEASURED
 from device_report import picture, report
+from device_routes import routes
 from runner import Benchmark, Group, find
 
+ITEMS = {**MEASURED, "routes": routes}
 DIMENSIONS = (8, 90, 32, 2, 784, 435)  # in order of worth
 COLUMNS = (1, 16, 64)
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16")
@@ -43,7 +46,7 @@ MILLION = 1_000_000
 class Item:
     """One process.
 
-    :ivar kind: of ``device_items.ITEMS``; :ivar what: its arguments; :ivar small: those for ``--small``, beside them.
+    :ivar kind: of ``ITEMS``; :ivar what: its arguments; :ivar small: those for ``--small``, beside them.
     :ivar minutes: an estimate for one H200, the start of the process included; it may take a minute more than
         three times that.
     :ivar needs: data sets.
@@ -85,6 +88,8 @@ def plan() -> list[Item]:
         products(8),
         Item("tests", "tests", 2.5, {"processes": 8}),
         products(90),
+        Item("routes of the fused kernel", "routes", 0.6, {"d": [8, 90], "n": ROWS, "columns": [1, 2, 4, 8, 16],
+             "processes": 8}, {"n": 200, "processes": 0}),
         Item("products of a million points", "products", 1.2, million, few),
         means[0],
         kin40k[0],

@@ -104,7 +104,7 @@ def products(what: Results, device: torch.device, directory: Path) -> Results:
         problem._exact, problem._gradients = {}, {}
         for contestant in _contestants(problem, engines, what["gradients"]):
             run = {"engine": contestant.engine, "measure": contestant.measure, "wrt": contestant.wrt, "d": d, "t": t}
-            run |= _timed(contestant, problem, device)
+            run |= timed(contestant, problem, device)
             if rates is not None and "pairs_per_second" in run and contestant.measure == "product":
                 limit = matvec_limit.limits(problem.family.work, d, t, matvec_limit.rates_of(rates))
                 run |= matvec_limit.fractions(run["pairs_per_second"], limit, contestant.case == "square")
@@ -126,7 +126,7 @@ def _contestants(problem: Problem, engines: list[str], gradients: bool) -> Itera
                 yield Contestant(engine, "gradient", "square", prepare, "inputs" if inputs else "parameters")
 
 
-def _timed(contestant: Contestant, problem: Problem, device: torch.device) -> Results:
+def timed(contestant: Contestant, problem: Problem, device: torch.device) -> Results:
     """The median of some calls, the error of the result, and the memory that a call takes."""
     run: Results = {}
     try:
@@ -166,12 +166,17 @@ def _compile(what: Results) -> None:
     engines = [engine for engine in what["engines"] if engine.startswith("triton")]
     kinds = (False, True) if what["gradients"] else (False,)
     jobs = [(what["d"], t, engine, gradient) for t in what["columns"] for engine in engines for gradient in kinds]
+    compiled_by_processes(_compile_one, jobs, what["processes"])
+
+
+def compiled_by_processes(one: Callable[[Any], None], jobs: list[Any], processes: int) -> None:
+    """``one`` of every job, which has a kernel compiled."""
     context = multiprocessing.get_context("spawn")
     with (
         contextlib.suppress(concurrent.futures.process.BrokenProcessPool),  # what is measured afterwards says why
-        concurrent.futures.ProcessPoolExecutor(what["processes"], context) as pool,
+        concurrent.futures.ProcessPoolExecutor(processes, context) as pool,
     ):
-        list(pool.map(_compile_one, jobs))
+        list(pool.map(one, jobs))
 
 
 def _compile_one(job: tuple[int, int, str, bool]) -> None:

@@ -252,6 +252,45 @@ def test_blocks_are_read_ahead_by_one_thread_that_ends(tmp_path):
     assert threading.active_count() == before
 
 
+def test_blocks_are_read_on_the_streams_of_the_thread_that_asks(monkeypatch):
+    """Of a CUDA device that is made up: each thread begins with the default streams, 0."""
+    current = threading.local()
+
+    def set_stream(stream):
+        vars(current).setdefault("streams", {})[stream // 10] = stream
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: vars(current).get("streams", {}).get(device, 0))
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    set_stream(17)
+    set_stream(24)
+
+    def read():
+        return threading.current_thread(), [torch.cuda.current_stream(device) for device in range(3)]
+
+    found = list(sketchgp.row_sources.ahead(iter([read] * 3)))
+    assert [streams for _, streams in found] == [[0, 17, 24]] * 3
+    assert threading.current_thread() not in [thread for thread, _ in found]
+
+
+@pytest.mark.cuda
+def test_blocks_are_there_before_what_is_computed_on_the_same_stream():
+    x, _ = data(torch.float32)
+    with memory_budget(SMALL):
+        source = RowSource(x, device="cuda")
+    sums = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**8)  # clocks, on this stream: nothing here waits for any other
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            torch.cuda._sleep(2 * 10**9)  # and copies on the default stream would come too late
+        for _, rows in sketchgp.row_sources.blocks(source):
+            sums.append(rows.sum(dim=1))
+        found = torch.cat(sums).cpu()
+    torch.testing.assert_close(found, x.sum(dim=1))
+
+
 def test_a_checkpoint_of_a_solve_in_memory_is_gone_on_from(tmp_path):
     x, y = data()
     on_disk, path = mapped(tmp_path, x), tmp_path / "solve.pt"

@@ -38,6 +38,7 @@ if not CUDA:
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from sketchgp.operators.engines.triton import halves as halves_module  # noqa: E402
 from sketchgp.operators.engines.triton import kernels, launch, tuning  # noqa: E402, F401
 from sketchgp.operators.engines.triton.blocks import Blocks, gradient_blocks, product_blocks  # noqa: E402
 from sketchgp.operators.engines.triton.launch import _Launch, _Problem, differentiate, multiply  # noqa: E402
@@ -159,7 +160,7 @@ class Case:
         exact = recognise(self.exact).prepare(self.y1.detach(), self.y2.detach(), *arguments, torch.float64)
         self.dense = _formula(recognise(self.exact), exact).detach().expand(n, n if same else m)
 
-    def multiply(self, v, precision="float32", blocks=SMALL):
+    def multiply(self, v, precision="float32", blocks=SMALL, route=None):
         prepared = self.prepared.detached()
         with torch.no_grad():
             found = multiply(
@@ -170,6 +171,7 @@ class Case:
                 self.same,
                 precision,
                 None if CUDA else blocks,
+                route,
             )
         return found.double().cpu()
 
@@ -290,6 +292,91 @@ def test_kernels_do_not_depend_on_the_numbers_of_points():
     assert plan(10, 17, 3) == plan(300, 31, 4)
     assert plan(10, 70, 11) == plan(300, 300, 16)
     assert compiled(plan(10, 17, 3), False) is compiled(plan(300, 31, 4), False)
+
+
+# --- each pair once -------------------------------------------------------------------------------------------------
+
+HALVES = Blocks(16, 32, 4, 1)
+
+
+@pytest.fixture
+def halves(monkeypatch):
+    """The numbers of offsets, and of their shares, of every launch by halves."""
+    found = []
+    make = halves_module.compiled
+
+    def watched(plan, gradient):
+        assert plan.halves
+
+        class Watched:
+            def __getitem__(self, grid):
+                def launched(**arguments):
+                    found.append((arguments["end"] - arguments["begin"], arguments["splits"]))
+                    make(plan, gradient)[grid](**arguments)
+
+                return launched
+
+        return Watched()
+
+    monkeypatch.setattr(halves_module, "compiled", watched)
+    return found
+
+
+@pytest.mark.parametrize("name", ["rbf", "matern12", "laplace", "rq", "composite", "constant"])
+def test_halves_of_a_symmetric_product(name, halves):
+    case = Case(KERNELS[name](6), 6, 70, 70, same=True)
+    v = torch.randn(70, 2)
+    _close(case.multiply(v, blocks=HALVES, route="halves"), case.dense @ v.double())
+    assert halves
+
+
+@pytest.mark.parametrize(("n", "t"), [(1, 1), (32, 1), (33, 2), (64, 2), (100, 1), (131, 2)])
+def test_halves_of_any_number_of_blocks(n, t, halves, monkeypatch):
+    case = Case(KERNELS["matern32"](20), 20, n, n, same=True)
+    v = torch.randn(n, t)
+    expected = case.dense @ v.double()
+    found = case.multiply(v, blocks=HALVES)  # as the rule has it
+    _close(found, expected)
+    assert torch.equal(found, case.multiply(v, blocks=HALVES)) and len(halves) == 2
+    monkeypatch.setattr(halves_module, "SLABS", 1)
+    monkeypatch.setattr(halves_module, "_LEAST", 1)  # a launch for each offset
+    _close(case.multiply(v, blocks=HALVES), expected)
+    if not CUDA:
+        assert halves[2:] == [(1, 1)] * (-(-n // HALVES.columns) // 2 + 1)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16x6", "bf16"])
+@pytest.mark.parametrize("route", ["columns", "matrix", "halves"])
+def test_every_route_of_every_precision(route, precision):
+    case = Case(KERNELS["rbf"](20), 20, 50, 50, same=True)
+    tolerance = 2e-2 if precision == "bf16" else 1e-5
+    v = torch.randn(50, 3)
+    _close(case.multiply(v, precision, HALVES, route), case.dense @ v.double(), tolerance)
+
+
+def test_halves_of_a_batch_and_on_blocks_of_the_table(halves):
+    kernel = ScaleKernel(MaternKernel(nu=1.5, batch_shape=[2]), batch_shape=[2])
+    kernel.base_kernel.initialize(lengthscale=torch.tensor([1.0, 2.0]).reshape(2, 1, 1))
+    x, v = torch.randn(2, 150, 5), torch.randn(2, 150, 2)
+    expected = copy.deepcopy(kernel).double()(x.double()).to_dense().detach() @ v.double()
+    matrix = KernelMatrix.of(kernel.to(DEVICE), x.to(DEVICE), engine="triton").detach()
+    _close((matrix @ v.to(DEVICE)).double().cpu(), expected)
+    assert halves
+
+
+def test_what_an_entry_costs_decides():
+    def plan(name, p, t, precision="float32", same=True):
+        case = Case(KERNELS[name](p), p, 4, 4, same)
+        return _Problem(case.expression, case.prepared.detached(), precision).plan(same, t)
+
+    assert all(plan("rbf", p, 1).halves for p in (2, 8, 90))
+    assert plan("rbf", 90, 2).halves and not plan("rbf", 90, 3).halves
+    assert not plan("rbf", 90, 4, same=False).halves and not plan("rbf", 2, 4, "bf16").halves
+    constant = Case(ConstantKernel(), 2, 4, 4, same=True)
+    assert not _Problem(constant.expression, constant.prepared.detached(), "float32").plan(True, 1).halves
+    assert [plan("rbf", 8, t).dot for t in (4, 5)] == [False, True]
+    assert [plan("rbf", 8, t, "bf16").dot for t in (1, 2)] == [False, True]
+    assert [plan("rbf", 8, t, "bf16x3").dot for t in (2, 3)] == [False, True]
 
 
 # --- accuracy -------------------------------------------------------------------------------------------------------
@@ -501,12 +588,12 @@ def tuned(monkeypatch, tmp_path):
 
     monkeypatch.setattr(launch._Launch, "__init__", watched)
     kernel = KERNELS["matern32"](6).requires_grad_(False)
-    x, v = torch.randn(40, 6), torch.randn(40, 2)
-    expected = kernel.double()(x.double()).to_dense() @ v.double()
+    x, z, v = torch.randn(40, 6), torch.randn(40, 6), torch.randn(40, 2)
+    expected = kernel.double()(x.double(), z.double()).to_dense() @ v.double()
 
     def multiplied():
         used.clear()
-        matrix = KernelMatrix.of(copy.deepcopy(kernel).float(), x, engine="triton")
+        matrix = KernelMatrix.of(copy.deepcopy(kernel).float(), x, z, engine="triton")
         _close((matrix @ v).double(), expected)
         return list(used)
 
@@ -716,7 +803,7 @@ class TestOnADevice:
     def test_product(self, p, t, precision):
         case = Case(KERNELS["matern52"](p), p, 1500, 2100)
         v = torch.randn(2100, t)
-        tolerance = {"float32": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+        tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
         _close(case.multiply(v, precision), case.dense @ v.double(), tolerance)
 
     @pytest.mark.parametrize("same", [True, False], ids=["same", "rectangular"])
@@ -733,9 +820,20 @@ class TestOnADevice:
     @pytest.mark.parametrize("t", [1, 20, 60])
     def test_gradient(self, p, t, precision):
         case = Case(KERNELS["rbf"](p), p, 1000, 1300)
-        tolerance = {"float32": 5e-5, "tf32": 1e-2, "bf16x3": 1e-3, "bf16": 8e-2}[precision]
+        tolerance = {"float32": 5e-5, "bf16x6": 5e-5, "tf32": 1e-2, "bf16x3": 1e-3, "bf16": 8e-2}[precision]
         for found, expected in case.gradients(torch.rand(1000, t), torch.rand(1300, t), precision):
             _close(found, expected, tolerance)
+
+    @pytest.mark.parametrize("precision", BOUNDS)
+    @pytest.mark.parametrize("p", [2, 9, 90, 300])
+    @pytest.mark.parametrize("t", [1, 2, 4])
+    def test_halves(self, p, t, precision):
+        case = Case(KERNELS["matern52"](p), p, 2100, 2100, same=True)
+        v = torch.randn(2100, t)
+        tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+        found = case.multiply(v, precision, route="halves")
+        _close(found, case.dense @ v.double(), tolerance)
+        assert torch.equal(found, case.multiply(v, precision, route="halves"))
 
     def test_many_points(self):
         x = torch.randn(200_000, 3, device=DEVICE)

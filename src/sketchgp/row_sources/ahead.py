@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 
@@ -14,7 +16,9 @@ def ahead(reads: Iterable[Callable[[], Result]]) -> Iterator[Result]:
     """What functions return, in their order, all but the first two called by one thread beside this one.
 
     A result is in use and one waits, or is being read: never more.  A single one is read without a thread.  What a
-    function raises is raised where its result would have come.
+    function raises is raised where its result would have come.  The thread works on the CUDA streams that are current
+    where the first result is asked for: what it copies to a device is there before anything that is computed with it
+    afterwards on that stream, and the memory is that stream's own.
     """
     left = iter(reads)
     first, second = next(left, None), next(left, None)
@@ -37,8 +41,23 @@ class _Reader:
     """One thread, which ends with the block, whether everything was read or not."""
 
     def __enter__(self) -> Callable[[Callable[[], Result]], Future[Result]]:
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="sketchgp-rows")
+        streams = _streams()
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="sketchgp-rows", initializer=_use, initargs=(streams,))
         return self.pool.submit
 
     def __exit__(self, *_: object) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _streams() -> list[torch.cuda.Stream]:
+    """The current streams of this thread that are not the default ones, which every thread begins with."""
+    if not torch.cuda.is_initialized():
+        return []
+    devices = range(torch.cuda.device_count())
+    pairs = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in devices]
+    return [current for current, default in pairs if current != default]
+
+
+def _use(streams: list[torch.cuda.Stream]) -> None:
+    for stream in streams:
+        torch.cuda.set_stream(stream)

@@ -27,6 +27,10 @@ _ERRORS = {"float32": 2.0**-20, "bf16x6": 2.0**-22, "tf32": 2.0**-9, "bf16x3": 2
 class Triton(Engine):
     """Products ``K V`` and their derivatives in one pass over the pairs, in registers; memory O((n + m)(p + t)).
 
+    Where x1 is x2, one or two right-hand sides are multiplied with each pair evaluated once, for both of its rows,
+    if that costs so much less (:mod:`.costs`).  Partial sums then take up to 64 MiB, or 8 vectors and as many
+    more as keep the device busy, if that is more.  Derivatives evaluate every entry.
+
     Distances are products of matrices on tensor cores, ``q = |a|^2 + |b|^2 - 2 a.b``, of features that are centred
     and divided by lengthscales.  ``precision`` says how their products are rounded: ``|error of q| <= c (|a|^2 +
     |b|^2)``, with c, and a few 1e-7 more for the sums, which are in float32:
@@ -43,10 +47,10 @@ class Triton(Engine):
 
     The norms are those of the rounded features: errors of small distances are smaller than that, and points that
     coincide stay at distance 0 but for the rounding of sums.  With ``"float32"``, distances of up to four features are
-    summed up from differences, and l1 distances always are, without any cancellation.  More than 8 right-hand sides are
-    multiplied by a matrix product too, with values and right-hand sides rounded in the same way, and so are the
-    weights and features of gradients; all sums are in float32.  Devices older than compute capability 8.0 multiply in
-    float32 whatever the precision.
+    summed up from differences, and l1 distances always are, without any cancellation.  More than 4 right-hand sides
+    (with ``"tf32"`` and ``"bf16x3"`` 2, with ``"bf16"`` 1) are multiplied by a matrix product too, with values and
+    right-hand sides rounded in the same way, and so are the weights and features of gradients; all sums are in float32.
+    Devices older than compute capability 8.0 multiply in float32 whatever the precision.
 
     64 right-hand sides take one pass over the pairs.  A derivative takes one pass where x1 is x2, and otherwise two;
     more than 128 features in one kernel cost one more for each 128, and of a sum or product of many kernels each takes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .source import Plan
+from .plan import Plan
 
 
 class Blocks(NamedTuple):
@@ -40,8 +40,17 @@ def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
     return _that_fit(plan, memory, [*choices, Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)])
 
 
+def half_blocks(plan: Plan, memory: int) -> list[Blocks]:
+    """The same where a pair is evaluated once: each right-hand side takes as many registers as a tile of values."""
+    choices = [Blocks(64, 64, 4, 2)] if plan.width <= 2 and len(plan.atoms) <= 2 else []
+    return _that_fit(plan, memory, [*choices, Blocks(64, 64, 8, 2), Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 1)])
+
+
 def more_blocks(plan: Plan, memory: int, usual: list[Blocks]) -> list[Blocks]:
     """The usual ones, and others that may be faster on some device."""
+    if plan.halves:
+        others = [Blocks(64, 128, 8, 2), Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(32, 128, 4, 2)]
+        return list(dict.fromkeys([*usual, *_that_fit(plan, memory, others)]))
     others = [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(128, 64, 4, 2), Blocks(64, 128, 4, 2)]
     others += [Blocks(64, 64, 4, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 4, 3), Blocks(64, 32, 4, 3)]
     return list(dict.fromkeys([*usual, *_that_fit(plan, memory, others)]))

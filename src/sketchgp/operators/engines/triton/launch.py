@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ....settings import tune_kernels
 from ...expression import Expression, Prepared
-from .blocks import Blocks, gradient_blocks, more_blocks, product_blocks
+from .blocks import Blocks, gradient_blocks, half_blocks, more_blocks, product_blocks
+from .costs import MOST_SINGLE, halves_pay, singly
+from .halves import halved
 from .layout import (
     ARITHMETIC,
     PADDING,
@@ -29,12 +31,13 @@ from .layout import (
     power,
     unit,
 )
-from .source import Plan, compiled
+from .plan import Plan
+from .source import compiled
 from .tuning import forget, kept, measured, worth_measuring
 
 T = TypeVar("T")
+Route = Literal["columns", "matrix", "halves"]
 
-_SINGLE = 8  # up to so many right-hand sides are multiplied one by one, more by a matrix product
 _WIDEST = 64  # right-hand sides that one program takes
 _FEATURES = 128  # columns of features for which one program keeps a gradient
 _PROGRAMS = 8  # for each multiprocessor, so that none waits long for the last
@@ -56,31 +59,38 @@ def multiply(
     same: bool,
     precision: Precision,
     blocks: Blocks | None = None,
+    route: Route | None = None,
 ) -> Tensor:
     """``K rhs`` ``(n, t)`` or ``(B, n, t)``, for rhs ``(m, t)`` or ``(B, m, t)``.
 
     :param rows: n.
     :param same: whether entries on the diagonal are at distance 0.
     :param blocks: a choice of block sizes, for tests.
+    :param route: for tests and benchmarks: right-hand sides one by one, by a matrix product, or one by one with each
+        pair evaluated once; None for what ``costs`` says.
     """
     columns, t = rhs.shape[-2:]
     if not rows or not rhs.numel():
         return rhs.new_zeros(*rhs.shape[:-2], rows, t)
     v = flat(rhs)
     problem = _kept(expression, prepared, _possible(precision, rhs.device))
-    plan = problem.plan(same, t)
+    plan = problem.plan(same, t, route=route)
     packed = problem.vectors(v, plan)
     parts = packed.high.shape[1] if plan.dot else 1
     slab = (parts, padded(rows), plan.width) if plan.dot else (plan.width, padded(rows))
     sides = {**problem.arguments("x", problem.left), **problem.arguments("z", problem.right)}
 
     def run(blocks: Blocks) -> Tensor:
+        if plan.halves:
+            arguments = {**problem.shared, **sides, **_named("v", packed)}
+            return halved(plan, blocks, rows, v.shape[0], _PROGRAMS * _cores(rhs.device), arguments)
         launch = _Launch(plan, blocks, rows, columns, v.shape[0], parts, rhs.device)
         out = torch.empty(launch.splits, v.shape[0], *slab, dtype=torch.float32, device=rhs.device)
         launch(False, {**problem.shared, **sides, **_named("v", packed), "out": out})
         return out[0] if launch.splits == 1 else out.sum(dim=0)
 
-    choices = [blocks] if blocks else product_blocks(plan, _shared_memory(rhs.device))
+    choose = half_blocks if plan.halves else product_blocks
+    choices = [blocks] if blocks else choose(plan, _shared_memory(rhs.device))
     total = _with_blocks(run, (plan, False), choices, rhs.device, blocks is None and worth_measuring(rows, columns))
     total = total.transpose(1, 2).flatten(2) if plan.dot else total.mT
     return total[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
@@ -139,6 +149,7 @@ class _Problem:
 
     def __init__(self, expression: Expression, prepared: Prepared, precision: Precision) -> None:
         self.precision, self.terms = precision, expression.terms
+        self.symmetric = all(f.left is f.right for f in prepared.features)
         profiles = [atom.profile for atom in expression.atoms]
         self.atoms = plans = atom_plans(profiles, [f.left.shape[-1] for f in prepared.features], precision)
         self.left: list[Packed] = []
@@ -158,16 +169,20 @@ class _Problem:
             self.shared["nothing"] = torch.zeros(PADDING, 16, dtype=torch.bfloat16, device=device)
         self.shared["coefficients"] = prepared.coefficients.float().reshape(-1, len(self.terms)).contiguous()
 
-    def plan(self, same: bool, t: int, gradient: bool = False) -> Plan:
+    def plan(self, same: bool, t: int, gradient: bool = False, route: Route | None = None) -> Plan:
         """For t right-hand sides."""
-        dot, looped = t > _SINGLE, False
-        width = power(t)
+        width, looped = power(t), False
+        arithmetic = ARITHMETIC[self.precision].plan
+        dot = t > MOST_SINGLE if gradient else not singly(width, arithmetic)
+        if route is not None:
+            dot = route == "matrix"
         if dot and gradient:
             width, looped = chunk(t, ARITHMETIC[self.precision].dtype)
         elif dot:
-            width = min(width, _WIDEST)
-        arithmetic = ARITHMETIC[self.precision].plan
-        return Plan(tuple(self.atoms), self.terms, arithmetic, same, width, dot, looped)
+            width = max(16, min(width, _WIDEST))
+        plan = Plan(tuple(self.atoms), self.terms, arithmetic, same, width, dot, looped)
+        able = same and self.symmetric and not gradient
+        return replace(plan, halves=able and (halves_pay(plan) if route is None else route == "halves"))
 
     def vectors(self, x: Tensor, plan: Plan) -> Packed:
         return pack_matrix(x, plan.width, self.precision) if plan.dot else pack_vectors(x, plan.width)
@@ -244,6 +259,10 @@ def _shared_memory(device: torch.device) -> int:
     return known or guess * 1024
 
 
+def _cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 class _Launch:
     """One kernel on a device: the grid, and how the columns are shared out."""
 
@@ -255,8 +274,7 @@ class _Launch:
         self.items, self.parts = items, parts
         self.strides = (padded(rows), padded(columns))
         programs = self.row_blocks * items * parts
-        cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        splits = min(-(-_PROGRAMS * cores // programs), self.column_blocks)
+        splits = min(-(-_PROGRAMS * _cores(device) // programs), self.column_blocks)
         self.steps = -(-self.column_blocks // splits)
         self.splits = -(-self.column_blocks // self.steps)  # no share is empty
 

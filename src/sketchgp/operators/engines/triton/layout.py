@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
-from .source import AtomPlan
+from .plan import AtomPlan
 
 PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
 DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation

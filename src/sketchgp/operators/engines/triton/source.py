@@ -15,82 +15,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class AtomPlan:
-    """How one atom is computed.
-
-    :ivar profile: its name, as of the functions in ``kernels``.
-    :ivar dot: whether distances come from a matrix product, else from differences feature by feature.
-    :ivar l1: whether absolute differences are summed.
-    :ivar k: features in a chunk.
-    :ivar looped: whether there may be more than one chunk.
-    :ivar alpha: whether there is a shape parameter.
-    """
-
-    profile: str
-    dot: bool
-    l1: bool
-    k: int
-    looped: bool
-    alpha: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the source depends on.
-
-    :ivar terms: the factors of each term, as of an ``Expression``.
-    :ivar arithmetic: parts of a number (1 to 3), ``input_precision`` of the products, the mode of ``high``.
-    :ivar same: whether pairs on the diagonal are at distance 0.
-    :ivar width: right-hand sides in a block.
-    :ivar dot: whether they are multiplied by a matrix product, else one by one.
-    :ivar looped: in a gradient, whether there may be more chunks of them than one.
-    :ivar targets: in a gradient, atoms whose features get one, with the number of features in a block.
-    :ivar sums: in a gradient, whether to compute those of coefficients and shape parameters.
-    :ivar quarters: of the entries, whose exponentials are computed by a polynomial (``kernels.polynomial``).
-    """
-
-    atoms: tuple[AtomPlan, ...]
-    terms: tuple[tuple[int, ...], ...]
-    arithmetic: tuple[int, str, str]
-    same: bool
-    width: int
-    dot: bool
-    looped: bool = False
-    targets: tuple[tuple[int, int], ...] = ()
-    sums: bool = False
-    quarters: int = 0
-
-    @property
-    def parts(self) -> int:
-        return self.arithmetic[0]
-
-    @property
-    def shapes(self) -> list[int]:
-        """Atoms with a shape parameter."""
-        return [a for a, atom in enumerate(self.atoms) if atom.alpha]
-
-    @property
-    def more(self) -> list[str]:
-        """What the names of the parts beside the high one end in."""
-        return ["l", "s"][: self.parts - 1]
-
-    def three(self, name: str) -> str:
-        """Three arguments, the parts of what has a name; of fewer parts the last one again."""
-        names = [name, *(f"{name}{end}" for end in self.more)]
-        return ", ".join([*names, *names[-1:] * 2][:3])
-
-    def loads(self, name: str, load: str) -> list[str]:
-        """Statements that load the parts.
-
-        :param load: the expression, with ``{}`` where the pointer's name ends.
-        """
-        return [f"{name}{end} = {load.format(end)}" for end in ["", *self.more]]
-
+from .plan import Plan
 
 _PARTS_OF = "{0}h, {0}l, {0}s"  # as :func:`_split` names them
 _NUMBERS = ("x_rows", "z_rows", "row_blocks", "column_blocks", "steps", "splits", "parts", "items")
@@ -101,15 +28,16 @@ def compiled(plan: Plan, gradient: bool) -> Any:
     """The kernel of a plan: a product, or a gradient."""
     from triton import jit
 
-    from . import kernels
+    from . import half_source, kernels
 
     name = "gradient" if gradient else "product"
-    text, counts = _gradient(plan) if gradient else _product(plan)
+    make = _gradient if gradient else half_source.product if plan.halves else _product
+    text, counts = make(plan)
     file = f"<sketchgp {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # where Triton reads the source
     namespace = {**vars(kernels), "__name__": "sketchgp.generated"}
     exec(compile(text, file, "exec"), namespace)
-    return jit(namespace[name], do_not_specialize=[*_NUMBERS, *counts])
+    return jit(namespace[name], do_not_specialize=[*(half_source.NUMBERS if plan.halves else _NUMBERS), *counts])
 
 
 def _product(plan: Plan) -> tuple[str, list[str]]:
@@ -122,9 +50,8 @@ def _product(plan: Plan) -> tuple[str, list[str]]:
         body += [f"total = tl.zeros((BM, {plan.width}), tl.float32)"]
     else:
         body += [f"total{i} = tl.zeros((BM,), tl.float32)" for i in columns]
-    loop = [*_distances(plan)]
-    loop += [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)}, QUARTERS)" for a, atom in enumerate(plan.atoms)]
-    loop += [f"k = {_sum(plan)}"]
+    loop = [*_columns(plan), *_distances(plan)]
+    loop += _values(plan)
     if plan.dot:
         start = f"(item * parts + part) * z_rows + col, BN, {plan.width}"
         loop += plan.loads("vh", f"block(v{{}}, {start})")
@@ -158,7 +85,7 @@ def _gradient(plan: Plan) -> tuple[str, list[str]]:
     quantities = [f"t{t}" for t in range(len(plan.terms))] + [f"q{a}" for a in plan.shapes] if plan.sums else []
     body += [f"{name} = tl.zeros((BM,), tl.float32)" for name in quantities]
 
-    loop = [*_distances(plan)]
+    loop = [*_columns(plan), *_distances(plan)]
     for a, atom in enumerate(plan.atoms):
         results = f"v{a}, s{a}, o{a}" if atom.alpha else f"v{a}, s{a}"
         loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)}, QUARTERS)"]
@@ -210,8 +137,15 @@ def _split(value: str, name: str) -> list[str]:
     return [*lines, f"{name}s = least({value}, {name}h, {name}l, PARTS)"]
 
 
-def _function(name: str, plan: Plan, pointers: list[str], counts: list[str], body: list[str]) -> str:
-    arguments = [*pointers, *_NUMBERS, *counts, "BM: tl.constexpr", "BN: tl.constexpr"]
+def _function(
+    name: str,
+    plan: Plan,
+    pointers: list[str],
+    counts: list[str],
+    body: list[str],
+    numbers: tuple[str, ...] = _NUMBERS,
+) -> str:
+    arguments = [*pointers, *numbers, *counts, "BM: tl.constexpr", "BN: tl.constexpr"]
     parts, product, mode = plan.arithmetic
     constants = [f"PARTS: tl.constexpr = {parts}", f"INPUT: tl.constexpr = {product!r}"]
     constants += [f"MODE: tl.constexpr = {mode!r}", f"QUARTERS: tl.constexpr = {plan.quarters}"]
@@ -252,23 +186,41 @@ def _start(plan: Plan) -> list[str]:
         "first = split * steps",
         "last = tl.minimum(first + steps, column_blocks)",
     ]
+    return [*lines, *_once(plan), *_side(plan, "x")]
+
+
+def _once(plan: Plan) -> list[str]:
+    """What does not depend on rows and columns."""
+    lines: list[str] = []
     terms = len(plan.terms)
     if not all(atom.dot for atom in plan.atoms):
         lines += ["nothing_x = block(nothing, 0, BM, 16)", "nothing_z = block(nothing, 0, BN, 16)"]
     lines += [f"f{t} = tl.load(coefficients + item * {terms} + {t})" for t in range(terms)]
     for a, atom in enumerate(plan.atoms):
         lines += [f"a{a} = tl.load(alpha{a} + item)"] if atom.alpha else []
-        if not atom.dot:
-            continue
-        lines += [f"n{a} = vector(x{a}n, x_start, BM)"]
-        if not atom.looped:
-            lines += plan.loads(f"b{a}", f"block(x{a}{{}}, x_start, BM, {atom.k})")
     return lines
+
+
+def _side(plan: Plan, side: str) -> list[str]:
+    """The norms, and the features that are one chunk, of a tile's rows (side "x") or columns ("z")."""
+    lines: list[str] = []
+    norm, features, size = ("n", "b", "BM") if side == "x" else ("m", "e", "BN")
+    for a, atom in enumerate(plan.atoms):
+        if atom.dot and (side == "x" or plan.halves):
+            lines += [f"{norm}{a} = vector({side}{a}n, {side}_start, {size})"]
+        if atom.dot and not atom.looped:
+            lines += plan.loads(f"{features}{a}", f"block({side}{a}{{}}, {side}_start, {size}, {atom.k})")
+    return lines
+
+
+def _columns(plan: Plan) -> list[str]:
+    """The columns of the tile ``j``."""
+    return ["col = j * BN", "z_start = item * z_rows + col", *_side(plan, "z")]
 
 
 def _distances(plan: Plan) -> list[str]:
     """The tiles ``d0, d1, ...``."""
-    lines = ["col = j * BN", "z_start = item * z_rows + col"]
+    lines: list[str] = []
     if not all(atom.dot for atom in plan.atoms):
         # Zeros by a product of matrices: its result lies among the threads as those of other products do, so that tiles
         # need not be rearranged, and each thread reads few entries of rows and columns and sums up many.
@@ -285,10 +237,17 @@ def _distances(plan: Plan) -> list[str]:
                 f"{plan.three(f'z{a}')}, item * c{a} * z_rows + col, z_rows, c{a}, BM, BN, {atom.k}, PARTS, INPUT)"
             ]
         else:
-            lines += plan.loads(f"e{a}", f"block(z{a}{{}}, z_start, BN, {atom.k})")
             lines += [f"d{a} = cross({plan.three(f'b{a}')}, {plan.three(f'e{a}')}, PARTS, INPUT)"]
-        lines += [f"d{a} = n{a}[:, None] + vector(z{a}n, z_start, BN)[None, :] - d{a}"]
+        # what a program passes over is loaded late, and takes registers for a short time
+        norms = f"m{a}" if plan.halves else f"vector(z{a}n, z_start, BN)"
+        lines += [f"d{a} = n{a}[:, None] + {norms}[None, :] - d{a}"]
     return lines + _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
+
+
+def _values(plan: Plan) -> list[str]:
+    """The tile ``k``, but for the coefficient of a single term."""
+    lines = [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)}, QUARTERS)" for a, atom in enumerate(plan.atoms)]
+    return [*lines, f"k = {_sum(plan)}"]
 
 
 def _zero_diagonal(plan: Plan, tiles: list[str]) -> list[str]:

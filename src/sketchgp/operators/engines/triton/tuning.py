@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 
 from .blocks import Blocks
-from .source import Plan
+from .layout import PADDING
+from .plan import Plan
 
 T = TypeVar("T")
 
@@ -47,7 +48,9 @@ def cache_file() -> Path:
 
 def kept(plan: Plan, gradient: bool, device: torch.device) -> Blocks | None:
     """The shape that was found for a kernel on a device; None while none was."""
-    return _table(device).get(_key(plan, gradient))
+    found = _table(device).get(_key(plan, gradient))
+    whole = found is None or not plan.halves or found.columns % found.rows == 0
+    return found if whole else None  # else of a file that was not written here
 
 
 def forget(plan: Plan, gradient: bool, device: torch.device) -> None:
@@ -144,7 +147,7 @@ def _shape(value: Any) -> Blocks | None:
     if not sizes:
         return None
     blocks = Blocks(*value)
-    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in blocks[:2])
+    powers = all(16 <= size <= PADDING and size & (size - 1) == 0 for size in blocks[:2])
     usual = blocks.warps in (1, 2, 4, 8, 16) and 1 <= blocks.stages <= 8 and blocks.quarters in (0, 1, 2, 4)
     return blocks if powers and usual else None
 
