@@ -1101,7 +1101,7 @@ BREAKS = (
     ),
     Break(
         "solvers/certificate.py",
-        "error = (squared.sqrt() + space.total((rounding.square() / self.noise).sum(dim=-2)).sqrt()) / self.slack.sqrt()",
+        "error = (squared.sqrt() + of_rounding.sqrt()) / self.slack.sqrt()",
         "error = squared.sqrt()",
         ("test_certificates.py",),
         "what is certain leaves rounding out",

@@ -97,7 +97,8 @@ class Certificate:
             by_factor = space.dot(r + e, z) + space.total((e.square() / self.noise).sum(dim=-2))
             size = space.dot(z.abs(), r.abs() + self.root * inner.norm(dim=-2, keepdim=True))
             squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
-        error = (squared.sqrt() + space.total((rounding.square() / self.noise).sum(dim=-2)).sqrt()) / self.slack.sqrt()
+        of_rounding = space.total((rounding.square() / self.noise).sum(dim=-2))
+        error = (squared.sqrt() + of_rounding.sqrt()) / self.slack.sqrt()
         form = space.dot(value, b + r)  # 2 b^T w - w^T A w, which the squared error is missing from
         of_form = space.dot(value.abs(), rounding + self.sums * (b.abs() + r.abs()))
         return torch.stack([error, form - of_form, form + of_form + error.square()])

@@ -179,8 +179,8 @@ class Run:
                 self.save()
 
     def _agree(self, interrupt: DeferredInterrupt) -> None:
-        """Of several ranks, rank 0 says whether the solve ends and whether it is saved, and a Ctrl-C on any of them ends
-        it on all."""
+        """Of several ranks, rank 0 says whether the solve ends and whether it is saved; a Ctrl-C on any of them ends it
+        on all."""
         self.due = self.checkpoint is not None and clock() - self.saved_at >= self.checkpoint.every
         if self.shards is not None:
             said = 4 * _ENDS.index(self.reason) + 2 * self.due + interrupt.seen
