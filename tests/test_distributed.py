@@ -5,6 +5,7 @@ All cases are run once, by 2 and by 3 gloo processes on the CPU; the tests look 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -417,6 +418,24 @@ def _shares() -> Values:
     return found
 
 
+def _vectors() -> Values:
+    """How many arrays like the iterate there are between two iterations: whole, and of a rank's own rows."""
+    shards, columns, seen = in_force(), 7, []
+    assert shards is not None
+    span = shards.span(N)
+
+    def look(_: Any) -> None:
+        like = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dim() == 2 and t.shape[1] == columns]
+        counts = [len({t.data_ptr() for t in like if len(t) == rows}) for rows in (N, span.stop - span.start)]
+        seen.append(torch.tensor(counts))
+
+    problem = FullProblem(_kernel(), points(N), normal(N, columns, seed=1), 0.05)
+    with quiet():
+        solver = ConjugateGradients(tol=1e-12, max_iterations=3)
+        solver.solve(problem, preconditioner=RPCholesky(rank=20), callback=look)
+    return {"seen": torch.stack(seen)}
+
+
 def _nested() -> Values:
     with sharded():
         return {}
@@ -463,6 +482,7 @@ APART: dict[str, Callable[[], Values]] = {
     "batches": _other_batches,
     "fits": _other_fits,
     "shares": _shares,
+    "vectors": _vectors,
     "nested": _nested,
     "used up": _used_up,
     "elsewhere": _elsewhere,
@@ -562,6 +582,15 @@ def test_a_rank_holds_its_share_of_a_factor(found, count):
         for name, dense in expected.items():
             assert cases["shares"]["values"][f"{name} own"] == N // count + (rank < N % count)
             assert relative(cases["shares"]["values"][name], dense) < 1e-10, name
+
+
+@every_count
+def test_a_rank_holds_its_share_of_the_vectors_of_conjugate_gradients(found, count):
+    for cases in found[count]:
+        assert "error" not in cases["vectors"], cases["vectors"]["trace"]
+        whole, own = cases["vectors"]["values"]["seen"].amax(dim=0)
+        assert whole == 1  # the targets
+        assert own >= 5
 
 
 @every_count
