@@ -94,7 +94,8 @@ def expected(name: str, n: int, count: int) -> float:
     if name == "stored matrix":
         return 8 * n**2 // count
     if name == "vectors":
-        return (4 + 11 / count) * 8 * n * COLUMNS
+        vector = 8 * n * COLUMNS
+        return 15 * vector if count == 1 else 5 * vector + 7 * vector // count
     return 8 * n * RANKS[name] // count
 
 

@@ -2881,6 +2881,20 @@ BREAKS = (
     ),
     # Several ranks
     Break(
+        "solvers/space.py",
+        "if _in_columns(whole) else part.clone()",
+        "if _in_columns(whole) else part",
+        DISTRIBUTED,
+        "a rank's rows keep those of all others in memory",
+    ),
+    Break(
+        "solvers/space.py",
+        "        return self.dot(a, a).sqrt()",
+        "        return super().norm(a)",
+        DISTRIBUTED,
+        "a rank takes the norm of its own rows for that of all",
+    ),
+    Break(
         "distributed/state.py",
         "whole[name] = shards.same(own).view(dtype).as_strided(shape, strides)",
         "whole[name] = shards.same(own).view(dtype).as_strided(shape, strides).contiguous()",
@@ -2963,6 +2977,13 @@ BREAKS = (
         "fallen if shards is None else shards.gather(fallen.flip(0), n, dim=-1)",
         DISTRIBUTED,
         "the residual falls at other points than those of the rank",
+    ),
+    Break(
+        "solvers/space.py",
+        "return Space(n) if shards is None else SharedSpace(n, shards)",
+        "return Space(n)",
+        DISTRIBUTED,
+        "vectors of conjugate gradients are whole on every rank",
     ),
     Break(
         "solvers/loop/run.py",
