@@ -420,12 +420,12 @@ def _shares() -> Values:
 
 
 def _vectors() -> Values:
-    """The rows of all arrays with as many columns as the targets, 7, that are in memory between two iterations."""
+    """The rows of all vectors, of 7 columns as the targets, that are in memory between two iterations."""
     seen: list[Tensor] = []
 
     def look(now: sketchgp.Progress) -> None:
-        storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (7,)]
-        sizes = {storage.data_ptr(): storage.nbytes() // (8 * 7) for storage in storages}
+        like = [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (7,) and len(t) >= N // max(COUNTS)]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // (8 * 7) for t in like}
         seen.append(torch.tensor(sorted(sizes.values())))
 
     problem = FullProblem(_kernel(), points(N), normal(N, 7, seed=4), 0.05)
