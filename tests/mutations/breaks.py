@@ -2881,20 +2881,6 @@ BREAKS = (
     ),
     # Several ranks
     Break(
-        "solvers/space.py",
-        "if _in_columns(whole) else part.clone()",
-        "if _in_columns(whole) else part",
-        DISTRIBUTED,
-        "a rank's rows keep those of all others in memory",
-    ),
-    Break(
-        "solvers/space.py",
-        "        return self.dot(a, a).sqrt()",
-        "        return super().norm(a)",
-        DISTRIBUTED,
-        "a rank takes the norm of its own rows for that of all",
-    ),
-    Break(
         "distributed/state.py",
         "whole[name] = shards.same(own).view(dtype).as_strided(shape, strides)",
         "whole[name] = shards.same(own).view(dtype).as_strided(shape, strides).contiguous()",
