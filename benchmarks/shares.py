@@ -56,7 +56,7 @@ def _factor(name: str) -> Callable[[int], Any]:
 
 
 def _vectors(n: int) -> Any:
-    """The peak is what counts: the vectors of conjugate gradients are gone in the end."""
+    """The peak is what counts: the vectors of conjugate gradients are gone in the end, but for targets and solution."""
     kernel, x = _data(n)
     y = torch.randn(n, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     solver = sketchgp.ConjugateGradients(tol=1e-14, max_iterations=2)
@@ -89,12 +89,13 @@ def measured(name: str, n: int) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------- what is measured
-def expected(name: str, n: int, count: int) -> int:
+def expected(name: str, n: int, count: int) -> float:
     """Bytes of the arrays that the work is about, by the formulas of docs/several-devices.md."""
     if name == "stored matrix":
         return 8 * n**2 // count
     if name == "vectors":
-        return 15 * 8 * n * COLUMNS
+        vector = 8 * n * COLUMNS
+        return 15 * vector if count == 1 else 5 * vector + 7 * vector // count
     return 8 * n * RANKS[name] // count
 
 
@@ -117,7 +118,8 @@ def report(results: dict[str, Any]) -> str:
     header = ["work", "rows", "MiB", *(f"{count} process(es)" for count in COUNTS)]
     note = (
         "Of the process that has most. The formulas are of the matrix, the factor or the vectors alone; inputs, tiles "
-        f"and what is temporary come on top. Vectors are those of conjugate gradients with {COLUMNS} columns."
+        f"and what is temporary come on top. Vectors are those of conjugate gradients with {COLUMNS} columns, and the "
+        "targets, the solution and the product that are whole on each."
     )
     return "\n".join(["# What a rank holds", "", describe(results["machine"]), "", note, "", table(header, rows), ""])
 

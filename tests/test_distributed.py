@@ -5,6 +5,7 @@ All cases are run once, by 2 and by 3 gloo processes on the CPU; the tests look 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -247,6 +248,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "gradients-float32": lambda: _full(ConjugateGradients(tol=1e-4), torch.float32, preconditioner=RPCholesky(rank=20)),
     "gradients-two rows": lambda: _full(ConjugateGradients(tol=1e-12), n=2),
     "posterior": lambda: _full(ConjugateGradients(tol="posterior"), preconditioner=RPCholesky(rank=20)),
+    "posterior-two rows": lambda: _full(ConjugateGradients(tol="posterior"), n=2, preconditioner=RPCholesky(rank=1)),
     "certified": lambda: _full(ConjugateGradients(tol="certified"), preconditioner=RPCholesky(rank=20)),
     "block": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=RPCholesky(rank=30, method="block")),
     "nystrom": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=Nystrom(rank=20)),
@@ -290,8 +292,8 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
 
 
 IN_THREE = (  # of these, what 3 ranks are asked for, too
-    "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "askotch", "askotch-float32", "krill",
-    "eigenpro3", "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
+    "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "posterior-two rows", "askotch",
+    "askotch-float32", "krill", "eigenpro3", "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
 )  # fmt: skip
 CASES = [(name, count) for count in COUNTS for name in (ALIKE if count == 2 else IN_THREE)]
 ALONE = ("cholesky",)  # what every rank computes by itself
@@ -417,6 +419,20 @@ def _shares() -> Values:
     return found
 
 
+def _vectors() -> Values:
+    """The rows of all vectors, of 7 columns as the targets, that are in memory between two iterations."""
+    seen: list[Tensor] = []
+
+    def look(now: sketchgp.Progress) -> None:
+        like = [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (7,) and len(t) >= N // max(COUNTS)]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // (8 * 7) for t in like}
+        seen.append(torch.tensor(sorted(sizes.values())))
+
+    problem = FullProblem(_kernel(), points(N), normal(N, 7, seed=4), 0.05)
+    ConjugateGradients(tol=1e-8).solve(problem, RPCholesky(rank=20), callback=look)
+    return {"rows": seen[1]}
+
+
 def _nested() -> Values:
     with sharded():
         return {}
@@ -463,6 +479,7 @@ APART: dict[str, Callable[[], Values]] = {
     "batches": _other_batches,
     "fits": _other_fits,
     "shares": _shares,
+    "vectors": _vectors,
     "nested": _nested,
     "used up": _used_up,
     "elsewhere": _elsewhere,
@@ -562,6 +579,16 @@ def test_a_rank_holds_its_share_of_a_factor(found, count):
         for name, dense in expected.items():
             assert cases["shares"]["values"][f"{name} own"] == N // count + (rank < N % count)
             assert relative(cases["shares"]["values"][name], dense) < 1e-10, name
+
+
+@every_count
+def test_a_rank_holds_its_share_of_the_vectors_of_conjugate_gradients(found, count):
+    for rank, cases in enumerate(found[count]):
+        assert "error" not in cases["vectors"], cases["vectors"]["trace"]
+        *own, targets = cases["vectors"]["values"]["rows"].tolist()
+        assert targets == N
+        assert len(own) > 4
+        assert set(own) == {N // count + (rank < N % count)}
 
 
 @every_count

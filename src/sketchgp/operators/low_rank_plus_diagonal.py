@@ -11,7 +11,7 @@ from linear_operator.operators import DenseLinearOperator, LinearOperator
 from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
-from ..distributed import Factor, ShardedRows, square_norms, whole
+from ..distributed import Factor, ShardedRows, Shards, square_norms, whole
 from ..errors import NumericalError
 from .substitution import cholesky_solve
 from .tiles import add_product, spans
@@ -166,6 +166,22 @@ class LowRankPlusDiagonal(LinearOperator):
             inner = cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
             scaled = scaled - (self.factor @ inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
+
+    def apply_inverse_to_rows(self, own: Tensor, shards: Shards) -> Tensor:
+        """The rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``; sends r t numbers.
+
+        F may be shared out as well, or whole on every rank.
+        """
+        factor, span = self.factor, shards.span(self.shape[-1])
+        if isinstance(factor, ShardedRows):
+            shards, span = factor.shards, factor.span
+        diagonal = self.diagonal_part[..., span].unsqueeze(-1)
+        scaled = own.to(factor.dtype) / diagonal
+        if self.rank:
+            rows = self.rows(span)
+            inner = cholesky_solve(shards.sum(rows.mT @ scaled), self.capacitance_root())
+            scaled = scaled - (rows @ inner) / diagonal
+        return scaled.to(own.dtype)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
         return self.apply_inverse(rhs)

@@ -21,6 +21,7 @@ from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import diagonal
 from ..operators.rounding import entry_rounding
 from .problem import System
+from .space import Space
 
 _EPS = torch.finfo(torch.float64).eps
 _BELOW = 16.0  # roundoffs of the trace of K that F F^T may be above K, or K below 0
@@ -36,35 +37,45 @@ class Certificate:
 
     :param preconditioner: P, or None; used where it is certain to lie below A.
     :param below: whether ``F F^T <= K`` for its factor (:attr:`sketchgp.preconditioners.Preconditioner.below`).
+    :param space: of the vectors that it is asked about; None where they are whole.
+    :ivar noise: ``(..., h, 1)``, of the rows that the space holds.
     :ivar known: False where nothing is certain: the noise is not positive or near the roundoff of K, or the entries of
         K are not a kernel's to float64.
     :ivar scale: ``(..., 1)``, the largest ``(k(x, x) / noise)^1/2``: no prediction at a point of such a prior variance
         is further from the exact one, in deviations of an observation, than that times the bound.
     """
 
-    def __init__(self, system: System, preconditioner: LowRankPlusDiagonal | None, below: bool = False) -> None:
-        self.noise = system.noise.to(torch.float64).unsqueeze(-1)
-        rounding = entry_rounding(system.operator) if bool((self.noise > 0).all()) else None
+    def __init__(
+        self,
+        system: System,
+        preconditioner: LowRankPlusDiagonal | None,
+        below: bool = False,
+        space: Space | None = None,
+    ) -> None:
+        self.space = space = Space(system.n) if space is None else space
+        noise = system.noise.to(torch.float64).unsqueeze(-1)
+        self.noise = space.own(noise)
+        rounding = entry_rounding(system.operator) if bool((noise > 0).all()) else None
         self.known = rounding is not None
         if rounding is None:
             return
         prior = diagonal(system.operator).to(torch.float64).clamp(min=0)
-        self.root = prior.sqrt().unsqueeze(-1)
-        least = self.noise.amin(dim=-2)
+        self.root = space.own(prior.sqrt().unsqueeze(-1))
+        least = noise.amin(dim=-2)
         self.scale = (prior.amax(dim=-1, keepdim=True) / least).sqrt()
         self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
         self.known = bool((self.slack > 0.5).all())
-        self.entries, self.sums = rounding[0].unsqueeze(-1), summing(system.n)
+        self.entries, self.sums = space.own(rounding[0].unsqueeze(-1)), summing(system.n)
         self.factor = None
         exact = isinstance(system.operator, KernelMatrix) or system.dtype == torch.float64
         if preconditioner is not None and below and exact:
-            shifted = (preconditioner.diagonal_part.unsqueeze(-1) > self.noise * (1 + 4 * _EPS)).any()
+            shifted = (preconditioner.diagonal_part.unsqueeze(-1) > noise * (1 + 4 * _EPS)).any()
             self.factor = None if bool(shifted) else preconditioner
 
     def bounds(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
         """``(3, ..., t)``: at least ``||value - A^-1 b||_A``, column by column; and below and above ``b^T A^-1 b``.
 
-        :param r: ``b - A value``, of one float64 product; ``(..., n, t)`` each, float64.
+        :param r: ``b - A value``, of one float64 product; vectors of the space, float64, each.
         """
         return self._bounds(b, value, r, self._rounding(b, value, r))
 
@@ -73,22 +84,28 @@ class Certificate:
         ``|dA_ij| <= g (a_ii a_jj)^1/2``, g of three sums of n terms (Higham, "Accuracy and stability of numerical
         algorithms", theorem 10.4 and section 10.1.1)."""
         root = (self.root.square() + self.noise).sqrt()
-        of_factor = 3 * self.sums * root * (root * value.abs()).sum(dim=-2, keepdim=True)
+        of_factor = 3 * self.sums * root * self._sum(root * value.abs())
         return self._bounds(b, value, torch.zeros_like(value), self._rounding(b, value, b) + of_factor)
 
     def _bounds(self, b: Tensor, value: Tensor, r: Tensor, rounding: Tensor) -> Tensor:
-        squared = (r.square() / self.noise).sum(dim=-2)
+        space = self.space
+        squared = space.total((r.square() / self.noise).sum(dim=-2))
         if self.factor is not None:
-            z = self.factor.apply_inverse(r)
-            inner = self.factor.factor.mT @ z
-            e = r - self.factor.factor @ inner - self.noise * z
-            by_factor = ((r + e) * z).sum(dim=-2) + (e.square() / self.noise).sum(dim=-2)
-            size = (z.abs() * (r.abs() + self.root * inner.norm(dim=-2, keepdim=True))).sum(dim=-2)
+            z = space.apply_inverse(self.factor, r)
+            inner = space.down(self.factor, z)
+            e = r - space.up(self.factor, inner) - self.noise * z
+            by_factor = space.dot(r + e, z) + space.total((e.square() / self.noise).sum(dim=-2))
+            size = space.dot(z.abs(), r.abs() + self.root * inner.norm(dim=-2, keepdim=True))
             squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
-        error = (squared.sqrt() + (rounding.square() / self.noise).sum(dim=-2).sqrt()) / self.slack.sqrt()
-        form = (value * (b + r)).sum(dim=-2)  # 2 b^T w - w^T A w, which the squared error is missing from
-        of_form = (value.abs() * (rounding + self.sums * (b.abs() + r.abs()))).sum(dim=-2)
+        of_rounding = space.total((rounding.square() / self.noise).sum(dim=-2))
+        error = (squared.sqrt() + of_rounding.sqrt()) / self.slack.sqrt()
+        form = space.dot(value, b + r)  # 2 b^T w - w^T A w, which the squared error is missing from
+        of_form = space.dot(value.abs(), rounding + self.sums * (b.abs() + r.abs()))
         return torch.stack([error, form - of_form, form + of_form + error.square()])
+
+    def _sum(self, own: Tensor) -> Tensor:
+        """``(..., 1, t)``, over the rows."""
+        return self.space.total(own.sum(dim=-2, keepdim=True))
 
     def of(self, b: Tensor, value: Tensor, r: Tensor) -> dict[str, Tensor]:
         """What a report has of it, by :meth:`facts`."""
@@ -103,9 +120,9 @@ class Certificate:
         return {"error_bound": flat[0], "certain_deviations": deviations, "quadratic_bounds": flat[1:]}
 
     def _rounding(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
-        """``(..., n, t)``: at least the errors of r."""
+        """``(..., h, t)``: at least the errors of r."""
         size = value.abs()
         terms = self.root * size
-        of_entries = self.entries * terms.sum(dim=-2, keepdim=True) + (self.entries * terms).sum(dim=-2, keepdim=True)
-        of_product = self.root * (of_entries + self.sums * terms.sum(dim=-2, keepdim=True))
+        total = self._sum(terms)
+        of_product = self.root * (self.entries * total + self._sum(self.entries * terms) + self.sums * total)
         return of_product + 4 * _EPS * (self.noise * size + b.abs() + r.abs())

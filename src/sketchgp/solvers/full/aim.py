@@ -19,6 +19,7 @@ from ...operators import LowRankPlusDiagonal
 from ...operators.access import diagonal
 from ..certificate import Certificate
 from ..problem import System
+from ..space import Space
 
 LEVEL = 0.01  # posterior deviations of an observation
 CEILING = 1e-3  # of the residual that an estimate is content with: it is of some points only
@@ -39,34 +40,39 @@ class Rows:
 
     :param system: of one matrix or a batch; :param preconditioner: P, or None.
     :param least: ``(..., 1)`` or 0: below which no deviation is taken to be.
+    :param space: of the vectors.
     """
 
-    def __init__(self, system: System, preconditioner: LowRankPlusDiagonal | None, least: Tensor | float) -> None:
-        self.noise = system.noise.to(torch.float64).unsqueeze(-1)
+    def __init__(
+        self, system: System, preconditioner: LowRankPlusDiagonal | None, least: Tensor | float, space: Space
+    ) -> None:
+        self.space, noise = space, system.noise.to(torch.float64).unsqueeze(-1)
         left = diagonal(system.operator).to(torch.float64).clamp(min=0)
         if preconditioner is not None:
             left = (left - square_norms(preconditioner.factor)).clamp(min=0)
         left = left.unsqueeze(-1)
-        self.share, self.known = left / (left + self.noise), preconditioner is not None
+        self.noise, self.known = space.own(noise), preconditioner is not None
+        self.share = space.own(left / (left + noise))
         least = torch.as_tensor(least, dtype=torch.float64, device=self.noise.device)
         self.unit = torch.maximum(self.noise.sqrt(), least.unsqueeze(-1) if least.dim() else least)
 
     def worst(self, r: Tensor, z: Tensor) -> Tensor:
         """``(..., t)``: the largest error at a training point, in deviations of an observation, at the most.
 
-        :param r: residuals ``(..., n, t)``; :param z: ``P^-1 r``.
+        :param r: residuals, vectors of the space; :param z: ``P^-1 r``.
         """
         found = self.share * r.abs()
         if self.known:
             found = torch.maximum(found, (r - self.noise * z).abs())
-        return (found / self.unit).amax(dim=-2)
+        return self.space.largest(found / self.unit)
 
 
 class Aim:
     """The tolerance of the residual of each column, found out as the solve goes on.
 
     :param norm: ``(..., t)`` of the right-hand sides.
-    :param weights: what is followed, k(X, x) over the deviation at x, ``(..., n, p)``; None for ``"certified"``.
+    :param weights: what is followed, k(X, x) over the deviation at x, p vectors of the certificate's space; None for
+        ``"certified"``.
     :ivar tolerance: ``(..., t)``, of the relative residual; 0 while nothing is known.
     :ivar margin: of the bound that the recurrence is to come to; less where the true one was still too large then.
     """
@@ -117,7 +123,7 @@ class Aim:
             return
         self._grow()
         step = self.norm.new_zeros(*self.norm.shape[:-1], self.weights.shape[-1], self.norm.shape[-1])
-        step[..., index] = (self.weights.mT @ p) * alpha.unsqueeze(-2)
+        step[..., index] = self.certificate.space.total(self.weights.mT @ p) * alpha.unsqueeze(-2)
         now, k = (residual * self.norm).reshape(-1), self.used
         self.values[k] = self.values[k - 1] + step.movedim(-2, 0).flatten(1)
         self.residuals[k] = now
@@ -133,7 +139,7 @@ class Aim:
     def weigh(self, energy: Tensor, s: Tensor, z: Tensor, index: Tensor, residual: Tensor) -> None:
         """For ``"certified"``: by what the bound is over the residual now; else by the errors at the training points.
 
-        :param energy: ``s^T z`` of the residual s ``(..., n, columns)`` of the columns ``index``; z is ``P^-1 s``.
+        :param energy: ``s^T z`` of the residual s, of the columns ``index``; z is ``P^-1 s``.
         """
         if self.weights is not None:
             if self.rows is not None:
@@ -145,7 +151,7 @@ class Aim:
             if self.used > _FIRST:
                 self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
             return
-        by_noise = (s.square() / self.certificate.noise).sum(dim=-2)
+        by_noise = self.certificate.space.total((s.square() / self.certificate.noise).sum(dim=-2))
         squared = by_noise if self.certificate.factor is None else torch.minimum(energy, by_noise)
         bound = squared.clamp(min=torch.finfo(squared.dtype).tiny).sqrt() * self.certificate.scale
         self.tolerance = self.tolerance.clone()

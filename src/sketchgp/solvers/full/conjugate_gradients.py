@@ -24,6 +24,7 @@ from ..choices import Budgeted
 from ..energy import Goal
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
+from ..space import Space
 from .aim import Rows
 from .followed import Followed
 from .gradients import Gradients
@@ -245,7 +246,8 @@ class ConjugateGradients(Budgeted):
     ) -> Gradients:
         """What is iterated, by the tolerance that was asked for."""
         compare_ranks(self.name, lambda: solve_marks(system.noise, rhs, self._described()))
-        certificate = Certificate(system, preconditioner, below)
+        space = Space.of(system.n)
+        certificate = Certificate(system, preconditioner, below, space)
         tol: float | str = self.tol or 1e-3
         weights = rows = None
         if goal is not None and isinstance(tol, str):
@@ -257,8 +259,8 @@ class ConjugateGradients(Budgeted):
             )
         elif tol == "posterior":
             followed = followed or Followed.of(system)
-            weights = followed.covariances / followed.deviations(system).unsqueeze(-2)
-            rows = Rows(system, preconditioner, followed.least)
+            weights = space.own(followed.covariances / followed.deviations(system).unsqueeze(-2))
+            rows = Rows(system, preconditioner, followed.least, space)
         accurate = self.precision == "float64"
         return Gradients(
             tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors

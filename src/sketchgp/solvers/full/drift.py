@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...random_streams import generator
 from ..problem import System
+from ..space import Space
 
 _ROWS = 64  # the estimate's standard deviation is a tenth
 
@@ -21,18 +22,21 @@ class Drift:
     """The rows, and what they say of one system or a batch.
 
     :param system: of n points; a look costs ``64 n`` kernel entries in float64.
+    :param space: of the vectors.
     """
 
-    def __init__(self, system: System) -> None:
-        self.system = system
+    def __init__(self, system: System, space: Space) -> None:
+        self.system, self.space = system, space
         order = torch.randperm(system.n, generator=generator(0, "rows of residuals"))
         self.rows = order[:_ROWS].sort().values.to(system.noise.device)
 
     def between(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
         """The norms of ``b - A value - r``, about, ``(..., t)``.
 
-        :param b: right-hand sides ``(..., n, t)``; :param value: the iterate; :param r: residuals of the recurrence.
+        :param b: right-hand sides; :param value: the iterate; :param r: residuals of the recurrence; vectors of the
+            space.
         """
-        rows = self.rows
-        difference = b[..., rows, :] - self.system.accurate_rows(rows, value) - r[..., rows, :]
+        rows, space = self.rows, self.space
+        there = self.system.accurate_rows(rows, space.whole(value))
+        difference = space.rows(b, rows) - there - space.rows(r, rows)
         return difference.norm(dim=-2) * (self.system.n / len(rows)) ** 0.5

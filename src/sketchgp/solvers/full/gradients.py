@@ -47,6 +47,7 @@ class Gradients(Kept):
         "least_target", "least", "steps",
         "lanczos.coefficients", "warm", "trail",
     )  # fmt: skip
+    vectors = ("value", "r", "best", "_uncertain", "s", "d", "p")
 
     def __init__(
         self,
@@ -64,21 +65,22 @@ class Gradients(Kept):
     ) -> None:
         super().__init__()
         self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
-        self.system, self.preconditioner = system, preconditioner
+        self.system, self.preconditioner, self.space = system, preconditioner, certificate.space
         self.out_dtype = rhs.dtype
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
-        self.b = rhs.to(torch.float64).expand(*batch, *rhs.shape[-2:])
-        norm = self.b.norm(dim=-2)
+        own = self.space.own(rhs).to(torch.float64)
+        self.b = own.expand(*batch, *own.shape[-2:])
+        norm = self.space.norm(self.b)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
-        self.lanczos = LanczosRecord(self.b, rhs.dtype, lanczos_columns, keep_vectors)
+        self.lanczos = LanczosRecord(self.b, self.space, rhs.dtype, lanczos_columns, keep_vectors)
         self.exact = accurate or system.dtype == torch.float64
         self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # that of float32 iterations
-        self.drift = Drift(system)
+        self.drift = Drift(system, self.space)
         self.verified = True  # whether the true residual is that of the value
         self.steps = 0  # of the cycle
         self.warm = False
@@ -97,12 +99,12 @@ class Gradients(Kept):
     def begin(self, initial: Tensor | None) -> Tensor:
         self.value, self.r = torch.zeros_like(self.b), self.b.clone()
         if initial is not None:
-            start = initial.to(self.out_dtype).to(torch.float64)  # what is returned where no step is taken
+            start = self.space.own(initial).to(self.out_dtype).to(torch.float64)  # returned where no step is taken
             self.value = start.expand_as(self.b).clone()
-            self.r = self.b - self.system.accurate_product(self.value)
+            self.r = self.b - self.space.product(self.system.accurate_product, self.value)
         self.warm = initial is not None
-        self.taken = (self.value * (self.b + self.r)).sum(dim=-2)
-        self.residual = self.rounded_residual = self.current = self.r.norm(dim=-2) / self.norm
+        self.taken = self.space.dot(self.value, self.b + self.r)
+        self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
         self._uncertain = self.r
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
@@ -115,6 +117,9 @@ class Gradients(Kept):
         return self.current.reshape(-1) if self.told is None else self.told
 
     def weights(self) -> Tensor:
+        return self.space.whole(self._iterate())
+
+    def _iterate(self) -> Tensor:
         if not self.cycling:
             return self.value
         value = self.value.clone()
@@ -196,25 +201,26 @@ class Gradients(Kept):
             converged = converged and bool(self._explained(self.residual).all())
             error = self.goal.error(self.taken, self.remaining)
             facts["variance_error"] = error.masked_fill(self.residual <= _EXACT, 0).reshape(-1).cpu()
-        return Outcome(self.best, residual, converged, reason, facts)
+        return Outcome(self.space.whole(self.best), residual, converged, reason, facts)
 
     def product_of(self, value: Tensor) -> Tensor | None:
         """A times a value, in float64, where the latest true residual is of it."""
-        if not self.verified or self.cycling or not torch.equal(value, self.value):
+        verified = self.verified and not self.cycling
+        if not verified or not self.space.all(torch.equal(self.space.own(value), self.value)):
             return None
-        return self.b - self.r
+        return self.space.whole(self.b - self.r)
 
     def _product(self, vectors: Tensor) -> Tensor:
-        return self.system.accurate_product(vectors) if self.exact else self.system.product(vectors)
+        return self.space.product(self.system.accurate_product if self.exact else self.system.product, vectors)
 
     def _precondition(self, vectors: Tensor) -> Tensor:
         if self.preconditioner is None:
             return vectors
         if self.exact or self.goal is not None or self.lanczos.columns:  # what P says is taken at its word there
-            return self.preconditioner.apply_inverse(vectors)
+            return self.space.apply_inverse(self.preconditioner, vectors)
         if self.inverse is None:
             self.inverse = RoundedInverse.of(self.preconditioner) or self.preconditioner
-        return self.inverse.apply_inverse(vectors)
+        return self.space.apply_inverse(self.inverse, vectors)
 
     def _verify(self) -> None:
         """The residual of the float64 iterate, and of the value rounded as it will be returned, in float64 products.
@@ -227,8 +233,9 @@ class Gradients(Kept):
         if not both:
             self.value = rounded
         stacked = torch.cat([rounded, self.value], dim=-1) if both else rounded
-        r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - self.system.accurate_product(stacked)
-        residual = r.norm(dim=-2) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
+        product = self.space.product(self.system.accurate_product, stacked)
+        r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - product
+        residual = self.space.norm(r) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
         if not bool(torch.isfinite(residual).all()):
             raise NumericalError(NAN, see="nan")
         self.rounded_residual = residual[..., :width]
@@ -257,7 +264,7 @@ class Gradients(Kept):
         self.index, self.keep = torch.arange(self.b.shape[-1], device=self.b.device), None
         self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
         self.p = self._precondition(self.s).clone()
-        self.sz = (self.s * self.p).sum(dim=-2)
+        self.sz = self.space.dot(self.s, self.p)
         self.current = self.least = self.residual.clone()
         self.active = self.current > self.target
         if self.goal is not None:
@@ -273,7 +280,7 @@ class Gradients(Kept):
 
     def _close(self) -> None:
         """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
-        self.value, self.cycling, self.verified = self.weights(), False, False
+        self.value, self.cycling, self.verified = self._iterate(), False, False
         followed, aimed = self.current, self._aimed
         self._verify()
         reached = torch.minimum(followed, self.residual) <= aimed
@@ -306,17 +313,17 @@ class Gradients(Kept):
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
-        curvature = (p * product).sum(dim=-2)
+        curvature = self.space.dot(p, product)
         alpha, usable, finite = descend(self.d, self.s, p, product, curvature, self.sz, self.active)
         broken = (self.active & ~usable & (self.sz != 0)).any()
+        z = self._precondition(self.s)
+        size, following = self.space.norm_and_dot(self.s, z)
         self.current = self.current.clone()
-        self.current[..., index] = self.s.norm(dim=-2) / self.norm[..., index]
+        self.current[..., index] = size / self.norm[..., index]
         if self.aim is not None:
             self.aim.follow(alpha, p, index, self.current)
         if self.goal is not None:
             self._follow(alpha * self.sz, usable, index)
-        z = self._precondition(self.s)
-        following = (self.s * z).sum(dim=-2)
         if self.aim is not None:
             self.aim.weigh(following, self.s, z, index, self.current)
             self.target = torch.maximum(self.least_target, self._aimed)
@@ -375,7 +382,7 @@ class Gradients(Kept):
     def _drifted(self) -> Tensor:
         """Of the columns worked on, whether rounding has taken the recurrence's residual so far from the true one that
         going on is in vain: by a twentieth of it, and so far that where it is to come to would not do."""
-        gap = self._gap(self.weights())
+        gap = self._gap(self._iterate())
         allowed = torch.maximum(_GONE * self.current, 1.4 * self._aimed)[..., self.index]
         return gap > allowed
 
@@ -383,7 +390,7 @@ class Gradients(Kept):
         """End those of some columns whose value, rounded as it will be returned, is at the tolerance by what rows say
         of it."""
         tol, current = self.tol[..., self.index], self.current[..., self.index]
-        gap = self._gap(self.weights().to(self.out_dtype).to(torch.float64))
+        gap = self._gap(self._iterate().to(self.out_dtype).to(torch.float64))
         self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
 
     def _gap(self, value: Tensor) -> Tensor:

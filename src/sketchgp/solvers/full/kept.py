@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..loop import Method
 from ..problem import System
+from ..space import Space
 from .aim import Aim
 from .lanczos_record import LanczosRecord
 
 
 class Kept(Method):
-    """Attributes of the parts, by the names under which they are saved."""
+    """Attributes of the parts, by the names under which they are saved.
 
+    Vectors are whole in a checkpoint, which therefore does not hang on the number of ranks.
+    """
+
+    vectors: tuple[str, ...]  # those of the saved attributes that are vectors of the space
+    space: Space
     system: System
     aim: Aim | None
     lanczos: LanczosRecord
     best: Tensor
     _uncertain: Tensor | None  # the residual of the best value, where nothing is worked out of it yet
     _of_best: Tensor
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        plain, tensors = super().state()
+        for key in filter(tensors.__contains__, self._keys()):
+            tensors[key] = self.space.to_write(tensors[key])
+        return plain, tensors
+
+    def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        own = {key: self.space.own(tensors[key]) for key in self._keys() if key in tensors}
+        super().restore(plain, {**tensors, **own})
+
+    def _keys(self) -> list[str]:
+        """The names of vectors in what is saved."""
+        return [f"{name}/" for name in self.vectors]
 
     @property
     def trail(self) -> list[Tensor]:
@@ -49,8 +71,7 @@ class Kept(Method):
 
     @property
     def certain(self) -> Tensor:
-        """Of the best value, :meth:`_certain`, worked out when it is asked for: not for a checkpoint, since the rank
-        that writes it does so alone, and a product takes all of them."""
+        """Of the best value, :meth:`_certain`, worked out when it is asked for."""
         if self._uncertain is not None:
             self.certain = self._certain(self.best, self._uncertain)
         return self._of_best

@@ -10,20 +10,21 @@ from torch import Tensor
 
 from ...settings import memory_budget
 from ..lanczos import tridiagonal
+from ..space import Space
 
 _DEPTH = 20  # vectors that are kept whatever the memory budget is; GPyTorch takes no more of them
 
 
 class LanczosRecord:
-    """Of the first ``columns`` of a block ``b``, ``(..., n, t)`` float64; what is returned has ``dtype``."""
+    """Of the first ``columns`` of a block ``b``, float64 vectors of a space; what is returned has ``dtype``."""
 
-    def __init__(self, b: Tensor, dtype: torch.dtype, columns: int, with_vectors: bool) -> None:
-        self.b, self.dtype, self.columns, self.with_vectors = b, dtype, columns, with_vectors
+    def __init__(self, b: Tensor, space: Space, dtype: torch.dtype, columns: int, with_vectors: bool) -> None:
+        self.b, self.space, self.dtype, self.columns, self.with_vectors = b, space, dtype, columns, with_vectors
         self.coefficients: list[Tensor] = []
         self.vectors: list[Tensor] = []
         self.depth = float("inf")
         if with_vectors:
-            each = b[..., :columns].numel() * dtype.itemsize
+            each = b.shape[:-2].numel() * space.n * columns * dtype.itemsize
             self.depth = max(_DEPTH, memory_budget.value(b.device) // max(each, 1))
 
     def begin(self, z: Tensor, size: Tensor) -> None:
@@ -59,4 +60,4 @@ class LanczosRecord:
         """``W = P^-1/2 V``, ``(columns, ..., n, k)``; zeros past a column's end."""
         zeros = torch.zeros_like(self.b[..., : self.columns], dtype=self.dtype)
         kept = self.vectors[: max(1, len(self.coefficients))] or [zeros]
-        return torch.stack(kept, dim=-1).movedim(-2, 0)
+        return self.space.whole(torch.stack(kept, dim=-1).movedim(-2, 0))

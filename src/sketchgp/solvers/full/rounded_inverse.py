@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...distributed import in_force
 from ...operators import LowRankPlusDiagonal
 from ...random_streams import generator
 from ...settings import memory_budget
@@ -35,9 +36,11 @@ class RoundedInverse:
     @classmethod
     def of(cls, inverse: LowRankPlusDiagonal) -> RoundedInverse | None:
         """That of a preconditioner; None of one with few columns, or where they fall too slowly, or without the memory
-        for another 4 n (r - h) bytes, or whose rows several ranks hold."""
+        for another 4 n (r - h) bytes, or where several ranks work together."""
         factor, rank = inverse.factor, inverse.rank
-        if not torch.is_tensor(factor) or factor.dim() > 2 or rank < _LEAST or factor.dtype != torch.float64:
+        if in_force() is not None or not torch.is_tensor(factor):
+            return None
+        if factor.dim() > 2 or rank < _LEAST or factor.dtype != torch.float64:
             return None
         if torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32:
             return None

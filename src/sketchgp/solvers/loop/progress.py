@@ -29,5 +29,5 @@ class Progress:
     _weights: Callable[[], Tensor] = field(repr=False)
 
     def weights(self) -> Tensor:
-        """The present W, ``(n, t)`` or ``(m, t)``, float64."""
+        """The present W, ``(n, t)`` or ``(m, t)``, float64; inside ``sharded()`` it is asked for on all ranks."""
         return self._weights()

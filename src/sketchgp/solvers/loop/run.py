@@ -78,7 +78,7 @@ class Run:
         self.began, self.earlier = began, 0.0
         self.setup_seconds = 0.0  # of all runs, once the first step can be taken
         self.resumed_after: int | None = None
-        self.saved_at = clock()
+        self.saved_at, self.due = clock(), False
         self.outcome: Outcome | None = None
         self.shards = in_force()
         if budget.seconds is not None:
@@ -167,6 +167,7 @@ class Run:
                 if interrupt.seen:
                     raise KeyboardInterrupt
             except KeyboardInterrupt:
+                within = within or (interrupt.again and self.shards is not None)  # the others know nothing of it
                 if not within:
                     self.save()
                 if self.raising or interrupt.again:
@@ -174,16 +175,18 @@ class Run:
                 self.reason = self.reason or Reason.INTERRUPTED
                 break
             self._stop_at_limits()
-            every = float("inf") if self.checkpoint is None else self.checkpoint.every
-            if self.reason is not None or clock() - self.saved_at >= every:
+            if self.reason is not None or self.due:
                 self.save()
 
     def _agree(self, interrupt: DeferredInterrupt) -> None:
-        """Of several ranks, rank 0 says whether the solve ends, and a Ctrl-C on any of them ends it on all."""
+        """Of several ranks, rank 0 says whether the solve ends and whether it is saved; a Ctrl-C on any of them ends it
+        on all."""
+        self.due = self.checkpoint is not None and clock() - self.saved_at >= self.checkpoint.every
         if self.shards is not None:
-            said = 2 * _ENDS.index(self.reason) + interrupt.seen
+            said = 4 * _ENDS.index(self.reason) + 2 * self.due + interrupt.seen
             found = [int(one) for one in self.shards.exchange.meet("the end of a step", said)]
-            self.reason, interrupt.seen = _ENDS[found[0] // 2], any(one % 2 for one in found)
+            self.reason, interrupt.seen = _ENDS[found[0] // 4], any(one % 2 for one in found)
+            self.due = bool(found[0] // 2 % 2)
 
     def _judge(self, bar: Any) -> None:
         """A window is closed: the method sees whether to go on."""
@@ -214,10 +217,12 @@ class Run:
     # --- saving and resuming --------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write everything that the rest of the solve depends on, if there is a checkpoint."""
-        if self.checkpoint is None or not self.checkpoint.ours:
+        """Write everything that the rest of the solve depends on, if there is a checkpoint; all ranks do it."""
+        if self.checkpoint is None:
             return
         plain, tensors = self.method.state()
+        if not self.checkpoint.ours:
+            return
         plain = {
             "method": plain,
             "seconds": self.seconds,
