@@ -16,7 +16,6 @@ from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
 from .fingerprint import Held, data_key, module_key, tensor_key
-from .inducing_points import InducingPoints
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
@@ -34,6 +33,7 @@ from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
 from .solvers.inducing.automatic import automatic_inducing_solver
+from .solvers.inducing.points import InducingPoints, plain_points
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
@@ -109,6 +109,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
                 f"{owner}: likelihood expects a GaussianLikelihood or FixedNoiseGaussianLikelihood, which several "
                 f"outputs share; got {type(likelihood).__name__}."
             )
+        inducing_points = plain_points(inducing_points)
         train_x, train_y = whole_or_source(train_x, inducing_points), whole_targets(train_y, inducing_points)
         if isinstance(train_x, RowSource):
             raise InputError(
@@ -123,8 +124,6 @@ class InducingPointGP(gpytorch.models.ExactGP):
             )
         if train_x.dim() == 1:
             train_x = train_x.unsqueeze(-1)
-        if isinstance(inducing_points, InducingPoints):
-            inducing_points = inducing_points.points
         if torch.is_tensor(inducing_points) and inducing_points.dim() == 1:
             inducing_points = inducing_points.unsqueeze(-1)
         check_kernel(owner, kernel)
