@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,17 +49,6 @@ class InducingPointProblem:
     inducing_points: Tensor
     level: float = field(init=False, repr=False)  # one variance for all, the geometric mean of noise
     weights: Tensor | None = field(init=False, repr=False)  # (n,) float64 root of level / noise; None where constant
-
-    if TYPE_CHECKING:  # the fields are narrower than what they may be made of
-
-        def __init__(
-            self,
-            kernel: Any,
-            x: Tensor | RowSource | Iterable[tuple[Tensor, Tensor]],
-            y: Tensor | None,
-            noise: float | Tensor,
-            inducing_points: Tensor | InducingPoints,
-        ) -> None: ...
 
     def __init__(
         self,
