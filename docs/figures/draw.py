@@ -150,7 +150,7 @@ def eigenpro_preconditioner() -> None:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("iterations of conjugate gradients to a residual of 1e-3, 2,000 rows")
-    axes.legend(fontsize=9, loc="upper right", framealpha=0.9)
+    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=3, frameon=False)
     save(figure, "eigenpro_preconditioner")
 
 
