@@ -23,7 +23,8 @@ from botorch.exceptions import OptimizationWarning
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import MixedSingleTaskGP, ModelListGP, MultiTaskGP, SingleTaskGP, SingleTaskMultiFidelityGP
 from botorch.models.kernels.linear_truncated_fidelity import LinearTruncatedFidelityKernel
-from botorch.models.transforms import Normalize, Standardize
+from botorch.models.transforms import Log, Normalize, Power, Standardize
+from botorch.models.transforms.input import InputPerturbation
 from botorch.sampling import SobolQMCNormalSampler
 
 pytestmark = [
@@ -428,31 +429,88 @@ def test_training_inputs_stay_transformed_as_botorch_does_it() -> None:
             assert relative(posterior(sketchgp.restore(model), x)[0], mean) < 1e-6
 
 
-def test_predict_works_in_the_models_own_units() -> None:
-    """``predict`` speaks GPyTorch: inputs as the model transforms them, targets standardised."""
-    model, x = single("no transforms")
-    sketchgp.accelerate(model)
-    with dense():
-        mean, variance = posterior(copy.deepcopy(sketchgp.restore(model)), x)
-    sketchgp.accelerate(model)
-    with iterative():
-        found = sketchgp.predict(model, x)
-    assert relative(found.mean, mean[:, 0]) < 1e-6
-    assert relative(found.variance, variance[:, 0]) < 1e-5
-
-
 @pytest.mark.parametrize("variance", ["exact", "low_rank", None])
-def test_predict_and_transforms(variance: str | None) -> None:
-    """With input and outcome transforms, predict gives the posterior in the user's units, or refuses."""
-    model, x = single("default")
+@pytest.mark.parametrize("kind", KINDS)
+def test_predict_is_in_units_of_the_data(kind: str, variance: str | None) -> None:
+    """What the model's own posterior says, whatever the transforms, and bounds that hold."""
+    model, x = single(kind)
+    several, known = kind == "two outputs", kind == "known noise"
     with dense():
         mean, latent = posterior(copy.deepcopy(model), x)
+        with torch.no_grad():
+            observed = copy.deepcopy(model).posterior(x, observation_noise=True).variance
+    if not several:
+        mean, latent, observed = (values.squeeze(-1) for values in (mean, latent, observed))
     sketchgp.accelerate(model)
-    with iterative():
-        try:
-            found = sketchgp.predict(model, x, variance=variance)
-        except sketchgp.InputError:
-            return
-    assert relative(found.mean, mean[:, 0]) < 1e-5
-    if found.variance is not None:
-        assert relative(found.variance, latent[:, 0]) < 0.3
+    if several and variance == "low_rank":
+        with iterative(), pytest.raises(sketchgp.InputError, match="low_rank"):
+            sketchgp.predict(model, x, variance=variance)
+        return
+    with iterative(tol=1e-6):
+        found = sketchgp.predict(model, x.numpy(), variance=variance)
+    assert found.mean.shape == mean.shape and relative(found.mean, mean) < 1e-5
+    if variance is None:
+        assert found.variance is None and found.observation_variance is None
+        return
+    near = 1e-4 if variance == "exact" else 0.3
+    assert found.variance.shape == mean.shape and relative(found.variance, latent) < near
+    assert (found.observation_variance is None) == known
+    if not known:
+        assert relative(found.observation_variance, observed) < near
+    if not several:
+        assert bool(((found.mean - mean).abs() <= found.mean_error_bound).all())
+        assert float(found.mean_error_bound.max()) < 0.1 * float(latent.sqrt().max())
+    if variance == "exact" and not several:
+        assert bool(((found.variance - latent).abs() <= found.variance_error_bound).all())
+
+
+def test_bounds_of_predictions_are_in_units_of_the_data() -> None:
+    """A loose solve's error, and its bound, of outcomes a thousand times as large are a thousand times as large."""
+    x, y, xt = problem()
+    plain, scaled = (
+        sketchgp.accelerate(SingleTaskGP(x, 1000**power * y, input_transform=Normalize(d=2))) for power in (0, 1)
+    )
+    with iterative(tol=0.05):
+        one, other = (sketchgp.predict(model, xt, variance="exact") for model in (plain, scaled))
+    for name, power in (("mean_error_bound", 1), ("variance_error_bound", 2), ("mean_error_bound_deviations", 0)):
+        assert relative(getattr(other, name), 1000**power * getattr(one, name)) < 1e-3, name
+    with dense():
+        mean, _ = posterior(sketchgp.restore(scaled), xt)
+    assert bool(((other.mean - mean.squeeze(-1)).abs() <= other.mean_error_bound).all())
+
+
+def test_predictions_of_logarithms_are_log_normal() -> None:
+    x, y, xt = problem()
+    model = SingleTaskGP(x, (y / 40).exp(), outcome_transform=Log(), input_transform=Normalize(d=2))
+    with dense():
+        mean, variance = posterior(copy.deepcopy(model), xt)
+    sketchgp.accelerate(model)
+    with iterative(tol=1e-6):
+        found = sketchgp.predict(model, xt, variance="exact")
+        with pytest.raises(sketchgp.InputError, match="Log, whose mean depends on it; got None"):
+            sketchgp.predict(model, xt, variance=None)
+    assert relative(found.mean, mean[:, 0]) < 1e-4 and relative(found.variance, variance[:, 0]) < 1e-3
+    assert found.mean_error_bound is None and found.variance_error_bound is None
+
+
+def test_predict_of_a_multi_task_gp_names_tasks_in_x() -> None:
+    model, x = multitask()
+    with dense():
+        mean, variance = posterior(copy.deepcopy(model), x)
+    sketchgp.accelerate(model)
+    for task in (0, 1):
+        with iterative(tol=1e-6):
+            found = sketchgp.predict(model, torch.cat([x, torch.full_like(x[:, :1], task)], dim=-1))
+        assert relative(found.mean, mean[:, task]) < 1e-4 and relative(found.variance, variance[:, task]) < 1e-3
+
+
+def test_predict_refuses_transforms_without_a_mean() -> None:
+    x, y, xt = problem()
+    cases = [
+        ({"outcome_transform": Power(0.5)}, "outcome_transform expects .* got Power; draw from"),
+        ({"input_transform": InputPerturbation(torch.zeros(2, 2).double())}, "one point of each"),
+    ]
+    for options, message in cases:
+        model = sketchgp.accelerate(SingleTaskGP(x, y, **options))
+        with iterative(), pytest.raises(sketchgp.InputError, match=message):
+            sketchgp.predict(model, xt)

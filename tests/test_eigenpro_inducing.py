@@ -155,8 +155,10 @@ def test_an_inexact_projection_takes_its_directions_from_the_inducing_points():
     assert report.preconditioner == "20 of 40 directions"
     few = InducingPointProblem(problem.kernel, problem.x[:20], problem.y[:20], 0.0, problem.inducing_points)
     assert EigenPro4(projection="inexact", subsample_size=20).solve(few).report.rank <= 20
-    with pytest.raises(InputError, match="rank=50 exceeds the 40 inducing points"):
-        EigenPro4(projection="inexact", rank=50).solve(problem)
+    as_many, more = (EigenPro4(projection="inexact", rank=rank, epochs=1).solve(problem) for rank in (40, 50))
+    assert torch.equal(as_many.value, more.value)
+    assert "rank 50 was asked for; 40 inducing points have 40" in more.report.notes
+    assert not any("asked for" in note for note in as_many.report.notes)
 
 
 def test_an_inexact_projection_that_does_not_converge_is_an_error(monkeypatch):
@@ -618,12 +620,22 @@ def test_a_stream_that_does_not_start_anew():
         EigenPro4(epochs=3).solve(InducingPointProblem(_kernel(), Once(), None, 0.0, x[:10].clone()))
 
 
+@pytest.mark.parametrize("name", ["rank", "subsample_size"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_more_directions_than_points_are_as_many(name, streamed):
+    problem = _problem(100, 20)
+    if streamed:
+        problem = InducingPointProblem(problem.kernel, [(problem.x, problem.y)], None, 0.0, problem.inducing_points)
+    as_many, more = (EigenPro3(epochs=1, **{name: size}).solve(problem) for size in (100, 101))
+    assert torch.equal(as_many.value, more.value)
+    assert f"{name} 101 was asked for; 100 points have 100" in more.report.notes
+    assert not any("asked for" in note for note in as_many.report.notes)
+
+
 def test_arguments_that_do_not_fit():
     problem = _problem(100, 20)
     x, y = problem.x, problem.y
     for choices, match in [
-        ({"rank": 101}, "exceeds the 100 points"),
-        ({"subsample_size": 101}, "exceeds the 100 points"),
         ({"rank": 30, "subsample_size": 20}, "subsample_size of as many"),
     ]:
         with pytest.raises(InputError, match=match):
@@ -649,8 +661,6 @@ def test_arguments_that_do_not_fit():
     stream = InducingPointProblem(problem.kernel, [(x, y)], None, 0.0, problem.inducing_points)
     with pytest.raises(InputError, match="block_size"):
         EigenPro3(block_size=10).solve(stream)
-    with pytest.raises(InputError, match="rank=200 exceeds"):
-        EigenPro3(rank=200).solve(stream)
     with pytest.raises(InputError, match="initial"):
         EigenPro3().solve(problem, initial=y)
     with pytest.raises(InputError, match=r"initial .*NaN"):

@@ -21,7 +21,7 @@ SMALL = {  # arguments for a run of seconds
     "molecules.py": ["--rows", "300"],
     "random_feature_stream.py": ["--batches", "4"],
     "sharded_training.py": ["--rows", "900", "--iterations", "2"],
-    "spatial_map.py": ["--width", "40"],
+    "spatial_map.py": ["--every", "4"],
     "stream_with_augmentation.py": ["--points", "150", "--batches", "2", "--epochs", "2"],
     "thompson_sampling.py": ["--points", "850", "--rounds", "1"],
     "tune_on_all_rows.py": ["--rows", "500", "--iterations", "8"],

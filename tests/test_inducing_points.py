@@ -10,7 +10,7 @@ import torch
 
 import sketchgp
 from problems import normal, points, relative, squared_distances
-from sketchgp import InducingPointProblem, InputError
+from sketchgp import QR, InducingPointProblem, InputError
 from sketchgp.inducing_points import InducingPoints, _inclusion, choose_inducing_points, leverage_scores
 
 METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
@@ -251,3 +251,11 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_on_a_device(method):
     chosen = choose(method, points(100).cuda(), 10, rbf().cuda())
     assert chosen.points.is_cuda
+
+
+def test_problems_take_what_was_chosen():
+    x = points(50)
+    chosen = choose("leverage", x, 12)
+    plain, taken = (InducingPointProblem(rbf(), x, x[:, 0], 0.1, z) for z in (chosen.points, chosen))
+    assert torch.equal(taken.inducing_points, chosen.points) and taken.m == 12
+    assert torch.equal(QR().solve(taken).value, QR().solve(plain).value)

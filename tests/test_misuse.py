@@ -316,6 +316,12 @@ def _sparse() -> sketchgp.InducingPointGP:
     return sketchgp.InducingPointGP(X, Y, GaussianLikelihood(), ConstantMean(), _kernel(), Z).double().eval()
 
 
+def test_a_model_on_inducing_points_is_not_accelerated() -> None:
+    """Nothing would change, whatever the choices."""
+    with pytest.raises(sketchgp.InputError, match=r"InducingPointGP\(\.\.\., solver="):
+        sketchgp.accelerate(_sparse(), solver=sketchgp.ASkotch())
+
+
 def _samples() -> sketchgp.PosteriorSamples:
     return sketchgp.sample_posterior(_accelerated(), 2)
 

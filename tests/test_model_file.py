@@ -79,6 +79,11 @@ def test_public_loader(tmp_path):
     torch.testing.assert_close(found.observation_variance, expected.variance * 0.25**2)
     for same in (raw, torch.from_numpy(raw), {name: list(table[name]) for name in loaded.features}):
         assert torch.equal(loaded.predict(same).mean, found.mean)
+    raw[3, 1] = np.nan  # rows are counted from 0, whatever they are given as
+    with pytest.raises(InputError, match=r"first in row 3\."):
+        loaded.predict(raw)
+    with pytest.raises(InputError, match="row 3, column 'b'"):
+        loaded.predict({name: raw[:, number] for number, name in enumerate(loaded.features)})
     with pytest.raises(InputError, match="no column 'b'"):
         loaded.predict(table.drop(columns="b"))
     with pytest.raises(InputError, match="no such file"):

@@ -1,18 +1,27 @@
 """Formulas as MathML, which browsers typeset by themselves: no script, nothing from another server."""
 
+from typing import Literal
+
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
+# Browsers hang the sign of a root from its bar: over a low letter it sinks below the line. This makes room for it.
+_STRUT = '<mspace width="0" height="0.75em" depth="0.2em"/>'
+
+
+def _mathml(formula: str, display: Literal["inline", "block"]) -> str:
+    return convert(formula, display=display).replace("<msqrt>", f"<msqrt>{_STRUT}")
+
 
 def _inline(writer: HTML5Translator, node: nodes.math) -> None:
-    writer.body.append(convert(node.astext()))
+    writer.body.append(_mathml(node.astext(), "inline"))
     raise nodes.SkipNode
 
 
 def _block(writer: HTML5Translator, node: nodes.math_block) -> None:
-    writer.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>\n')
+    writer.body.append(f'<div class="math">{_mathml(node.astext(), "block")}</div>\n')
     raise nodes.SkipNode
 
 

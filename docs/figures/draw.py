@@ -1,6 +1,6 @@
 """Draws the pictures of the pages that no benchmark and no example draws: ``python docs/figures/draw.py``.
 
-``decision.svg`` is drawn from what is written here; ``lean.svg`` and ``solvers.svg`` from ``benchmarks/results``.
+``decision.svg`` is drawn from what is written here; the others from ``benchmarks/results``.
 """
 
 import json
@@ -133,8 +133,30 @@ def solvers() -> None:
     save(figure, "solvers")
 
 
+def eigenpro_preconditioner() -> None:
+    """Iterations with EigenPro's preconditioner of 100 columns, beside RPCholesky of 200; means over the seeds."""
+    runs = list(json.loads((RESULTS / "noise_pivots.json").read_text())["runs"].values())
+    shown = {
+        ("NystromEigenPro", "by_each"): ("EigenPro, 100 columns", "o", COLOURS["green"]),
+        ("NystromEigenPro", "by_mean"): ("the same, not weighed by the noise", "o", COLOURS["green"]),
+        ("RPCholesky", "by_each"): ("RPCholesky, 200 columns", "s", COLOURS["blue"]),
+    }
+    figure, axes = plt.subplots(figsize=(7.2, 3.4))
+    for (method, weighed), (label, marker, colour) in shown.items():
+        means = [sum(run[method][weighed]) / len(run[method][weighed]) for run in runs]
+        fill = "none" if weighed == "by_mean" else "full"
+        axes.plot(means, range(len(runs)), marker, color=colour, fillstyle=fill, label=label)
+    axes.set_yticks(range(len(runs)), [f"{run['set']}, noise {run['noise']:g}" for run in runs])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("iterations of conjugate gradients to a residual of 1e-3, 2,000 rows")
+    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=3, frameon=False)
+    save(figure, "eigenpro_preconditioner")
+
+
 if __name__ == "__main__":
     with plt.rc_context(STYLE):
         decision()
         lean()
         solvers()
+        eigenpro_preconditioner()

@@ -30,7 +30,7 @@ EXAMPLES = {  # with their arguments
     "compare_solvers": ["--rows", "2000", "--seconds", "10"],
     "huge_mean": ["--rows", "8000", "--seconds", "4"],
     "molecules": ["--rows", "2000", "--data", f"{DATA}/qm7_atomization_cm.npz"],
-    "spatial_map": ["--data", f"{DATA}/modis_temps_heaton.npz", "--every", "4"],
+    "spatial_map": [],
     "tune_on_all_rows": ["--rows", "4000", "--iterations", "8"],
 }
 

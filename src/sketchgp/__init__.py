@@ -44,7 +44,7 @@ from .solvers import (
     Solution,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KRILL",

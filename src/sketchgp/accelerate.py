@@ -10,6 +10,7 @@ from gpytorch.models import ExactGP
 
 from .checks import count, found, seed, word
 from .errors import InputError
+from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
     AcceleratedLikelihood,
@@ -112,6 +113,11 @@ def install(
         raise InputError(
             f"accelerate: model expects a gpytorch.models.ExactGP, got {found(model)}"
             + ("; accelerate each model of its .models." if hasattr(model, "models") else ".")
+        )
+    if isinstance(model, InducingPointGP):
+        raise InputError(
+            "accelerate: model expects one whose n x n systems are solved; an InducingPointGP has none, and takes its "
+            "choices itself: InducingPointGP(..., solver=KRILL()). fit and predict take it as it is."
         )
     owner, likelihood = "accelerate" if built else type(model).__name__, model.likelihood
     if not isinstance(likelihood, _GaussianLikelihoodBase):

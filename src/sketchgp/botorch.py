@@ -1,6 +1,6 @@
 """BoTorch: samples of a posterior as a deterministic model, and Thompson sampling with them.
 
-BoTorch is imported here and nowhere else; ``import sketchgp`` does without it.
+``import sketchgp`` does without BoTorch, which is imported here, and by ``predict`` for a model of its own.
 """
 
 from __future__ import annotations

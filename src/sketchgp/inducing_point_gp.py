@@ -16,7 +16,6 @@ from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, found, instance, refusal, tensor, word
 from .errors import InputError
 from .fingerprint import Held, data_key, module_key, tensor_key
-from .inducing_points import InducingPoints
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
@@ -34,6 +33,7 @@ from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
 from .solvers.inducing.automatic import automatic_inducing_solver
+from .solvers.inducing.points import InducingPoints, plain_points
 from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
@@ -109,7 +109,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
                 f"{owner}: likelihood expects a GaussianLikelihood or FixedNoiseGaussianLikelihood, which several "
                 f"outputs share; got {type(likelihood).__name__}."
             )
-        train_x, train_y = whole_or_source(train_x, inducing_points), whole_targets(train_y, inducing_points)
+        z = plain_points(inducing_points)
+        train_x, train_y = whole_or_source(train_x, z), whole_targets(train_y, z)
         if isinstance(train_x, RowSource):
             raise InputError(
                 f"{owner}: train_x takes {in_words(train_x.nbytes)}, more than the memory budget of "
@@ -123,19 +124,16 @@ class InducingPointGP(gpytorch.models.ExactGP):
             )
         if train_x.dim() == 1:
             train_x = train_x.unsqueeze(-1)
-        if isinstance(inducing_points, InducingPoints):
-            inducing_points = inducing_points.points
-        if torch.is_tensor(inducing_points) and inducing_points.dim() == 1:
-            inducing_points = inducing_points.unsqueeze(-1)
+        if torch.is_tensor(z) and z.dim() == 1:
+            z = z.unsqueeze(-1)
         check_kernel(owner, kernel)
         check_data(owner, kernel, train_x, train_y, ("train_x", "train_y"))
-        check_points(owner, "train_x", train_x, tensor(owner, "inducing_points", inducing_points, (2,)))
-        InducingPointProblem(kernel, train_x, train_y, 1.0, inducing_points)  # refuses what does not fit
+        check_points(owner, "train_x", train_x, tensor(owner, "inducing_points", z, (2,)))
+        InducingPointProblem(kernel, train_x, train_y, 1.0, z)  # refuses what does not fit
         super().__init__(train_x, train_y, likelihood)
         self.mean_module, self.covar_module, self.solver = mean, kernel, solver
         self.variance, self.variance_samples = variance, variance_samples
-        points = inducing_points.detach().clone()
-        self.register_parameter("inducing_points", torch.nn.Parameter(points, requires_grad=False))
+        self.register_parameter("inducing_points", torch.nn.Parameter(z.detach().clone(), requires_grad=False))
         self.register_added_loss_term("trace")
         self._kept: dict[str, Any] = {}
         self._lock = threading.RLock()  # what is kept is computed once, whichever thread asks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.tall import TallMatrix
 from .random_streams import generator, salted
+from .solvers.inducing.points import InducingPoints
 from .solvers.problem import check_fits, check_kernel
 
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
@@ -25,24 +25,6 @@ _UNSEEN = 1e4  # times the extent of x, lengthscales of features that the kernel
 _KMEANS_LEAST = 100_000
 _PILOTS = 4  # points of the leverage scores' subsample for every inducing point; at most _MOST_PILOTS
 _MOST_PILOTS = 4000
-
-
-@dataclass(frozen=True)
-class InducingPoints:
-    """What :func:`choose_inducing_points` chose.
-
-    :ivar points: ``(m, d)``, of x's dtype and device.
-    :ivar indices: ``(m,)`` the rows of x they are, distinct; None for the centres of k-means.
-    :ivar counts: ``(m,)`` float64: how many points each stands for, for ``Falkon(counts=...)``; None where unknown.
-    :ivar method: by which they were chosen.
-    :ivar notes: what did not go as asked.
-    """
-
-    points: Tensor
-    indices: Tensor | None
-    counts: Tensor | None
-    method: str
-    notes: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()

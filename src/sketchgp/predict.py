@@ -28,6 +28,7 @@ from .models.accelerated.posterior import (
     strategy_of,
 )
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
+from .models.transforms import Transforms
 from .operators.tiles import spans
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, own_solves
@@ -116,7 +117,8 @@ def predict(
         is then ``"auto"`` or None); it is put into eval mode.
     :param x: test inputs ``(m, d)``, or ``(m,)`` where d is 1: a tensor, a numpy array or a pandas table, converted to
         the training inputs' dtype and device (float64 to float32, too, for a float32 model).  A tuple of them for a
-        model of several inputs, with as many rows each; variances are exact then.
+        model of several inputs, with as many rows each; variances are exact then.  Of BoTorch's models x and what is
+        predicted are in units of the data, as those of ``model.posterior(x)``: see below.
     :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
         compared with exact variances at 4 test points, with a warning where they are off by more than their standard
         errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
@@ -124,6 +126,11 @@ def predict(
     :param progress: show a progress bar (default: in a terminal or notebook).
     :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
         or samples asked of any model but one with one plain kernel and no batch.
+
+    Transforms of BoTorch's models: inputs are transformed, and outcomes back, by those of the model.  Where outcomes
+    are shifted and scaled (``Standardize``) error bounds are, too; after a ``Log`` mean and variance are those of the
+    log-normal distribution, and there are no bounds.  Several outputs are ``(m, t)``.  Refused are input transforms
+    that make several points of one (``InputPerturbation``), and outcomes without a mean in closed form (``Power``).
 
     A solve that does not reach its tolerance warns, and one behind a mean does so at every prediction that uses it.
     """
@@ -144,14 +151,27 @@ def predict(
     missing = bool(torch.isnan(model.train_targets).any())
     if missing and settings.observation_nan_policy.value() != "mask":
         raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
-    if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
-        raise InputError("predict knows no BoTorch transforms of inputs or outcomes; use model.posterior(x).")
+    transforms = None if isinstance(model, InducingPointGP) else Transforms.of("predict", model)
     if len(model.train_inputs) != 1 or (isinstance(x, tuple) and not isinstance(model, InducingPointGP)):
+        if transforms is not None:
+            raise InputError("predict: model expects one tensor of inputs for BoTorch's transforms; got several.")
         return _several(model, _inputs_like(x, model.train_inputs), variance, batch_size or _VARIANCE_ROWS, show)
-    x = points_like("predict", "x", x, model.train_inputs[0])
+    x = points_like("predict", "x", x, model.train_inputs[0] if transforms is None else transforms.raw)
     model.eval()
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
+    if transforms is None:
+        return _accelerated(model, x, variance, batch_size, show)
+    z = transforms.inputs(x)
+    transforms.check(x, z, variance is not None)
+    return transforms.in_units(_accelerated(model, z, variance, batch_size, show), x, z)
+
+
+def _accelerated(model: Any, x: Tensor, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
+    """Of an accelerated model of one input, in its own units.
+
+    :param x: as the model sees it.
+    """
     with torch.no_grad():
         report = solution_report(model, x)
         conditioning = None if variance is None else Conditioning.of(model)

@@ -60,7 +60,7 @@ class LoadedModel:
         :param unknown: ``"error"``, or ``"missing"`` to take a category that the model does not know for a missing
             value.
         :raises InputError: for a column that is not there, or holds what it cannot hold (the message names column and
-            row), and where no row is complete.
+            row, counted from 0), and where no row is complete.
         """
         from .cli.arguments import MISSING
         from .cli.features import UNKNOWN

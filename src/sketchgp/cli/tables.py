@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from .cells import Cells, Column, Opened, Reader, is_missing, numbered
+from .cells import Cells, Column, Opened, Reader, is_missing
 
 __all__ = ["Source", "Table", "open_table", "suggest", "table_of"]
 
@@ -97,6 +97,8 @@ class Source:
 def table_of(columns: Mapping[str, Any], names: Sequence[str], expected: Cells) -> Table:
     """A table of columns that are in memory: arrays, lists or tensors by name, or a data frame.
 
+    Messages count its rows from 0, as Python does; those of files, whose rows have no index, are counted from 1.
+
     :raises InputError: a column is not there, is of another length, or holds what it should not.
     """
     found: list[Column] = []
@@ -117,7 +119,7 @@ def table_of(columns: Mapping[str, Any], names: Sequence[str], expected: Cells) 
             found.append(Column(name, np.array(cells, dtype=object)))
         else:
             raise InputError(f"columns: column {name!r}: expected numbers or text, got {values.dtype}")
-    return _checked(Path("columns"), found, numbered, expected)
+    return _checked(Path("columns"), found, lambda row: f"row {row}", expected)
 
 
 def _checked(path: Path, columns: Sequence[Column], place: Callable[[int], str], cells: Cells) -> Table:

@@ -46,3 +46,8 @@ class Budgeted:
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in self._budget
         }
         return f"{self.name} {choices}"
+
+
+def cut(name: str, asked: int | None, there: int, what: str) -> list[str]:
+    """The note of a report where more was asked for than there is, and as many were taken."""
+    return [f"{name} {asked} was asked for; {there} {what} have {there}"] if (asked or 0) > there else []

@@ -18,6 +18,7 @@ from ...checks import count, settle
 from ...errors import InputError, NumericalError
 from ...lowrank import TopEigensystem, top_eigensystem
 from ...random_streams import generator
+from ..choices import cut
 from ..eigenpro_step import directions, scaled_vectors, step_size
 from .blockwise import BlockMethod, BlockSolver, BlockSystem, next_block
 
@@ -38,7 +39,8 @@ class EigenPro2(BlockSolver):
     Choose it to compare with; :class:`ASkotch` solves the same problem in fewer passes wherever we measured.  EigenPro
     1, the exact eigensystem, is ``subsample_size=n``.
 
-    :param rank: q, the directions that are slowed down; None takes the least for which the batch is critical, at
+    :param rank: q, the directions that are slowed down, cut to n, with a note in the report, like
+        ``subsample_size``; None takes the least for which the batch is critical, at
         most a quarter of the subsample.
     :param subsample_size: s; None is ``10 sqrt(n)``, at least 500, at most n and 10,000.
     :param block_size: m, the batch.
@@ -58,11 +60,8 @@ class EigenPro2(BlockSolver):
                 f"EigenPro2(rank={self.rank}) expects a subsample_size of as many, got {self.subsample_size}."
             )
 
-    def check_size(self, n: int) -> None:
-        super().check_size(n)
-        for name in ("rank", "subsample_size"):
-            if (getattr(self, name) or 0) > n:
-                raise InputError(f"EigenPro2({name}={getattr(self, name)}) exceeds the {n} points; choose at most {n}.")
+    def notes(self, n: int) -> list[str]:
+        return cut("rank", self.rank, n, "points") + cut("subsample_size", self.subsample_size, n, "points")
 
     def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
         return _EigenPro2(self, system, block_size)

@@ -15,6 +15,7 @@ from ...fingerprint import tensor_mark
 from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
+from ..choices import cut
 from ..loop import Checkpoint
 from .batches import check_columns, first_batch
 from .epochs import Epochs, Plan
@@ -51,7 +52,8 @@ class EigenProSolver(InducingPointSolver):
     :param epochs: the most epochs.
     :param block_size: points of a batch of tensors; None is m / 16, at least 256, at most 2048 and n / 8.  A stream
         comes in its own batches.
-    :param rank: q, the directions that are slowed down; None takes as many as a few epochs suffice
+    :param rank: q, the directions that are slowed down, cut to the points there are, with a note in the report, like
+        ``subsample_size``; None takes as many as a few epochs suffice
         for (``preconditioner="paper"``: the least for which the batch is critical), at most a quarter of the subsample.
     :param subsample_size: s, points for the eigensystem: with an exact projection random ones of tensors, the first
         ones of a stream, which therefore should be shuffled; with an inexact one inducing points, so that nothing has
@@ -112,13 +114,6 @@ class EigenProSolver(InducingPointSolver):
             raise InputError(
                 "epochs expects at least 2 for a stream with noise: the first counts the points, and does without it."
             )
-        if not problem.streamed:
-            for name in ("rank", "subsample_size"):
-                if (getattr(self, name) or 0) > problem.expected_rows:
-                    raise InputError(
-                        f"{self.name}({name}={getattr(self, name)}) exceeds the {problem.expected_rows} points; "
-                        "choose fewer."
-                    )
 
     def _delay(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
         """T, the batches between two projections."""
@@ -197,11 +192,9 @@ class EigenProSolver(InducingPointSolver):
 
     def _subsample_size(self, count: int) -> int:
         """s, of ``count`` points that are at hand."""
-        if (self.rank or 0) > count:
-            raise InputError(f"rank={self.rank} exceeds the {count} points of the stream; choose fewer.")
         if self.subsample_size is not None:
             return min(self.subsample_size, count)
-        return max(self.rank or 0, min(self._wanted, max(1, count // 2)))
+        return min(count, max(self.rank or 0, min(self._wanted, max(1, count // 2))))
 
     @property
     def _wanted(self) -> int:
@@ -232,8 +225,6 @@ class EigenProSolver(InducingPointSolver):
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
             return ExactProjection(problem, columns)
-        if (self.rank or 0) > problem.m and self.preconditioner == "projected":
-            raise InputError(f"rank={self.rank} exceeds the {problem.m} inducing points; choose fewer.")
         rank = self.projection_rank or min(_PROJECTION_RANK, math.ceil(10 * math.sqrt(problem.m)))
         return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
 
@@ -241,6 +232,10 @@ class EigenProSolver(InducingPointSolver):
         directions, projection, batch = method.model.directions, method.model.projection, method.plan.block_size
         rank = directions.factor.shape[1]
         notes = ["the residual is that of training points, not of the normal equations"]
+        of_inducing = directions.rows is not None
+        for name in ("rank", "subsample_size"):
+            kind = "inducing points" if of_inducing else "points"
+            notes += cut(name, getattr(self, name), directions.sampled, kind)
         if projection.worst:
             notes.append("projections ended above their tolerance")
         details: dict[str, float | str] = {

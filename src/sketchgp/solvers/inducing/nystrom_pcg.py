@@ -19,6 +19,7 @@ from ...operators.normal_matrix import TiledNormalMatrix
 from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ...random_streams import generator
 from ...settings import agreed
+from ..choices import cut
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
 
@@ -67,8 +68,7 @@ class NystromPCG(NormalEquationsSolver):
         self._check_common()
 
     def _notes(self, problem: InducingPointProblem) -> list[str]:
-        m, more = problem.m, (self.rank or 0) > problem.m
-        return [f"rank {self.rank} was asked for; {m} inducing points have {m}"] if more else []
+        return cut("rank", self.rank, problem.m, "inducing points")
 
     def _rank(self, m: int, device: torch.device) -> int:
         if self.rank is not None:

@@ -18,6 +18,7 @@ from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
 from ...row_sources import RowSource, whole_or_source, whole_targets
 from ..problem import check_data, check_fits, check_kernel, check_plain
+from .points import InducingPoints, plain_points
 
 
 @dataclass
@@ -36,7 +37,8 @@ class InducingPointProblem:
     :param y: targets ``(n,)`` or ``(n, t)``, of x's dtype and device; those on disk are read whole.
     :param noise: variance, a positive number or a tensor ``(n,)`` of positive numbers; 0 for the solvers that
         interpolate and stop early.
-    :param inducing_points: z, ``(m, d)``, of x's dtype and device; duplicates are allowed.
+    :param inducing_points: z, ``(m, d)``, of x's dtype and device, duplicates are allowed; or what
+        :func:`sketchgp.choose_inducing_points` returns, of which the problem keeps the points.
     :raises InputError: for wrong shapes, dtypes, devices, NaN or infinity, no rows, or a noise that is negative.
     """
 
@@ -48,14 +50,22 @@ class InducingPointProblem:
     level: float = field(init=False, repr=False)  # one variance for all, the geometric mean of noise
     weights: Tensor | None = field(init=False, repr=False)  # (n,) float64 root of level / noise; None where constant
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        x: Tensor | RowSource | Iterable[tuple[Tensor, Tensor]],
+        y: Tensor | None,
+        noise: float | Tensor,
+        inducing_points: Tensor | InducingPoints,
+    ) -> None:
         owner = "InducingPointProblem"
-        check_kernel(owner, self.kernel)
-        z = tensor(owner, "inducing_points", self.inducing_points, (2,))
+        check_kernel(owner, kernel)
+        self.kernel, self.noise = kernel, noise
+        z = self.inducing_points = tensor(owner, "inducing_points", plain_points(inducing_points), (2,))
         check_fits(owner, self.kernel, z, "inducing_points")
         check_plain(owner, self.kernel, z, "inducing_points")
         self.weights = None
-        self.x, self.y = whole_or_source(self.x, z), whole_targets(self.y, z)
+        self.x, self.y = whole_or_source(x, z), whole_targets(y, z)
         if not isinstance(self.x, Tensor | RowSource):
             if not isinstance(self.x, Iterable):
                 raise InputError(f"{owner}: x expects a tensor or an iterable of batches (x, y), got {found(self.x)}.")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ...checks import count, number, seed, settle, tolerance
 from ...errors import InputError
 from ...report import Reason
+from ..choices import cut
 from . import InducingPointProblem, InducingPointSolver
 from .saga import Saga
 
@@ -93,8 +94,7 @@ class SketchySAGA(InducingPointSolver):
             )
 
     def _notes(self, problem: InducingPointProblem) -> list[str]:
-        m, more = problem.m, (self.rank or 0) > problem.m
-        return [f"rank {self.rank} was asked for; {m} inducing points have {m}"] if more else []
+        return cut("rank", self.rank, problem.m, "inducing points")
 
     def _work(self) -> float:
         return self.max_epochs

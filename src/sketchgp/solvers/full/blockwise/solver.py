@@ -62,6 +62,10 @@ class BlockSolver(Budgeted):
         if self.block_size is not None and self.block_size > n:
             raise InputError(f"{self.name}(block_size={self.block_size}) exceeds the {n} points; choose at most {n}.")
 
+    def notes(self, n: int) -> list[str]:
+        """Of the report, where choices were cut to n points."""
+        return []
+
     def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
         """The method at work on one system."""
         raise NotImplementedError
@@ -169,4 +173,6 @@ class BlockSolver(Budgeted):
             raising=not keep_interrupted,
         )
         outcome = run.loop(progress)
-        return outcome.value, run.report()
+        report = run.report()
+        report.notes += self.notes(system.n)
+        return outcome.value, report

@@ -1,0 +1,158 @@
+"""BoTorch's transforms of inputs and outcomes: points as a model sees them, predictions in units of the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator.operators import DiagLinearOperator
+from torch import Tensor
+
+from ..checks import tensor
+from ..errors import InputError
+
+_NAMES = ("input_transform", "outcome_transform")
+
+
+class Transforms:
+    """Of one of BoTorch's models, so that what is predicted is what its ``posterior`` says.
+
+    Outcomes that are shifted and scaled (``Standardize``, and chains of such) are so by the transform's own
+    ``untransform``, in float64, and error bounds with them.  Of others (``Log``) mean and variance are those that
+    BoTorch's posterior has in closed form, and bounds are not known; those without a closed form are refused.
+
+    :param model: an accelerated one.
+    :param owner: who asks.
+    """
+
+    def __init__(self, owner: str, model: Any) -> None:
+        self.owner, self.model = owner, model
+        self.outcome: Any = getattr(model, "outcome_transform", None)
+        self.outputs = getattr(model, "_num_outputs", 1)
+        self._batched = self.outputs > 1 and hasattr(model, "_aug_batch_shape")  # a batch of outputs, (..., t, p)
+
+    @classmethod
+    def of(cls, owner: str, model: Any) -> Transforms | None:
+        """None for a model that has none, and no independent outputs of BoTorch's.
+
+        :raises InputError: for a model that has attributes of such names and is not BoTorch's.
+        """
+        transformed = any(getattr(model, name, None) is not None for name in _NAMES)
+        if transformed and not (hasattr(model, "posterior") and hasattr(model, "transform_inputs")):
+            raise InputError(
+                f"{owner}: model has an {' or '.join(_NAMES)} and is no model of BoTorch's, whose transforms are known."
+            )
+        found = cls(owner, model)
+        return found if transformed or found._batched else None
+
+    @property
+    def raw(self) -> Tensor:
+        """The training inputs before they were transformed."""
+        given = self.model.train_inputs[0]
+        kept = getattr(self.model, "_original_train_inputs", None)
+        return kept if kept is not None and getattr(self.model, "_has_transformed_inputs", False) else given
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Points ``(m, d)`` as the model in eval mode sees them, ``(m, d')``.
+
+        :raises InputError: for a transform that makes other points, or no finite ones.
+        """
+        with torch.no_grad():
+            z = self.model.transform_inputs(x)
+        if z.shape[:-1] != x.shape[:-1]:
+            raise InputError(
+                f"{self.owner}: input_transform expects to make one point of each, got {tuple(z.shape)} of "
+                f"{tuple(x.shape)}; use model.posterior(x)."
+            )
+        return tensor(self.owner, "x after input_transform", z, (2,))
+
+    def check(self, x: Tensor, z: Tensor, variance: bool) -> None:
+        """Before anything is computed.
+
+        :raises InputError: for outcomes without a mean and variance of their own.
+        """
+        if self.outcome is not None:
+            one = torch.ones(1, self.outputs if self._batched else 1, dtype=torch.float64, device=x.device)
+            self._moments(x[:1], z[:1], one, one if variance else None)
+
+    def in_units(self, found: Any, x: Tensor, z: Tensor) -> Any:
+        """A :class:`sketchgp.Prediction` at x, which the model sees as z, in units of the data: ``(m,)``, or ``(m, t)``
+        of t outputs."""
+
+        def columns(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            values = values.to(torch.float64)
+            if self._batched:
+                return values.mT
+            return values if self.outputs > 1 and values.dim() > 1 else values.unsqueeze(-1)
+
+        mean, variance, observed = (columns(v) for v in (found.mean, found.variance, found.observation_variance))
+        assert mean is not None
+        one_column = mean.dim() > found.mean.dim()
+
+        def plain(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return (values.squeeze(-1) if one_column else values).to(found.mean.dtype)
+
+        if self.outcome is None:
+            return replace(found, mean=plain(mean), variance=plain(variance), observation_variance=plain(observed))
+        new_mean, new_variance = self._moments(x, z, mean, variance)
+        new_observed = None if observed is None else self._moments(x, z, mean, observed)[1]
+        found_mean = plain(new_mean)
+        changed = replace(
+            found, mean=found_mean, variance=plain(new_variance), observation_variance=plain(new_observed),
+            mean_error_bound=None, mean_error_bound_deviations=None, variance_error_bound=None,
+        )  # fmt: skip
+        bound, off = found.mean_error_bound, found.variance_error_bound
+        if not self._linear or not one_column or bound is None:
+            return changed
+        scale = self._moments(x, z, torch.zeros_like(mean), torch.ones_like(mean))[1]
+        assert scale is not None and found_mean is not None
+        squares = scale.squeeze(-1)
+        eps, sizes = torch.finfo(found_mean.dtype).eps, found_mean.abs().to(torch.float64)
+        scaled = squares.sqrt() * found.mean.abs().to(torch.float64)
+        rounding = eps * sizes + 4 * torch.finfo(torch.float64).eps * (sizes + scaled)
+        changed.mean_error_bound = bound * squares.sqrt() + rounding
+        if found.mean_error_bound_deviations is not None:
+            changed.mean_error_bound_deviations = (
+                changed.mean_error_bound / changed.observation_variance.to(torch.float64).sqrt()
+            )
+        if off is not None:
+            changed.variance_error_bound = off * squares + 2 * eps * changed.variance.to(torch.float64)
+        return changed
+
+    @property
+    def _linear(self) -> bool:
+        """Whether outcomes are shifted and scaled only."""
+        return bool(getattr(self.outcome, "_is_linear", False))
+
+    def _moments(self, x: Tensor, z: Tensor, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Mean and variance ``(..., m, t)`` float64 of outcomes, of those of transformed ones."""
+        told = x if hasattr(self.model, "_output_tasks") else z  # as BoTorch's posteriors have it
+        with torch.no_grad():
+            if self._linear:
+                return self.outcome.untransform(mean, variance, X=told)
+            kind = type(self.outcome).__name__
+            if variance is None:
+                raise InputError(
+                    f"{self.owner}: variance expects 'auto', 'exact', 'low_rank' or 'samples' for a model with the "
+                    f"outcome_transform {kind}, whose mean depends on it; got None."
+                )
+            from botorch.posteriors.gpytorch import GPyTorchPosterior  # which is there, as the transform is
+
+            if mean.shape[-1] == 1:
+                normal = MultivariateNormal(mean.squeeze(-1), DiagLinearOperator(variance.squeeze(-1)))
+            else:
+                normal = MultitaskMultivariateNormal(mean, DiagLinearOperator(variance.flatten(-2)))
+            try:
+                posterior = self.outcome.untransform_posterior(GPyTorchPosterior(normal), X=told)
+                return posterior.mean, posterior.variance
+            except NotImplementedError as error:
+                raise InputError(
+                    f"{self.owner}: outcome_transform expects to have mean and variance in closed form (Standardize, "
+                    f"Log, chains of Standardize), got {kind}; draw from model.posterior(x)."
+                ) from error
