@@ -142,10 +142,8 @@ class Gradients(Kept):
             self._doubt()
             self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
         self._open()
-        if bool(self.active.any()):
-            return None
-        self.cycling = False  # what is not done is at its target all the same: rounding is all that is left
-        return Reason.STAGNATED
+        self.cycling = bool(self.active.any())  # if not, what is open is at its target, and rounding is all that is left
+        return None if self.cycling else Reason.STAGNATED
 
     def _done(self, residual: Tensor) -> Tensor:
         """Which columns are where they are to come to."""
