@@ -142,7 +142,7 @@ class Gradients(Kept):
             self._doubt()
             self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
         self._open()
-        self.cycling = bool(self.active.any())  # if not, what is open is at its target, and rounding is all that is left
+        self.cycling = bool(self.active.any())  # else what is open is at its target: rounding is all that is left
         return None if self.cycling else Reason.STAGNATED
 
     def _done(self, residual: Tensor) -> Tensor:
