@@ -1,4 +1,4 @@
-"""One process and two, of one thread each: products, gradients, conjugate gradients and ASkotch inside ``sharded()``.
+"""One process and two, of one thread each: products, gradients and solvers inside ``sharded()``.
 
 Processes of either kind wait beside each other, and take turns, in an order that changes from turn to turn; what
 counts is the ratio of the two times of a turn, by the clock, and its median.  Strong scaling has the same rows, weak
@@ -34,7 +34,8 @@ from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
 
 TURNS, COUNTS, FEATURES, COLUMNS, RANK, ITERATIONS, BLOCK = 7, (1, 2), 8, 16, 500, 5, 1024
-ROWS = {"product": 50_000, "gradient": 20_000, "conjugate gradients": 20_000, "askotch": 50_000}
+ROWS = {"product": 50_000, "gradient": 20_000, "conjugate gradients": 20_000, "askotch": 50_000,
+        "eigenpro 4": 50_000}  # fmt: skip
 QUICK = 2000  # rows of a quick run
 HERE = Path(__file__).resolve()
 
@@ -74,6 +75,14 @@ def _solved(solver: Any, **options: Any) -> Callable[[int], Callable[[], Any]]:
     return prepared
 
 
+def _streamed(n: int) -> Callable[[], Any]:
+    """One epoch of EigenPro 4, with every twentieth row as a point; the inexact projection at the end of a cycle."""
+    full = _problem(n)
+    problem = sketchgp.InducingPointProblem(full.kernel, full.x, full.y, 0.0, full.x[::20].clone())
+    solver = sketchgp.EigenPro4(epochs=1, block_size=BLOCK, averaging=False, patience=None)
+    return lambda: solver.solve(problem, progress=False)
+
+
 WORK = {
     "product": _product,
     "gradient": _gradient,
@@ -82,6 +91,7 @@ WORK = {
         preconditioner=sketchgp.RPCholesky(rank=RANK),
     ),
     "askotch": _solved(sketchgp.ASkotch(tol=1e-14, max_passes=1, block_size=BLOCK)),
+    "eigenpro 4": _streamed,
 }
 
 
