@@ -174,3 +174,23 @@ def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sketchgp.fitting.run.wake", waking)
     sketchgp.fit(build(), start="subset", iterations=1)
     assert woken[-1] == 120 and len(woken) == 3
+
+
+def test_the_better_of_two_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many inputs of which few matter: the model's own lengthscales lead to a worse minimum."""
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", 80)
+    generator = torch.Generator().manual_seed(1)
+    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (16, 1))
+    y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.01 * noise[:, 0]
+    found = {}
+    for start in ("model", "auto"):
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=16))
+        model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+        found[start] = sketchgp.fit(sketchgp.accelerate(model), start=start)
+    few = found["auto"].subset
+    assert found["model"].subset is None
+    assert few is not None and few.rows == 80
+    losses = [float(word.rstrip(",")) for word in few.notes[0].split() if word.lstrip("-")[:1].isdigit()]
+    assert min(losses) == pytest.approx(few.best_loss, abs=1e-4)
+    assert max(losses) > min(losses) + 0.1, "the data must make the test meaningful"
+    assert found["auto"].best_loss < found["model"].best_loss - 0.1

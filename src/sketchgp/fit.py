@@ -66,7 +66,9 @@ def fit(
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
         exactly, from 8,000 rows on then to 5,000, from 64,000 on to 16,000 and from 512,000 on to 128,000 of them;
         ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
-        likelihood and no batch).  Lengthscales with which every point is alone, or all are alike, so that the loss does
+        likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses of more than 1,000 rows, begin with
+        fits to 1,000 rows from two starts, the model's parameters and lengthscales of the size of the inputs, and go on
+        from the better one.  Lengthscales with which every point is alone, or all are alike, so that the loss does
         not change with them, are first made of the size of the inputs, with a warning; with ``"model"`` there is only
         the warning.
     :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
