@@ -2869,8 +2869,8 @@ BREAKS = (
     ),
     Break(
         "inference/full_scale.py",
-        "        return self._apply_t(near - far)",
-        "        return self._apply_t(near + far)",
+        "        return torch.sparse.mm(self._turned, near - far)",
+        "        return torch.sparse.mm(self._turned, near + far)",
         LEAVE_ONE_OUT,
         "a wrong sign in Woodbury's identity",
     ),

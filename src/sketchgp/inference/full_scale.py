@@ -23,7 +23,6 @@ from ..operators.tiles import spans
 from ..random_streams import generator
 
 _ENTRIES = 2**23  # of a block that is worked on at once
-_CACHED = 2**16  # of one that is to stay in a CPU's cache
 
 
 class FullScale:
@@ -50,7 +49,9 @@ class FullScale:
             order = torch.randperm(n, generator=generator(seed, "order of a full-scale approximation"))
             self._near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
             self._own, self._others, self.rest = _regressions(matrix, noise.double(), factor, self._near, known)
-            self._half = self._apply(factor)
+            self._regress = _sparse(self._own, self._others, self._near)
+            self._turned = self._regress.t().coalesce()
+            self._half = torch.sparse.mm(self._regress, factor)
             inner = self._half.mT @ self._half
             inner.diagonal().add_(1)
             self._root, failed = torch.linalg.cholesky_ex(inner)
@@ -59,28 +60,12 @@ class FullScale:
                     "The full-scale approximation is not positive definite in float64.", see="not-definite"
                 )
 
-    def _apply(self, vectors: Tensor) -> Tensor:
-        """``G v``, ``(n, t)``."""
-        found = self._own.unsqueeze(1) * vectors
-        for rows in spans(len(vectors), max(1, _CACHED // max(1, vectors.shape[1]))):
-            for near, value in zip(self._near[rows].unbind(dim=1), self._others[rows].unbind(dim=1), strict=True):
-                found[rows].addcmul_(value.unsqueeze(1), vectors[near])
-        return found
-
-    def _apply_t(self, vectors: Tensor) -> Tensor:
-        """``G^T v``, ``(n, t)``."""
-        found = self._own.unsqueeze(1) * vectors
-        for rows in spans(len(vectors), max(1, _CACHED // max(1, vectors.shape[1]))):
-            for near, value in zip(self._near[rows].unbind(dim=1), self._others[rows].unbind(dim=1), strict=True):
-                found.index_add_(0, near, value.unsqueeze(1) * vectors[rows])
-        return found
-
     @torch.no_grad()
     def apply_inverse(self, vectors: Tensor) -> Tensor:
         """``B^-1 v`` for v ``(n, t)``, float64."""
-        near = self._apply(vectors)
+        near = torch.sparse.mm(self._regress, vectors)
         far = self._half @ cholesky_solve(self._half.mT @ near, self._root)
-        return self._apply_t(near - far)
+        return torch.sparse.mm(self._turned, near - far)
 
     @torch.no_grad()
     def inverse_diagonal(self) -> Tensor:
@@ -88,11 +73,20 @@ class FullScale:
         near = self._own.square()
         for index, value in zip(self._near.unbind(dim=1), self._others.unbind(dim=1), strict=True):
             near.index_add_(0, index, value.square())
-        far, turned = torch.zeros_like(near), self._apply_t(self._half)
+        far, turned = torch.zeros_like(near), torch.sparse.mm(self._turned, self._half)
         for rows in spans(len(near), max(1, _ENTRIES // max(1, len(self._root)))):
             half = torch.linalg.solve_triangular(self._root, turned[rows].mT, upper=False)
             far[rows] = half.square().sum(dim=0)
         return (near - far).clamp(min=torch.finfo(near.dtype).eps * near)
+
+
+def _sparse(own: Tensor, others: Tensor, near: Tensor) -> Tensor:
+    """G as a sparse matrix, ``(n, n)``; neighbours that there are not have the entry 0."""
+    n, m = near.shape
+    rows = torch.arange(n, device=near.device)
+    index = torch.stack([torch.cat([rows, rows.repeat_interleave(m)]), torch.cat([rows, near.flatten()])])
+    values = torch.cat([own, others.flatten()])
+    return torch.sparse_coo_tensor(index, values, (n, n), check_invariants=False).coalesce()
 
 
 def _earlier(matrix: KernelMatrix, order: Tensor, count: int) -> tuple[Tensor, Tensor]:
