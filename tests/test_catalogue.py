@@ -44,6 +44,7 @@ WITHOUT = {  # what may be raised without a row, and why
     "unknown": "makes an InputError",
     "fail": "makes an InputError",
     "_not_read": "makes an InputError",
+    "LostToRoundingError": "is caught: what is lost is computed again, or there is a warning",
     "fault": "makes an InputError",
     "undecoded": "makes an InputError",
     "told": "marks an error of another class",

@@ -385,7 +385,7 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     np.testing.assert_allclose(std, [float(row["std"]) for row in found[:10]], rtol=1e-3)
     ten["carat"][3] = None
     assert loaded.predict(ten, missing="drop").mean.isnan().tolist() == [row == 3 for row in range(10)]
-    with pytest.raises(sketchgp.InputError, match=r"row 4, column 'carat'.*missing='drop'"):
+    with pytest.raises(sketchgp.InputError, match=r"row 3, column 'carat'.*missing='drop'"):
         loaded.predict(ten, missing="error")
     with pytest.raises(sketchgp.InputError, match=r"not seen.*with unknown='missing'"):
         loaded.predict({**ten, "cut": ["Superb"] * 10}, missing="mean")

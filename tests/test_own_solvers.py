@@ -256,13 +256,10 @@ def test_all_solvers_keep_the_protocol(kind):
     ("solver", "problem"),
     [
         (sketchgp.ASkotch(block_size=31), "full"),
-        (sketchgp.EigenPro2(subsample_size=31), "full"),
         (sketchgp.KRILL(sketch_size=5), "inducing"),
         (sketchgp.Falkon(counts=torch.ones(5)), "inducing"),
         (sketchgp.NystromPCG(), "stream"),
         (sketchgp.SketchySAGA(block_size=31), "inducing"),
-        (sketchgp.EigenPro3(rank=31), "inducing"),
-        (sketchgp.EigenPro4(subsample_size=31), "inducing"),
         (sketchgp.QR(), "stream"),
     ],
     ids=lambda value: getattr(value, "name", value),
