@@ -284,13 +284,15 @@ def test_factorizes_where_solves_take_longer(monkeypatch: pytest.MonkeyPatch) ->
     assert kept.objective == "probes" and not kept.restarts
 
 
+class Holding(Plain):
+    """Beside its parameters it has a tensor, which nothing converts."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x @ self.turn)
+
+
 def test_models_that_cannot_be_copied_or_converted() -> None:
     """What they hold beside parameters may be no one's to copy, or in float32 for good."""
-
-    class Holding(Plain):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x @ self.turn)
-
     for dtype in (torch.float32, torch.float64):
         x, y = regression(60, dtype=dtype)
         model = Holding(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).to(dtype)
@@ -300,6 +302,17 @@ def test_models_that_cannot_be_copied_or_converted() -> None:
             history = sketchgp.fit(sketchgp.accelerate(model), iterations=5)
         assert history.objective == "exact"
         assert history.best_loss < history.losses[0]
+
+
+def test_few_rows_of_a_model_that_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit begins with all rows."""
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", 40)
+    x, y = regression(60, dtype=torch.float32)
+    model = Holding(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel())
+    model.turn = torch.eye(3)
+    history = sketchgp.fit(sketchgp.accelerate(model), iterations=5)
+    assert history.subset is None
+    assert history.best_loss < history.losses[0]
 
 
 def test_targets_that_are_missing_are_named() -> None:

@@ -306,15 +306,15 @@ class Fit:
         """
         if history.rows <= _FEW:
             return None
-        try:
-            twin = on_subset(mll, _FEW, self.choices.seed, True)
-        except RuntimeError:  # a forward that holds what no copy converts
-            twin = None
+        twin = on_subset(mll, _FEW, self.choices.seed, True)
         if twin is None:
             return None
         part = Objective(twin.model, twin, exact=True)
         start, found, tol = part.state(), _exact_history(twin), _ROUGH * self.choices.tol
-        inverse, best = self._run_exactly(part, found, None, tol)
+        try:
+            inverse, best = self._run_exactly(part, found, None, tol)
+        except RuntimeError:  # a forward that holds what no copy converts
+            return None
         part.restore(start)
         if spread(twin.model):
             other = _exact_history(twin)

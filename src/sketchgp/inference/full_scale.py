@@ -47,9 +47,9 @@ class FullScale:
         with torch.no_grad():
             n = matrix.shape[-1]
             order = torch.randperm(n, generator=generator(seed, "order of a full-scale approximation"))
-            self._near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
-            self._own, self._others, self.rest = _regressions(matrix, noise.double(), factor, self._near, known)
-            self._regress = _sparse(self._own, self._others, self._near)
+            near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
+            own, others, self.rest = _regressions(matrix, noise.double(), factor, near, known)
+            self._regress = _sparse(own, others, near)
             self._turned = self._regress.t().coalesce()
             self._half = torch.sparse.mm(self._regress, factor)
             inner = self._half.mT @ self._half
@@ -70,9 +70,8 @@ class FullScale:
     @torch.no_grad()
     def inverse_diagonal(self) -> Tensor:
         """The diagonal of B^-1, ``(n,)``, positive."""
-        near = self._own.square()
-        for index, value in zip(self._near.unbind(dim=1), self._others.unbind(dim=1), strict=True):
-            near.index_add_(0, index, value.square())
+        near = torch.zeros_like(self.rest)
+        near.index_add_(0, self._regress.indices()[1], self._regress.values().square())
         far, turned = torch.zeros_like(near), torch.sparse.mm(self._turned, self._half)
         for rows in spans(len(near), max(1, _ENTRIES // max(1, len(self._root)))):
             half = torch.linalg.solve_triangular(self._root, turned[rows].mT, upper=False)

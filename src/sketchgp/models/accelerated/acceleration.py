@@ -52,7 +52,7 @@ class Acceleration:
     lock: threading.RLock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.lock, self.doubled = threading.RLock(), False
+        self.lock = threading.RLock()
         self.cache = None if self.preconditioner is None else PreconditionerCache(self.preconditioner)
 
     def __getstate__(self) -> dict[str, Any]:

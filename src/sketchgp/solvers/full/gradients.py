@@ -320,11 +320,10 @@ class Gradients(Kept):
         self.current[..., index] = size / self.norm[..., index]
         if self.aim is not None:
             self.aim.follow(alpha, p, index, self.current)
-        if self.goal is not None:
-            self._follow(alpha * self.sz, usable, index)
-        if self.aim is not None:
             self.aim.weigh(following, self.s, z, index, self.current)
             self.target = torch.maximum(self.least_target, self._aimed)
+        if self.goal is not None:
+            self._follow(alpha * self.sz, usable, index)
         going_on = self.current > self.target
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
