@@ -190,11 +190,9 @@ def test_files_are_not_destroyed(tmp_path, data, capsys, monkeypatch):
                 assert "which the command reads" in fails(capsys, *words, *force)
         other = tmp_path / "other.csv"
         other.write_text("mine")
-        (tmp_path / "sketchgp-demo.png").write_text("mine")
         for words in (
             [*fit, "--save", model],
             ["predict", model, data, "--output", other],
-            ["demo", "--quick", "--output", tmp_path],
         ):
             assert "--force" in fails(capsys, *words)
     assert (Path(data).read_bytes(), model.read_bytes(), other.read_text()) == (table, whole, "mine")
@@ -542,6 +540,7 @@ def test_module_runs(data, tmp_path):
 
 @pytest.mark.slow
 def test_quick_demo(tmp_path, capsys):
+    (tmp_path / "sketchgp-demo.png").write_text("mine")
     code, out, _ = run(capsys, "demo", "--quick", "--output", tmp_path)
     assert code == 0
     table = out.split("---\n")[1].splitlines()[:3]
@@ -553,7 +552,8 @@ def test_quick_demo(tmp_path, capsys):
     for line in table:
         assert float(line.split()[-2]) < 0.3  # RMSE; predicting the mean scores 1
     assert "tuned on a random subset of 500 of the 1,800 training rows" in out
-    assert (tmp_path / "sketchgp-demo.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "sketchgp-demo.png").read_text() == "mine"
+    assert (tmp_path / "sketchgp-demo-2.png").read_bytes()[:4] == b"\x89PNG"
     assert "Result:" in out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
 from .gpytorch_defaults import WatchedSolve, evaluate_defaults, solve_mean
-from .outputs import Output, add_force, claim
+from .outputs import Output, claim
 from .regression import Regression, Scaling, copy_hyperparameters, negative_log_density
 from .results import Row, format_table, true_residual
 from .steps import Outcome, describe, evaluate, split_rows, tune
@@ -59,7 +60,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="folder of the picture (here)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subsets and the sketches (0)")
     parser.add_argument("--quick", action="store_true", help="2,000 rows only: a few seconds, nothing to conclude from")
-    add_force(parser)
     parser.set_defaults(run=run)
 
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the demo; see the module's docstring."""
     if not options.output.is_dir():
         raise InputError(f"--output {options.output}: no such folder")
-    picture = claim(options.output / "sketchgp-demo.png", "--output", [], options.force)
+    picture = claim(_unused(options.output), "--output", [], force=False)
     start = time.perf_counter()
     print(
         "a few seconds in all"
@@ -78,6 +78,12 @@ def run(options: argparse.Namespace) -> int:
         _run(QUICK if options.quick else FULL, options.seed, picture)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0
+
+
+def _unused(folder: Path) -> Path:
+    """The picture's file, numbered from the second demo on."""
+    names = itertools.chain(["sketchgp-demo.png"], (f"sketchgp-demo-{number}.png" for number in itertools.count(2)))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def _run(sizes: Sizes, seed: int, picture: Output) -> None:
