@@ -194,8 +194,9 @@ def test_botorchs_own_defaults_do_not_switch_it_off_silently(monkeypatch: pytest
 
 
 def test_botorchs_threshold_is_not_an_accelerated_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``import botorch`` leaves 4,096 points to Cholesky; a block of the user's is honoured."""
+    """``import botorch`` leaves 4,096 points to Cholesky, an accelerated model fewer; a user's block is honoured."""
     monkeypatch.setattr(linear_operator.settings.max_cholesky_size, "_global_value", 4096)
+    monkeypatch.setattr("sketchgp.models.accelerated.threshold._IN_PLACE_OF_BOTORCHS", 809)
     x, y, xt = data(n=810, m=4)
     model = sketchgp.accelerate(SingleTaskGP(x, y.unsqueeze(-1)))
 

@@ -2368,8 +2368,8 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/threshold.py",
-        "return CHOLESKY_POINTS if _botorchs_default() else settings.max_cholesky_size.value()",
-        "return CHOLESKY_POINTS",
+        "return _IN_PLACE_OF_BOTORCHS if _botorchs_default() else settings.max_cholesky_size.value()",
+        "return _IN_PLACE_OF_BOTORCHS",
         ("test_mean_solvers.py", "test_botorch.py"),
         "the user's size of factorized models is ignored",
     ),
