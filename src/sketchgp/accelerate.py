@@ -46,7 +46,7 @@ def accelerate(
     likelihood, prediction, fantasies, pickling, copying and moving between devices work as before.  Nothing outside
     this model and its likelihood changes.  Models whose covariance GPyTorch inverts by structure (Kronecker
     multitask, linear kernels, inducing points) keep GPyTorch's way while no target is missing.  Up to 800 points
-    (2,000 where BoTorch is imported), or what a ``max_cholesky_size`` block says, GPyTorch factorizes the matrix itself,
+    (2,000 where BoTorch is imported), or what a ``max_cholesky_size`` block says, GPyTorch factorizes the matrix,
     accelerated or not.  Training on missing targets takes :class:`ExactMarginalLogLikelihood`.  Calling it again
     replaces the earlier choices.
 

@@ -312,8 +312,8 @@ def _lengthened(history: Tensor, rows: int) -> Tensor:
 def record_solves() -> Iterator[list[SolveReport]]:
     """Collect the report of every linear solve that sketchgp does inside the block, in all threads.
 
-    Solves that GPyTorch does by its own Cholesky factorization leave no report: of n at most 800 (2,000 where BoTorch is
-    imported), or at most what a ``max_cholesky_size`` block says.
+    Solves that GPyTorch does by its own Cholesky factorization leave no report: of n at most 800 (2,000 where BoTorch
+    is imported), or at most what a ``max_cholesky_size`` block says.
 
     :yields: a list that grows by one :class:`SolveReport` a solve.
     """
