@@ -39,6 +39,7 @@ class FullScale:
     :raises NumericalError: if C is not positive definite in float64.
 
     :ivar rest: the diagonal of T, ``(n,)``.
+    :ivar near: the diagonal of ``G^T G``, ``(n,)``.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class FullScale:
     ) -> None:
         with torch.no_grad():
             n = matrix.shape[-1]
+            factor = factor.contiguous()  # its rows are read, and a preconditioner's lies by columns
             order = torch.randperm(n, generator=generator(seed, "order of a full-scale approximation"))
             near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
             own, others, self.rest = _regressions(matrix, noise.double(), factor, near, known)
             self._regress = _sparse(own, others, near)
             self._turned = self._regress.t().coalesce()
+            self.near = torch.zeros_like(self.rest)
+            self.near.index_add_(0, self._regress.indices()[1], self._regress.values().square())
             self._half = torch.sparse.mm(self._regress, factor)
             inner = self._half.mT @ self._half
             inner.diagonal().add_(1)
@@ -70,13 +74,11 @@ class FullScale:
     @torch.no_grad()
     def inverse_diagonal(self) -> Tensor:
         """The diagonal of B^-1, ``(n,)``, positive."""
-        near = torch.zeros_like(self.rest)
-        near.index_add_(0, self._regress.indices()[1], self._regress.values().square())
-        far, turned = torch.zeros_like(near), torch.sparse.mm(self._turned, self._half)
-        for rows in spans(len(near), max(1, _ENTRIES // max(1, len(self._root)))):
+        far, turned = torch.zeros_like(self.near), torch.sparse.mm(self._turned, self._half)
+        for rows in spans(len(far), max(1, _ENTRIES // max(1, len(self._root)))):
             half = torch.linalg.solve_triangular(self._root, turned[rows].mT, upper=False)
             far[rows] = half.square().sum(dim=0)
-        return (near - far).clamp(min=torch.finfo(near.dtype).eps * near)
+        return (self.near - far).clamp(min=torch.finfo(far.dtype).eps * self.near)
 
 
 def _sparse(own: Tensor, others: Tensor, near: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ of a matrix", 2007).  The preconditioner is no such B where the noise is small: 
 above ``A^-1``, and the deviation becomes 4 times (noise 1e-2) to 400 times (1e-4) that of plain probes (kin8nm, 2,000
 points, rank 448).  With :class:`.full_scale.FullScale` it is 0.4 to 0.5 times of it.
 
-What is computed from the a_i is not linear in them, so it is expanded at the values ``f_i`` of a fit through all rows,
-to second order, where the mean is known: that of ``(x_i - f_i)^2`` is ``(a_i - f_i)^2`` and the variance of x_i.
+What is computed from the a_i is not linear in them.  Around the values ``f_i`` of a fit through all rows quadratics are
+put in its place, whose means are known: that of ``(x_i - f_i)^2`` is ``(a_i - f_i)^2`` and the variance of x_i.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from ..operators.tiles import spans
@@ -31,6 +32,9 @@ from ..solvers import Cholesky, System
 _COLUMNS = 512  # of an inverse at once
 _ROUNDS = 50  # of a fit
 _STEP = 2.0  # of the logarithm in a round, at most
+_FITTED = 4  # coefficients of a fit, at most
+_NODES = 40  # of a quadrature
+_LEAST = 1e-3  # of a deviation: below it quadratics are Taylor's to six digits
 
 
 @torch.no_grad()
@@ -113,33 +117,36 @@ class ProbedDiagonal:
         return self.samples.var(dim=1) / self.samples.shape[1]
 
     @cached_property
-    def _spread(self) -> Tensor:
-        """The mean square of ``values / fit - 1``, of the true values."""
+    def spread(self) -> Tensor:
+        """The mean square of ``values / fit - 1``, of the true values; at least what n values cannot tell from 0."""
         relative, noise = self.mean / self.fit - 1, self.variance_of_mean / self.fit.square()
-        return (relative.square() - noise).mean().clamp(min=1e-12)
+        unseen = (_FITTED + math.sqrt(2 * len(noise))) / len(noise) * noise.mean()
+        return torch.maximum((relative.square() - noise).mean(), unseen).clamp(min=1e-12)
+
+    def spread_of(self, shares: Tensor) -> Tensor:
+        """The same of the rows that count: weighted by ``shares`` ``(n,)``; at least that of all."""
+        relative, noise = self.mean / self.fit - 1, self.variance_of_mean / self.fit.square()
+        share = shares / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)
+        return torch.maximum(share @ (relative.square() - noise), self.spread)
 
     @cached_property
     def shrunk(self) -> tuple[Tensor, Tensor]:
         """Values ``(n,)`` and their standard errors: what a row's own probes say, and what the fit says, each by its
         precision."""
         noise = self.variance_of_mean / self.fit.square()
-        share = self._spread / (self._spread + noise)
+        share = self.spread / (self.spread + noise)
         value = self.fit * (1 + share * (self.mean / self.fit - 1))
         of_solve = self.solve_error**2 / self.samples.shape[1]
         return value.clamp(self.least, self.most), self.fit * (share * noise + of_solve).sqrt()
 
     def total(self, value: Tensor, first: Tensor, second: Tensor) -> tuple[float, float]:
-        """The mean over rows of some function of the a_i, and its standard error.
-
-        :param value: of the function at the fit; :param first: the fit times its derivative; :param second: the
-            square of the fit times its second derivative; ``(n,)`` each.
-        """
+        """The mean over rows of ``value + first d + second d^2``, ``(n,)`` each, for ``d_i = a_i / fit_i - 1``, and its
+        standard error."""
         count = self.samples.shape[1]
         relative = self.samples / self.fit.unsqueeze(1) - 1
 
         def expanded(mean: Tensor, noise: Tensor) -> Tensor:
-            parts = [first @ mean, 0.5 * second @ (mean.square() - noise)]
-            return value.mean() + sum(parts) / len(value)
+            return value.mean() + (first @ mean + second @ (mean.square() - noise)) / len(value)
 
         total, squares = relative.sum(dim=1, keepdim=True), relative.square().sum(dim=1, keepdim=True)
         mean = total / count
@@ -157,6 +164,24 @@ def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:
     return 0.5 * (diagonal.log() - weights.square() / diagonal - math.log(2 * math.pi))
 
 
+def quadratics(spread: Tensor) -> Tensor:
+    """Coefficients ``(3, 3)`` of 1, d and d^2 for the functions ``x^-2``, ``x^-1`` and ``log x`` of ``x = 1 + d``.
+
+    The mean of a quadratic in d can be estimated without bias from unbiased samples of d.  These are the nearest ones
+    in the mean square for a log-normal x of mean 1 and the variance ``spread``, and have the same means; where the
+    spread is small they are Taylor's.
+    """
+    nodes, masses = (torch.from_numpy(part).to(spread) for part in hermegauss(_NODES))
+    masses = (masses / masses.sum()).sqrt()
+    deviation = spread.sqrt().clamp(min=_LEAST)
+    width = deviation.square().log1p().sqrt()
+    x = (width * nodes - width.square() / 2).exp()
+    powers = torch.arange(3, device=nodes.device)
+    design = ((x - 1) / deviation).unsqueeze(1) ** powers * masses.unsqueeze(1)
+    functions = torch.stack([x**-2, 1 / x, x.log()], dim=1) * masses.unsqueeze(1)
+    return torch.linalg.lstsq(design, functions).solution.mT / deviation**powers
+
+
 def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
     """Mean squared error and mean log predictive density, left one out; with standard errors.
 
@@ -164,16 +189,28 @@ def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float]
     """
     fit = probed.fit
     square, ratio = (weights / fit).square(), weights.square() / fit
-    error = probed.total(square, -2 * square, 6 * square)
-    density = probed.total(log_density(fit, weights), 0.5 * (1 + ratio), -0.5 - ratio)
-    return error, density
+    constant = 0.5 * (fit.log() - math.log(2 * math.pi))
+
+    def error(spread: Tensor) -> tuple[float, float]:
+        return probed.total(*(square * part for part in quadratics(spread)[0]))
+
+    def density(spread: Tensor) -> tuple[float, float]:
+        _, of_inverse, of_log = quadratics(spread)
+        value, first, second = (0.5 * (log - ratio * inverse) for log, inverse in zip(of_log, of_inverse, strict=True))
+        return probed.total(constant + value, first, second)
+
+    found, none = [], torch.zeros_like(probed.spread)
+    for quantity, shares in ((error, square), (density, ratio)):
+        (value, own), (taylor, _) = quantity(probed.spread_of(shares)), quantity(none)
+        found.append((value, math.hypot(own, value - taylor)))  # what quadratics leave out may be as much
+    return found[0], found[1]
 
 
 def expected_log_density(samples: Tensor, fit: Tensor, weights: Tensor) -> Tensor:
     """The sum over rows of the log predictive densities, ``(...)``; differentiable in samples and weights.
 
-    The same expansion as that of :func:`totals`: what it leaves out is of third order in the distance of the a_i from
-    the fit, which is why the fit may be taken for a constant.
+    Expanded at the fit: what it leaves out is of third order in the distance of the a_i from the fit, which is why the
+    fit may be taken for a constant.
 
     :param samples: ``(..., n, S)`` of the a_i, S at least 2; :param fit: ``(..., n)``; :param weights: ``(..., n)``.
     """
