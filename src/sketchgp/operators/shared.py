@@ -48,6 +48,16 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     return shards.gather(part, n) if down else shards.sum(part)
 
 
+def part_of_rows(matrix: KernelMatrix, indices: Tensor, rhs: Tensor, span: slice) -> Tensor:
+    """``K[indices, span] rhs`` by this rank alone, for rhs ``(h, t)``: its part of ``K[indices] v``, for the rows of v
+    that it holds.  The matrix has no batch."""
+    if span.stop == span.start:
+        return rhs.new_zeros(len(indices), rhs.shape[-1])
+    part = _own(matrix, span, False).rows(indices)
+    found = trusted(choose(part), part, rhs.shape[-1]).product(part, rhs.to(part.compute_dtype))
+    return found.to(rhs.dtype)
+
+
 def derivative(matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
     """The gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, on every rank.
 
@@ -100,9 +110,10 @@ def _half(n: int, shards: Shards) -> slice:
 
 def _own(matrix: KernelMatrix, span: slice, down: bool) -> KernelMatrix:
     """This rank's rows, or columns; kept with the matrix where an engine may keep something with them."""
-    kept = matrix.memo.get("own part")
-    if kept is not None and kept[1:] == (span, down) and matrix._unchanged(kept[0][0]):
-        return kept[0][1]
+    name = "own rows" if down else "own columns"
+    kept = matrix.memo.get(name)
+    if kept is not None and kept[1] == span and matrix._unchanged(kept[0]):
+        return kept[2]
     if sources(matrix):
         side = matrix.x1 if down else matrix.x2
         own = side.part(span) if isinstance(side, RowSource) else side[span]
@@ -110,7 +121,7 @@ def _own(matrix: KernelMatrix, span: slice, down: bool) -> KernelMatrix:
     indices = torch.arange(span.start, span.stop, device=matrix.device)
     part = matrix._part(indices, None) if down else matrix._part(None, indices)
     if matrix.same:
-        matrix.memo["own part"] = ((matrix._state(), part), span, down)
+        matrix.memo[name] = (matrix._state(), span, part)
     return part
 
 
