@@ -37,7 +37,7 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     _compare(matrix, shards)
     n, m = matrix.shape[-2:]
     if matrix.same and engine is TILED:
-        return shards.sum(TILED.product(matrix, rhs, _half(n, shards)))
+        return shards.sum(TILED.product(matrix, rhs, _half(matrix, shards)))
     down = n >= m
     span = shards.span(n if down else m)
     if span.stop == span.start:
@@ -69,7 +69,7 @@ def derivative(matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
     _compare(matrix, shards)
     n = matrix.shape[-2]
     if engine is TILED or engine is DENSE:
-        within = _half(n, shards) if folds(matrix) else shards.span(n)
+        within = _half(matrix, shards) if folds(matrix) else shards.span(n)
         return summed(shards, TILED.derivative(matrix, left, right, within))
     span = shards.span(n)
     part = matrix._with(matrix.x1.detach()[..., span, :].requires_grad_(matrix.x1.requires_grad), matrix.x2, False)
@@ -102,9 +102,16 @@ def summed(shards: Shards, gradients: Gradients) -> Gradients:
     return tuple(out)
 
 
-def _half(n: int, shards: Shards) -> slice:
-    """Rows of the upper half of an n x n matrix such that all ranks have as many entries of it."""
-    first, last = (round(n * (1 - math.sqrt(1 - rank / shards.count))) for rank in (shards.rank, shards.rank + 1))
+def _half(matrix: KernelMatrix, shards: Shards) -> slice:
+    """Rows of the upper half of an n x n matrix such that all ranks evaluate as many entries of it.
+
+    Tiles of 2 c columns are square along the diagonal: up to row x there are ``x (n + c) - x^2 / 2`` entries.
+    """
+    n, c = matrix.shape[-1], TILED.width(matrix) // 2
+    whole = n * (n + 2 * c)  # twice the entries of all rows
+    first, last = (
+        n + c - math.isqrt((n + c) ** 2 - whole * rank // shards.count) for rank in (shards.rank, shards.rank + 1)
+    )
     return slice(first, last)
 
 

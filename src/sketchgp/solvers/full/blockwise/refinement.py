@@ -221,7 +221,9 @@ class Refinement(Method):
         """
         self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(r))
         if not self.earlier_columns:
-            self.certain = Certificate(self.system.system, None, space=self.space).of(self.b, value.to(torch.float64), r)
+            self.certain = Certificate(self.system.system, None, space=self.space).of(
+                self.b, value.to(torch.float64), r
+            )
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that has not helped any column several times."""
