@@ -65,14 +65,17 @@ class Shards:
         if whole.numel():
             self._do(lambda: dist.all_gather(parts, padded, group=self._group_of(padded)))
             self.bytes_sent += (self.count - 1) * padded.numel() * padded.element_size()
-        if n % self.count:
-            spans = (self.span(n, rank) for rank in range(self.count))
-            whole = torch.cat([part[: s.stop - s.start] for part, s in zip(parts, spans, strict=True)])
-        return whole.movedim(0, dim)
+        for rank in range(n % self.count + 1, self.count if n % self.count else 0):  # those behind shorter ones move up
+            span = self.span(n, rank)
+            whole[span] = parts[rank][: span.stop - span.start].clone()
+        return whole[:n].movedim(0, dim)
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of every rank's part, the same bits on all; a new tensor."""
-        total = part.contiguous().clone()
+    def sum(self, part: Tensor, spare: bool = False) -> Tensor:
+        """The sum of every rank's part, the same bits on all.
+
+        :param spare: nobody needs the part any more, so that it may become the sum; else that is a new tensor.
+        """
+        total = part if spare and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
         self._meet("a sum", part, part.shape)
         if total.numel():
             self._do(lambda: dist.all_reduce(total, group=self._group_of(total)))

@@ -37,7 +37,7 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     _compare(matrix, shards)
     n, m = matrix.shape[-2:]
     if matrix.same and engine is TILED:
-        return shards.sum(TILED.product(matrix, rhs, _half(matrix, shards)))
+        return shards.sum(TILED.product(matrix, rhs, _half(matrix, shards)), spare=True)
     down = n >= m
     span = shards.span(n if down else m)
     if span.stop == span.start:
@@ -45,7 +45,7 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     else:
         own = _own(matrix, span, down)
         part = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
-    return shards.gather(part, n) if down else shards.sum(part)
+    return shards.gather(part, n) if down else shards.sum(part, spare=True)
 
 
 def part_of_rows(matrix: KernelMatrix, indices: Tensor, rhs: Tensor, span: slice) -> Tensor:
