@@ -36,6 +36,7 @@ class Exchange:
     def __init__(self, group: Any, rank: int, count: int) -> None:
         self.group, self.rank, self.count = group, rank, count
         self.broken: str | None = None  # why there is nothing more to say
+        self.words = 0  # how many rounds of them there were
         self.aside = 0  # a small number that this rank says with every word
         self._heard: list[int] | None = None
 
@@ -93,6 +94,7 @@ class Exchange:
         raise told(InputError(f"{owner}: {'; '.join(found)}. Every rank expects the same data, kernel and versions."))
 
     def _say(self, status: int, what: str, number: float) -> list[tuple[int, int, float]]:
+        self.words += 1
         if self.broken is not None:
             raise told(RankError(f"The ranks can do nothing more together: {self.broken}.", see="ranks"))
         bits = struct.unpack("<q", struct.pack("<d", number))[0]

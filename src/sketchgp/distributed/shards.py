@@ -27,13 +27,15 @@ class Shards:
     :ivar open: whether the block that they were made for has not ended.
     :ivar bytes_sent: by this rank, data alone: of a gather of N bytes in all ``N (P - 1) / P``, of a sum of N bytes
         twice that, which is what ring algorithms send.
+    :ivar messages: how many collectives of data there were; before each, and elsewhere, ranks exchange words, which
+        ``exchange.words`` counts.
     """
 
     def __init__(self, group: Any, exchange: Exchange, neighbours: int = 1) -> None:
         self.group, self.exchange, self.neighbours = group, exchange, neighbours
         self.rank, self.count = exchange.rank, exchange.count
         self.open = True
-        self.bytes_sent = 0
+        self.bytes_sent = self.messages = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
         return self
@@ -109,6 +111,7 @@ class Shards:
 
     def _do(self, collective: Callable[[], Any]) -> None:
         if self.count > 1:
+            self.messages += 1
             self.exchange.whole(collective)
 
     def _group_of(self, tensor: Tensor) -> Any:
