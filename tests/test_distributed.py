@@ -47,9 +47,11 @@ from sketchgp import (
     RPCholesky,
     SketchySAGA,
     Skotch,
+    choose_inducing_points,
 )
 from sketchgp.distributed import RankError, ShardedRows, in_force, sharded
 from sketchgp.errors import InputError
+from sketchgp.inducing_points import leverage_scores
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.preconditioners import Preconditioner
 from sketchgp.report import Reason, SolveReport
@@ -99,6 +101,15 @@ def _polynomial() -> Kernel:
 def _targets(n: int = N, dtype: torch.dtype = torch.float64) -> Tensor:
     x = points(n)
     return ((x @ (3 * normal(3, 2, seed=2))).sin() + 0.2 * normal(n, 2, seed=1)).to(dtype)
+
+
+def _chosen() -> Values:
+    """Inducing points, and leverage scores."""
+    chosen = {
+        name: choose_inducing_points(_kernel(), points(N), 12, name, noise=0.05) for name in ("rpcholesky", "leverage")
+    }
+    scores = leverage_scores(_kernel(), points(N), 0.05, 30, torch.Generator().manual_seed(0))
+    return {**{name: one.points for name, one in chosen.items()}, "scores": scores}
 
 
 def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> Values:
@@ -267,6 +278,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "skotch": lambda: _full(Skotch(block_size=25, max_passes=3)),
     "eigenpro2": lambda: _full(EigenPro2(block_size=25, subsample_size=50, max_passes=3)),
     "cholesky": lambda: _full(Cholesky()),
+    "inducing points": _chosen,
     "krill": lambda: _inducing(KRILL(tol=1e-11)),
     "krill-float32": lambda: _inducing(KRILL(tol=1e-6), torch.float32),
     "falkon": lambda: _inducing(Falkon(tol=1e-11)),
