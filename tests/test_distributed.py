@@ -113,7 +113,8 @@ def _chosen() -> Values:
 
 
 def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> Values:
-    problem = FullProblem(_kernel(dtype), points(n).to(dtype), _targets(n, dtype), 0.05)
+    noise = torch.linspace(0.04, 0.06, n, dtype=dtype)
+    problem = FullProblem(_kernel(dtype), points(n).to(dtype), _targets(n, dtype), noise)
     if not isinstance(solver, Cholesky):
         options["held_out"] = (points(10, seed=5).to(dtype), _targets(10, dtype))
     with quiet():  # a solve that ends early has come as far as that of one rank
