@@ -197,9 +197,9 @@ class Run:
             self.reason = _ENDS[found[0] // 4]
             interrupt.seen = any(one % 2 for one in found)
             exchange.heard()
-        else:
-            exchange.aside = said
         self.due = bool(found[0] // 2 % 2)
+        if not closed:
+            exchange.aside = said % 2 if self.due else said  # it is saved now
         return any(one % 2 for one in found)
 
     def _judge(self, bar: Any) -> None:
