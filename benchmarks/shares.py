@@ -29,9 +29,12 @@ from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
 
-COUNTS, FEATURES, COLUMNS = (1, 2, 4), 4, 200
-ROWS = {"stored matrix": 8000, "RPCholesky": 40_000, "GreedyCholesky": 40_000, "Nystrom": 8000, "vectors": 8000}
+COUNTS, FEATURES, COLUMNS = (1, 2, 4), 4, 192
+ROWS = {"stored matrix": 8000, "RPCholesky": 40_000, "GreedyCholesky": 40_000, "Nystrom": 8000, "vectors": 8000,
+        "vectors of ASkotch": 8000}  # fmt: skip
 RANKS = {"RPCholesky": 300, "GreedyCholesky": 100, "Nystrom": 500}
+# vectors at the peak: of one process; of several, those that are whole, and those of which each has its rows
+WHOLE = {"vectors": (15, 3, 11), "vectors of ASkotch": (8, 4, 5)}
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back
 HERE = Path(__file__).resolve()
 
@@ -55,15 +58,23 @@ def _factor(name: str) -> Callable[[int], Any]:
     return made
 
 
-def _vectors(n: int) -> Any:
-    """The peak is what counts: the vectors of conjugate gradients are gone in the end, but for targets and solution."""
-    kernel, x = _data(n)
-    y = torch.randn(n, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    solver = sketchgp.ConjugateGradients(tol=1e-14, max_iterations=2)
-    return y, solver.solve(sketchgp.FullProblem(kernel, x, y, 0.1), preconditioner=None, matmul="tiled")
+def _vectors(solver: Any, **options: Any) -> Callable[[int], Any]:
+    """The peak is what counts: the vectors of a solve are gone in the end, but for targets and solution."""
+
+    def solved(n: int) -> Any:
+        kernel, x = _data(n)
+        y = torch.randn(n, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return y, solver.solve(sketchgp.FullProblem(kernel, x, y, 0.1), matmul="tiled", **options)
+
+    return solved
 
 
-WORK = {"stored matrix": _stored, "vectors": _vectors, **{name: _factor(name) for name in RANKS}}
+WORK = {
+    "stored matrix": _stored,
+    "vectors": _vectors(sketchgp.ConjugateGradients(tol=1e-14, max_iterations=2), preconditioner=None),
+    "vectors of ASkotch": _vectors(sketchgp.ASkotch(tol=1e-14, block_size=100, max_passes=0.05)),
+    **{name: _factor(name) for name in RANKS},
+}
 
 
 def _resident(field: str) -> int:
@@ -93,9 +104,9 @@ def expected(name: str, n: int, count: int) -> float:
     """Bytes of the arrays that the work is about, by the formulas of docs/several-devices.md."""
     if name == "stored matrix":
         return 8 * n**2 // count
-    if name == "vectors":
-        vector = 8 * n * COLUMNS
-        return 15 * vector if count == 1 else 5 * vector + 7 * vector // count
+    if name in WHOLE:
+        alone, whole, own = WHOLE[name]
+        return 8 * n * COLUMNS * (alone if count == 1 else whole + own / count)
     return 8 * n * RANKS[name] // count
 
 
@@ -118,8 +129,8 @@ def report(results: dict[str, Any]) -> str:
     header = ["work", "rows", "MiB", *(f"{count} process(es)" for count in COUNTS)]
     note = (
         "Of the process that has most. The formulas are of the matrix, the factor or the vectors alone; inputs, tiles "
-        f"and what is temporary come on top. Vectors are those of conjugate gradients with {COLUMNS} columns, and the "
-        "targets, the solution and the product that are whole on each."
+        f"and what is temporary come on top. Vectors are those of conjugate gradients, and of ASkotch, with {COLUMNS} "
+        "columns, and the targets, the solution and the product that are whole on each."
     )
     return "\n".join(["# What a rank holds", "", describe(results["machine"]), "", note, "", table(header, rows), ""])
 

@@ -47,12 +47,15 @@ from sketchgp import (
     RPCholesky,
     SketchySAGA,
     Skotch,
+    choose_inducing_points,
 )
 from sketchgp.distributed import RankError, ShardedRows, in_force, sharded
 from sketchgp.errors import InputError
+from sketchgp.inducing_points import leverage_scores
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.preconditioners import Preconditioner
 from sketchgp.report import Reason, SolveReport
+from sketchgp.solvers.full.blockwise import InvertedBlocks
 
 N = 101  # no multiple of 2 or 3
 Values = Mapping[str, Any]  # of tensors, and of functions that give one after the block
@@ -100,8 +103,18 @@ def _targets(n: int = N, dtype: torch.dtype = torch.float64) -> Tensor:
     return ((x @ (3 * normal(3, 2, seed=2))).sin() + 0.2 * normal(n, 2, seed=1)).to(dtype)
 
 
+def _chosen() -> Values:
+    """Inducing points, and leverage scores."""
+    chosen = {
+        name: choose_inducing_points(_kernel(), points(N), 12, name, noise=0.05) for name in ("rpcholesky", "leverage")
+    }
+    scores = leverage_scores(_kernel(), points(N), 0.05, 30, torch.Generator().manual_seed(0))
+    return {**{name: one.points for name, one in chosen.items()}, "scores": scores}
+
+
 def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> Values:
-    problem = FullProblem(_kernel(dtype), points(n).to(dtype), _targets(n, dtype), 0.05)
+    noise = torch.linspace(0.04, 0.06, n, dtype=dtype)
+    problem = FullProblem(_kernel(dtype), points(n).to(dtype), _targets(n, dtype), noise)
     if not isinstance(solver, Cholesky):
         options["held_out"] = (points(10, seed=5).to(dtype), _targets(10, dtype))
     with quiet():  # a solve that ends early has come as far as that of one rank
@@ -110,6 +123,11 @@ def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options
         one.error for one in solution.report.held_out
     ]  # those before the last are of iterates that rounding moves
     return {"value": solution.value, **({"held out": errors[-1]} if errors else {})}
+
+
+def _preconditioned(choice: Preconditioner) -> Values:
+    """A few iterations, whose iterate is another with another preconditioner."""
+    return _full(ConjugateGradients(tol=1e-12, max_iterations=4), preconditioner=choice)
 
 
 def _inducing(solver: Any, dtype: torch.dtype = torch.float64, noise: float = 0.05) -> Values:
@@ -207,7 +225,7 @@ def _fit(**options: Any) -> Values:
 
 
 def _noise_path() -> Values:
-    model = _model(preconditioner=RPCholesky(rank=20)).eval()
+    model = _model(preconditioner=RPCholesky(rank=70)).eval()
     with iterative(tol=1e-12), quiet():
         path = sketchgp.noise_path(model, [0.1, 0.05], exact=False, num_probes=4, progress=False)
         one = sketchgp.leave_one_out(model, exact=False, num_probes=4, progress=False)
@@ -250,10 +268,10 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "posterior": lambda: _full(ConjugateGradients(tol="posterior"), preconditioner=RPCholesky(rank=20)),
     "posterior-two rows": lambda: _full(ConjugateGradients(tol="posterior"), n=2, preconditioner=RPCholesky(rank=1)),
     "certified": lambda: _full(ConjugateGradients(tol="certified"), preconditioner=RPCholesky(rank=20)),
-    "block": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=RPCholesky(rank=30, method="block")),
-    "nystrom": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=Nystrom(rank=20)),
-    "uniform": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=Nystrom(rank=20, sketch="uniform")),
-    "greedy": lambda: _full(ConjugateGradients(tol=1e-12), preconditioner=GreedyCholesky(rank=20)),
+    "block": lambda: _preconditioned(RPCholesky(rank=30, method="block")),
+    "nystrom": lambda: _preconditioned(Nystrom(rank=20)),
+    "uniform": lambda: _preconditioned(Nystrom(rank=20, sketch="uniform")),
+    "greedy": lambda: _preconditioned(GreedyCholesky(rank=20)),
     "askotch": lambda: _full(ASkotch(block_size=25, max_passes=3)),
     "askotch-nystrom": lambda: _full(ASkotch(block_size=25, rank=10, max_passes=3)),
     "askotch-1": lambda: _full(ASkotch(block_size=25, version=1, max_passes=3)),
@@ -261,6 +279,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "skotch": lambda: _full(Skotch(block_size=25, max_passes=3)),
     "eigenpro2": lambda: _full(EigenPro2(block_size=25, subsample_size=50, max_passes=3)),
     "cholesky": lambda: _full(Cholesky()),
+    "inducing points": _chosen,
     "krill": lambda: _inducing(KRILL(tol=1e-11)),
     "krill-float32": lambda: _inducing(KRILL(tol=1e-6), torch.float32),
     "falkon": lambda: _inducing(Falkon(tol=1e-11)),
@@ -291,11 +310,13 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
 }
 
 
-IN_THREE = (  # of these, what 3 ranks are asked for, too
+IN_THREE = (  # of these, what 3 ranks are asked for; 2 are asked for the others, and for those of IN_BOTH
     "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "posterior-two rows", "askotch",
     "askotch-float32", "krill", "eigenpro3", "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
 )  # fmt: skip
-CASES = [(name, count) for count in COUNTS for name in (ALIKE if count == 2 else IN_THREE)]
+IN_BOTH = ("tiled", "dense", "one row", "askotch", "doubly stochastic-labels")
+ASKED = {2: tuple(name for name in ALIKE if name not in IN_THREE or name in IN_BOTH), 3: IN_THREE}
+CASES = [(name, count) for count, names in ASKED.items() for name in names]
 ALONE = ("cholesky",)  # what every rank computes by itself
 
 
@@ -332,6 +353,23 @@ def _callbacks() -> Values:
     solver = ConjugateGradients(tol=1e-12, max_seconds=1e4)
     with quiet():
         solution = solver.solve(problem, None, callback=lambda now: _rank() == 1 or now.iteration == 3)
+    return {"value": solution.value, **_iterations(solution.report)}
+
+
+def _between_windows() -> Values:
+    """Rank 1 is interrupted in a step that closes no window, of the four that a pass has."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    drawn, steps = InvertedBlocks.draw, [0]
+
+    def draw(self: InvertedBlocks, generator: torch.Generator) -> Any:
+        steps[0] += 1
+        if _rank() == 1 and steps[0] == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return drawn(self, generator)
+
+    with quiet(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InvertedBlocks, "draw", draw)
+        solution = ASkotch(block_size=26).solve(FullProblem(_kernel(), points(N), _targets(), 0.05))
     return {"value": solution.value, **_iterations(solution.report)}
 
 
@@ -419,17 +457,22 @@ def _shares() -> Values:
     return found
 
 
-def _vectors() -> Values:
-    """The rows of all vectors, of 7 columns as the targets, that are in memory between two iterations."""
-    seen: list[Tensor] = []
+def _vectors(solver: Any, **options: Any) -> Values:
+    """The rows of all vectors, of 7 columns as the targets, that are in memory between two windows."""
+    seen: list[Any] = []
 
     def look(now: sketchgp.Progress) -> None:
+        if len(seen) != 1:  # the second time only
+            return seen.append(None)
         like = [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (7,) and len(t) >= N // max(COUNTS)]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // (8 * 7) for t in like}
         seen.append(torch.tensor(sorted(sizes.values())))
 
+    gc.freeze()  # what there is already is not looked through
     problem = FullProblem(_kernel(), points(N), normal(N, 7, seed=4), 0.05)
-    ConjugateGradients(tol=1e-8).solve(problem, RPCholesky(rank=20), callback=look)
+    with quiet():
+        solver.solve(problem, callback=look, **options)
+    gc.unfreeze()
     return {"rows": seen[1]}
 
 
@@ -475,16 +518,21 @@ APART: dict[str, Callable[[], Values]] = {
     "raises": _raises,
     "callbacks": _callbacks,
     "interrupts": _interrupts,
+    "between windows": _between_windows,
     "streams": _other_streams,
     "batches": _other_batches,
     "fits": _other_fits,
-    "shares": _shares,
-    "vectors": _vectors,
     "nested": _nested,
     "used up": _used_up,
     "elsewhere": _elsewhere,
     "leaves": _leaves,
     "after": lambda: _product("tiled", _kernel, torch.float64),  # once more, after all of that
+}
+SHARES: dict[str, Callable[[], Values]] = {  # asked of 3 ranks
+    "shares": _shares,
+    "vectors": lambda: _vectors(ConjugateGradients(tol=1e-8), preconditioner=RPCholesky(rank=20)),
+    "vectors-askotch": lambda: _vectors(ASkotch(block_size=20, max_passes=3)),
+    "vectors-eigenpro2": lambda: _vectors(EigenPro2(block_size=20, subsample_size=50, max_passes=6)),
 }
 
 
@@ -561,34 +609,40 @@ def test_a_rank_that_raises_makes_all_raise(found, count):
 
 
 @every_count
-@pytest.mark.parametrize(("case", "reason"), [("callbacks", Reason.CALLBACK), ("interrupts", Reason.INTERRUPTED)])
-def test_all_ranks_end_together(found, case, reason, count):
+@pytest.mark.parametrize(
+    ("case", "reason", "steps"),
+    [
+        ("callbacks", Reason.CALLBACK, 3),
+        ("interrupts", Reason.INTERRUPTED, 3),
+        ("between windows", Reason.INTERRUPTED, 7),
+    ],
+)
+def test_all_ranks_end_together(found, case, reason, steps, count):
     for cases in found[count]:
         assert "error" not in cases[case], cases[case]["trace"]
         values = cases[case]["values"]
-        assert values["iterations"] == 3
+        assert values["iterations"] == steps
         assert list(Reason)[values["reason"]] == reason
         assert torch.equal(values["value"], found[count][0][case]["values"]["value"])
 
 
-@every_count
-def test_a_rank_holds_its_share_of_a_factor(found, count):
+def test_a_rank_holds_its_share_of_a_factor(found):
     expected = {name: _factor(choice).to_dense() for name, choice in FACTORS.items()}
-    for rank, cases in enumerate(found[count]):
+    for rank, cases in enumerate(found[3]):
         assert "error" not in cases["shares"], cases["shares"]["trace"]
         for name, dense in expected.items():
-            assert cases["shares"]["values"][f"{name} own"] == N // count + (rank < N % count)
+            assert cases["shares"]["values"][f"{name} own"] == N // 3 + (rank < N % 3)
             assert relative(cases["shares"]["values"][name], dense) < 1e-10, name
 
 
-@every_count
-def test_a_rank_holds_its_share_of_the_vectors_of_conjugate_gradients(found, count):
-    for rank, cases in enumerate(found[count]):
-        assert "error" not in cases["vectors"], cases["vectors"]["trace"]
-        *own, targets = cases["vectors"]["values"]["rows"].tolist()
+@pytest.mark.parametrize(("case", "least"), [("vectors", 5), ("vectors-askotch", 4), ("vectors-eigenpro2", 3)])
+def test_a_rank_holds_its_share_of_vectors(found, case, least):
+    for rank, cases in enumerate(found[3]):
+        assert "error" not in cases[case], cases[case]["trace"]
+        *own, targets = cases[case]["values"]["rows"].tolist()
         assert targets == N
-        assert len(own) > 4
-        assert set(own) == {N // count + (rank < N % count)}
+        assert len(own) >= least
+        assert set(own) == {N // 3 + (rank < N % 3)}
 
 
 @every_count
@@ -655,8 +709,8 @@ def test_a_rank_error_is_one_of_ours():
 
 
 if __name__ == "__main__":
-    some = {name: ALIKE[name] for name in IN_THREE}
+    alike = {count: {name: ALIKE[name] for name in names} for count, names in ASKED.items()}
     one_thread()
     for warm in (_density, _fit):  # children inherit what is imported by it
         warm()
-    start({2: {**ALIKE, **APART}, 3: {**some, **APART}}, _some, _dies, Path(sys.argv[1]))
+    start({2: {**alike[2], **APART}, 3: {**alike[3], **APART, **SHARES}}, _some, _dies, Path(sys.argv[1]))

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .distributed import in_force
 from .errors import InputError, NumericalError
 from .lowrank import rpcholesky, shifted_cholesky
 from .memory import available_memory
 from .operators import KernelMatrix
 from .operators.access import Access
+from .operators.marks import operator_marks
 from .operators.tall import TallMatrix
 from .random_streams import generator, salted
 from .solvers.inducing.points import InducingPoints
+from .solvers.loop import compare_ranks
 from .solvers.problem import check_fits, check_kernel
 
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
@@ -50,6 +53,8 @@ def choose_inducing_points(
       noise: those that the posterior mean depends on.  The scores are those of the Nystrom approximation from 4m, at
       most 4,000, uniform rows; ``n m`` to ``4 n m`` kernel evaluations.  ``counts`` are inverse inclusion
       probabilities.
+
+    Inside ``sharded()`` the last two are shared out by rows.
 
     References: arXiv:2304.12465, section 3.1 (RPCholesky); Rudi, Calandriello, Carratino, Rosasco, "On fast leverage
     score sampling and optimal learning" (arXiv:1810.13258); Musco, Musco (arXiv:1605.07583).
@@ -148,15 +153,15 @@ def _seen(kernel: Any, d: int) -> list[int]:
 
 
 def _rpcholesky(kernel: Any, x: Tensor, m: int, stream: torch.Generator) -> InducingPoints:
-    n = len(x)
-    needed, free = 8 * n * m, available_memory(x.device)
+    n, shards = len(x), in_force()
+    needed, free = 8 * m * (n if shards is None else -(-n // shards.count)), available_memory(x.device)
     if needed > free:
         raise InputError(
             f"method='rpcholesky' needs {needed / 2**30:.1f} GiB for n = {n}, m = {m} and {free / 2**30:.1f} GiB are "
             "free; choose from a subsample of the rows, or take 'leverage' or 'k-means'."
         )
-    matrix = Access(KernelMatrix.of(kernel, x, engine="tiled").detach())
-    pivots = rpcholesky(matrix, m, generator=stream).pivots
+    matrix = _matrix(kernel, x)
+    pivots = rpcholesky(matrix, m, generator=stream, shards=shards).pivots
     assert pivots is not None
     missing = m - len(pivots)
     if not missing:
@@ -167,6 +172,13 @@ def _rpcholesky(kernel: Any, x: Tensor, m: int, stream: torch.Generator) -> Indu
     more = others[torch.randperm(len(others), generator=stream)[:missing].to(x.device)]
     note = f"K has rank {len(pivots)} to working precision; {missing} more rows drawn uniformly"
     return _rows(x, torch.cat([pivots, more]), None, "rpcholesky", note)
+
+
+def _matrix(kernel: Any, x: Tensor) -> Access:
+    """K(x, x), the same on all ranks, where several work together."""
+    matrix = KernelMatrix.of(kernel, x, engine="tiled").detach()
+    compare_ranks("choose_inducing_points", lambda: operator_marks(matrix))
+    return Access(matrix)
 
 
 def _leverage(kernel: Any, x: Tensor, m: int, noise: float, stream: torch.Generator) -> InducingPoints:
@@ -184,25 +196,27 @@ def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, stream: t
     diagonal of K over itself plus the noise; exact for p = n, and no row that N misses is thought unimportant.
     ``n p`` kernel evaluations twice, O(p^2) memory.
     """
-    n = len(x)
+    n, whole = len(x), _matrix(kernel, x)
     z = x[torch.randperm(n, generator=stream)[:pilots].to(x.device)]
     tall = TallMatrix(kernel, x, z, accurate=True)
     matrix = KernelMatrix.of(kernel, z, engine="tiled").detach().double().to_dense()
     eps = torch.finfo(torch.float64).eps
     root = shifted_cholesky(matrix, eps).mT
     inner = torch.zeros_like(matrix)
-    for _, tile in tall.tiles(rows=max(16, min(n, 2**22 // pilots))):
+    for _, tile in tall.own_tiles(max(16, min(n, 2**22 // pilots))):
         half = torch.linalg.solve_triangular(root, tile, upper=True, left=False)  # rows of N^1/2
         inner.addmm_(half.mT, half)
+    inner = tall.total(inner)
     inner.diagonal().add_(noise)
     second = shifted_cholesky(inner, eps).mT
-    diagonal = Access(KernelMatrix.of(kernel, x, engine="tiled").detach()).diagonal()
+    diagonal = whole.diagonal()
     scores = torch.empty(n, dtype=torch.float64, device=x.device)
-    for span, tile in tall.tiles(rows=max(16, min(n, 2**22 // pilots))):
+    for span, tile in tall.own_tiles(max(16, min(n, 2**22 // pilots))):
         half = torch.linalg.solve_triangular(root, tile, upper=True, left=False)
         within = torch.linalg.solve_triangular(second, half, upper=True, left=False).square().sum(dim=1)
         lacking = (diagonal[span] - half.square().sum(dim=1)).clamp(min=0)
         scores[span] = within + (1 - within).clamp(min=0) * lacking / (lacking + noise)
+    scores = tall.completed(scores.unsqueeze(1)).squeeze(1)
     if not bool(torch.isfinite(scores).all()):
         raise NumericalError("The leverage scores hold NaN or infinity; check inputs and kernel.", see="nan")
     return scores.clamp(min=torch.finfo(torch.float64).tiny, max=1.0)

@@ -36,6 +36,9 @@ class Exchange:
     def __init__(self, group: Any, rank: int, count: int) -> None:
         self.group, self.rank, self.count = group, rank, count
         self.broken: str | None = None  # why there is nothing more to say
+        self.words = 0  # how many rounds of them there were
+        self.aside = 0  # a small number that this rank says with every word
+        self._heard: list[int] | None = None
 
     def meet(self, what: str, number: float = 0.0) -> list[float]:
         """Wait until all ranks are here; the number of each.
@@ -55,6 +58,11 @@ class Exchange:
             why = f"the ranks are at different places: {places}. All have to do the same inside sharded()"
         self.broken = why
         raise told(RankError(f"{why}.", see="ranks"))
+
+    def heard(self) -> list[int] | None:
+        """What all ranks said aside with the last word, the same on all; None where it was asked for before."""
+        heard, self._heard = self._heard, None
+        return heard
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank raises ``error``, unless they know."""
@@ -86,14 +94,14 @@ class Exchange:
         raise told(InputError(f"{owner}: {'; '.join(found)}. Every rank expects the same data, kernel and versions."))
 
     def _say(self, status: int, what: str, number: float) -> list[tuple[int, int, float]]:
+        self.words += 1
         if self.broken is not None:
             raise told(RankError(f"The ranks can do nothing more together: {self.broken}.", see="ranks"))
         bits = struct.unpack("<q", struct.pack("<d", number))[0]
-        own = torch.tensor([status, _mark(what), bits], device="cpu")  # whatever torch's default device is
-        return [
-            (int(s), int(mark), struct.unpack("<d", struct.pack("<q", int(bits)))[0])
-            for s, mark, bits in self.gathered(own)
-        ]
+        own = torch.tensor([status + 2 * self.aside, _mark(what), bits], device="cpu")  # whatever the default device is
+        words = [word.tolist() for word in self.gathered(own)]
+        self._heard = [s // 2 for s, _, _ in words]
+        return [(s % 2, mark, struct.unpack("<d", struct.pack("<q", bits))[0]) for s, mark, bits in words]
 
     def _texts(self, text: str) -> list[str]:
         """One text of every rank, of any length."""

@@ -27,13 +27,15 @@ class Shards:
     :ivar open: whether the block that they were made for has not ended.
     :ivar bytes_sent: by this rank, data alone: of a gather of N bytes in all ``N (P - 1) / P``, of a sum of N bytes
         twice that, which is what ring algorithms send.
+    :ivar messages: how many collectives of data there were; before each, and elsewhere, ranks exchange words, which
+        ``exchange.words`` counts.
     """
 
     def __init__(self, group: Any, exchange: Exchange, neighbours: int = 1) -> None:
         self.group, self.exchange, self.neighbours = group, exchange, neighbours
         self.rank, self.count = exchange.rank, exchange.count
         self.open = True
-        self.bytes_sent = 0
+        self.bytes_sent = self.messages = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
         return self
@@ -65,14 +67,17 @@ class Shards:
         if whole.numel():
             self._do(lambda: dist.all_gather(parts, padded, group=self._group_of(padded)))
             self.bytes_sent += (self.count - 1) * padded.numel() * padded.element_size()
-        if n % self.count:
-            spans = (self.span(n, rank) for rank in range(self.count))
-            whole = torch.cat([part[: s.stop - s.start] for part, s in zip(parts, spans, strict=True)])
-        return whole.movedim(0, dim)
+        for rank in range(n % self.count + 1, self.count if n % self.count else 0):  # those behind shorter ones move up
+            span = self.span(n, rank)
+            whole[span] = parts[rank][: span.stop - span.start].clone()
+        return whole[:n].movedim(0, dim)
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of every rank's part, the same bits on all; a new tensor."""
-        total = part.contiguous().clone()
+    def sum(self, part: Tensor, spare: bool = False) -> Tensor:
+        """The sum of every rank's part, the same bits on all.
+
+        :param spare: nobody needs the part any more, so that it may become the sum; else that is a new tensor.
+        """
+        total = part if spare and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
         self._meet("a sum", part, part.shape)
         if total.numel():
             self._do(lambda: dist.all_reduce(total, group=self._group_of(total)))
@@ -106,6 +111,7 @@ class Shards:
 
     def _do(self, collective: Callable[[], Any]) -> None:
         if self.count > 1:
+            self.messages += 1
             self.exchange.whole(collective)
 
     def _group_of(self, tensor: Tensor) -> Any:

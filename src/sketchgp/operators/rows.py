@@ -12,6 +12,7 @@ from .access import accurate_terms, block, dense_product, terms
 from .access import columns as columns_of
 from .engines import DENSE, TRITON, choose
 from .kernel_matrix import KernelMatrix
+from .shared import part_of_rows
 from .tiles import spans
 
 _GATHERED = {"cpu": 2**20, "cuda": 2**26}  # entries of a stored matrix gathered at once: on CPUs, while in cache
@@ -58,6 +59,23 @@ class RowProduct:
         total = vectors.new_zeros(len(indices), vectors.shape[-1])
         for scale, operator in self._terms:
             total += self._product(operator, indices, vectors, columns).to(torch.float64) * scale
+        return total
+
+    @torch.no_grad()
+    def part(self, indices: Tensor, vectors: Tensor, span: slice) -> Tensor:
+        """``K[indices, span] v``, ``(b, t)`` in float64, by this rank alone: its part of ``K[indices] v``.
+
+        :param vectors: float64 ``(h, t)``, the rows ``span`` of v, which this rank holds.
+        """
+        total = vectors.new_zeros(len(indices), vectors.shape[-1])
+        for scale, operator in self._terms:
+            if isinstance(operator, KernelMatrix):
+                found = part_of_rows(operator, indices, vectors.to(operator.dtype), span)
+            elif isinstance(operator, DenseLinearOperator):
+                found = dense_product(operator.tensor[:, span].index_select(0, indices), vectors)
+            else:
+                found = columns_of(operator, indices).mT[:, span].to(vectors.dtype) @ vectors
+            total += found.to(torch.float64) * scale
         return total
 
     def stored_block(self, indices: Tensor) -> Tensor | None:

@@ -37,7 +37,7 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     _compare(matrix, shards)
     n, m = matrix.shape[-2:]
     if matrix.same and engine is TILED:
-        return shards.sum(TILED.product(matrix, rhs, _half(n, shards)))
+        return shards.sum(TILED.product(matrix, rhs, _half(matrix, shards)), spare=True)
     down = n >= m
     span = shards.span(n if down else m)
     if span.stop == span.start:
@@ -45,7 +45,17 @@ def product(matrix: KernelMatrix, rhs: Tensor) -> Tensor:
     else:
         own = _own(matrix, span, down)
         part = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
-    return shards.gather(part, n) if down else shards.sum(part)
+    return shards.gather(part, n) if down else shards.sum(part, spare=True)
+
+
+def part_of_rows(matrix: KernelMatrix, indices: Tensor, rhs: Tensor, span: slice) -> Tensor:
+    """``K[indices, span] rhs`` by this rank alone, for rhs ``(h, t)``: its part of ``K[indices] v``, for the rows of v
+    that it holds.  The matrix has no batch."""
+    if span.stop == span.start:
+        return rhs.new_zeros(len(indices), rhs.shape[-1])
+    part = _own(matrix, span, False).rows(indices)
+    found = trusted(choose(part), part, rhs.shape[-1]).product(part, rhs.to(part.compute_dtype))
+    return found.to(rhs.dtype)
 
 
 def derivative(matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
@@ -59,7 +69,7 @@ def derivative(matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
     _compare(matrix, shards)
     n = matrix.shape[-2]
     if engine is TILED or engine is DENSE:
-        within = _half(n, shards) if folds(matrix) else shards.span(n)
+        within = _half(matrix, shards) if folds(matrix) else shards.span(n)
         return summed(shards, TILED.derivative(matrix, left, right, within))
     span = shards.span(n)
     part = matrix._with(matrix.x1.detach()[..., span, :].requires_grad_(matrix.x1.requires_grad), matrix.x2, False)
@@ -92,17 +102,25 @@ def summed(shards: Shards, gradients: Gradients) -> Gradients:
     return tuple(out)
 
 
-def _half(n: int, shards: Shards) -> slice:
-    """Rows of the upper half of an n x n matrix such that all ranks have as many entries of it."""
-    first, last = (round(n * (1 - math.sqrt(1 - rank / shards.count))) for rank in (shards.rank, shards.rank + 1))
+def _half(matrix: KernelMatrix, shards: Shards) -> slice:
+    """Rows of the upper half of an n x n matrix such that all ranks evaluate as many entries of it.
+
+    Tiles of 2 c columns are square along the diagonal: up to row x there are ``x (n + c) - x^2 / 2`` entries.
+    """
+    n, c = matrix.shape[-1], TILED.width(matrix) // 2
+    whole = n * (n + 2 * c)  # twice the entries of all rows
+    first, last = (
+        n + c - math.isqrt((n + c) ** 2 - whole * rank // shards.count) for rank in (shards.rank, shards.rank + 1)
+    )
     return slice(first, last)
 
 
 def _own(matrix: KernelMatrix, span: slice, down: bool) -> KernelMatrix:
     """This rank's rows, or columns; kept with the matrix where an engine may keep something with them."""
-    kept = matrix.memo.get("own part")
-    if kept is not None and kept[1:] == (span, down) and matrix._unchanged(kept[0][0]):
-        return kept[0][1]
+    name = "own rows" if down else "own columns"
+    kept = matrix.memo.get(name)
+    if kept is not None and kept[1] == span and matrix._unchanged(kept[0]):
+        return kept[2]
     if sources(matrix):
         side = matrix.x1 if down else matrix.x2
         own = side.part(span) if isinstance(side, RowSource) else side[span]
@@ -110,7 +128,7 @@ def _own(matrix: KernelMatrix, span: slice, down: bool) -> KernelMatrix:
     indices = torch.arange(span.start, span.stop, device=matrix.device)
     part = matrix._part(indices, None) if down else matrix._part(None, indices)
     if matrix.same:
-        matrix.memo["own part"] = ((matrix._state(), part), span, down)
+        matrix.memo[name] = (matrix._state(), span, part)
     return part
 
 

@@ -176,15 +176,15 @@ class TallMatrix:
         shards, n = in_force(), self.shape[0]
         return slice(0, n) if shards is None else shards.span(n)
 
-    def own_tiles(self) -> Iterator[tuple[slice, Tensor]]:
+    def own_tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """:meth:`tiles` of this rank's rows: what is added up over them has to be completed by :meth:`total`."""
         shards = in_force()
         if shards is None:
-            yield from self.tiles()
+            yield from self.tiles(rows)
             return
         n, m = self.shape
         own = self.own
-        yield from self.tiles(within=own)
+        yield from self.tiles(rows, own)
         self.entries += (n - (own.stop - own.start)) * m
 
     def total(self, part: Tensor) -> Tensor:

@@ -30,9 +30,18 @@ class Space:
         shards = in_force()
         return Space(n) if shards is None else SharedSpace(n, shards)
 
+    @property
+    def height(self) -> int:
+        """h, how many rows are held here."""
+        return self.n
+
     def own(self, whole: Tensor) -> Tensor:
         """The rows held here of a vector, ``(..., h, t)``."""
         return whole
+
+    def held(self, indices: Tensor) -> tuple[slice | Tensor, Tensor]:
+        """Which of the rows at ``indices`` ``(k,)`` are held here, as an index of them, and where among those held."""
+        return slice(None), indices
 
     def whole(self, own: Tensor) -> Tensor:
         """All rows, of those that each rank holds."""
@@ -98,6 +107,14 @@ class SharedSpace(Space):
     @property
     def span(self) -> slice:
         return self.shards.span(self.n)
+
+    @property
+    def height(self) -> int:
+        return self.span.stop - self.span.start
+
+    def held(self, indices: Tensor) -> tuple[slice | Tensor, Tensor]:
+        here = ((indices >= self.span.start) & (indices < self.span.stop)).nonzero().squeeze(-1)
+        return here, indices[here] - self.span.start
 
     def own(self, whole: Tensor) -> Tensor:
         part = whole[..., self.span, :]

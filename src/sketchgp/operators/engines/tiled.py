@@ -37,6 +37,10 @@ class Tiled(Engine):
             lambda shape: _product(matrix, rhs, shape, matrix.same, within),
         )
 
+    def width(self, matrix: KernelMatrix) -> int:
+        """Columns of its tiles."""
+        return _shape(matrix)[1]
+
     def dense(self, matrix: KernelMatrix) -> Tensor:
         """The whole matrix ``(*batch, n, m)``, without autograd."""
         out = torch.empty(matrix.shape, dtype=matrix.compute_dtype, device=matrix.device)  # no tile makes it fit

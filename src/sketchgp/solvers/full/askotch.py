@@ -124,12 +124,13 @@ class _Fresh(InvertedBlocks):
         rows, inverse, _ = self.draw(generator)
         beta, gamma, alpha = self._constants()
         w, v, y = tensors["w"], tensors["v"], self._point(alpha)
-        g = self.system.rows(rows, y) - r[rows]
+        here, own = self.system.space.held(rows)
+        g, momentum = self.system.residual_and(rows, y, r, v[own] - w[own])
         d = inverse.apply(g) / inverse.smoothness
-        against = (g * (v[rows] - w[rows])).sum()
+        against = (g * momentum).sum()
         v.mul_(beta).add_(y, alpha=1 - beta)
-        v[rows] -= gamma * d
-        y[rows] -= d
+        v[own] -= gamma * d[here]
+        y[own] -= d[here]
         tensors["w"] = y
         if self.choices.mu is None:
             self._judge(len(rows), against)
@@ -186,10 +187,11 @@ class _Fixed(InvertedBlocks):
         x, z = self.evaluation_point(), self.tensors["z"]
         mu, gamma = self.numbers["mu"], self.numbers["gamma"]
         rows, inverse, odds = self.draw(generator)
-        g = self.system.rows(rows, x) - r[rows]
+        here, own = self.system.space.held(rows)
+        g = self.system.residual(rows, x, r)
         d = inverse.apply(g)
         z.add_(x, alpha=gamma * mu).div_(1 + gamma * mu)
-        z[rows] -= (gamma / (1 + gamma * mu) * odds) * d
-        x[rows] -= d / inverse.smoothness
+        z[own] -= ((gamma / (1 + gamma * mu) * odds) * d)[here]
+        x[own] -= (d / inverse.smoothness)[here]
         self.tensors["w"] = x
         return rows, g

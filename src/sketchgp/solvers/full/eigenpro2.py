@@ -95,7 +95,7 @@ class _EigenPro2(BlockMethod):
     def begin(self, width: int) -> None:
         if "subsample" not in self.tensors:
             self._prepare()
-        self.tensors["w"] = self.system.noise.new_zeros(self.system.n, width)
+        self.tensors["w"] = self.system.zeros(width)
         self.tensors["rest"] = torch.empty(0, dtype=torch.long, device=self.system.device)
 
     def _prepare(self) -> None:
@@ -135,10 +135,12 @@ class _EigenPro2(BlockMethod):
         size, some, w = int(self.numbers["block_size"]), tensors["subsample"], tensors["w"]
         rest = tensors["rest"].to(system.device)
         rows, tensors["rest"] = next_block("shuffled", system.n, size, rest, generator, system.device)
-        g = system.rows(rows, w) - r[rows]
+        g = system.residual(rows, w, r)
         correction = tensors["vectors"] @ (tensors["vectors"].mT @ system.cross(some, rows, g))
-        w[rows] -= step * g
-        w[some] += step * correction
+        here, own = system.space.held(rows)
+        w[own] -= step * g[here]
+        here, own = system.space.held(some)
+        w[own] += step * correction[here]
         return rows, g
 
 

@@ -52,6 +52,7 @@ class _Skotch(InvertedBlocks):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         w = self.tensors["w"]
         rows, inverse, _ = self.draw(generator)
-        g = self.system.rows(rows, w) - r[rows]
-        w[rows] -= inverse.apply(g) / inverse.smoothness
+        here, own = self.system.space.held(rows)
+        g = self.system.residual(rows, w, r)
+        w[own] -= (inverse.apply(g) / inverse.smoothness)[here]
         return rows, g

@@ -3,9 +3,10 @@
 It is a file of :mod:`sketchgp.tensor_file`: reading it executes nothing, and what is stored damaged or in part is not
 gone on from.
 
-Where ranks work together, each has the whole state, to the same bits: rank 0 alone reads and writes the file, and
-tells the others what it has read.  So there is one file of one step, whenever whichever rank dies, it has to be seen by
-one machine only, and it does not hang on the number of ranks.
+Where ranks work together, rank 0 alone reads and writes the file, of the whole state: what each holds some rows of is
+gathered for it, all else they have to the same bits; and it tells the others what it has read.  So there is one file of
+one step, whenever whichever rank dies, it has to be seen by one machine only, and it does not hang on the number of
+ranks.
 """
 
 from __future__ import annotations

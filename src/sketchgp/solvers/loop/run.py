@@ -118,7 +118,7 @@ class Run:
             self._begin()
             with bar, DeferredInterrupt() as interrupt:
                 self._loop(bar, interrupt)
-                self._agree(interrupt)
+                self._agree(interrupt, True)
                 if interrupt.seen and self.raising:  # it came too late to be noticed by a step
                     raise KeyboardInterrupt
                 assert self.reason is not None
@@ -142,6 +142,8 @@ class Run:
             return self.method.give_up(self.reason)
 
     def _begin(self) -> None:
+        if self.shards is not None:
+            self.shards.exchange.aside = 0  # of a solve that failed
         if self.checkpoint is not None and self.checkpoint.exists():
             self._resume(self.checkpoint)
             self.setup_seconds += clock() - self.began
@@ -163,8 +165,7 @@ class Run:
                 if closed:
                     self._tell()
                 bar.update(self.method.work - bar.n)
-                self._agree(interrupt)
-                if interrupt.seen:
+                if self._agree(interrupt, closed):
                     raise KeyboardInterrupt
             except KeyboardInterrupt:
                 within = within or (interrupt.again and self.shards is not None)  # the others know nothing of it
@@ -178,15 +179,28 @@ class Run:
             if self.reason is not None or self.due:
                 self.save()
 
-    def _agree(self, interrupt: DeferredInterrupt) -> None:
+    def _agree(self, interrupt: DeferredInterrupt, closed: bool) -> bool:
         """Of several ranks, rank 0 says whether the solve ends and whether it is saved; a Ctrl-C on any of them ends it
-        on all."""
+        on all: whether there was one.
+
+        :param closed: a window, so that the solve may end; else what they say is heard with the next step's words.
+        """
         self.due = self.checkpoint is not None and clock() - self.saved_at >= self.checkpoint.every
-        if self.shards is not None:
-            said = 4 * _ENDS.index(self.reason) + 2 * self.due + interrupt.seen
-            found = [int(one) for one in self.shards.exchange.meet("the end of a step", said)]
-            self.reason, interrupt.seen = _ENDS[found[0] // 4], any(one % 2 for one in found)
-            self.due = bool(found[0] // 2 % 2)
+        if self.shards is None:
+            return interrupt.seen
+        exchange, said = self.shards.exchange, 2 * self.due + interrupt.seen
+        found = None if closed else exchange.heard()
+        if found is None:
+            exchange.aside = 0
+            words = exchange.meet("the end of a step", 4 * _ENDS.index(self.reason) + said)
+            found = [int(word) for word in words]
+            self.reason = _ENDS[found[0] // 4]
+            interrupt.seen = any(one % 2 for one in found)
+            exchange.heard()
+        self.due = bool(found[0] // 2 % 2)
+        if not closed:
+            exchange.aside = said % 2 if self.due else said  # it is saved now
+        return any(one % 2 for one in found)
 
     def _judge(self, bar: Any) -> None:
         """A window is closed: the method sees whether to go on."""

@@ -132,7 +132,7 @@ class InvertedBlocks(BlockMethod):
         return found
 
     def begin(self, width: int) -> None:
-        self.tensors |= {name: self.system.noise.new_zeros(self.system.n, width) for name in self.positions}
+        self.tensors |= {name: self.system.zeros(width) for name in self.positions}
         if self.partition is None:
             self.tensors["rest"] = torch.empty(0, dtype=torch.long, device=self.system.device)
         else:

@@ -20,7 +20,7 @@ from ....report import Reason
 from ...certificate import Certificate
 from ...loop import Method, Outcome, largest_of
 from .method import BlockMethod
-from .state import State
+from .state import VECTORS, State
 from .system import BlockSystem
 from .watch import NAN, plateau, stuck, watch_growth
 
@@ -37,7 +37,7 @@ _FRUITLESS = 3  # corrections in a row that halve the residual of no column
 class Refinement(Method):
     """Steps of a blockwise method on ``(K + noise) W = B``.
 
-    :param b: right-hand sides ``(n, t)``, float64.
+    :param b: right-hand sides ``(n, t)``, float64; of several ranks, each keeps its rows of them, and of all vectors.
     :param out_dtype: dtype of the value; the residual reported is that of the rounded one.
     """
 
@@ -47,9 +47,9 @@ class Refinement(Method):
         self, system: BlockSystem, method: BlockMethod, b: Tensor, out_dtype: torch.dtype, tol: float, seed: int
     ) -> None:
         super().__init__()
-        self.system, self.method, self.b, self.out_dtype, self.tol = system, method, b, out_dtype, tol
-        self.name, self.size, self.device = method.name, system.n, b.device
-        norm = b.norm(dim=0)
+        self.system, self.method, self.out_dtype, self.tol, self.space = system, method, out_dtype, tol, system.space
+        self.name, self.size, self.device, self.b = method.name, system.n, b.device, system.space.own(b)
+        norm = self.space.norm(self.b)
         if not bool(torch.isfinite(norm).all()):
             raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
@@ -86,8 +86,8 @@ class Refinement(Method):
         return float(self.size**2)
 
     def begin(self, initial: Tensor | None) -> Tensor:
-        base = torch.zeros_like(self.b) if initial is None else initial.to(torch.float64).clone()
-        r, rounded, value = (self.b, self.b, base[:0]) if initial is None else self._residuals(base)
+        base = torch.zeros_like(self.b) if initial is None else self.space.own(initial).to(torch.float64).clone()
+        r, rounded, value = (self.b, self.b, base[:, :0]) if initial is None else self._residuals(base)
         self.system.entries = 0  # a warm start is not charged for
         zero, tol, start = torch.zeros_like(self.norm), self.tol, self._relative(r)
         best, best_true = value.to(torch.float64), self._relative(rounded)
@@ -115,7 +115,7 @@ class Refinement(Method):
         if point is not None:
             state.rows_checked = state.rows_seen
             some = rows[:_CHECKED]
-            exact = self.system.accurate_rows(some, point) - state.r[some]
+            exact = self.system.residual(some, point, state.r, accurate=True)
             wanted.append(((g[:_CHECKED] - exact) * (self.system.n / len(some)) ** 0.5).norm(dim=0) / self.norm)
         found = iter(fetched(*wanted) if wanted else [])
         method.told([float(next(found)) for _ in asked])
@@ -166,6 +166,9 @@ class Refinement(Method):
     # --- residuals ------------------------------------------------------------------------------------------
 
     def weights(self) -> Tensor:
+        return self.space.whole(self._iterate())
+
+    def _iterate(self) -> Tensor:
         return self.position.base + self.method.value
 
     def _at_target(self) -> bool:
@@ -176,17 +179,20 @@ class Refinement(Method):
         return self._at_target() and self.position.rows_seen >= self.position.verify_after
 
     def _relative(self, r: Tensor) -> Tensor:
-        relative = (r.norm(dim=0) / self.norm).cpu()
+        return self._finite(self.space.norm(r))
+
+    def _finite(self, size: Tensor) -> Tensor:
+        relative = (size / self.norm).cpu()
         if not bool(torch.isfinite(relative).all()):
             raise NumericalError(NAN, see="nan")
         return relative
 
     def _true_residual(self) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_residuals` of the present iterate."""
-        return self._residuals(self.weights())
+        return self._residuals(self._iterate())
 
     def _residuals(self, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded, and that; ``(n, t)`` each."""
+        """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded, and that."""
         value = exact.to(self.out_dtype)
         if self.out_dtype == torch.float64:
             r = self.b - self.system.accurate_product(exact)
@@ -211,11 +217,13 @@ class Refinement(Method):
     def _settle(self, value: Tensor, r: Tensor) -> None:
         """What will be returned: a value, with the best columns known where they are better; and what is certain of it.
 
-        :param r: its residual ``(n, t)``.
+        :param r: its residual.
         """
         self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(r))
         if not self.earlier_columns:
-            self.certain = Certificate(self.system.system, None).of(self.b, value.to(torch.float64), r)
+            self.certain = Certificate(self.system.system, None, space=self.space).of(
+                self.b, value.to(torch.float64), r
+            )
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that has not helped any column several times."""
@@ -233,7 +241,7 @@ class Refinement(Method):
         self.notes.append(
             f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {largest_of(true):.1e}"
         )
-        state.base, state.r, state.true = self.weights(), r, true
+        state.base, state.r, state.true = self._iterate(), r, true
         self.method.rebase()
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
@@ -246,7 +254,7 @@ class Refinement(Method):
         return self._outcome(reason)
 
     def give_up(self, reason: Reason) -> Outcome:
-        self.value, self.residual, self.sample = self.weights().to(self.out_dtype), self.position.estimate, 0
+        self.value, self.residual, self.sample = self._iterate().to(self.out_dtype), self.position.estimate, 0
         self.notes.append("interrupted again: the residual is what the last steps estimated")
         return self._outcome(reason)
 
@@ -267,7 +275,7 @@ class Refinement(Method):
             "dtype": str(self.system.dtype).removeprefix("torch."),
             "preconditioner": self.method.describe(),
         }
-        return Outcome(self.value, self.residual, within and self.sample is None, reason, facts)
+        return Outcome(self.space.whole(self.value), self.residual, within and self.sample is None, reason, facts)
 
     def _look(self, quick: bool) -> None:
         n = self.system.n
@@ -275,17 +283,22 @@ class Refinement(Method):
             _, rounded, value = self._true_residual()
             self._settle(value, rounded)
             return
-        self.value = self.weights().to(self.out_dtype)
+        self.value = self._iterate().to(self.out_dtype)
         rows = torch.randperm(n, generator=generator(n, "rows of a residual"))[:_SAMPLE].to(self.b.device)
-        r = self.b[rows] - self.system.accurate_rows(rows, self.value.to(torch.float64))
-        self.residual, self.sample = self._relative(r * (n / len(rows)) ** 0.5), len(rows)
+        r = self.system.residual(rows, self.value.to(torch.float64), self.b, accurate=True)
+        self.residual, self.sample = self._finite((r * (n / len(rows)) ** 0.5).norm(dim=0)), len(rows)
         self.notes.append(f"residual estimated from {len(rows)} random rows, in float64")
 
     # --- saving and resuming --------------------------------------------------------------------------------
 
+    @property
+    def _vectors(self) -> list[str]:
+        return [*VECTORS, *(f"method.{name}" for name in self.method.positions)]
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         own, tensors = self.position.pack()
         tensors |= {f"method.{name}": tensor for name, tensor in self.method.tensors.items()}
+        tensors |= {name: self.space.to_write(tensors[name]) for name in self._vectors}
         assert self.generator is not None
         tensors["generator"] = self.generator.get_state()
         plain = {"state": own, "method": self.method.numbers, "engines": self.system.engines, "notes": self.notes,
@@ -294,6 +307,7 @@ class Refinement(Method):
         return plain, tensors
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors = {**tensors, **{name: self.space.own(tensors[name]) for name in self._vectors}}
         self.method.numbers, self.notes, self.iterations = plain["method"], plain["notes"], plain["iterations"]
         self.method.tensors = {k.removeprefix("method."): v for k, v in tensors.items() if k.startswith("method.")}
         self.position = State.unpack(plain["state"], tensors)

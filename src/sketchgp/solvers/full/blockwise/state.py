@@ -12,6 +12,7 @@ from torch import Tensor
 from ....report import Reason
 
 _TENSORS = ("base", "r", "window_squares", "best", "best_true", "true", "first", "estimate")
+VECTORS = ("base", "r", "best")  # of the rows that this rank holds
 _ON_CPU = ("best_true", "true", "first", "estimate")
 
 
@@ -24,7 +25,7 @@ class State:
     :ivar verify_after: rows before the true residual is looked at again, after ``failures`` times in vain.
     :ivar shrunk: how often the step was made smaller.
     :ivar window_rows: rows since the last estimate, ``window_squares`` (t,) their squared residuals.
-    :ivar best: the value ``(n, t)`` with the least true residuals ``best_true`` (t,) known; empty while that is zero.
+    :ivar best: the value with the least true residuals ``best_true`` (t,) known; without columns while that is zero.
     :ivar true: the true residuals (t,) when all rows were last looked at and found above the tolerance;
         ``fruitless`` of the ``corrections`` in a row did not help.
     :ivar least: the least estimate; ``lowest`` the least that was clearly below those before, at row ``lowest_at``.
@@ -71,7 +72,7 @@ class State:
         """Remember the columns of a value whose true residuals are the least so far."""
         better = residual < self.best_true
         if bool(better.any()):
-            best = self.best if len(self.best) else torch.zeros_like(self.r)
+            best = self.best if self.best.numel() else torch.zeros_like(self.r)
             self.best = torch.where(better.to(best.device), value.to(torch.float64), best)
             self.best_true = torch.where(better, residual, self.best_true)
 
@@ -81,6 +82,6 @@ class State:
         worse = residual > self.best_true
         if not bool(worse.any()):
             return value, residual, 0
-        best = self.best if len(self.best) else torch.zeros_like(self.r)
+        best = self.best if self.best.numel() else torch.zeros_like(self.r)
         value = torch.where(worse.to(best.device), best.to(value.dtype), value)
         return value, torch.where(worse, self.best_true, residual), int(worse.sum())

@@ -11,6 +11,7 @@ from ....operators.access import Access
 from ....operators.rows import RowProduct
 from ....settings import memory_budget
 from ...problem import System
+from ...space import SharedSpace, Space
 
 _LEAST_BLOCK = 256
 _FLOPS_PER_ENTRY = 20  # of a block's Cholesky factorization, in the time that one kernel entry takes
@@ -22,11 +23,14 @@ _COPIES = 4  # of a block that are held at once
 class BlockSystem:
     """One system, without batch, and how many entries of K were evaluated for it.
 
+    Where several ranks work together, vectors are the rows ``(h, t)`` that this one holds, as its ``space`` has them.
+
     :ivar entries: entries of K evaluated so far, by rows, blocks and whole products.
     """
 
     def __init__(self, system: System) -> None:
         self.system = system
+        self.space = Space.of(system.n)
         self.noise = system.noise.to(torch.float64)
         self.access = Access(system.operator)
         self._rows = RowProduct(system.operator)
@@ -66,13 +70,49 @@ class BlockSystem:
         self._rows = RowProduct(self.system.operator, engines=chosen)
         return chosen != engines
 
+    def zeros(self, width: int) -> Tensor:
+        """A vector."""
+        return self.noise.new_zeros(self.space.height, width)
+
     def rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """``(K + noise)[indices] v`` for float64 vectors ``(n, t)``; K in its own dtype."""
+        """``(K + noise)[indices] v`` for float64 vectors, K in its own dtype; of several ranks, the part of it that the
+        rows held here make up."""
+        return self._of_rows(self._rows, indices, vectors)
+
+    def residual(self, indices: Tensor, vectors: Tensor, r: Tensor, accurate: bool = False) -> Tensor:
+        """``((K + noise) v - r)[indices]``, ``(b, t)``, whole on every rank: one message.
+
+        :param accurate: K in float64.
+        """
+        here, local = self.space.held(indices)
+        part = self.accurate_rows(indices, vectors) if accurate else self.rows(indices, vectors)
+        part[here] -= r[local]
+        return self.space.total(part)
+
+    def residual_and(self, indices: Tensor, vectors: Tensor, r: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """The same and, in the same message, all rows ``(b, t)`` of what ranks hold the rows ``other`` of, as
+        :meth:`~sketchgp.solvers.space.Space.held` has them."""
+        if not isinstance(self.space, SharedSpace):
+            return self.residual(indices, vectors, r), other
+        here, local = self.space.held(indices)
+        part = self.rows(indices, vectors)
+        part[here] -= r[local]
+        spread = torch.zeros_like(part)
+        spread[here] = other
+        found, whole = self.space.total(torch.stack([part, spread]))
+        return found, whole
+
+    def _of_rows(self, product: RowProduct, indices: Tensor, vectors: Tensor) -> Tensor:
         self.entries += len(indices) * self.n
-        return self._rows(indices, vectors).addcmul_(self.noise[indices, None], vectors[indices])
+        if not isinstance(self.space, SharedSpace):
+            return product(indices, vectors).addcmul_(self.noise[indices, None], vectors[indices])
+        here, local = self.space.held(indices)
+        part = product.part(indices, vectors, self.space.span)
+        part[here] += self.noise[indices[here], None] * vectors[local]
+        return part
 
     def cross(self, rows: Tensor, columns: Tensor, vectors: Tensor) -> Tensor:
-        """``(K + noise)[rows, columns] v`` for float64 vectors ``(len(columns), t)``; K in its own dtype.
+        """``(K + noise)[rows, columns] v`` for float64 vectors ``(len(columns), t)``, whole; K in its own dtype.
 
         Rows are distinct, and columns are.
         """
@@ -87,13 +127,12 @@ class BlockSystem:
         """The same with K evaluated in float64."""
         if self._accurate_rows is None:
             self._accurate_rows = RowProduct(self.system.operator, accurate=True)
-        self.entries += len(indices) * self.n
-        return self._accurate_rows(indices, vectors).addcmul_(self.noise[indices, None], vectors[indices])
+        return self._of_rows(self._accurate_rows, indices, vectors)
 
     def accurate_product(self, vectors: Tensor) -> Tensor:
         """``(K + noise) v`` in float64."""
         self.entries += self.n**2
-        return self.system.accurate_product(vectors)
+        return self.space.product(self.system.accurate_product, vectors)
 
     def block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """``K[rows, columns]`` in float64, without the noise."""
