@@ -104,8 +104,8 @@ class ProbedDiagonal:
 
     def over(self, squares: Tensor) -> ProbedDiagonal:
         """The same in other units: each row over its square of a unit, ``(n,)``."""
-        bounds = (values / squares for values in (self.fit, self.least, self.most))
-        return ProbedDiagonal(self.samples / squares.unsqueeze(1), *bounds, self.solve_error)
+        fit, least, most = (values / squares for values in (self.fit, self.least, self.most))
+        return ProbedDiagonal(self.samples / squares.unsqueeze(1), fit, least, most, self.solve_error)
 
     @cached_property
     def mean(self) -> Tensor:
