@@ -12,11 +12,19 @@ _STRUT = '<mspace width="0" height="0.75em" depth="0.2em"/>'
 
 
 def _mathml(formula: str, display: Literal["inline", "block"]) -> str:
-    return convert(formula, display=display).replace("<msqrt>", f"<msqrt>{_STRUT}")
+    found = convert(formula, display=display)
+    if "\\" in found:
+        raise ValueError(f"a formula has a command that latex2mathml does not know: {formula}")
+    return found.replace("<msqrt>", f"<msqrt>{_STRUT}")
 
 
 def _inline(writer: HTML5Translator, node: nodes.math) -> None:
-    writer.body.append(_mathml(node.astext(), "inline"))
+    formula, after = _mathml(node.astext(), "inline"), node.next_node(siblings=True, descend=False)
+    mark = after.astext()[:1] if isinstance(after, nodes.Text) else ""
+    if mark and mark in ",.;:)":  # which would begin a line otherwise
+        after.parent.replace(after, nodes.Text(after.astext()[1:]))
+        formula = f'<span class="with-mark">{formula}{mark}</span>'
+    writer.body.append(formula)
     raise nodes.SkipNode
 
 
