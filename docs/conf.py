@@ -14,7 +14,7 @@ author = "The sketchgp authors"
 copyright = author
 release = version = sketchgp.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "breaks", "mathml"]
 exclude_patterns = ["_*"]
 source_suffix = {".md": "markdown"}
 

@@ -19,12 +19,8 @@ def _mathml(formula: str, display: Literal["inline", "block"]) -> str:
 
 
 def _inline(writer: HTML5Translator, node: nodes.math) -> None:
-    formula, after = _mathml(node.astext(), "inline"), node.next_node(siblings=True, descend=False)
-    mark = after.astext()[:1] if isinstance(after, nodes.Text) else ""
-    if mark and mark in ",.;:)":  # which would begin a line otherwise
-        after.parent.replace(after, nodes.Text(after.astext()[1:]))
-        formula = f'<span class="with-mark">{formula}{mark}</span>'
-    writer.body.append(formula)
+    formula, mark = _mathml(node.astext(), "inline"), node.get("mark", "")
+    writer.body.append(f'<span class="with-mark">{formula}{mark}</span>' if mark else formula)
     raise nodes.SkipNode
 
 
@@ -33,7 +29,17 @@ def _block(writer: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def _take_marks(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """A formula takes the punctuation mark after it, which would begin a line otherwise."""
+    for node in tree.findall(nodes.math):
+        after = node.next_node(siblings=True, descend=False)
+        if isinstance(after, nodes.Text) and after.astext().startswith((",", ".", ";", ":", ")")):
+            node["mark"] = after.astext()[0]
+            after.parent.replace(after, nodes.Text(after.astext()[1:]))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
+    app.connect("doctree-resolved", _take_marks)
     app.connect("config-inited", lambda _, config: setattr(config, "html_math_renderer", "mathml"))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
