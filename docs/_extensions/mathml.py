@@ -1,5 +1,6 @@
 """Formulas as MathML, which browsers typeset by themselves: no script, nothing from another server."""
 
+import re
 from typing import Literal
 
 from docutils import nodes
@@ -7,6 +8,7 @@ from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
+_FUNCTION = re.compile("<mi>(log|exp|sin|cos)</mi>")  # which stand apart from what is beside them
 # Browsers hang the sign of a root from its bar: over a low letter it sinks below the line. This makes room for it.
 _STRUT = '<mspace width="0" height="0.75em" depth="0.2em"/>'
 
@@ -15,6 +17,7 @@ def _mathml(formula: str, display: Literal["inline", "block"]) -> str:
     found = convert(formula, display=display)
     if "\\" in found:
         raise ValueError(f"a formula has a command that latex2mathml does not know: {formula}")
+    found = _FUNCTION.sub(r'<mo lspace="0.17em" rspace="0.17em">\1</mo>', found)
     return found.replace("<msqrt>", f"<msqrt>{_STRUT}")
 
 
