@@ -14,7 +14,7 @@ author = "The sketchgp authors"
 copyright = author
 release = version = sketchgp.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "breaks", "mathml"]
 exclude_patterns = ["_*"]
 source_suffix = {".md": "markdown"}
 
@@ -23,12 +23,14 @@ myst_heading_anchors = 4
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
 autoclass_content = "class"
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = "sketchgp"
@@ -41,8 +43,14 @@ html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
 
 def one_field_a_line(app, what, name, thing, options, lines):
     """Short parameters and attributes stand on one line in the source, ``:param a: ...; :param b: ...``."""
-    lines[:] = [part for line in lines for part in re.split(r"[;,]? +(?=:(?:param|ivar) )", line)]
+    lines[:] = [part for line in lines for part in re.split(r"[;,]? +(?:and )?(?=:(?:param|ivar|raises) )", line)]
+
+
+def readable_defaults(app, what, name, thing, options, signature, returns):
+    """What dataclasses print of a ``default_factory`` is no Python: Sphinx would not see where arguments end."""
+    return (signature or "").replace("<factory>", "...") or None, returns
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", one_field_a_line)
+    app.connect("autodoc-process-signature", readable_defaults)

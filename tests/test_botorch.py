@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
 from typing import Any
@@ -44,9 +45,9 @@ def problem(n: int = N) -> tuple[Tensor, Tensor, Tensor]:
     return x * scale + shift, 40 + 7 * y.unsqueeze(-1), xt * scale + shift
 
 
-def single(kind: str = "default") -> tuple[Any, Tensor]:
+def single(kind: str = "default", n: int = N) -> tuple[Any, Tensor]:
     """A SingleTaskGP of some kind, and test inputs."""
-    x, y, xt = problem()
+    x, y, xt = problem(n)
     options: dict[str, Any] = {"input_transform": Normalize(d=2)}
     if kind == "no transforms":
         x, xt = (z / 10 + torch.tensor([0.0, 0.5]) for z in (x, xt))
@@ -54,7 +55,7 @@ def single(kind: str = "default") -> tuple[Any, Tensor]:
     if kind == "standardize":
         options["outcome_transform"] = Standardize(m=1)
     if kind == "known noise":
-        options["train_Yvar"] = torch.linspace(0.2, 3.0, N, dtype=x.dtype).unsqueeze(-1)
+        options["train_Yvar"] = torch.linspace(0.2, 3.0, n, dtype=x.dtype).unsqueeze(-1)
     if kind == "two outputs":
         y = torch.cat([y, 100 - y.square() / 50], dim=-1)
     model = SingleTaskGP(x, y, **options)
@@ -515,3 +516,65 @@ def test_predict_refuses_transforms_without_a_mean() -> None:
         model = sketchgp.accelerate(SingleTaskGP(x, y, **options))
         with iterative(), pytest.raises(sketchgp.InputError, match=message):
             sketchgp.predict(model, xt)
+
+
+@pytest.mark.parametrize("kind", ["default", "known noise"])
+def test_leave_one_out_is_in_units_of_the_data(kind: str) -> None:
+    """What BoTorch's posterior says of each row, the row left out and the transforms as they are."""
+    model, _ = single(kind, n=40)
+    (x, y, _), model = problem(40), model.eval()
+    everything, means, variances = torch.arange(40), torch.empty(40).double(), torch.empty(40).double()
+    for i in range(40):
+        plain, rest = copy.deepcopy(model), everything != i
+        plain.set_train_data(plain.train_inputs[0][rest], plain.train_targets[rest], strict=False)
+        noise = plain.likelihood.noise_covar.noise.detach()
+        if kind == "known noise":
+            plain.likelihood.noise_covar.noise = noise[rest]
+        with dense(), torch.no_grad():
+            found = plain.posterior(x[i : i + 1])
+        scale = float(model.outcome_transform.stdvs) ** 2
+        means[i] = found.mean
+        variances[i] = found.variance + scale * (noise[i] if kind == "known noise" else noise)
+    each = torch.distributions.Normal(means, variances.sqrt()).log_prob(y[:, 0])
+    sketchgp.accelerate(model)
+    with iterative(tol=1e-6):
+        exact = sketchgp.leave_one_out(model)
+        probed = sketchgp.leave_one_out(model.train(), exact=False, num_probes=64)
+    assert relative(exact.mean, means) < 1e-8 and relative(exact.variance, variances) < 1e-8
+    assert relative(exact.residual, y[:, 0] - means) < 1e-6 and relative(exact.log_density, each) < 1e-6
+    error, density = float((y[:, 0] - means).square().mean()), float(each.mean())
+    assert exact.mean_squared_error == pytest.approx(error) and exact.mean_log_density == pytest.approx(density)
+    assert relative(probed.mean, means) < 0.05 and relative(probed.variance, variances) < 0.2
+    assert 0.2 < float(((probed.variance - variances) / probed.variance_standard_error).square().mean().sqrt()) < 1.7
+    assert abs(probed.mean_squared_error - error) < 4 * probed.mean_squared_error_standard_error < 0.4 * error
+    assert abs(probed.mean_log_density - density) < 4 * probed.mean_log_density_standard_error < 0.2
+    if kind == "known noise":
+        return
+    values = [exact.mean_squared_error, exact.mean_log_density]
+    with dense(), torch.no_grad():
+        joint = model.likelihood(model.train()(*model.train_inputs)).log_prob(model.train_targets)
+    likelihood = float(joint) / 40 - math.log(float(model.outcome_transform.stdvs))
+    with iterative(tol=1e-6):
+        path = sketchgp.noise_path(model, model.likelihood.noise.detach())
+        rough = sketchgp.noise_path(model, model.likelihood.noise.detach(), exact=False, num_probes=64)
+    assert [float(path.mean_squared_error), float(path.mean_log_density)] == pytest.approx(values)
+    assert float(path.log_marginal_likelihood) == pytest.approx(likelihood)
+    assert abs(float(rough.mean_squared_error) - values[0]) < 4 * float(rough.mean_squared_error_standard_error)
+    assert abs(float(rough.mean_log_density) - values[1]) < 4 * float(rough.mean_log_density_standard_error)
+    assert float(rough.lower) <= likelihood + 1e-9 and likelihood <= float(rough.upper) + 1e-9
+    assert float(rough.log_marginal_likelihood) == pytest.approx(likelihood, abs=0.1)
+
+
+@pytest.mark.parametrize("call", [sketchgp.leave_one_out, lambda model: sketchgp.noise_path(model, [0.1])])
+def test_transforms_that_training_points_cannot_go_back_through_are_refused(call: Any) -> None:
+    x, y, _ = problem(20)
+    uneven = Normalize(d=2, bounds=torch.tensor([[0.0, -5.0], [10.0, 5.0]]).double(), transform_on_train=False)
+    cases = [
+        ({"outcome_transform": Log()}, "outcome_transform expects to shift and scale .* got Log"),
+        ({"input_transform": uneven}, "same in training and in predictions"),
+        ({"input_transform": InputPerturbation(torch.zeros(2, 2).double())}, "one point of each"),
+    ]
+    for options, message in cases:
+        model = sketchgp.accelerate(SingleTaskGP(x, y, **options))
+        with pytest.raises(sketchgp.InputError, match=message):
+            call(model)

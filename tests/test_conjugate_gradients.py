@@ -526,13 +526,14 @@ def test_batches_of_systems(preconditioner, dtype):
     operator = KernelMatrix.of(kernel, x)
     built = None if preconditioner is None else preconditioner.build(operator, noise)
     rhs = normal(3, 60, 4, dtype=dtype)
-    value, report, _ = ConjugateGradients(tol=1e-4).run(System(operator, noise), rhs, built)
+    tol = 1e-4 if dtype == torch.float64 else 1e-3  # which float32 values can meet
+    value, report, _ = ConjugateGradients(tol=tol).run(System(operator, noise), rhs, built)
     assert value.shape == rhs.shape
     assert report.converged
     assert report.columns == 12
     matrices = kernel.double()(x.double()).to_dense().detach() + torch.diag_embed(noise.double())
     residual = (rhs.double() - matrices @ value.double()).norm(dim=-2) / rhs.double().norm(dim=-2)
-    assert float(residual.max()) <= 1.01e-4
+    assert float(residual.max()) <= 1.01 * tol
     assert torch.allclose(report.residual, residual.reshape(-1), rtol=1e-3, atol=1e-8)
 
 

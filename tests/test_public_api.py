@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from importlib import resources
 
 import pytest
@@ -261,6 +262,21 @@ def test_public_methods_documented(name):
         and not inspect.getdoc(getattr(thing, member))
     ]
     assert not bare, f"no docstring: {', '.join(f'{name}.{member}' for member in bare)}"
+
+
+def test_a_misspelt_word_fails_a_type_check():
+    """An argument whose default is a word has a type that says which words there are."""
+    results = {"SolveReport", "FitHistory"}
+    given = {name: getattr(sketchgp, name) for name in NAMES - results if "Warning" not in name}
+    given |= {f"{name}.solve": thing.solve for name, thing in given.items() if hasattr(thing, "solve")}
+    loose = [
+        f"{name}({key}: {p.annotation})"
+        for name, call in given.items()
+        if callable(call)
+        for key, p in inspect.signature(call).parameters.items()
+        if isinstance(p.default, str) and p.default and not re.search("Literal|Variance|device", str(p.annotation))
+    ]
+    assert not loose
 
 
 @pytest.mark.parametrize("name", sorted(SIGNATURES))

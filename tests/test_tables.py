@@ -107,7 +107,7 @@ def test_encodings_that_are_none(tmp_path):
             read_all(path, encoding=encoding)
     with pytest.raises(InputError, match=r"utf-16.*truncated|utf-16.*BOM"):
         read_all(write(tmp_path, b"\xff\xfea"), encoding="utf-16")
-    for option in ({"encoding": "latin-1"}, {"header": False}):
+    for option in ({"encoding": "latin-1"}, {"header": False}, {"comma": True}):
         with pytest.raises(InputError, match="is for text files"):
             read_all(npz(tmp_path / "data.npz", a=np.zeros(3)), **option)
 
@@ -125,6 +125,17 @@ def test_a_header_that_is_missing(tmp_path):
     assert not open_table(write(tmp_path, "a,2019\n1,2\n", "named.csv")).suspicion
     mixed = open_table(write(tmp_path, "7,red,5.1\n4,blue,3.0\n", "mixed.csv")).suspicion
     assert "decimals among them (5.1): if this is data" in mixed and "--no-header" in mixed
+
+
+def test_decimals_with_a_comma(tmp_path):
+    path = write(tmp_path, "a;b;c\n1,5;-2;red\n+,25e1;7;1,5 m\n")
+    table = read_all(path, comma=True)
+    a, b, c = (list(column.values) for column in table.columns.values())
+    assert (a, b, c) == ([1.5, 2.5], [-2, 7], ["red", "1,5 m"])
+    assert "(0,2): if this is data" in open_table(write(tmp_path, "0,2;red\n1,5;blue\n"), comma=True).suspicion
+    for cell in ("1.5", "1.234,5"):
+        with pytest.raises(InputError, match=f"'{cell}' is text, .* decimals with a comma, and thousands without"):
+            read_all(write(tmp_path, f"a;b\n{cell};2\n"), comma=True)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,7 @@ def test_a_header_that_is_missing(tmp_path):
         ("a,day\n1,6.5.2024 10:30\n", ["'6.5.2024 10:30' is a date"]),
         ("a,b\n1,2\n3,10:30\n", ["line 3", "'10:30' is a date or a time"]),
         ("a,b\n1,2\n3,1_000\n", ["line 3", "'b'", "'1_000'"]),
-        ("a;b\n1,5;2\n", ["line 2", "'a'", "'1,5'", "point"]),
+        ("a;b\n1,5;2\n", ["line 2", "'a'", "'1,5'", "point (or say --decimal-comma)"]),
         ('a,b\n"1,234.5",2\n', ["line 2", "'a'", "'1,234.5'", "thousands"]),
         ('a,b\n1,2\n"3,4\n', ["line 3"]),
         (b"a,b\n1,2\n3,\xff\n", ["UTF-8", "byte 10"]),

@@ -18,9 +18,13 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
+import gpytorch
+import matplotlib.pyplot as plt
 import torch
 
 import sketchgp
+import sketchgp.plotting
+from sketchgp.datasets import load_diamonds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -39,6 +43,46 @@ def example(name: str) -> None:
     """Runs one, in the folder that it finds itself in."""
     sys.argv = [name, *EXAMPLES[name], "--picture", str(HERE / f"{name}.png")]
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+
+
+def plotting() -> None:
+    """What each function of ``sketchgp.plotting`` draws, on 2,000 diamonds."""
+    data = load_diamonds()
+    order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(0))[:3000]
+    x, y = data.x[order], data.y[order].log()
+    x, y = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+    train_x, train_y, test_x, test_y = x[:2000], y[:2000], x[2000:], y[2000:]
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> Diamonds:
+        return sketchgp.accelerate(Diamonds(x, y, gpytorch.likelihoods.GaussianLikelihood()).double())
+
+    tuned = model(train_x, train_y)
+    history = sketchgp.fit(tuned, iterations=40)
+    problem = sketchgp.FullProblem(tuned.covar_module, train_x, train_y, tuned.likelihood.noise.detach())
+    choices = [sketchgp.ConjugateGradients(), sketchgp.ASkotch(max_passes=60), sketchgp.Cholesky()]
+    solved = [choice.solve(problem) for choice in choices]
+    line = model(train_x[:150, :1], train_y[:150])
+    sketchgp.fit(line)
+    figure = plt.figure(figsize=(15, 12.6), layout="constrained")
+    axes = [part.subplots() for part in figure.subfigures(3, 2).flat]
+    sketchgp.plotting.convergence(solved, axes[0])
+    sketchgp.plotting.solvers(solved, axes[1])
+    sketchgp.plotting.spectrum(solved[0], ax=axes[2])
+    sketchgp.plotting.hyperparameters(history, axes[3], names=["lengthscale", "noise"])
+    sketchgp.plotting.posterior(line, axes[4])
+    sketchgp.plotting.calibration(sketchgp.predict(tuned, test_x), test_y, axes[5])
+    figure.savefig(HERE / "plotting.png", dpi=100)
+
+
+class Diamonds(gpytorch.models.ExactGP):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.GaussianLikelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        kernel = gpytorch.kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1])
+        self.covar_module = gpytorch.kernels.ScaleKernel(kernel)
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 def tutorial() -> None:
@@ -63,9 +107,10 @@ def tutorial() -> None:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["tutorial", *EXAMPLES]
+    pages = {"tutorial": tutorial, "plotting": plotting}
+    wanted = sys.argv[1:] or [*pages, *EXAMPLES]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for each in wanted:
             print(f"=== {each}")
-            tutorial() if each == "tutorial" else example(each)
+            pages[each]() if each in pages else example(each)

@@ -35,7 +35,7 @@ def accelerate(
     preconditioner: Preconditioner | Literal["auto"] | None = "auto",
     solver: Solver[FullProblem] | Literal["auto"] = "auto",
     matmul: Literal["auto", "dense", "tiled", "keops", "triton", "gpytorch"] = "auto",
-    matmul_precision: Literal["float32", "bf16x3", "tf32", "bf16"] = "float32",
+    matmul_precision: Literal["float32", "bf16x6", "bf16x3", "tf32", "bf16"] = "float32",
     variance: Variance = "auto",
     variance_samples: int = 128,
     probe_seed: int | None = 0,

@@ -22,7 +22,7 @@ from .memory import require_memory
 from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
-from .models.accelerated.training_matrix import TrainingMatrix, check_model
+from .models.accelerated.training_matrix import TrainingMatrix, check_inputs
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.tiles import spans
@@ -44,7 +44,8 @@ class LeaveOneOut:
     Tensors are ``(n,)`` in the dtype of the targets, with NaN where a target is missing.  ``mean`` predicts the target,
     ``variance`` is that of an observation (the noise is in it), ``residual`` is the target less the mean, and
     ``log_density`` the log predictive density of the target.  ``mean_squared_error`` and ``mean_log_density`` are
-    averages over the rows.
+    averages over the rows.  All are in units of the data, those before BoTorch's ``Standardize``, as in
+    :func:`predict`.
 
     Standard errors are those of the probes, 0 where ``exact``; what the tolerance of the model's mean left out is not
     in them.  ``num_probes`` were used, 0 where ``exact``.  ``report`` is of the solve for the probes, or of the
@@ -103,7 +104,8 @@ def leave_one_out(
     :param seed: of the probes.
     :param progress: show a progress bar of the probes' solve (default: in a terminal or notebook).
     :raises InputError: for a model that is not one of these, targets that are missing outside of
-        ``observation_nan_policy("mask")`` (inside, their rows are left out), or memory that does not suffice.
+        ``observation_nan_policy("mask")`` (inside, their rows are left out), memory that does not suffice, or BoTorch's
+        transforms of outcomes that do not just shift and scale (``Log``), or of inputs in training only.
 
     A solve that does not reach its tolerance warns.
     """
@@ -124,9 +126,10 @@ def leave_one_out(
             n, device = data.system.n, data.system.noise.device
             require_memory(factor_bytes(n, 1), device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
             weights, diagonal, report = exact_diagonal(data.system, data.residual)
-            return _result(model, data, weights, diagonal, None, report, None)
+            return _result(model, data, weights, diagonal / data.scale.square(), None, report, None)
         weights, mean_report = _weights(model, data)
         probed, report = _probed(data, num_probes, seed, progress)
+        probed = probed.over(data.scale.square())
         return _result(model, data, weights, probed.shrunk[0], probed, report, mean_report)
 
 
@@ -184,7 +187,7 @@ def _probed(
 def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:
     """By the formula of DTC: ``A = Q + D``, whose inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its
     diagonal; the variance of a prediction is ``k - q`` larger than that of a model with the covariance Q."""
-    check_model("leave_one_out", model)
+    check_inputs("leave_one_out", model)
     if exact is False:
         raise InputError("leave_one_out: an InducingPointGP is always exact; exact expects True or None, got False.")
     if model.train_targets.dim() != 1:
@@ -234,7 +237,7 @@ def _result(
     report: SolveReport,
     mean_report: SolveReport | None,
 ) -> LeaveOneOut:
-    dtype, targets = model.train_targets.dtype, model.train_targets.to(torch.float64)
+    dtype, weights = model.train_targets.dtype, weights / data.scale
     relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
     variance = (1 + relative.square()) / diagonal  # the mean of 1 / a for an a that is uncertain
     residual = weights * variance
@@ -245,7 +248,7 @@ def _result(
         error, likely = totals(probed, weights)
     residual_of_all = data.spread(residual)
     return LeaveOneOut(
-        mean=(targets - residual_of_all).to(dtype),
+        mean=(data.targets - residual_of_all).to(dtype),
         variance=data.spread(variance).to(dtype),
         residual=residual_of_all.to(dtype),
         log_density=data.spread(density).to(dtype),

@@ -41,6 +41,9 @@ class NoisePath:
     between noises are surer than they say.  ``best`` has the noise that is best by each of the three, by name.
     ``iterations`` and ``products`` with the kernel matrix were needed for each noise; ``reports`` are those of its
     solves.
+
+    After BoTorch's ``Standardize`` errors and densities are those of the data as they were before it, the marginal
+    likelihood too; ``noises`` are those of the model's likelihood, which sees the standardized targets.
     """
 
     noises: Tensor
@@ -91,7 +94,7 @@ def noise_path(
 
     :param model: one that :func:`accelerate` was called on, with one output, no batch and one noise for all points; it
         is put into eval mode.
-    :param noises: variances, positive, at least one.
+    :param noises: variances, positive, at least one; in the units of ``model.likelihood.noise``.
     :param exact: whether to decompose the kernel matrix (``9 n^3`` operations and ``48 n^2`` bytes for all noises);
         None does so while ``n^3`` is at most 1e10 (CUDA: 1e13) and it fits the memory budget.
     :param num_probes: at least 2.
@@ -124,7 +127,7 @@ def noise_path(
             exact = fits and n**3 <= _EXACT_WORK.get(noise.device.type, 1e10)
         if exact:
             require_memory(_EXACT_BYTES * n * n, noise.device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
-            return _result(exact_path(data.system, data.residual, grid), True)
+            return _result(exact_path(data.system, data.residual, data.scale, grid), True)
         built, choice = None, acceleration.preconditioner
         shift: Tensor | float = 0.0
         if acceleration.preconditions():
@@ -135,6 +138,7 @@ def noise_path(
         path = _Path(
             data.system.operator,
             data.residual,
+            data.scale,
             built,
             shift,
             below=choice is None or choice.pivoted or built is None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -46,7 +46,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
     def __init__(
         self,
         kernel: Any,
-        loss: str = "multinomial",
+        loss: Literal["multinomial", "logistic", "hinge"] = "multinomial",
         noise: float = 1.0,
         classes: Tensor | Iterable[int] | None = None,
         solver: DoublyStochastic | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import torch
@@ -74,7 +74,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         mean: Any,
         kernel: Any,
         solver: DoublyStochastic | None = None,
-        variance: str = "samples",
+        variance: Literal["samples", "features", "none"] = "samples",
         variance_samples: int = 64,
     ) -> None:
         super().__init__()

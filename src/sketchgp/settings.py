@@ -121,6 +121,9 @@ class variance(AbstractContextManager):
 
     @classmethod
     def value(cls, otherwise: str) -> str:
-        """The method in force; :param otherwise: that of a model, where there is none."""
+        """The method in force.
+
+        :param otherwise: that of a model, where there is none.
+        """
         methods = _variances.get()
         return methods[-1] if methods else otherwise

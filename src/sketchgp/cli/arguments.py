@@ -20,6 +20,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="a CSV file without a line of names; its columns are c1, c2, ...",
     )
+    parser.add_argument("--decimal-comma", action="store_true", help="a CSV file whose decimals have a comma: 3,14")
 
 
 def names(text: str) -> list[str]:

@@ -22,15 +22,22 @@ _GUESSED = 4096  # bytes that are looked at
 
 @dataclass(frozen=True)
 class _File:
-    """A CSV file: how its bytes become lines, and its lines cells."""
+    """A CSV file: how its bytes become lines, its lines cells, and its cells numbers."""
 
     path: Path
     encoding: str
     delimiter: str
     header: bool
+    comma: bool  # decimals have a comma
 
     def open(self) -> IO[str]:
         return open(self.path, newline="", encoding=self.encoding)
+
+    def number(self, cell: str) -> float | None:
+        """The finite number that a cell is, if it is one."""
+        if self.comma:
+            cell = cell.replace(".", "_").replace(",", ".")  # a point is no part of a number then
+        return _number(cell)
 
     def undecoded(self, error: UnicodeError) -> InputError:
         """The error for bytes that are not of the encoding."""
@@ -44,13 +51,14 @@ class _File:
         )
 
 
-def open_csv(path: Path, encoding: str | None = None, header: bool = True) -> Opened:
+def open_csv(path: Path, encoding: str | None = None, header: bool = True, comma: bool = False) -> Opened:
     """Names of the columns, those with a name as default features, and a reader: see ``tables.open_table``.
 
     :param encoding: of the text; None is UTF-8, or UTF-16 where the file begins with its mark.
     :param header: whether the first line has the names of the columns; they are c1, c2, ... where it has not.
+    :param comma: whether decimals have a comma.
     """
-    file = _File(path, encoding or _encoding(path), ",", header)
+    file = _File(path, encoding or _encoding(path), ",", header, comma)
     try:
         with file.open() as lines:
             first = lines.readline()
@@ -62,7 +70,8 @@ def open_csv(path: Path, encoding: str | None = None, header: bool = True) -> Op
         raise file.undecoded(error) from error
     if not first.strip():
         raise InputError(f"{path}: line 1: expected a header row with the column names, found an empty line")
-    file = _File(path, file.encoding, max(",;\t", key=first.count), header)
+    others = comma and (";" in first or "\t" in first)  # then commas are those of decimals
+    file = _File(path, file.encoding, max(";\t" if others else ",;\t", key=first.count), header, comma)
     with file.open() as lines:
         cells = [name.strip().lstrip("\ufeff") for name in _first_row(file, lines)]  # "utf-8" keeps the mark
     if not header:
@@ -72,12 +81,12 @@ def open_csv(path: Path, encoding: str | None = None, header: bool = True) -> Op
 
     def read(wanted: Sequence[str], expected: Cells) -> Read:
         positions = [names.index(name) for name in wanted]
-        values = None if set(wanted) & set(expected.text) else _fast(file, names, positions)
+        values = None if comma or set(wanted) & set(expected.text) else _fast(file, names, positions)
         if values is None:
             return _careful(file, names, positions, expected)
         return Read([Column(name, column) for name, column in zip(wanted, values.T, strict=True)], numbered)
 
-    return Opened(names, default_features, read, _suspicion(default_features) if header else "")
+    return Opened(names, default_features, read, _suspicion(file, default_features) if header else "")
 
 
 def _encoding(path: Path) -> str:
@@ -90,11 +99,11 @@ def _encoding(path: Path) -> str:
     return found or "utf-8-sig"
 
 
-def _suspicion(names: Sequence[str]) -> str:
+def _suspicion(file: _File, names: Sequence[str]) -> str:
     """Whether the names look like data."""
     suspects, what = list(names), "are all numbers"
-    if any(_number(name) is None for name in names):  # with columns of text; 2019 is a name, 2.019 is none
-        suspects = [name for name in names if "." in name and _number(name) is not None]
+    if any(file.number(name) is None for name in names):  # with columns of text; 2019 is a name, 2.019 is none
+        suspects = [name for name in names if ("," if file.comma else ".") in name and file.number(name) is not None]
         what = "have numbers with decimals among them"
     if not suspects:
         return ""
@@ -147,7 +156,8 @@ def _lines_of_header(file: _File, lines: IO[str]) -> int:
 class _Cells:
     """The cells of one column, numbers or text: what the first that is not missing is, unless it is known."""
 
-    def __init__(self, name: str, expected: Cells):
+    def __init__(self, file: _File, name: str, expected: Cells):
+        self.file = file
         self.name = name
         self.expected = expected
         self.forced = name in expected.text
@@ -160,7 +170,7 @@ class _Cells:
     def add(self, cell: str) -> None:
         """:raises ValueError: the cell is not as it should be; :meth:`fault` says why."""
         if not self.text:
-            value = _number(cell)
+            value = self.file.number(cell)
             if value is not None:
                 self.text = False
                 self.numbers.append(value)
@@ -202,8 +212,10 @@ class _Cells:
         if cell.lower().lstrip("+-") in ("inf", "infinity"):
             return InputError(f"{where} {cell!r} is not finite; remove the row or write a number")
         if _number(cell.replace(",", "")) is not None:
+            mark, other = ("comma", "") if self.file.comma else ("point", " (or say --decimal-comma)")
             return InputError(
-                f"{where} {cell!r} is text, not a number; write decimals with a point, and thousands without a mark"
+                f"{where} {cell!r} is text, not a number; write decimals with a {mark}{other}, and thousands without a "
+                "mark"
             )
         if is_date(cell):
             return InputError(f"{where} {expected.no_date(repr(cell), name)}")
@@ -220,7 +232,7 @@ class _Cells:
 def _careful(file: _File, names: Sequence[str], positions: Sequence[int], expected: Cells) -> Read:
     """The wanted columns row by row; raises InputError at the first fault, naming its line and column."""
     path = file.path
-    columns = [_Cells(names[position], expected) for position in positions]
+    columns = [_Cells(file, names[position], expected) for position in positions]
     pairs = list(zip(positions, columns, strict=True))
     line_of = array("q")
     try:

@@ -175,7 +175,7 @@ def _about(n: int) -> str:
 def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
     """The rows that are used, and what the columns to predict from are."""
     began = time.perf_counter()
-    source = open_table(options.data, options.encoding, options.header)
+    source = open_table(options.data, options.encoding, options.header, options.decimal_comma)
     columns = _choose_features(source, options)
     if source.suspicion:
         print(f"note: {source.suspicion}")

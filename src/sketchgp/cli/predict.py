@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"reading {options.model} and checking its weights ...")
     saved = load_model(options.model)
     missing = options.missing or saved.missing
-    source = open_table(options.data, options.encoding, options.header)
+    source = open_table(options.data, options.encoding, options.header, options.decimal_comma)
     _require_features(source, saved)
     labelled = _id_column(options.id, source, saved)
     table = _read(source, saved, labelled, missing)

@@ -174,7 +174,7 @@ def _listed(names: Sequence[str], most: int = 30) -> str:
     return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
 
 
-def open_table(path: str | Path, encoding: str | None = None, header: bool = True) -> Source:
+def open_table(path: str | Path, encoding: str | None = None, header: bool = True, comma: bool = False) -> Source:
     """Opens a table by its extension: ``.csv``, ``.tsv``, ``.txt``, ``.parquet``, ``.pq`` or ``.npz``.
 
     - CSV: a header row, separated by commas, semicolons or tabs (whichever the header has most of).
@@ -185,6 +185,7 @@ def open_table(path: str | Path, encoding: str | None = None, header: bool = Tru
 
     :param encoding: of a CSV file; None is UTF-8, or UTF-16 where the file begins with its mark.
     :param header: whether the first line of a CSV file has the names of the columns.
+    :param comma: whether decimals in a CSV file have a comma.
     :raises InputError: the file is missing, empty, damaged, of another kind, or names a column twice.
     """
     from . import csv_reader, npz_reader, parquet_reader
@@ -192,7 +193,7 @@ def open_table(path: str | Path, encoding: str | None = None, header: bool = Tru
     path = Path(path)
     texts = (".csv", ".tsv", ".txt")
     openers = {
-        **dict.fromkeys(texts, lambda path: csv_reader.open_csv(path, encoding, header)),
+        **dict.fromkeys(texts, lambda path: csv_reader.open_csv(path, encoding, header, comma)),
         ".parquet": parquet_reader.open_parquet,
         ".pq": parquet_reader.open_parquet,
         ".npz": npz_reader.open_npz,
@@ -207,7 +208,8 @@ def open_table(path: str | Path, encoding: str | None = None, header: bool = Tru
         raise InputError(
             f"{path}: unknown extension {path.suffix!r}; the known ones are {', '.join(sorted(openers))}{sheet}"
         )
-    for option, given in (("--encoding", encoding is not None), ("--no-header", not header)):
+    given_options = {"--encoding": encoding is not None, "--no-header": not header, "--decimal-comma": comma}
+    for option, given in given_options.items():
         if given and kind not in texts:
             raise InputError(f"{option} is for text files ({', '.join(texts)}), not for {path}")
     try:

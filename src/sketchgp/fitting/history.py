@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .. import checks
 from ..cards import Card, Shown, seconds, several
@@ -76,7 +76,7 @@ class FitHistory(Shown):
         """Whether further steps promise nothing."""
         return self.reason == SETTLED
 
-    def plot(self, ax: Any = None, by: str = "steps") -> Any:
+    def plot(self, ax: Any = None, by: Literal["steps", "seconds"] = "steps") -> Any:
         """Draw the loss, a band of one standard error about it, and on an axis of its own the norm of the gradient.
 
         :param ax: matplotlib axes to draw into; None makes a figure, without pyplot: ``history.plot().figure`` has

@@ -106,6 +106,11 @@ class ProbedDiagonal:
     most: Tensor
     solve_error: float = 0.0
 
+    def over(self, squares: Tensor) -> ProbedDiagonal:
+        """The same in other units: each row over its square of a unit, ``(n,)``."""
+        fit, least, most = (values / squares for values in (self.fit, self.least, self.most))
+        return ProbedDiagonal(self.samples / squares.unsqueeze(1), fit, least, most, self.solve_error)
+
     @cached_property
     def mean(self) -> Tensor:
         """``(n,)``, unbiased."""

@@ -53,11 +53,12 @@ class AtNoise:
 
 
 @torch.no_grad()
-def exact_path(system: System, residual: Tensor, noises: list[float]) -> list[AtNoise]:
+def exact_path(system: System, residual: Tensor, scale: Tensor, noises: list[float]) -> list[AtNoise]:
     """By one eigendecomposition in float64: ``9 n^3`` operations for all noises.
 
     :param system: whose operator is K; its noise is not looked at.
-    :param residual: b, ``(n,)`` float64.
+    :param residual: b, ``(n,)`` float64; :param scale: their unit in units of the data, ``(n,)``, which errors and
+        densities are in.
     """
     n = system.n
     matrix = Access(system.operator).columns(torch.arange(n, device=residual.device))
@@ -67,8 +68,8 @@ def exact_path(system: System, residual: Tensor, noises: list[float]) -> list[At
     found = []
     for noise in noises:
         inverse = 1 / (values + noise)
-        weights, diagonal = vectors @ (inverse * turned), squares @ inverse
-        likelihood = _likelihood(turned @ (inverse * turned), (values + noise).log().sum(), n)
+        weights, diagonal = vectors @ (inverse * turned) / scale, squares @ inverse / scale.square()
+        likelihood = _likelihood(turned @ (inverse * turned), (values + noise).log().sum(), scale)
         error, density = (weights / diagonal).square().mean(), log_density(diagonal, weights).mean()
         found.append(
             AtNoise(noise, (float(error), 0.0), (float(density), 0.0), (likelihood, 0.0), likelihood, likelihood)
@@ -76,14 +77,14 @@ def exact_path(system: System, residual: Tensor, noises: list[float]) -> list[At
     return found
 
 
-def _likelihood(quadratic: Tensor | float, log_determinant: Tensor | float, n: int) -> float:
-    return -0.5 * float(quadratic + log_determinant + n * math.log(2 * math.pi)) / n
+def _likelihood(quadratic: Tensor | float, log_determinant: Tensor | float, scale: Tensor) -> float:
+    return -0.5 * (float(quadratic + log_determinant) / len(scale) + math.log(2 * math.pi)) - float(scale.log().mean())
 
 
 class NoisePath:
     """Solves along a grid of noises.
 
-    :param operator: K, ``(n, n)``; :param residual: b, ``(n,)`` float64.
+    :param operator: K, ``(n, n)``; :param residual: b, ``(n,)`` float64; :param scale: as in :func:`exact_path`.
     :param built: a preconditioner of K plus some noise, :param shift: what its diagonal has beside that noise; None
         for none.
     :param below: whether its ``F F^T`` is at most K.
@@ -94,6 +95,7 @@ class NoisePath:
         self,
         operator: object,
         residual: Tensor,
+        scale: Tensor,
         built: LowRankPlusDiagonal | None,
         shift: Tensor | float,
         below: bool,
@@ -102,7 +104,7 @@ class NoisePath:
         seed: int,
         name: str,
     ) -> None:
-        self.operator, self.residual, self.solver, self.name = operator, residual, solver, name
+        self.operator, self.residual, self.scale, self.solver, self.name = operator, residual, scale, solver, name
         self.rough = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
         self.n, self.probes, self.seed = len(residual), probes, seed
         self.factor = residual.new_zeros(self.n, 0) if built is None else built.factor
@@ -160,10 +162,10 @@ class NoisePath:
             log_determinant = low + beyond
             log_determinant = min(max(log_determinant, low), high) if self.below else log_determinant
             reports.append(one)
-        lower = _likelihood(quadratic + missing, high, self.n) if self.below else -math.inf
-        upper = _likelihood(quadratic, low, self.n) if self.below else math.inf
-        error, density = totals(self._probed(noise, solved[:, 1:]), weights.squeeze(1))
-        likelihood = _likelihood(quadratic, log_determinant, self.n)
+        lower = _likelihood(quadratic + missing, high, self.scale) if self.below else -math.inf
+        upper = _likelihood(quadratic, low, self.scale) if self.below else math.inf
+        error, density = totals(self._probed(noise, solved[:, 1:]), weights.squeeze(1) / self.scale)
+        likelihood = _likelihood(quadratic, log_determinant, self.scale)
         return AtNoise(noise, error, density, (likelihood, 0.5 * deviation / self.n), lower, upper, reports)
 
     def _probed(self, noise: float, solved: Tensor) -> ProbedDiagonal:
@@ -173,7 +175,8 @@ class NoisePath:
             guess = self.prior + noise
         else:
             guess = conditional_variances(self.operator, variances, self.near)  # type: ignore[arg-type]
-        return ProbedDiagonal(samples, fitted(samples.mean(dim=1), guess), 1 / (self.prior + noise), 1 / variances)
+        fit = fitted(samples.mean(dim=1), guess)
+        return ProbedDiagonal(samples, fit, 1 / (self.prior + noise), 1 / variances).over(self.scale.square())
 
     def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
         """``log det A - log det P``, its standard error, and the report of the solve."""

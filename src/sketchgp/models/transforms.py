@@ -54,6 +54,30 @@ class Transforms:
         kept = getattr(self.model, "_original_train_inputs", None)
         return kept if kept is not None and getattr(self.model, "_has_transformed_inputs", False) else given
 
+    def training(self) -> tuple[Tensor, Tensor]:
+        """Training targets ``(n,)`` float64 in units of the data, and the size ``(n,)`` of the model's unit in these.
+
+        :raises InputError: for outcomes that are not shifted and scaled, and for inputs that a transform treats in
+            another way in training than in predictions.
+        """
+        kept, targets = self.model.train_inputs[0], self.model.train_targets.to(torch.float64)
+        z = self.inputs(self.raw)
+        if z.shape != kept.shape or not torch.allclose(z, kept):
+            raise InputError(
+                f"{self.owner}: input_transform expects to do the same in training and in predictions, got one that "
+                "does not (transform_on_train, transform_on_eval)."
+            )
+        if self.outcome is None:
+            return targets, torch.ones_like(targets)
+        if not self._linear:
+            raise InputError(
+                f"{self.owner}: outcome_transform expects to shift and scale (Standardize, chains of it), got "
+                f"{type(self.outcome).__name__}; build the model on outcomes that are transformed already."
+            )
+        values, squares = self._moments(self.raw, z, targets.unsqueeze(-1), torch.ones_like(targets).unsqueeze(-1))
+        assert squares is not None
+        return values.squeeze(-1), squares.squeeze(-1).sqrt()
+
     def inputs(self, x: Tensor) -> Tensor:
         """Points ``(m, d)`` as the model in eval mode sees them, ``(m, d')``.
 

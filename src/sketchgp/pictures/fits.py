@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from .. import checks
 from ..errors import InputError
@@ -12,7 +12,7 @@ from ..style import COLORS, RING, axes_for, below_axes, finish
 _STYLES = ("-", "--", "-.")
 
 
-def hyperparameters(history: Any, ax: Any = None, by: str = "steps", names: Any = None) -> Any:
+def hyperparameters(history: Any, ax: Any = None, by: Literal["steps", "seconds"] = "steps", names: Any = None) -> Any:
     """The course of the hyperparameters of a fit, with rings at the ones that the model was left with.
 
     Of several numbers (lengthscales of features) each has a line, in one colour.  The axis is logarithmic; what is not

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Nystrom(Preconditioner):
     :param seed: seed of all random choices.
     """
 
-    sketch: str = "gaussian"
+    sketch: Literal["gaussian", "uniform"] = "gaussian"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class RPCholesky(Preconditioner):
     :param seed: seed of all random choices.
     """
 
-    method: str = "accelerated"
+    method: Literal["accelerated", "block"] = "accelerated"
     block_size: int | None = None
     seed: int = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,10 +60,10 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         self,
         alpha: float = 1.0,
         *,
-        loss: str = "squared",
+        loss: Literal["squared", "multinomial", "logistic", "hinge"] = "squared",
         kernel: Any = "rbf",
         gamma: float | None = None,
-        method: str = "auto",
+        method: Literal["auto", "exact", "inducing"] = "auto",
         n_inducing: int | None = None,
         solver: Any = "auto",
         device: Any = None,
@@ -107,6 +107,7 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         return self
 
     def _fit_features(self, x: Tensor, labels: Tensor) -> KernelClassifier:
+        assert self.loss != "squared"
         checks.word(_OWNER, "method", self.method, ("auto",))
         checks.instance(_OWNER, "n_inducing", self.n_inducing, type(None), f"None with loss={self.loss!r}")
         alpha = checks.number(_OWNER, "alpha", self.alpha, above=0, finite=True)

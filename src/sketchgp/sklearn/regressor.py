@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import gpytorch
 import numpy as np
@@ -90,9 +90,9 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         kernel: Any = "matern52",
         *,
         alpha: Any = None,
-        optimizer: str | None = "auto",
+        optimizer: Literal["auto", "lbfgs", "adam"] | None = "auto",
         normalize_y: bool = True,
-        method: str = "auto",
+        method: Literal["auto", "exact", "inducing"] = "auto",
         n_inducing: int | None = None,
         solver: Any = "auto",
         tuning_rows: int | None = 2000,

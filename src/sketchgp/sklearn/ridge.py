@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
@@ -51,7 +51,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
         *,
         kernel: Any = "rbf",
         gamma: float | None = None,
-        method: str = "auto",
+        method: Literal["auto", "exact", "inducing"] = "auto",
         n_inducing: int | None = None,
         solver: Any = "auto",
         device: Any = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ class FullProblem:
         check_plain("FullProblem", self.kernel, self.x, "x")
         self.noise_vector = variances("FullProblem", "noise", self.noise, self.x)
 
-    def system(self, matmul: str = "auto") -> System:
+    def system(self, matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto") -> System:
         """The linear system, with the kernel matrix as an operator."""
         word("FullProblem.system", "matmul", matmul, ENGINES)
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)

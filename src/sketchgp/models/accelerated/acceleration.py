@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from linear_operator import settings
@@ -117,7 +117,7 @@ class Acceleration:
         """Whether the user named no tolerance of conjugate gradients."""
         return not isinstance(self.solver, ConjugateGradients) or self.solver.tol is None
 
-    def _gradients_of_mean(self, tol: float | str | None) -> ConjugateGradients:
+    def _gradients_of_mean(self, tol: float | Literal["posterior", "certified"] | None) -> ConjugateGradients:
         """Conjugate gradients for the mean: until predictions are right, where no residual was asked for."""
         if tol is None and gpytorch_tolerance() >= _RESIDUAL:
             tol = "posterior"

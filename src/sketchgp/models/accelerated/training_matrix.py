@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...solvers import System
+from ..transforms import Transforms
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .conditioning import Conditioning
@@ -24,12 +25,17 @@ class TrainingMatrix:
     :ivar system: A, without batch.
     :ivar residual: targets less prior means, ``(n,)`` float64.
     :ivar observed: which of all rows these are, bool.
+    :ivar targets: of all rows, float64, in units of the data.
+    :ivar scale: ``(n,)`` float64, the unit of the model (of system and residual) in units of the data: 1, or what
+        BoTorch's ``Standardize`` divided by.
     """
 
     system: System
     residual: Tensor
     observed: Tensor
     acceleration: Acceleration
+    targets: Tensor
+    scale: Tensor
 
     @classmethod
     def of(cls, owner: str, model: Any, acceleration: Acceleration) -> TrainingMatrix:
@@ -37,9 +43,10 @@ class TrainingMatrix:
         :param model: an accelerated one; it is put into eval mode.
 
         :raises InputError: for a model without data, with several tensors of inputs, several outputs or a batch, with
-            BoTorch's transforms, with a ``__call__`` of its own, or whose matrix is inverted by its structure.
+            a ``__call__`` of its own, whose matrix is inverted by its structure, or with BoTorch's transforms that have
+            no way back.
         """
-        check_model(owner, model)
+        check_inputs(owner, model)
         if calls_its_own_way(model):
             raise InputError(
                 f"{owner}: model expects a __call__ that is GPyTorch's; {type(model).__name__} has its own."
@@ -57,6 +64,8 @@ class TrainingMatrix:
             raise InputError("The targets expect at least one that is not NaN.")
         model.eval()
         with torch.no_grad():
+            transforms = Transforms.of(owner, model)
+            known, scale = (targets.to(torch.float64), None) if transforms is None else transforms.training()
             conditioning, rows = Conditioning.of(model), int(observed.sum())
             noisy = None if conditioning is None else conditioning.noisy
             if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.shape != (rows, rows):
@@ -64,23 +73,17 @@ class TrainingMatrix:
                     f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
                     "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
                 )
-            mean = model.forward(inputs).mean  # a prediction strategy may hold an earlier one
+            mean = model.forward(*model.train_inputs).mean  # a prediction strategy may hold an earlier one
             residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
-            return cls(System(noisy._linear_op, noisy._noise_vector()), residual, observed, acceleration)
+            system = System(noisy._linear_op, noisy._noise_vector())
+            scale = torch.ones_like(residual) if scale is None else scale[observed]
+            return cls(system, residual, observed, acceleration, known, scale)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values ``(n,)`` of the observed rows among all rows, NaN elsewhere."""
         whole = torch.full(self.observed.shape, torch.nan, dtype=values.dtype, device=values.device)
         whole[self.observed] = values
         return whole
-
-
-def check_model(owner: str, model: Any) -> None:
-    """:raises InputError: for a model without data, with several tensors of inputs, or with BoTorch's transforms."""
-    check_inputs(owner, model)
-    if any(getattr(model, name, None) is not None for name in ("input_transform", "outcome_transform")):
-        raise InputError(f"{owner} knows no BoTorch transforms of inputs or outcomes; build the model on data that are "
-                         "transformed already.")  # fmt: skip
 
 
 def check_inputs(owner: str, model: Any) -> None:

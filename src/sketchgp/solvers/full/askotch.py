@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class ASkotch(BlockSolver):
     rank: int | None = None
     version: int = 2
     mu: float | None = None
-    sampling: str = "shuffled"
+    sampling: Literal["shuffled", "uniform"] = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()

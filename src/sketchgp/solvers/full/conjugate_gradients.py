@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -57,9 +57,9 @@ class ConjugateGradients(Budgeted):
     problem_type: ClassVar[type[FullProblem]] = FullProblem
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_iterations")
 
-    tol: float | str | None = None
+    tol: float | Literal["posterior", "certified"] | None = None
     max_iterations: int | None = None
-    precision: str = "auto"
+    precision: Literal["auto", "float64"] = "auto"
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol", words=("posterior", "certified"), optional=True)
@@ -74,8 +74,8 @@ class ConjugateGradients(Budgeted):
     def solve(
         self,
         problem: FullProblem,
-        preconditioner: Preconditioner | str | None = "auto",
-        matmul: str = "auto",
+        preconditioner: Preconditioner | Literal["auto"] | None = "auto",
+        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,

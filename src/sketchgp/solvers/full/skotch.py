@@ -8,6 +8,7 @@ Gauss-Seidel (Tu et al., arXiv:1602.05310).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Skotch(BlockSolver):
 
     rank: int | None = None
     version: int = 2
-    sampling: str = "shuffled"
+    sampling: Literal["shuffled", "uniform"] = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -79,10 +79,10 @@ class EigenProSolver(InducingPointSolver):
     block_size: int | None = None
     rank: int | None = None
     subsample_size: int | None = None
-    projection: str = "auto"
+    projection: Literal["auto", "exact", "inexact"] = "auto"
     projection_tol: float = 1e-2
     projection_rank: int | None = None
-    preconditioner: str = "projected"
+    preconditioner: Literal["projected", "paper"] = "projected"
     step_scale: float = 1.0
     averaging: bool = True
     cooldown: float = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class NormalEquationsSolver(InducingPointSolver):
 
     tol: float = 1e-4
     max_iterations: int = 200
-    precision: str = "auto"
+    precision: Literal["auto", "float32", "float64"] = "auto"
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -95,8 +95,8 @@ class DoublyStochastic(Budgeted):
     problem_type: ClassVar[type[RandomFeatureProblem]] = RandomFeatureProblem
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "epochs", "max_iterations")
 
-    num_features: int | str | None = "auto"
-    features: str = "random"
+    num_features: int | Literal["auto"] | None = "auto"
+    features: Literal["random", "orthogonal", "quasi"] = "random"
     block_size: int | None = None
     batch_size: int | None = None
     preconditioned: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class RandomFeatureProblem:
     x: Tensor | Iterable[Batch]
     y: Tensor | None
     noise: float
-    loss: str = "squared"
+    loss: Literal["squared", "logistic", "multinomial", "hinge"] = "squared"
     rows: int | None = None
     targets: Targets | Labels = field(default_factory=Targets, repr=False)
 

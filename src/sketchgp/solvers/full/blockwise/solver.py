@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class BlockSolver(Budgeted):
     def solve(
         self,
         problem: FullProblem,
-        matmul: str = "auto",
+        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
