@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import here, sent
 from ..distributed import in_force
 from ..memory import available_memory, out_of_memory
 from ..row_sources import RowSource, blocks
 from .centre import Centre
-from .fast_tiles import surely_near
+from .expression import Known
+from .far_rows import far_sides, known_of
 from .kernel_matrix import KernelMatrix
 from .tiles import logger, spans
 
@@ -65,7 +67,8 @@ class TallMatrix:
         self._accurate = accurate
         self.entries = 0  # evaluated so far
         self._first: KernelMatrix | None = None  # what all others are made after
-        self._near: bool | None = None  # True where no point is far from the centre, None where that is not known
+        self._sides: list[list[Tensor]] | None = None  # which points of x and z are far from the centre, where known
+        self._given: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
         self._centre = Centre(self._selected(z))
 
@@ -92,7 +95,7 @@ class TallMatrix:
         What a device would wait for at every batch is found out once: what the kernel is, and whether any point is far.
         """
         other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
-        other._first, other._near = self._like(), self._near
+        other._first, other._given = self._like(), self._known(None)
         return other
 
     def _selected(self, x: Tensor) -> Tensor:
@@ -103,26 +106,28 @@ class TallMatrix:
         if self._first is None:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self._first = matrix.double() if self._accurate else matrix
-            self._near = self._box_is_near(self._first)
+            if torch.is_tensor(self.x) or self.device.type != "cpu":  # of rows on disk a CPU looks at those it has read
+                self._sides = far_sides(self._first, self._selected(self.x), self._selected(self.z))
         return self._first
 
-    @torch.no_grad()
-    def _box_is_near(self, matrix: KernelMatrix) -> bool | None:
-        """True where the box that holds all points, in memory, is so small that none can be far from the centre; else
-        None."""
-        if matrix.expression is None or isinstance(self.x, RowSource):
+    def _known(self, rows: slice | Tensor | None) -> Known | None:
+        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for points of other rows."""
+        if self._sides is None:
             return None
-        sides = [self._selected(points) for points in (self.x, self.z)]
-        least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
-        most = torch.stack([side.amax(dim=0) for side in sides]).amax(dim=0)
-        corners = torch.stack([least, most]).to(matrix.dtype)
-        return surely_near(matrix.against(corners, corners, self._centre, None).prepared()) or None
+        if not any(bool(mask.any()) for mask in self._sides[0]):
+            return [None] * len(self._sides[0])
+        if rows is None:
+            return None
+        rows = here(rows) if torch.is_tensor(rows) else rows
+        return known_of(self._like(), [mask[rows] for mask in self._sides[0]], self._sides[1])
 
-    def _matrix(self, x: Tensor) -> KernelMatrix:
+    def _matrix(self, x: Tensor, rows: slice | Tensor) -> KernelMatrix:
+        """:param rows: of x, which they are."""
         matrix = self._like()
         if self._right is None:
             self._right = self._selected(self.z).to(matrix.dtype)
-        return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, self._near)
+        known = self._known(rows) if self._given is None else self._given
+        return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, known)
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
         part = matrix.to_dense().to(torch.float64)
@@ -132,7 +137,7 @@ class TallMatrix:
     @torch.no_grad()
     def part(self, rows: Tensor) -> Tensor:
         """``T[rows]`` for indices ``(r,)``, dense, float64."""
-        return self._dense(self._matrix(self.x[rows]), None if self.weights is None else self.weights[rows])
+        return self._dense(self._matrix(self.x[rows], rows), None if self.weights is None else self.weights[rows])
 
     @torch.no_grad()
     def tiles(self, rows: int | None = None, within: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -150,12 +155,12 @@ class TallMatrix:
             step, most = min(step, self.x.block_rows), min(most, self.x.block_rows)
         together = step * max(1, most // step)
         for some, inputs in blocks(self.x, spans(within.stop, together, within.start)):
-            matrix = self._matrix(inputs)
+            matrix = self._matrix(inputs, some)
             start, count = 0, some.stop - some.start
             while start < count:
                 stop = min(start + step, count)
                 whole = slice(some.start + start, some.start + stop)
-                indices = torch.arange(start, stop, device=self.device)
+                indices = sent(torch.arange(start, stop), self.device)
                 tile: Tensor | None = None
                 try:
                     tile = self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])
