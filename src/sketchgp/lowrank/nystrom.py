@@ -38,7 +38,7 @@ def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, sh
 
 def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
     """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64."""
-    gaussian = torch.randn(n, rank, dtype=torch.float64, generator=generator).to(device)
+    gaussian = torch.randn(n, rank, dtype=torch.float64, generator=generator).to(device, non_blocking=True)
     return torch.linalg.qr(gaussian).Q
 
 

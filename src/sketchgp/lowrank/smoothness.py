@@ -28,7 +28,7 @@ def smoothness(
     :param generator: CPU generator of the random start.
     :returns: the last Rayleigh quotient ``v^T H P^-1 H v / v^T H v``, ``()``, at most the eigenvalue; 0 where H v = 0.
     """
-    v = torch.randn(n, 1, dtype=torch.float64, generator=generator).to(device)
+    v = torch.randn(n, 1, dtype=torch.float64, generator=generator).to(device, non_blocking=True)
     estimate = v.new_zeros(())
     going_on = torch.ones((), dtype=torch.bool, device=device)
     for _ in range(iterations):

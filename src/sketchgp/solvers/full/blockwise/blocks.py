@@ -87,7 +87,7 @@ class Partition:
 
     def _rows(self, number: int, tensors: dict[str, Tensor]) -> Tensor:
         count = len(tensors["smoothness"]) if "smoothness" in tensors else self.count  # of a solve that was resumed
-        return tensors["order"].tensor_split(count)[number].to(self.system.device)
+        return sent(tensors["order"].cpu().tensor_split(count)[number], self.system.device)
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         stream = generator(self.seed, f"inverse of block {number} of a fixed partition")
