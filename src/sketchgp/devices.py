@@ -1,4 +1,4 @@
-"""What a computation on a device goes by: small numbers are fetched together, what the CPU knows is not asked for again,
+"""What a computation on a device goes by: small numbers are fetched together, what the CPU knows is not fetched again,
 and float64 may be slow."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows of a kernel matrix lie far from its centre, found once for all its parts: a device is waited for each time.
+"""Which rows of a kernel matrix lie far from its centre: found once for all its parts, as a device is waited for.
 
 Rows, columns and masks of them are on the CPU here, where tiles are cut; of indices that are on a device only, the CPU
 has to ask for the values (:func:`sketchgp.devices.here`).
@@ -36,8 +36,11 @@ def far_rows(matrix: KernelMatrix) -> Tensor:
             mask = torch.zeros(matrix.shape[-2], dtype=torch.bool) if known[0] is None else known[0][0]
         elif whole is None or sources(whole):
             mask = matrix.centre.far(real(matrix.x1)).cpu()
+        elif rows is None:
+            mask = far_rows(whole)
         else:
-            mask = far_rows(whole) if rows is None else far_rows(whole)[here(rows)]
+            mask = far_rows(whole)
+            mask = mask[here(rows)] if bool(mask.any()) else mask.new_zeros(len(rows))
         kept = matrix.memo["far"] = (version, mask)
     found: Tensor = kept[1]
     return found
@@ -69,9 +72,7 @@ def pass_on(whole: KernelMatrix, part: KernelMatrix, rows: Tensor | None, column
     if sides is None:
         return
     indices = [None if i is None else here(i) for i in (rows, columns)]
-    left, right = (
-        masks if i is None else [mask[i] for mask in masks] for masks, i in zip(sides, indices, strict=True)
-    )
+    left, right = (masks if i is None else [mask[i] for mask in masks] for masks, i in zip(sides, indices, strict=True))
     part.memo["known"], part.memo["sides"] = known_of(part, left, right), (part._state(), [left, right])
 
 

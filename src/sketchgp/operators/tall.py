@@ -89,16 +89,18 @@ class TallMatrix:
         """The same with float64 entries."""
         return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
 
-    def at(self, x: Tensor, z: Tensor) -> TallMatrix:
-        """The same for other points, without weights: rows of this matrix' x and z.
+    def at(self, x: Tensor, z: Tensor, own: bool = True) -> TallMatrix:
+        """The same for other points, without weights.
 
         What a device would wait for at every batch is found out once: what the kernel is, and whether any point is far.
+
+        :param own: whether they are rows of this matrix' x and z.
         """
         other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
-        other._first, other._given = self._like(), self._known(None)
+        other._first, other._given = self._like(), self._known(None) if own else None
         return other
 
-    def _selected(self, x: Tensor) -> Tensor:
+    def _selected(self, x: Any) -> Any:
         dims = self.kernel.active_dims
         return x if dims is None else x.index_select(-1, dims)
 
@@ -111,7 +113,7 @@ class TallMatrix:
         return self._first
 
     def _known(self, rows: slice | Tensor | None) -> Known | None:
-        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for points of other rows."""
+        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for other points."""
         if self._sides is None:
             return None
         if not any(bool(mask.any()) for mask in self._sides[0]):

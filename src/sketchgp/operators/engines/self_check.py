@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import InputError, warn
 from ...memory import out_of_memory
 from ...random_streams import generator
-from ..centre import Centre
+from ..centre import Centre, near_and_far
 from ..expression import Features, Prepared
 from .base import Engine, Gradients
 from .tiled import Tiled

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...devices import sent
 from ...errors import NumericalError
 from ...fingerprint import row_numbers
 from ...report import Reason
@@ -48,7 +49,7 @@ class Lessons(ByEpochs):
         extra: Extra | None = None,
     ) -> None:
         total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-        super().__init__(problem, generator, total, torch.device("cpu"))
+        super().__init__(problem, generator, total)
         self.name, self.learner = name, learner
         self.device = learner.coefficients.device
         if problem.loss != "squared":
@@ -182,8 +183,8 @@ class Lessons(ByEpochs):
         problem = self.problem
         if torch.is_tensor(problem.x):
             assert problem.y is not None
-            for rows in self.order.tensor_split(self.parts)[self.seen :]:
-                rows = rows.to(problem.x.device)
+            for rows in self.order.cpu().tensor_split(self.parts)[self.seen :]:
+                rows = sent(rows, problem.x.device)
                 yield problem.x[rows], problem.y[rows]
             return
         for number, batch in enumerate(problem.batches()):
