@@ -15,11 +15,12 @@ from gpytorch.kernels import MaternKernel, PeriodicKernel, PolynomialKernel, RBF
 import sketchgp
 from problems import normal, points, quiet, relative
 from simulated_device import DEVICE, OnDevice, moved, moved_module, simulated_device
+from sketchgp.devices import here, sent
 from sketchgp.lowrank import greedy_cholesky, rpcholesky
 from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import Access
 from sketchgp.operators.engines import TRITON
-from test_solver_contract import SOLVERS, make
+from test_solver_contract import FULL, SOLVERS, STREAMS, make
 
 CASES = {
     "ConjugateGradients": {"tol": 1e-12},
@@ -32,14 +33,15 @@ CASES = {
     "NystromPCG": {"rank": 5, "tol": 1e-9},
     "EigenPro4": {"projection": "inexact"},
     "EigenPro4, exact": {"projection": "exact"},
-    "ConjugateGradients, tiled, dims, far": {"tol": 1e-12},
+    "ConjugateGradients, on disk, far": {"tol": 1e-12},
     "ASkotch, called": {"block_size": 80, "tol": 1e-12},
-    "ASkotch, version 1": {"block_size": 80, "tol": 1e-12, "version": 1, "rank": 0},
+    "ASkotch, far, version 1": {"block_size": 80, "tol": 1e-12, "version": 1, "rank": 0},
     "ASkotch, on disk, far": {"block_size": 80, "tol": 1e-12},
     "KRILL, periodic": {"tol": 1e-14},
     "KRILL, called, far": {"tol": 1e-14},
-    "KRILL, on disk, far": {"tol": 1e-14},
+    "KRILL, on disk, far, dims": {"tol": 1e-14},
     "EigenPro4, on disk": {"projection": "inexact"},
+    "DoublyStochastic, dims": {"num_features": 64, "block_size": 16, "batch_size": 60},
 }
 KERNELS = {
     "dims": lambda: RBFKernel(active_dims=(0, 1)) + MaternKernel(nu=1.5, active_dims=(1, 2)),
@@ -73,6 +75,8 @@ def _problem(name, dtype, device):
         kernel, y, z = moved_module(kernel), moved(y), None if z is None else moved(z)
         x = x if "on disk" in words else moved(x)
     with sketchgp.settings.memory_budget(1000):  # less than a source has
+        if kind in STREAMS:
+            return sketchgp.RandomFeatureProblem(kernel, x, y, 0.1)
         if z is None:
             return sketchgp.FullProblem(kernel, x, y, 0.1)
         return sketchgp.InducingPointProblem(kernel, x, y, 0.1, z)
@@ -82,7 +86,7 @@ def _solved(name, budget, dtype, device, **more):
     kind, *words = name.split(", ")
     solver, unit = SOLVERS[kind]
     options = {"preconditioner": sketchgp.RPCholesky(rank=20)} if kind == "ConjugateGradients" else {}
-    options |= {"matmul": "tiled"} if "tiled" in words else {}
+    options |= {"matmul": "tiled"} if "far" in words and kind in FULL else {}
     with quiet():
         solver = dataclasses.replace(solver, **CASES[name] | more, **{unit: budget})
         return solver.solve(_problem(name, dtype, device), progress=False, **options)
@@ -176,6 +180,18 @@ def test_what_waits_is_counted(wait, waits):
     assert not waits
     wait(x)
     assert waits.total() == 1
+
+
+def test_what_the_cpu_knows_is_not_fetched(waits):
+    """What was sent, and what was fetched once, until it is changed."""
+    values = torch.arange(3)
+    there = sent(values, DEVICE)
+    assert here(there) is values and not waits
+    other = there + 1
+    assert here(other).tolist() == here(other).tolist() == [1, 2, 3] and waits.total() == 1
+    there[0] = 7
+    assert here(there).tolist() == [7, 1, 2] and waits.total() == 2
+    assert here(values) is values is sent(values, torch.device("cpu"))
 
 
 def test_two_devices_do_not_mix(waits):

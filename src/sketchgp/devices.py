@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # arithmetic throughput); others, those of consumer cards among them, have a 32nd or a 64th.
 _FULL = ((6, 0), (7, 0), (7, 2), (8, 0), (9, 0), (10, 0))
 _SLOW = 64.0
+_PINNED = 2**26  # bytes that are copied to a device from pinned memory, at the most
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of tensors on devices: their versions and values
 
 
@@ -33,11 +34,21 @@ def fetched(*parts: Tensor) -> list[Tensor]:
     return list(flat.split([part.numel() for part in parts]))
 
 
+def queued(values: Tensor, device: torch.device) -> Tensor:
+    """CPU values on a device, by a copy that is queued; of more than 64 MiB, by one that is not.
+
+    On CUDA it is from pinned memory, of which torch keeps what it has: of other memory the driver may wait first.
+    """
+    if device.type != "cuda" or values.nbytes > _PINNED:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """CPU values on a device, by a copy that is queued; :func:`here` then knows them without waiting."""
+    """The same; :func:`here` then knows them without waiting.  Nobody may write to the values afterwards."""
     if device.type == "cpu":
         return values
-    found = values.to(device, non_blocking=True)
+    found = queued(values, device)
     if not found.is_inference():
         _known[found] = (found._version, values)
     return found

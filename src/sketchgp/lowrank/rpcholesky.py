@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..devices import fetched, sent
+from ..devices import fetched, queued, sent
 from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from ..operators.unchanged import parameters_held
@@ -90,7 +90,7 @@ def rpcholesky(
         else:
             kept, root = _reject(small, bounds, rank - done, generator)
         chosen = sent(drawn[kept].long(), device)
-        kept, root = kept.to(device, non_blocking=True), root.to(device, non_blocking=True)
+        kept, root = queued(kept, device), queued(root, device)
         if not len(kept):
             failures += 1
             continue
@@ -113,8 +113,7 @@ def rpcholesky(
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Indices drawn independently with probability proportional to ``scores``, by inverting the cumulative sum."""
     cumulative = scores.cumsum(0)
-    points = torch.rand(size, dtype=torch.float64, generator=generator).to(scores.device, non_blocking=True)
-    points *= cumulative[-1]
+    points = queued(torch.rand(size, dtype=torch.float64, generator=generator), scores.device) * cumulative[-1]
     return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
 
 

@@ -73,7 +73,10 @@ def pass_on(whole: KernelMatrix, part: KernelMatrix, rows: Tensor | None, column
         return
     indices = [None if i is None else here(i) for i in (rows, columns)]
     left, right = (masks if i is None else [mask[i] for mask in masks] for masks, i in zip(sides, indices, strict=True))
-    part.memo["known"], part.memo["sides"] = known_of(part, left, right), (part._state(), [left, right])
+    if sources(part):
+        part.memo["sides"] = (part._state(), [left, right])
+    else:
+        part.memo["known"] = known_of(part, left, right)
 
 
 def known_sides(matrix: KernelMatrix) -> list[list[Tensor]] | None:

@@ -164,7 +164,8 @@ class KernelMatrix(LinearOperator):
         """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), known or self.memo.get("known"))
+            known = self.memo.get("known") if known is None else known
+            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), known)
             return self.expression.prepare(tensors[0], tensors[1], *options)
 
     @torch.no_grad()

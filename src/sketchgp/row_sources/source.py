@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import dtype as check_dtype
-from ..devices import here
+from ..devices import here, queued
 from ..errors import InputError
 from ..settings import memory_budget
 from .ahead import ahead
@@ -177,7 +177,7 @@ class RowSource:
             bad = np.flatnonzero(~np.isfinite(rows[places]).all(axis=1))[0]
             raise InputError(f"x holds NaN or infinity, first in row {int(numbers[bad])}.")
         out = torch.from_numpy(rows)
-        return out if self.device.type == "cpu" else out.pin_memory().to(self.device, non_blocking=True)
+        return queued(out, self.device)
 
     def part(self, span: slice) -> RowSource:
         """Consecutive rows, as a source."""

@@ -106,19 +106,28 @@ class Learner:
             self.mark, self.first = mark, self.rows
             self.fresh = torch.ones(len(data[0]), dtype=torch.bool) if data else None
 
-    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, new: Tensor | None = None) -> Tensor:
-        """One doubly stochastic step on a batch; f before it, ``(b, c)``.
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        ridge: float,
+        whole: bool = False,
+        new: Tensor | None = None,
+        asks: Callable[[Tensor], list[Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """One doubly stochastic step on a batch.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
         :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
+        :param asks: given f before the step, ``(b, c)``: numbers to be returned, on the CPU.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         shards = in_force()
         own = slice(0, len(x)) if shards is None else shards.span(len(x))
         made = self.features.prepare(x[own])
         f = self.evaluate(made, self.coefficients, self.decay)
-        which, finite = self._pairs(), torch.isfinite(f).all()
+        which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
         gradient, weights = self.loss.gradient(f, y[own]), self.loss.weights(f, y[own])
@@ -130,12 +139,13 @@ class Learner:
         slope = slope / len(x)
         newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
         # one look at the device: whether f is finite, and the step's matrix positive definite
-        fine, *failed = fetched(finite, *([] if newton is None else [newton.info]))
+        info = f.new_zeros(()) if newton is None else newton.info
+        fine, failed, *answers = fetched(torch.isfinite(f).all(), info, *([] if asks is None else asks(f)))
         if not bool(fine):
             raise NumericalError(
                 "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
             )
-        if newton is not None and bool(failed[0]):
+        if newton is not None and bool(failed):
             torch.linalg.cholesky(newton.matrix)  # which says what is wrong
         self._grow(which.stop)
         if self.gram is not None and new is not None:
@@ -157,7 +167,7 @@ class Learner:
         self.place = which.stop % self.how.total if self.how.total else which.stop
         weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
-        return f
+        return answers
 
     def _pairs(self) -> slice:
         """Those that are changed."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import sent
+from ...devices import fetched, sent
 from ...errors import NumericalError
 from ...fingerprint import row_numbers
 from ...report import Reason
@@ -63,6 +63,7 @@ class Lessons(ByEpochs):
         self.least = float("inf")
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
+        self.told: list[Tensor] | None = None  # the losses, on the CPU, after a step
         self.ended = False
 
     # --- what a checkpoint holds of the learner -------------------------------------------------------------
@@ -138,14 +139,20 @@ class Lessons(ByEpochs):
             targets = learner.with_more(targets, self.extra, x, self._numbers(x, targets, places))
         learner.widen(targets.shape[1])
         n = self.total or learner.rows + len(x)
-        f = learner.step(x, targets, problem.noise / n, whole, self._new(places))
+        if not self.window:
+            self.losses = self.losses_of_none = torch.zeros_like(self.losses)
+        sums: list[Tensor] = []
+
+        def counted(f: Tensor) -> list[Tensor]:
+            sums.append(self.losses + self._loss(f, targets))
+            sums.append(self.losses_of_none + self._loss(torch.zeros_like(f), targets))
+            return sums
+
+        self.told = learner.step(x, targets, problem.noise / n, whole, self._new(places), counted)
+        self.losses, self.losses_of_none = sums
         if learner.fresh is not None:
             learner.fresh[places] = False
             learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
-        if not self.window:
-            self.losses = self.losses_of_none = torch.zeros_like(self.losses)
-        self.losses = self.losses + self._loss(f, targets)
-        self.losses_of_none = self.losses_of_none + self._loss(torch.zeros_like(f), targets)
         self.iterations += 1
         self.seen += 1
         self.window += 1
@@ -197,13 +204,19 @@ class Lessons(ByEpochs):
         """The root of the loss over the window's batches, each before its own step, over that of f = 0: the relative
         residual of each column for the squared loss."""
         self.window = 0
-        return (self.losses / self.losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().cpu()
+        losses, losses_of_none = self._told()
+        return (losses / losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+
+    def _told(self) -> list[Tensor]:
+        """The losses on the CPU."""
+        return fetched(self.losses, self.losses_of_none) if self.told is None else self.told
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        if self.iterations and not bool((self.losses <= _DIVERGED**2 * self.losses_of_none + 1e-300).all()):
+        losses, losses_of_none = self._told()
+        if self.iterations and not bool((losses <= _DIVERGED**2 * losses_of_none + 1e-300).all()):
             raise NumericalError(
-                f"Learning diverges: after {self.iterations} batches the loss is {float(self.losses.max()):.1e}, that "
-                f"of f = 0 is {float(self.losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
+                f"Learning diverges: after {self.iterations} batches the loss is {float(losses.max()):.1e}, that "
+                f"of f = 0 is {float(losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
                 see="diverges",
             )
         if held_out is not None:
