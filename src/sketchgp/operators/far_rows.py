@@ -35,15 +35,17 @@ def far_rows(matrix: KernelMatrix) -> Tensor:
         if (known := matrix.memo.get("known")) is not None:
             mask = torch.zeros(matrix.shape[-2], dtype=torch.bool) if known[0] is None else known[0][0]
         elif whole is None or sources(whole):
-            mask = matrix.centre.far(real(matrix.x1)).cpu()
+            step = max(1, _NUMBERS * matrix.shape[-2] // max(1, matrix.x1.numel()))
+            found = [matrix.centre.far(real(matrix.x1[..., some, :])) for some in spans(matrix.shape[-2], step)]
+            mask = torch.cat(found).cpu() if found else torch.zeros(0, dtype=torch.bool)
         elif rows is None:
             mask = far_rows(whole)
         else:
             mask = far_rows(whole)
             mask = mask[here(rows)] if bool(mask.any()) else mask.new_zeros(len(rows))
         kept = matrix.memo["far"] = (version, mask)
-    found: Tensor = kept[1]
-    return found
+    answer: Tensor = kept[1]
+    return answer
 
 
 @torch.no_grad()

@@ -214,6 +214,17 @@ def _limit_of(dtype: torch.dtype) -> float:
     return _SEEN[dtype] / (8 * torch.finfo(dtype).eps)
 
 
+def surely_near(prepared: Prepared) -> bool:
+    """Whether no point of a box is far, wherever in the box the centre is; False where that cannot be said.
+
+    :param prepared: of the two corners of the box, as rows.
+    """
+    if any(f.weight is None for f in prepared.features):  # not linear in the inputs
+        return False
+    widths = [(f.left[..., 1, :] - f.left[..., 0, :]).square().sum(dim=-1).amax() for f in prepared.features]
+    return not widths or bool((torch.stack(widths) <= _limit_of(widths[0].dtype)).all())
+
+
 def _lambert(c: Tensor) -> Tensor:
     """The s, from above, where an error of ``c / s`` in s is one of 1 in ``exp(-s)``: ``s exp(s) = c``."""
     s = c.log1p()

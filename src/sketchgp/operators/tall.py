@@ -15,6 +15,7 @@ from ..row_sources import RowSource, blocks
 from .centre import Centre
 from .expression import Known
 from .far_rows import far_sides, known_of
+from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
 from .tiles import logger, spans
 
@@ -67,7 +68,8 @@ class TallMatrix:
         self._accurate = accurate
         self.entries = 0  # evaluated so far
         self._first: KernelMatrix | None = None  # what all others are made after
-        self._sides: list[list[Tensor]] | None = None  # which points of x and z are far from the centre, where known
+        self._near = False  # whether surely no point is far from the centre
+        self._sides: list[list[Tensor]] | None = None  # else, on a device, which of x and z are
         self._given: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
         self._centre = Centre(self._selected(z))
@@ -108,20 +110,35 @@ class TallMatrix:
         if self._first is None:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self._first = matrix.double() if self._accurate else matrix
-            if torch.is_tensor(self.x) or self.device.type != "cpu":  # of rows on disk a CPU looks at those it has read
+            self._near = self._box_is_near(self._first)
+            if not self._near and self.device.type != "cpu":
                 self._sides = far_sides(self._first, self._selected(self.x), self._selected(self.z))
         return self._first
 
+    @torch.no_grad()
+    def _box_is_near(self, matrix: KernelMatrix) -> bool:
+        """Whether the box that holds all points, in memory, is so small that none can be far, whatever the centre."""
+        if matrix.expression is None or isinstance(self.x, RowSource):
+            return False
+        sides = [self._selected(points) for points in (self.x, self.z)]
+        least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
+        most = torch.stack([side.amax(dim=0) for side in sides]).amax(dim=0)
+        corners = torch.stack([least, most]).to(matrix.dtype)
+        return surely_near(matrix.against(corners, corners, self._centre, None).prepared())
+
     def _known(self, rows: slice | Tensor | None) -> Known | None:
-        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for other points."""
+        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for other points, which are
+        counted from a centre of their own.  None where it takes a look at them."""
+        expression = self._like().expression
+        none_is: Known = [None] * (1 if expression is None else len(expression.atoms))
+        if self._near:
+            return none_is
         if self._sides is None:
             return None
-        if not any(bool(mask.any()) for mask in self._sides[0]):
-            return [None] * len(self._sides[0])
-        if rows is None:
-            return None
-        rows = here(rows) if torch.is_tensor(rows) else rows
-        return known_of(self._like(), [mask[rows] for mask in self._sides[0]], self._sides[1])
+        if rows is not None:
+            rows = here(rows) if torch.is_tensor(rows) else rows
+            return known_of(self._like(), [mask[rows] for mask in self._sides[0]], self._sides[1])
+        return None if any(bool(mask.any()) for mask in self._sides[0]) else none_is
 
     def _matrix(self, x: Tensor, rows: slice | Tensor) -> KernelMatrix:
         """:param rows: of x, which they are."""

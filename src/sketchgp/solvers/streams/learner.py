@@ -56,7 +56,7 @@ class Learner:
     :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row; :ivar
         fresh: ``(n,)`` bool, their rows that were not seen yet, None where all were.
     :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
-        are.
+        are; :ivar told: what was asked of the last step.
     """
 
     counters = (
@@ -75,6 +75,7 @@ class Learner:
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
         self.gram: Tensor | None = None
+        self.told: list[Tensor] = []
 
     @property
     def columns(self) -> int:
@@ -114,13 +115,13 @@ class Learner:
         whole: bool = False,
         new: Tensor | None = None,
         asks: Callable[[Tensor], list[Tensor]] | None = None,
-    ) -> list[Tensor]:
-        """One doubly stochastic step on a batch.
+    ) -> Tensor:
+        """One doubly stochastic step on a batch; f before it, ``(b, c)``.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
         :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
-        :param asks: given f before the step, ``(b, c)``: numbers to be returned, on the CPU.
+        :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`told` then.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         shards = in_force()
@@ -140,7 +141,7 @@ class Learner:
         newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
         # one look at the device: whether f is finite, and the step's matrix positive definite
         info = f.new_zeros(()) if newton is None else newton.info
-        fine, failed, *answers = fetched(torch.isfinite(f).all(), info, *([] if asks is None else asks(f)))
+        fine, failed, *self.told = fetched(torch.isfinite(f).all(), info, *([] if asks is None else asks(f)))
         if not bool(fine):
             raise NumericalError(
                 "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
@@ -167,7 +168,7 @@ class Learner:
         self.place = which.stop % self.how.total if self.how.total else which.stop
         weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
-        return answers
+        return f
 
     def _pairs(self) -> slice:
         """Those that are changed."""

@@ -148,8 +148,9 @@ class Lessons(ByEpochs):
             sums.append(self.losses_of_none + self._loss(torch.zeros_like(f), targets))
             return sums
 
-        self.told = learner.step(x, targets, problem.noise / n, whole, self._new(places), counted)
+        learner.step(x, targets, problem.noise / n, whole, self._new(places), counted)
         self.losses, self.losses_of_none = sums
+        self.told = learner.told
         if learner.fresh is not None:
             learner.fresh[places] = False
             learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
