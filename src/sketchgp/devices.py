@@ -39,7 +39,7 @@ def queued(values: Tensor, device: torch.device) -> Tensor:
 
     On CUDA it is from pinned memory, of which torch keeps what it has: of other memory the driver may wait first.
     """
-    if device.type != "cuda" or values.nbytes > _PINNED:
+    if device.type != "cuda" or not 0 < values.nbytes <= _PINNED:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 

@@ -89,12 +89,12 @@ def rpcholesky(
             root = shifted_cholesky(small[kept][:, kept], matrix.resolution, limit=10.0)
         else:
             kept, root = _reject(small, bounds, rank - done, generator)
-        chosen = sent(drawn[kept].long(), device)
-        kept, root = queued(kept, device), queued(root, device)
         if not len(kept):
             failures += 1
             continue
         failures = 0
+        chosen = sent(drawn[kept].long(), device)
+        kept, root = queued(kept, device), queued(root, device)
         # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
         columns = matrix.columns(chosen) if own is None else matrix.block(own, chosen)
         new = columns.mT - rows[kept] @ found.factor.mT
