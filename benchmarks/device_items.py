@@ -114,16 +114,17 @@ def products(what: Results, device: torch.device, directory: Path) -> Results:
     return found
 
 
-def _contestants(problem: Problem, engines: list[str], gradients: bool) -> Iterator[Contestant]:
+def _contestants(problem: Problem, engines: list[str], gradients: list[str]) -> Iterator[Contestant]:
+    """:param gradients: the engines of which they are wanted too."""
     for engine in engines:
         if engine == "torch-dense":
             yield Contestant(engine, "product", "rectangular", functools.partial(plain_torch, problem))
             continue
         yield Contestant(engine, "product", "square", functools.partial(product_of, problem, engine, "square"))
-        for inputs in (False, True) if gradients and problem.cell.t == 1 and problem.cell.d in (8, 90) else (False,):
-            if gradients:
-                prepare = functools.partial(gradient_of, problem, engine, "square", inputs)
-                yield Contestant(engine, "gradient", "square", prepare, "inputs" if inputs else "parameters")
+        both = (False, True) if problem.cell.t == 1 and problem.cell.d in (8, 90) else (False,)
+        for inputs in both if engine in gradients else ():
+            prepare = functools.partial(gradient_of, problem, engine, "square", inputs)
+            yield Contestant(engine, "gradient", "square", prepare, "inputs" if inputs else "parameters")
 
 
 def timed(contestant: Contestant, problem: Problem, device: torch.device) -> Results:
@@ -164,8 +165,8 @@ def _lost(device: torch.device) -> str | None:
 def _compile(what: Results) -> None:
     """Have the kernels compiled by several processes, which leave them in Triton's cache on the disk."""
     engines = [engine for engine in what["engines"] if engine.startswith("triton")]
-    kinds = (False, True) if what["gradients"] else (False,)
-    jobs = [(what["d"], t, engine, gradient) for t in what["columns"] for engine in engines for gradient in kinds]
+    jobs = [(what["d"], t, engine, gradient) for t in what["columns"] for engine in engines
+            for gradient in ((False, True) if engine in what["gradients"] else (False,))]  # fmt: skip
     compiled_by_processes(_compile_one, jobs, what["processes"])
 
 
@@ -195,13 +196,28 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+_peaks: list[int] = []  # before every reset of an item
+
+
 def _reset(device: torch.device) -> None:
     if device.type == "cuda":
+        _peaks.append(_peak(device))
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def forget_peaks(device: torch.device) -> None:
+    """What follows is another item."""
+    _reset(device)
+    _peaks.clear()
+
+
+def highest_peak(device: torch.device) -> int:
+    """Bytes, of all that an item has measured."""
+    return max(*_peaks, _peak(device), 0)
 
 
 # ------------------------------------------------------------------------------------------------- kin40k
@@ -256,6 +272,10 @@ def _solvers(what: Results, data: list[Tensor], noise: float) -> Iterator[tuple[
         kind = getattr(sketchgp, name)
         solver = kind() if kind is sketchgp.QR else kind(max_seconds=limit)
         yield name, functools.partial(_solve, solver, few, test_x, z)
+    yield (
+        "DoublyStochastic",
+        functools.partial(_learn, sketchgp.DoublyStochastic(max_seconds=limit), kernel, data, noise),
+    )
 
 
 def _solve(solver: Any, problem: Any, test_x: Tensor, centres: Tensor) -> Results:
@@ -266,6 +286,19 @@ def _solve(solver: Any, problem: Any, test_x: Tensor, centres: Tensor) -> Result
     seconds = time.perf_counter() - started
     weights = solution.value.reshape(len(centres), -1).to(test_x)
     mean = KernelMatrix.of(problem.kernel, test_x, centres).detach() @ weights
+    return {"seconds": seconds, "mean": mean, **_told(solution.report)}
+
+
+def _learn(solver: Any, kernel: Kernel, data: list[Tensor], noise: float) -> Results:
+    """By a solver whose solution is coefficients of random features."""
+    x, y, test_x = data
+    problem = sketchgp.RandomFeatureProblem(kernel, x, y, noise)
+    started = time.perf_counter()
+    solution = solver.solve(problem, progress=False)
+    matvec_limit.synchronise(x.device)
+    seconds = time.perf_counter() - started
+    learner = solver.learner(problem)
+    mean = learner.evaluate(learner.features.prepare(test_x), solution.value.reshape(-1, 2, y[0].numel()))
     return {"seconds": seconds, "mean": mean, **_told(solution.report)}
 
 

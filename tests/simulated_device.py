@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,6 +146,21 @@ class _Calls(TorchFunctionMode):
         return func(x, *rest, **kwargs)
 
 
+class _InPlace:
+    """Reads rows where it is asked to: another thread has no simulated device."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def submit(self, function):
+        future = Future()
+        future.set_result(function())
+        return future
+
+    def shutdown(self, *_, **__):
+        pass
+
+
 @contextmanager
 def simulated_device(monkeypatch, capability=(9, 0)):
     """Within the block the device can be used; gives the :class:`Counter` of what waited, by place."""
@@ -153,6 +169,9 @@ def simulated_device(monkeypatch, capability=(9, 0)):
     for name, answer in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    reading = sys.modules["sketchgp.row_sources.ahead"]
+    monkeypatch.setattr(reading, "ThreadPoolExecutor", _InPlace)
     _waits.clear()
     with _Calls():
         yield _waits

@@ -14,6 +14,7 @@ import sketchgp
 from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp.operators import KernelMatrix
+from sketchgp.operators.tall import TallMatrix
 
 FAR = 1e5
 KERNELS = {
@@ -129,6 +130,17 @@ def test_square_matrices(name, far, inputs):
         assert relative(mine.grad, theirs.grad) < 1e-3
     if inputs:
         assert relative(x.grad, z.grad) < 1e-4
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_tall_matrices_of_other_points(own):
+    """A batch of a stream may be far where all inducing points are near; a batch of the points may, where some are."""
+    near, far = (FAR * k + 64 * points(40, 4, seed=k, dtype=torch.float32) for k in (0, 1))
+    kernel = KERNELS["rbf"]().requires_grad_(False)
+    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
+    tall = TallMatrix(kernel, torch.cat([near, far]) if own else near, near[:5]).at(far, far[:30], own=own)
+    v, exact = normal(30, 2), copy.deepcopy(kernel).double()
+    assert relative(tall.matmul(v), exactly("rbf", exact, far.double(), far[:30].double()) @ v) < 1e-5
 
 
 def test_lengthscales_of_a_far_cluster():

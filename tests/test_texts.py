@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 import warnings
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from problems import normal, points
 from sketchgp.errors import warn
 
 N, M = 120, 12
+PACKAGE = Path(sketchgp.__file__).parent
 
 
 def _kernel() -> ScaleKernel:
@@ -213,3 +215,10 @@ def test_the_rank_of_a_report_is_that_of_the_note():
     assert report.rank <= noted <= report.n
     assert noted == sketchgp.RPCholesky().rank_for(report.n, torch.device("cpu"))
     assert f"RPCholesky, rank {report.rank})" in str(report)
+
+
+def test_every_product_of_the_fused_kernel_names_its_precision():
+    """Triton's default has changed between versions."""
+    sources = [path.read_text(encoding="utf-8") for path in (PACKAGE / "operators/engines/triton").glob("*.py")]
+    products = [call for source in sources for call in re.findall(r"tl\.dot\(.*\)", source)]
+    assert len(products) > 5 and all("input_precision=" in call for call in products)

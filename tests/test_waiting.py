@@ -10,15 +10,17 @@ import dataclasses
 
 import pytest
 import torch
+from gpytorch.kernels import MaternKernel, PeriodicKernel, PolynomialKernel, RBFKernel, ScaleKernel
 
 import sketchgp
 from problems import normal, points, quiet, relative
 from simulated_device import DEVICE, OnDevice, moved, moved_module, simulated_device
-from sketchgp.lowrank import rpcholesky
-from sketchgp.operators import KernelMatrix
+from sketchgp.devices import here, sent
+from sketchgp.lowrank import greedy_cholesky, rpcholesky
+from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import Access
 from sketchgp.operators.engines import TRITON
-from test_solver_contract import FULL, INDUCING, make
+from test_solver_contract import FULL, SOLVERS, STREAMS, make
 
 CASES = {
     "ConjugateGradients": {"tol": 1e-12},
@@ -31,6 +33,20 @@ CASES = {
     "NystromPCG": {"rank": 5, "tol": 1e-9},
     "EigenPro4": {"projection": "inexact"},
     "EigenPro4, exact": {"projection": "exact"},
+    "ConjugateGradients, on disk, far": {"tol": 1e-12},
+    "ASkotch, called": {"block_size": 80, "tol": 1e-12},
+    "ASkotch, far, version 1": {"block_size": 80, "tol": 1e-12, "version": 1, "rank": 0},
+    "ASkotch, on disk, far": {"block_size": 80, "tol": 1e-12},
+    "KRILL, periodic": {"tol": 1e-14},
+    "KRILL, called, far": {"tol": 1e-14},
+    "KRILL, on disk, far, dims": {"tol": 1e-14},
+    "EigenPro4, on disk": {"projection": "inexact"},
+    "DoublyStochastic, dims": {"num_features": 64, "block_size": 16, "batch_size": 60},
+}
+KERNELS = {
+    "dims": lambda: RBFKernel(active_dims=(0, 1)) + MaternKernel(nu=1.5, active_dims=(1, 2)),
+    "called": lambda: PolynomialKernel(power=2),
+    "periodic": lambda: PeriodicKernel() * RBFKernel(),
 }
 
 
@@ -42,29 +58,46 @@ def waits(monkeypatch):
         yield counter
 
 
-def _on_device(problem):
-    y, kernel = moved(problem.y), moved_module(problem.kernel)
-    if hasattr(problem, "inducing_points"):
-        z = moved(problem.inducing_points)
-        return sketchgp.InducingPointProblem(kernel, moved(problem.x), y, 0.1, z)
-    return sketchgp.FullProblem(kernel, moved(problem.x), y, 0.1)
+def _problem(name, dtype, device):
+    kind, *words = name.split(", ")
+    problem = make(kind, dtype=dtype)
+    kernel, x, y, z = problem.kernel, problem.x, problem.y, getattr(problem, "inducing_points", None)
+    for word in set(words) & set(KERNELS):
+        kernel = ScaleKernel(KERNELS[word]()).to(dtype).requires_grad_(False)
+    if "far" in words:
+        x = x.clone()
+        x[:5] = 1e5
+        z = None if z is None else torch.cat([x[:2], z[2:]])
+    if "on disk" in words:
+        x = sketchgp.RowSource(x.numpy(), device=DEVICE if device else "cpu")
+        x._block_bytes = 100 * 12  # of 240 rows
+    if device:
+        kernel, y, z = moved_module(kernel), moved(y), None if z is None else moved(z)
+        x = x if "on disk" in words else moved(x)
+    with sketchgp.settings.memory_budget(1000):  # less than a source has
+        if kind in STREAMS:
+            return sketchgp.RandomFeatureProblem(kernel, x, y, 0.1)
+        if z is None:
+            return sketchgp.FullProblem(kernel, x, y, 0.1)
+        return sketchgp.InducingPointProblem(kernel, x, y, 0.1, z)
 
 
 def _solved(name, budget, dtype, device, **more):
-    kind, choices = name.split(",")[0], CASES[name] | more
-    solver, unit = (FULL | INDUCING)[kind]
+    kind, *words = name.split(", ")
+    solver, unit = SOLVERS[kind]
     options = {"preconditioner": sketchgp.RPCholesky(rank=20)} if kind == "ConjugateGradients" else {}
-    problem = make(kind, dtype=dtype)
+    options |= {"matmul": "tiled"} if "far" in words and kind in FULL else {}
     with quiet():
-        solver = dataclasses.replace(solver, **choices, **{unit: budget})
-        return solver.solve(_on_device(problem) if device else problem, progress=False, **options)
+        solver = dataclasses.replace(solver, **CASES[name] | more, **{unit: budget})
+        return solver.solve(_problem(name, dtype, device), progress=False, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_solver_waits_once_an_iteration(name, waits):
     dtype = torch.float64 if "float64" in name else torch.float32
     steps, counts = [], []
-    for budget in (2, 4):
+    few = 1 if SOLVERS[name.split(",")[0]][1] == "epochs" else 2
+    for budget in (few, 2 * few):
         waits.clear()
         solution = _solved(name, budget, dtype, device=True)
         work = solution.report.work
@@ -74,7 +107,7 @@ def test_a_solver_waits_once_an_iteration(name, waits):
     more = counts[1] - counts[0]
     assert steps[1] > steps[0]
     assert more.total() <= steps[1] - steps[0], more
-    assert relative(solution.value.cpu(), _solved(name, 4, dtype, device=False).value) < 1e-3
+    assert relative(solution.value.cpu(), _solved(name, 2 * few, dtype, device=False).value) < 1e-3
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((8, 9), "float32"), ((9, 0), "float64")])
@@ -86,11 +119,15 @@ def test_slow_float64_is_avoided(capability, expected, monkeypatch):
     assert relative(found.value.inner, _solved("KRILL", 6, torch.float32, device=False, tol=1e-5).value) < 1e-3
 
 
-def test_random_pivots_wait_once_a_round(waits):
+@pytest.mark.parametrize("method", ["accelerated", "block", "greedy"])
+def test_pivots_wait_once_a_round(method, waits, monkeypatch):
+    """In tiles of the matrix, of which it takes several to hold the columns of a round."""
+    monkeypatch.setattr(tiles, "_LEAST_ENTRIES", 400)
+    monkeypatch.setattr(tiles, "_CUDA_ENTRIES", 400)
     kernel = moved_module(make("ASkotch", dtype=torch.float32).kernel)
-    x = moved(points(200, 3, dtype=torch.float32))
+    x = moved(points(100, 3, dtype=torch.float32))
     rounds, counts = [], []
-    for rank in (20, 60):
+    for rank in (10, 30) if method == "greedy" else (20, 60):
         waits.clear()
         asked = []
 
@@ -99,10 +136,16 @@ def test_random_pivots_wait_once_a_round(waits):
             return False
 
         matrix = Access(KernelMatrix.of(kernel, x, engine="tiled"))
-        stream = torch.Generator().manual_seed(1)
-        assert rpcholesky(matrix, rank, generator=stream, block_size=10, enough=enough).factor.shape == (200, rank)
+        if method == "greedy":
+            found = greedy_cholesky(matrix, rank, enough=enough)
+        else:
+            stream = torch.Generator().manual_seed(1)
+            found = rpcholesky(matrix, rank, generator=stream, method=method, block_size=10, enough=enough)
+        assert found.factor.shape == (100, rank)
         rounds.append(len(asked))
         counts.append(waits.copy())
+        chosen = matrix.columns(found.pivots).inner
+        assert relative(found.factor.inner @ found.factor.inner[found.pivots.inner].mT, chosen) < 1e-10
     assert rounds[1] > rounds[0] + 3
     assert (more := counts[1] - counts[0]).total() <= rounds[1] - rounds[0], more
 
@@ -137,6 +180,18 @@ def test_what_waits_is_counted(wait, waits):
     assert not waits
     wait(x)
     assert waits.total() == 1
+
+
+def test_what_the_cpu_knows_is_not_fetched(waits):
+    """What was sent, and what was fetched once, until it is changed."""
+    values = torch.arange(3)
+    there = sent(values, DEVICE)
+    assert here(there) is values and not waits
+    other = there + 1
+    assert here(other).tolist() == here(other).tolist() == [1, 2, 3] and waits.total() == 1
+    there[0] = 7
+    assert here(there).tolist() == [7, 1, 2] and waits.total() == 2
+    assert here(values) is values is sent(values, torch.device("cpu"))
 
 
 def test_two_devices_do_not_mix(waits):

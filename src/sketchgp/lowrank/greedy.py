@@ -7,12 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..devices import fetched
 from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
+from ..operators.unchanged import parameters_held
 from .factor import Columns, LowRank, Scores
 
 
 @torch.no_grad()
+@parameters_held()
 def greedy_cholesky(
     matrix: Access,
     rank: int,
@@ -49,19 +52,21 @@ def greedy_cholesky(
     done = 0
     while done < rank:
         wanted = scores.of(residual)
-        left, total, _ = scores.sums(residual, wanted).tolist()
+        best = wanted.argmax()[None]
+        row = found.factor.index_select(0, best)[0] if shards is None else shards.rows(found.factor, best, n)[0]
+        column = matrix.columns(best) if own is None else matrix.block(own, best)
+        new = column[:, 0] - found.factor @ row
+        height = new.index_select(0, best) if shards is None else shards.rows(new[:, None], best, n)[0]
+        # The column is made before it is known whether it is needed, so that a device is waited for once.
+        sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
+        left, total, _ = sums.tolist()
         if left <= floor or total <= tol or (enough is not None and enough(done, total)):
             break
-        best = wanted.argmax()
-        row = found.factor[best] if shards is None else shards.rows(found.factor, best[None], n)[0]
-        column = matrix.columns(best[None]) if own is None else matrix.block(own, best[None])
-        new = column[:, 0] - found.factor @ row
-        height = new[best] if shards is None else shards.rows(new[:, None], best[None], n)[0, 0]
-        if not (height > 0 and wanted[best] > 0):
+        if not (pivot > 0 and score > 0):
             break
         new = new / height.sqrt()
         found.add(new.unsqueeze(0))
-        pivots[done] = best
+        pivots[done : done + 1] = best
         fallen = new.square() if shards is None else shards.gather(new.square(), n, dim=-1)
         residual = (residual - fallen).clamp_(min=0)
         residual[best] = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..devices import queued
 from ..distributed import Factor, ShardedRows, Shards, square_norms
 from ..operators.access import Access
 from ..operators.tiles import spans
@@ -38,7 +39,7 @@ def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, sh
 
 def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
     """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64."""
-    gaussian = torch.randn(n, rank, dtype=torch.float64, generator=generator).to(device)
+    gaussian = queued(torch.randn(n, rank, dtype=torch.float64, generator=generator), device)
     return torch.linalg.qr(gaussian).Q
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..devices import fetched
+from ..devices import fetched, queued, sent
 from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from ..operators.unchanged import parameters_held
@@ -74,28 +74,27 @@ def rpcholesky(
         # Drawn before it is known whether they are needed, so that a device is waited for once a round.
         proposals = _draw(wanted, size, generator)
         sums = scores.sums(residual, wanted)
-        if method == "block":
-            sums, drawn = fetched(sums, proposals)
-            proposals = torch.unique(drawn.long()).to(device, non_blocking=True)
+        if method == "block" and device.type == "cpu":  # a device would have to tell how many are left
+            proposals = torch.unique(proposals)
         rows = found.factor[proposals] if shards is None else shards.rows(found.factor, proposals, n)
         schur, bounds = matrix.block(proposals, proposals) - rows @ rows.mT, residual[proposals]
-        if method != "block":
-            sums, small, bounds = fetched(sums, schur, bounds)
+        sums, small, bounds, drawn = fetched(sums, schur, bounds, proposals)
+        small = small.reshape(schur.shape)
         left, total, score = sums.tolist()
         if left <= floor or total <= tol or not score > 0 or (enough is not None and enough(done, total)):
             generator.set_state(before)  # what is not used is not drawn
             break
         if method == "block":
-            root = shifted_cholesky(schur, matrix.resolution, limit=10.0)
-            kept = torch.arange(len(proposals), device=device)
+            kept = _distinct(drawn)
+            root = shifted_cholesky(small[kept][:, kept], matrix.resolution, limit=10.0)
         else:
-            kept, root = _reject(small.reshape(schur.shape), bounds, rank - done, generator)
-            kept, root = kept.to(device, non_blocking=True), root.to(device, non_blocking=True)
+            kept, root = _reject(small, bounds, rank - done, generator)
         if not len(kept):
             failures += 1
             continue
         failures = 0
-        chosen = proposals[kept]
+        chosen = sent(drawn[kept].long(), device)
+        kept, root = queued(kept, device), queued(root, device)
         # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
         columns = matrix.columns(chosen) if own is None else matrix.block(own, chosen)
         new = columns.mT - rows[kept] @ found.factor.mT
@@ -114,9 +113,16 @@ def rpcholesky(
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Indices drawn independently with probability proportional to ``scores``, by inverting the cumulative sum."""
     cumulative = scores.cumsum(0)
-    points = torch.rand(size, dtype=torch.float64, generator=generator).to(scores.device, non_blocking=True)
-    points *= cumulative[-1]
+    points = queued(torch.rand(size, dtype=torch.float64, generator=generator), scores.device) * cumulative[-1]
     return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
+
+
+def _distinct(drawn: Tensor) -> Tensor:
+    """The places of different numbers in a list of them, ``(b,)`` on the CPU, in the numbers' order."""
+    ordered, places = drawn.sort(stable=True)
+    first = torch.ones(len(drawn), dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return places[first]
 
 
 def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

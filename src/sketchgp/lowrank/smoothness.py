@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..devices import queued
+
 
 @torch.no_grad()
 def smoothness(
@@ -28,7 +30,7 @@ def smoothness(
     :param generator: CPU generator of the random start.
     :returns: the last Rayleigh quotient ``v^T H P^-1 H v / v^T H v``, ``()``, at most the eigenvalue; 0 where H v = 0.
     """
-    v = torch.randn(n, 1, dtype=torch.float64, generator=generator).to(device)
+    v = queued(torch.randn(n, 1, dtype=torch.float64, generator=generator), device)
     estimate = v.new_zeros(())
     going_on = torch.ones((), dtype=torch.bool, device=device)
     for _ in range(iterations):

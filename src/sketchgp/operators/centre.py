@@ -33,13 +33,19 @@ class Centre:
         return self._value
 
     @torch.no_grad()
-    def far(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Which rows of x ``(..., n, d)``, in any element of a batch, lie near and which far, as indices; None where
-        they are all the same."""
+    def far(self, x: Tensor) -> Tensor:
+        """``(n,)`` bool: which rows of x ``(..., n, d)``, in any element of a batch, lie far."""
         squares = (x - self.value()).square().sum(dim=-1)
         assert self._squared is not None
-        mask = (squares > _FAR * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
-        return None if bool(mask.all()) or not bool(mask.any()) else ((~mask).nonzero()[:, 0], mask.nonzero()[:, 0])
+        return (squares > _FAR * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
+
+
+def near_and_far(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of rows, which lie near and which far, as indices; None where they are all the same.
+
+    :param mask: ``(n,)`` of the far ones, on the CPU.
+    """
+    return None if bool(mask.all()) or not bool(mask.any()) else ((~mask).nonzero()[:, 0], mask.nonzero()[:, 0])
 
 
 def _some(x: Tensor) -> Tensor:

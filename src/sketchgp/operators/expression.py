@@ -13,6 +13,7 @@ Gaussians that are multiplied become one Gaussian of the concatenated features, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from gpytorch.kernels import (
 )
 from torch import Tensor
 
+from ..devices import here, sent
 from ..kernels import ArcCosineKernel, LaplaceKernel
 from .batch_element import BatchElement
 from .centre import Centre
@@ -41,6 +43,11 @@ from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, RAYS, WAVES, P
 
 _RAYS = (LinearKernel, PolynomialKernel, ArcCosineKernel)
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
+
+
+# of each atom, ``(n,)`` and ``(m,)`` bool on the CPU: which rows and columns are far from the centre; None of one where
+# no pair is
+Known = Sequence[tuple[Tensor, Tensor] | None]
 
 
 class Leaf(NamedTuple):
@@ -68,6 +75,8 @@ class Features:
     :ivar memo: what is made of the right side alone, where other parts of a matrix have the same one.
     :ivar whole: of a part of a matrix, the features of all its rows and columns.
     :ivar near: whether no pair of the rows and columns is far from the centre; None while nobody has looked.
+    :ivar far: where some are, which rows and which columns, on the CPU.
+    :ivar rows: and ``columns``, of a part of a matrix: their indices in the whole; None for all.
     """
 
     left: Tensor
@@ -77,6 +86,9 @@ class Features:
     memo: dict[str, Tensor] | None = None
     whole: Features | None = None
     near: bool | None = None
+    far: tuple[Tensor, Tensor] | None = None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
 
 
 @dataclass
@@ -97,7 +109,7 @@ class Prepared:
             left = f.left.detach()
             right = left if f.right is f.left else f.right.detach()
             weight, alpha = (None if t is None else t.detach() for t in (f.weight, f.alpha))
-            parts.append(Features(left, right, weight, alpha, near=f.near))
+            parts.append(Features(left, right, weight, alpha, near=f.near, far=f.far))
         return Prepared(tuple(parts), self.coefficients.detach())
 
     def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:
@@ -109,8 +121,8 @@ class Prepared:
         features = []
         for number, f in enumerate(self.features):
             memo = self.memos.setdefault(number, {}) if columns is None else None
-            whole = f.whole or f
-            features.append(Features(take(f.left, rows), take(f.right, columns), f.weight, f.alpha, memo, whole))
+            sides = take(f.left, rows), take(f.right, columns)
+            features.append(Features(*sides, f.weight, f.alpha, memo, f, rows=rows, columns=columns))
         return Prepared(tuple(features), self.coefficients)
 
 
@@ -138,18 +150,18 @@ class Expression:
         batch: torch.Size,
         dtype: torch.dtype,
         centre: Tensor | None = None,
-        near: bool | None = None,
+        known: Known | None = None,
     ) -> Prepared:
         """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``.
 
         :param centre: ``(..., 1, d)``, a constant: what inputs are counted from; None for the median of x2.
-        :param near: True where no point is far from the centre, None where that is not known.
+        :param known: of each atom, which rows and columns are far from the centre; None where that is not known.
         """
         x1 = x1.to(dtype)
         x2 = x1 if same else x2.to(dtype)
         centre = (Centre(x2).value() if centre is None else centre).to(x1)
         features = []
-        for atom in self.atoms:
+        for number, atom in enumerate(self.atoms):
             left, weight = self._features(atom, x1, centre)
             left = _flat(left, batch)
             right = left if same else _flat(self._features(atom, x2, centre)[0], batch)
@@ -158,7 +170,8 @@ class Expression:
                 alpha = self.own(atom.leaves[0].kernel.alpha, 1).to(dtype)  # (*b, 1)
                 alpha = _flat(alpha.unsqueeze(-1), batch) if len(batch) else alpha.reshape(())
             weight = None if weight is None else _flat(weight, batch)
-            features.append(Features(left, right, weight, alpha, near=near))
+            far = None if known is None else known[number]
+            features.append(Features(left, right, weight, alpha, near=None if known is None else far is None, far=far))
         coefficients = []
         for scales in self.scales:
             c = torch.ones((), dtype=dtype, device=x1.device)
@@ -172,7 +185,10 @@ class Expression:
         parts: list[Tensor] = []
         weights: list[Tensor | None] = []
         for leaf in atom.leaves:
-            z, c = (x, centre) if leaf.dims is None else (x[..., list(leaf.dims)], centre[..., list(leaf.dims)])
+            z, c = x, centre
+            if leaf.dims is not None:
+                dims = sent(torch.tensor(leaf.dims, dtype=torch.long, device="cpu"), x.device)
+                z, c = x[..., dims], centre[..., dims]
             if atom.profile is WAVES:
                 parts.append(z - c)
                 weights.append(None)
@@ -289,7 +305,7 @@ def profile_of(kernel: Kernel) -> Profile | None:
 def _select(dims: tuple[int, ...] | None, active: Tensor | None) -> tuple[int, ...] | None:
     if active is None:
         return dims
-    indices = active.tolist()
+    indices = here(active).tolist()
     return tuple(indices) if dims is None else tuple(dims[i] for i in indices)
 
 

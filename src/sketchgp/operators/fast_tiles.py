@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import here, sent
 from .expression import Expression, Features, Prepared
 from .profiles import MATERN, Profile
 from .tiles import spans
@@ -80,7 +81,7 @@ class _Distances:
     they copies or a cluster of their own, are made from the differences.
 
     :ivar near: the pairs of the last tile for which the first was done, as an index of it; None where it never is.
-    :ivar far: which rows and which columns are far; None where there are none.
+    :ivar far: which rows and which columns are far, on the CPU; None where there are none.
     """
 
     def __init__(self, profile: Profile, features: Features) -> None:
@@ -105,8 +106,7 @@ class _Distances:
             self.augmented = self._once(features, "augmented", lambda: _augmented(features.right))
             self.guarded = self.left.dtype == torch.float32 and _reduced(self.left.device)
             if self.left.numel() and self.right.numel():
-                if not _near(features):
-                    self.far = _far_pairs(features)
+                self.far = _far_pairs(features)
                 if profile is MATERN[0.5]:
                     squares = self.left.square().sum(dim=-1)
                     # of each row and each column, so that one that lies far from all others makes none but its own near
@@ -117,7 +117,7 @@ class _Distances:
     def _limit(self, squares: Tensor) -> Tensor:
         """The t below which a pair's error of ``2 eps |a|^2`` is seen, for each ``|a|^2``; 0 for rows that are far."""
         scale = torch.finfo(squares.dtype).eps / _KINK[squares.dtype]
-        return _lambert(scale * squares.masked_fill(_far(squares), 0)).square() * self.factor
+        return _lambert(scale * squares.masked_fill(far_points(squares), 0)).square() * self.factor
 
     @staticmethod
     def _once(features: Features, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -172,7 +172,8 @@ class _Distances:
         if self.far is None:
             return None
         i, j = (mask[part].nonzero().squeeze(-1) for mask, part in zip(self.far, (rows, columns), strict=True))
-        return (i, j) if len(i) and len(j) else None
+        device = self.left.device
+        return (sent(i, device), sent(j, device)) if len(i) and len(j) else None
 
     def differences(self, rows: slice, columns: slice) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """The near pairs of the last tile, some at a time: an index of the tile, and ``a - b`` for each pair."""
@@ -184,21 +185,27 @@ class _Distances:
             yield where, a[where[:-1]] - b[where[:-2] + where[-1:]]
 
 
-def _near(features: Features) -> bool:
-    """Whether no pair is far.  It is looked at once for all parts of a matrix: on a device, each look would wait."""
-    whole = features.whole or features
-    if whole.near is None:
-        whole.near = _far_pairs(whole) is None
-    return whole.near
-
-
 def _far_pairs(features: Features) -> tuple[Tensor, Tensor] | None:
-    """Which rows and which columns are far; None where either has none."""
-    rows, columns = (_far(side.square().sum(dim=-1)) for side in (features.left, features.right))
-    return (rows, columns) if bool(rows.any() & columns.any()) else None
+    """Which rows and which columns are far, on the CPU; None where either has none.
+
+    It is looked at once for all parts of a matrix: on a device, each look would wait.
+    """
+    if features.near is None:
+        if features.whole is None:
+            sides = [far_points(side.square().sum(dim=-1)) for side in (features.left, features.right)]
+            rows, columns = torch.cat(sides).cpu().split([len(side) for side in sides])
+        elif (found := _far_pairs(features.whole)) is not None:
+            indices = (features.rows, features.columns)
+            rows, columns = (mask if i is None else mask[here(i)] for mask, i in zip(found, indices, strict=True))
+        else:
+            features.near = True
+            return None
+        features.near = not bool(rows.any() & columns.any())
+        features.far = None if features.near else (rows, columns)
+    return features.far
 
 
-def _far(squares: Tensor) -> Tensor:
+def far_points(squares: Tensor) -> Tensor:
     """Which points, in any matrix of the batch, have squared distances that may be wrong by more than ``_SEEN``."""
     return (squares > _limit_of(squares.dtype)).reshape(-1, squares.shape[-1]).any(dim=0)
 
@@ -238,7 +245,8 @@ class FastTiles:
     :param prepared: features and coefficients.
     :param shape: the largest rows and columns of a tile.
     :param same: whether x1 and x2 are the same points: distances on the diagonal are then exactly 0.
-    :param coincident: ``(2, p)`` rows and columns of further pairs at distance exactly 0.
+    :param coincident: ``(2, p)`` rows and columns of further pairs at distance exactly 0, each once; or a number k,
+        where these are all ``(i, i + k)``.
     """
 
     def __init__(
@@ -247,9 +255,11 @@ class FastTiles:
         prepared: Prepared,
         shape: tuple[int, int],
         same: bool,
-        coincident: Tensor | None = None,
+        coincident: Tensor | int | None = None,
     ) -> None:
-        self.expression, self.same, self.coincident = expression, same, coincident
+        self.expression, self.same = expression, same
+        self.coincident = coincident if torch.is_tensor(coincident) else None
+        self.diagonal = 0 if same else coincident if isinstance(coincident, int) else None
         self.features = prepared.features
         self.coefficients = prepared.coefficients  # (*b, T), with the constants that the profiles leave out
         gains = []
@@ -293,18 +303,23 @@ class FastTiles:
 
     def distance(self, atom: int, rows: slice, columns: slice) -> Tensor:
         t = self.distances[atom].tile(rows, columns, self.take(rows, columns), lambda: self._last(rows, columns))
-        if self.same:  # entries of the diagonal are exactly at distance 0
-            start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
+        if self.diagonal is not None:  # entries of the diagonal are exactly at distance 0
+            first, shift = rows.start, rows.start + self.diagonal - columns.start
+            start, stop = max(0, -shift), min(rows.stop - first, columns.stop - columns.start - shift)
             if start < stop:
-                part = t[..., start - rows.start : stop - rows.start, start - columns.start : stop - columns.start]
-                part.diagonal(dim1=-2, dim2=-1).zero_()
+                t[..., start:stop, start + shift : stop + shift].diagonal(dim1=-2, dim2=-1).zero_()
         if self.coincident is not None:
             i, j = self.coincident
-            if self._is_whole(rows, columns):  # no mask, whose number of entries a device would have to tell
+            if self._is_whole(rows, columns):
                 t[..., i, j] = 0
                 return t
             inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
-            t[..., i[inside] - rows.start, j[inside] - columns.start] = 0
+            if t.device.type == "cpu":
+                t[..., i[inside] - rows.start, j[inside] - columns.start] = 0
+                return t
+            # a device would have to tell how many there are: so of all pairs, those elsewhere add 0 to some entry
+            i, j = (i - rows.start).clamp(0, t.shape[-2] - 1), (j - columns.start).clamp(0, t.shape[-1] - 1)
+            t.view(*self.batch, -1).index_add_(-1, i * t.shape[-1] + j, torch.where(inside, -t[..., i, j], 0))
         return t
 
     def _is_whole(self, rows: slice, columns: slice) -> bool:

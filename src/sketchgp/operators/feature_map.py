@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..devices import sent
 from ..errors import InputError
 from .expression import Expression, Prepared, recognise
 from .profiles import RAYS
@@ -161,7 +162,7 @@ class RandomFeatures:
                 continue
             first = start // _PATTERN * len(term.slots) + int((term.slots < start % _PATTERN).sum())
             members = self._members(number, made, first, first + int(mine.sum()), height)
-            places = mine.nonzero().squeeze(1).to(like.device)
+            places = sent(mine.nonzero().squeeze(1), like.device)
             found = [old.index_copy(1, places, new) for old, new in zip(found, members, strict=True)]
         return found[0], found[1]
 

@@ -14,8 +14,9 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from .. import row_sources
+from ..devices import sent
 from ..settings import memory_budget
-from .centre import Centre
+from .centre import Centre, near_and_far
 from .lazies import KERNELS, evaluated, forward
 from .tiles import spans
 
@@ -63,17 +64,21 @@ def of_all_dims(kernel: Kernel) -> Kernel:
     return found
 
 
-def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, centre: Centre, **options: Any) -> Tensor:
+def evaluate(
+    kernel: Kernel, x1: Tensor, x2: Tensor, centre: Centre, far: Tensor | None = None, **options: Any
+) -> Tensor:
     """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already.
 
     Rows of x1 that lie far from the centre are evaluated by themselves: GPyTorch's distances count from the mean of x1.
+
+    :param far: ``(n,)`` bool, on the CPU: which rows do; None where that is to be found out, which a device waits for.
     """
     with KERNELS:
-        parts = None if options else centre.far(x1)
+        parts = None if options else near_and_far(centre.far(x1).cpu() if far is None else far)
         if parts is None:
             return call(kernel, x1, x2, **options)
-        found = [call(kernel, x1[..., rows, :], x2) for rows in parts]
-        return torch.cat(found, dim=-2)[..., torch.cat(parts).argsort(), :]
+        found = [call(kernel, x1[..., sent(rows, x1.device), :], x2) for rows in parts]
+        return torch.cat(found, dim=-2)[..., sent(torch.cat(parts).argsort(), x1.device), :]
 
 
 def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: Any) -> Tensor:
@@ -116,24 +121,29 @@ class GenericTiles:
 
     :param evaluate: the kernel as a function of two blocks of rows.
     :param tensors: x1, x2 and the parameters that ``evaluate`` uses; gradients are with respect to these.
+    :param far: ``(n,)`` bool, on the CPU: which rows of x1 lie far from the centre; None where nobody has looked.
     """
 
     outputscale: Tensor | None = None
 
-    def __init__(self, evaluate: Callable[..., Tensor], tensors: list[Tensor]) -> None:
-        self.evaluate, self.tensors = evaluate, tensors
+    def __init__(self, evaluate: Callable[..., Tensor], tensors: list[Tensor], far: Tensor | None) -> None:
+        self.evaluate, self.tensors, self.far = evaluate, tensors, far
         self.x1, self.x2 = tensors[:2]
         self._gradients: dict[int, Tensor] = {}
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """One tile, without autograd."""
-        return self.evaluate(real(self.x1[..., rows, :].detach()), real(self.x2[..., columns, :].detach()))
+        sides = real(self.x1[..., rows, :].detach()), real(self.x2[..., columns, :].detach())
+        return self.evaluate(*sides, far=self._far(rows))
+
+    def _far(self, rows: slice) -> Tensor | None:
+        return None if self.far is None else self.far[rows]
 
     def add(self, rows: slice, columns: slice, weights: Tensor) -> None:
         """Add the gradient of ``(weights * tile).sum()``."""
         wanted = {id(t): t for t in self.tensors if t.requires_grad}
         with torch.enable_grad():
-            tile = self.evaluate(real(self.x1[..., rows, :]), real(self.x2[..., columns, :]))
+            tile = self.evaluate(real(self.x1[..., rows, :]), real(self.x2[..., columns, :]), far=self._far(rows))
             if not tile.requires_grad:
                 return
             weights = weights.sum_to_size(tile.shape).to(tile.dtype)

@@ -16,7 +16,8 @@ from ..errors import InputError
 from .batch_element import element
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
-from .expression import Expression, Prepared, recognise
+from .expression import Expression, Known, Prepared, recognise
+from .far_rows import pass_on
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
 from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, repeated, take_rows
@@ -159,11 +160,12 @@ class KernelMatrix(LinearOperator):
 
         return call
 
-    def prepare(self, tensors: list[Tensor], same: bool) -> Prepared:
+    def prepare(self, tensors: list[Tensor], same: bool, known: Known | None = None) -> Prepared:
         """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), self.memo.get("near"))
+            known = self.memo.get("known") if known is None else known
+            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), known)
             return self.expression.prepare(tensors[0], tensors[1], *options)
 
     @torch.no_grad()
@@ -288,19 +290,21 @@ class KernelMatrix(LinearOperator):
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
         return self._part(rows, columns)
 
-    def against(self, x1: Tensor, x2: Tensor, centre: Centre, near: bool | None) -> KernelMatrix:
-        """``k(x1, x2)`` of the same kernel for other points, with the kernel's active dimensions selected.
-        ``near`` is True where no point is far from the centre, None where that is not known."""
+    def against(self, x1: Tensor, x2: Tensor, centre: Centre, known: Known | None) -> KernelMatrix:
+        """``k(x1, x2)`` of the same kernel for other points, with the kernel's active dimensions selected; ``known`` is
+        which of them are far from the centre, None where nobody has looked."""
         matrix = self._with(x1, x2, False, centre)
-        matrix.memo["near"] = near
+        matrix.memo["known"] = known
         return matrix
 
     def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
         x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
         part = self._with(x1, x2, self.same and rows is columns, self.centre)
         part.memo["part"] = True
-        flat = not sources(self) and all(i is None or i.dim() == 1 for i in (rows, columns))
-        if self.expression is not None and flat:
+        flat = all(i is None or i.dim() == 1 for i in (rows, columns))
+        if flat:
+            pass_on(self, part, rows, columns)
+        if self.expression is not None and flat and not sources(self):
             part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
         return part
 

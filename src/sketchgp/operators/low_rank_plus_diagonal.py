@@ -143,8 +143,8 @@ class LowRankPlusDiagonal(LinearOperator):
             inner = inner if isinstance(factor, Tensor) else factor.shards.sum(inner)
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
             root, info = torch.linalg.cholesky_ex(inner)
-            positive = bool((diagonal > 0).all())  # false for NaN too
-            if bool(info.any()) or not positive or not bool(torch.isfinite(root).all()):
+            definite = (info == 0).all() & (diagonal > 0).all() & torch.isfinite(root).all()  # false for NaN too
+            if not bool(definite):
                 raise NumericalError(
                     "The preconditioner F F^T + diag(d) is not positive definite in "
                     f"{factor.dtype}; check the noise (it must be positive) and the inputs for NaN.",

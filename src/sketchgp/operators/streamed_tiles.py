@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..devices import here, sent
 from ..row_sources import RowSource, ahead
 from .tiles import Shape
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .kernel_matrix import KernelMatrix
 
 Piece = tuple[slice, slice, bool]
-Make = Callable[[Tensor, Tensor, Tensor | None], Any]
+Make = Callable[[Tensor, Tensor, slice, slice], Any]
 
 
 def sources(matrix: KernelMatrix) -> list[RowSource]:
@@ -43,7 +44,7 @@ class StreamedTiles:
 
     :param matrix: without batch.
     :param order: the tiles that will be asked for.
-    :param make: from rows of x1 and x2, and which of their pairs are at distance exactly 0, to their tiles.
+    :param make: from rows of x1 and x2, and which they are, to their tiles.
     """
 
     def __init__(self, matrix: KernelMatrix, order: Iterable[Piece], make: Make) -> None:
@@ -63,7 +64,7 @@ class StreamedTiles:
         self._tiles = None  # its buffers go before new ones come
         rows, columns, x1, x2 = next(self._groups)
         self._place = (rows, columns)
-        self._tiles = self._make(x1, x2, _coincident(self._matrix, rows, columns))
+        self._tiles = self._make(x1, x2, rows, columns)
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """The next tile, as :meth:`FastTiles.tile` has it."""
@@ -106,13 +107,12 @@ def _inside(part: slice, whole: slice) -> bool:
     return whole.start <= part.start and part.stop <= whole.stop
 
 
-def _coincident(matrix: KernelMatrix, rows: slice, columns: slice) -> Tensor | None:
-    """The pairs at distance exactly 0 in a part of the matrix."""
-    pairs = None
-    first, last = max(rows.start, columns.start), min(rows.stop, columns.stop)
-    if matrix.same and first < last:
-        pairs = torch.arange(first, last, device=matrix.device).expand(2, -1)
-    elif matrix.coincident is not None:
-        i, j = matrix.coincident
-        pairs = matrix.coincident[:, (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)]
-    return None if pairs is None else pairs - pairs.new_tensor([[rows.start], [columns.start]])
+def coincident(matrix: KernelMatrix, rows: slice, columns: slice) -> Tensor | int | None:
+    """The pairs at distance exactly 0 in a part of the matrix, as :class:`.FastTiles` has them."""
+    if matrix.same:
+        return rows.start - columns.start
+    if matrix.coincident is None:
+        return None
+    i, j = here(matrix.coincident)
+    inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
+    return sent(torch.stack([i[inside] - rows.start, j[inside] - columns.start]), matrix.device)

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import here, sent
 from ..distributed import in_force
 from ..memory import available_memory, out_of_memory
 from ..row_sources import RowSource, blocks
 from .centre import Centre
+from .expression import Known
+from .far_rows import far_sides, known_of
 from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
 from .tiles import logger, spans
@@ -65,7 +68,9 @@ class TallMatrix:
         self._accurate = accurate
         self.entries = 0  # evaluated so far
         self._first: KernelMatrix | None = None  # what all others are made after
-        self._near: bool | None = None  # True where no point is far from the centre, None where that is not known
+        self._near = False  # whether surely no point is far from the centre
+        self._sides: list[list[Tensor]] | None = None  # else, on a device, which of x and z are
+        self._given: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
         self._centre = Centre(self._selected(z))
 
@@ -86,16 +91,18 @@ class TallMatrix:
         """The same with float64 entries."""
         return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
 
-    def at(self, x: Tensor, z: Tensor) -> TallMatrix:
-        """The same for other points, without weights: rows of this matrix' x and z.
+    def at(self, x: Tensor, z: Tensor, own: bool = True) -> TallMatrix:
+        """The same for other points, without weights.
 
         What a device would wait for at every batch is found out once: what the kernel is, and whether any point is far.
+
+        :param own: whether they are rows of this matrix' x and z.
         """
         other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
-        other._first, other._near = self._like(), self._near
+        other._first, other._given = self._like(), self._known(None) if own else None
         return other
 
-    def _selected(self, x: Tensor) -> Tensor:
+    def _selected(self, x: Any) -> Any:
         dims = self.kernel.active_dims
         return x if dims is None else x.index_select(-1, dims)
 
@@ -104,25 +111,42 @@ class TallMatrix:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self._first = matrix.double() if self._accurate else matrix
             self._near = self._box_is_near(self._first)
+            if not self._near and self.device.type != "cpu":
+                self._sides = far_sides(self._first, self._selected(self.x), self._selected(self.z))
         return self._first
 
     @torch.no_grad()
-    def _box_is_near(self, matrix: KernelMatrix) -> bool | None:
-        """True where the box that holds all points, in memory, is so small that none can be far from the centre; else
-        None."""
+    def _box_is_near(self, matrix: KernelMatrix) -> bool:
+        """Whether the box that holds all points, in memory, is so small that none can be far, whatever the centre."""
         if matrix.expression is None or isinstance(self.x, RowSource):
-            return None
+            return False
         sides = [self._selected(points) for points in (self.x, self.z)]
         least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
         most = torch.stack([side.amax(dim=0) for side in sides]).amax(dim=0)
         corners = torch.stack([least, most]).to(matrix.dtype)
-        return surely_near(matrix.against(corners, corners, self._centre, None).prepared()) or None
+        return surely_near(matrix.against(corners, corners, self._centre, None).prepared())
 
-    def _matrix(self, x: Tensor) -> KernelMatrix:
+    def _known(self, rows: slice | Tensor | None) -> Known | None:
+        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for other points, which are
+        counted from a centre of their own.  None where it takes a look at them."""
+        expression = self._like().expression
+        none_is: Known = [None] * (1 if expression is None else len(expression.atoms))
+        if self._near:
+            return none_is
+        if self._sides is None:
+            return None
+        if rows is not None:
+            rows = here(rows) if torch.is_tensor(rows) else rows
+            return known_of(self._like(), [mask[rows] for mask in self._sides[0]], self._sides[1])
+        return None if any(bool(mask.any()) for mask in self._sides[0]) else none_is
+
+    def _matrix(self, x: Tensor, rows: slice | Tensor) -> KernelMatrix:
+        """:param rows: of x, which they are."""
         matrix = self._like()
         if self._right is None:
             self._right = self._selected(self.z).to(matrix.dtype)
-        return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, self._near)
+        known = self._known(rows) if self._given is None else self._given
+        return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, known)
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
         part = matrix.to_dense().to(torch.float64)
@@ -132,7 +156,7 @@ class TallMatrix:
     @torch.no_grad()
     def part(self, rows: Tensor) -> Tensor:
         """``T[rows]`` for indices ``(r,)``, dense, float64."""
-        return self._dense(self._matrix(self.x[rows]), None if self.weights is None else self.weights[rows])
+        return self._dense(self._matrix(self.x[rows], rows), None if self.weights is None else self.weights[rows])
 
     @torch.no_grad()
     def tiles(self, rows: int | None = None, within: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -150,12 +174,12 @@ class TallMatrix:
             step, most = min(step, self.x.block_rows), min(most, self.x.block_rows)
         together = step * max(1, most // step)
         for some, inputs in blocks(self.x, spans(within.stop, together, within.start)):
-            matrix = self._matrix(inputs)
+            matrix = self._matrix(inputs, some)
             start, count = 0, some.stop - some.start
             while start < count:
                 stop = min(start + step, count)
                 whole = slice(some.start + start, some.start + stop)
-                indices = torch.arange(start, stop, device=self.device)
+                indices = sent(torch.arange(start, stop), self.device)
                 tile: Tensor | None = None
                 try:
                     tile = self._dense(matrix.rows(indices), None if self.weights is None else self.weights[whole])

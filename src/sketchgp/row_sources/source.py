@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import dtype as check_dtype
+from ..devices import here, queued
 from ..errors import InputError
 from ..settings import memory_budget
 from .ahead import ahead
@@ -150,12 +151,12 @@ class RowSource:
         if dim in (-2, 0):
             return self._gathered(indices)
         found = copy.copy(self)
-        chosen = indices.cpu().numpy()
+        chosen = here(indices).numpy()
         found._columns = chosen if self._columns is None else self._columns[chosen]
         return found
 
     def _gathered(self, indices: Tensor) -> Tensor:
-        n, wanted = len(self), indices.detach().cpu().numpy()
+        n, wanted = len(self), here(indices).numpy()
         if wanted.dtype == bool:
             if wanted.shape != (n,):
                 raise IndexError(f"A mask of shape {wanted.shape} for {n} rows.")
@@ -176,7 +177,7 @@ class RowSource:
             bad = np.flatnonzero(~np.isfinite(rows[places]).all(axis=1))[0]
             raise InputError(f"x holds NaN or infinity, first in row {int(numbers[bad])}.")
         out = torch.from_numpy(rows)
-        return out if self.device.type == "cpu" else out.pin_memory().to(self.device, non_blocking=True)
+        return queued(out, self.device)
 
     def part(self, span: slice) -> RowSource:
         """Consecutive rows, as a source."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import InputError, warn
 from ...memory import out_of_memory
 from ...random_streams import generator
-from ..centre import Centre
+from ..centre import Centre, near_and_far
 from ..expression import Features, Prepared
 from .base import Engine, Gradients
 from .tiled import Tiled
@@ -179,8 +179,8 @@ def _steps(matrix: KernelMatrix, x: Tensor, count: int, seed: int) -> Tensor:
     some = torch.linspace(0, x.shape[-2] - 1, min(x.shape[-2], 4 * count), device=x.device).long()
     candidates = x.detach().index_select(-2, some)
     candidates = candidates if candidates.dtype.itemsize >= 4 else candidates.float()
-    parts = matrix.centre.far(candidates)
-    near = candidates if parts is None else candidates.index_select(-2, parts[0])
+    parts = near_and_far(matrix.centre.far(candidates).cpu())
+    near = candidates if parts is None else candidates.index_select(-2, parts[0].to(candidates.device))
     near = near.to(torch.float64) - matrix.centre.value()
     near = near.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     spread = near.abs().mean(dim=-2, keepdim=True)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ..far_rows import far_rows, known_of, known_sides
 from ..fast_gradient import FastGradient
 from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
-from ..streamed_tiles import StreamedTiles, sources, within_blocks
+from ..streamed_tiles import StreamedTiles, coincident, sources, within_blocks
 from ..tiles import Shape, add_product, padded, pieces, shrinking, tile_shape
 from .base import Engine, Gradients, Live, folds
 
@@ -104,17 +105,22 @@ def _tiles(
     if matrix.expression is not None:
         return FastTiles(matrix.expression, matrix.prepared(), shape, matrix.same, matrix.coincident)
     tensors = [t.detach() for t in matrix._args]
-    return GenericTiles(matrix.evaluator(tensors[2:]), tensors)
+    return GenericTiles(matrix.evaluator(tensors[2:]), tensors, far_rows(matrix))
 
 
 def _tiles_of(
-    matrix: KernelMatrix, shape: Shape, x1: Tensor, x2: Tensor, coincident: Tensor | None
+    matrix: KernelMatrix, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, columns: slice
 ) -> FastTiles | GenericTiles:
-    """Of a part of the matrix, from its rows."""
+    """Of a part of the matrix, from its rows of x1 and x2; ``rows`` and ``columns`` say which they are."""
     tensors = [x1, x2, *(p.detach() for p in matrix.parameters)]
-    if matrix.expression is not None:
-        return FastTiles(matrix.expression, matrix.prepare(tensors, False), shape, False, coincident)
-    return GenericTiles(matrix.evaluator(tensors[2:]), tensors)
+    sides = known_sides(matrix)
+    if matrix.expression is None:
+        return GenericTiles(matrix.evaluator(tensors[2:]), tensors, None if sides is None else sides[0][0][rows])
+    known = None
+    if sides is not None:
+        known = known_of(matrix, [mask[rows] for mask in sides[0]], [mask[columns] for mask in sides[1]])
+    prepared = matrix.prepare(tensors, False, known)
+    return FastTiles(matrix.expression, prepared, shape, False, coincident(matrix, rows, columns))
 
 
 @torch.no_grad()
@@ -164,7 +170,7 @@ def _gradient(
         tiles = FastTiles(matrix.expression, live.prepared.detached(), shape, live.same, matrix.coincident)
         adder = FastGradient(tiles, live.prepared, live.needs_inputs)
     else:
-        adder = GenericTiles(matrix.evaluator(live.tensors[2:]), live.tensors)
+        adder = GenericTiles(matrix.evaluator(live.tensors[2:]), live.tensors, far_rows(matrix))
     entries = matrix.flat_batch.numel() * shape[0] * shape[1]
     buffer = torch.empty(entries, dtype=matrix.compute_dtype, device=matrix.device)
     for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within):

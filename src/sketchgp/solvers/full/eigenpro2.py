@@ -96,7 +96,7 @@ class _EigenPro2(BlockMethod):
         if "subsample" not in self.tensors:
             self._prepare()
         self.tensors["w"] = self.system.zeros(width)
-        self.tensors["rest"] = torch.empty(0, dtype=torch.long, device=self.system.device)
+        self.tensors["rest"] = torch.empty(0, dtype=torch.long)
 
     def _prepare(self) -> None:
         system, n = self.system, self.system.n
@@ -133,8 +133,7 @@ class _EigenPro2(BlockMethod):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         system, tensors, step = self.system, self.tensors, self.numbers["step"]
         size, some, w = int(self.numbers["block_size"]), tensors["subsample"], tensors["w"]
-        rest = tensors["rest"].to(system.device)
-        rows, tensors["rest"] = next_block("shuffled", system.n, size, rest, generator, system.device)
+        rows, tensors["rest"] = next_block("shuffled", system.n, size, tensors["rest"].cpu(), generator, system.device)
         g = system.residual(rows, w, r)
         correction = tensors["vectors"] @ (tensors["vectors"].mT @ system.cross(some, rows, g))
         here, own = system.space.held(rows)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import fetched
+from ...devices import fetched, queued
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...report import Reason
@@ -296,7 +296,7 @@ class Gradients(Kept):
         keep = self.keep.nonzero().squeeze(-1)
         if len(keep) > len(self.index) // 2:
             return
-        keep = keep.to(self.index.device, non_blocking=True)
+        keep = queued(keep, self.index.device)
         self.value[..., self.index] += self.d
         self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
         self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...devices import sent
 from ...errors import InputError
 from ...row_sources import RowSource, ahead
 from .problem import InducingPointProblem
@@ -18,7 +19,7 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs ``(b, d)`` and targets ``(b, columns)`` float64; a stream comes in its own batches and order.
 
-    :param order: ``(n,)`` of the rows of tensors, or of a source, ``size`` a batch.
+    :param order: ``(n,)`` of the rows of tensors, or of a source, ``size`` a batch; on the CPU.
     :param seen: batches that are left out.
     :raises InputError: for a batch of a stream that does not fit.
     """
@@ -26,10 +27,14 @@ def batches(
     if isinstance(x, Tensor | RowSource):
         assert problem.y is not None
         targets = problem.y.reshape(len(x), -1)
-        parts = order.split(size)[seen:]
-        inputs = (x[rows] for rows in parts) if torch.is_tensor(x) else ahead(partial(x.__getitem__, r) for r in parts)
+        parts = order.cpu().split(size)[seen:]
+        if torch.is_tensor(x):
+            for rows in (sent(part, x.device) for part in parts):
+                yield x[rows], targets[rows].to(torch.float64)
+            return
+        inputs = ahead(partial(x.__getitem__, rows) for rows in parts)
         for rows, some in zip(parts, inputs, strict=True):
-            yield some, targets[rows].to(torch.float64)
+            yield some, targets[sent(rows, targets.device)].to(torch.float64)
         return
     for number, (x, y) in enumerate(problem.batches()):
         y = y.reshape(len(y), -1)

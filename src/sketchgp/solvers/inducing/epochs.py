@@ -68,7 +68,7 @@ class Epochs(ByEpochs):
         checked: tuple[Tensor, Tensor],
     ) -> None:
         total: int | None = None if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-        super().__init__(problem, generator, total, problem.device)
+        super().__init__(problem, generator, total)
         self.name, self.device, self.expected = name, problem.device, problem.expected_rows
         self.size, self.columns = model.base.shape
         self.model, self.plan, self.checked = model, plan, checked

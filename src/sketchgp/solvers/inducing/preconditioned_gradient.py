@@ -26,6 +26,7 @@ from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
 from ...random_streams import generator
+from ...row_sources import RowSource
 from ..eigenpro_step import directions, most_directions, scales, step_size
 from .problem import InducingPointProblem
 from .projection import Projection
@@ -148,8 +149,8 @@ class Model:
     ) -> None:
         self.problem, self.directions, self.projection = problem, directions, projection
         self.base = base.clone()
-        self.in_memory = torch.is_tensor(problem.x)
-        x = problem.x if torch.is_tensor(problem.x) else problem.inducing_points
+        self.known = isinstance(problem.x, Tensor | RowSource)  # whether all points are there
+        x = problem.x if isinstance(problem.x, Tensor | RowSource) else problem.inducing_points
         self.tall = TallMatrix(problem.kernel, x, problem.inducing_points)  # that of all points, where they are there
         self.entries = directions.entries  # of the kernel, evaluated so far, but for projections
         self._forget()
@@ -220,7 +221,7 @@ class Model:
 
     def _tall(self, x: Tensor, points: Tensor) -> TallMatrix:
         """``k(x, points)``, of a batch."""
-        return self.tall.at(x, points) if self.in_memory else TallMatrix(self.problem.kernel, x, points)
+        return self.tall.at(x, points, self.known)
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:
         """Parts of equal size become one, so that there are few and each point is copied a few times."""

@@ -196,7 +196,7 @@ class Saga(Method):
         return self.true
 
     def step(self) -> bool:
-        rows, self.rest = next_block(_SAMPLING, self.n, self.block_size, self.rest, self.generator, self.device)
+        rows, self.rest = next_block(_SAMPLING, self.n, self.block_size, self.rest.cpu(), self.generator, self.device)
         own = rows if self.shards is None else rows[self.shards.span(len(rows))]
         part, change = self.tall.part(own), self.w - self.anchor[0]
         if self.iterations % self.every == 0:

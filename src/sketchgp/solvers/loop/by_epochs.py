@@ -22,21 +22,20 @@ class ByEpochs(Method):
 
     What is saved: ``epoch``, ``seen``, ``rows``, ``total`` and ``order``.
 
-    :param device: of ``order``.
     :ivar problem: with ``x``, the tensor where it is not ``streamed``.
     :ivar total: rows of an epoch, where they are known; :ivar expected: what they are taken for before.
     :ivar epoch: how many have ended; :ivar seen: batches of the one under way, ``rows`` their rows.
-    :ivar order: of rows, while an epoch is under way.
+    :ivar order: of rows, while an epoch is under way, on the CPU.
     """
 
     unit = "epochs"
     expected: int | None = None
 
-    def __init__(self, problem: Any, generator: torch.Generator, total: int | None, device: torch.device) -> None:
+    def __init__(self, problem: Any, generator: torch.Generator, total: int | None) -> None:
         super().__init__()
         self.problem, self.generator, self.total = problem, generator, total
         self.epoch = self.seen = self.rows = 0
-        self.order = torch.empty(0, dtype=torch.int64, device=device)
+        self.order = torch.empty(0, dtype=torch.int64)
         self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
         self._ahead: tuple[Tensor, Tensor] | None = None
 
@@ -51,9 +50,7 @@ class ByEpochs(Method):
         """
         if self._feed is None:
             if not self.problem.streamed and not self.seen:
-                self.order = torch.randperm(len(self.problem.x), generator=self.generator).to(
-                    self.order.device, non_blocking=True
-                )
+                self.order = torch.randperm(len(self.problem.x), generator=self.generator)
             self._feed = self.batches()
             self._ahead = next(self._feed, None)
         if self._ahead is None:

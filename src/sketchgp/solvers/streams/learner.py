@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...devices import fetched
 from ...distributed import in_force
 from ...errors import NumericalError
 from ...fingerprint import tensor_mark
@@ -55,7 +56,7 @@ class Learner:
     :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row; :ivar
         fresh: ``(n,)`` bool, their rows that were not seen yet, None where all were.
     :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
-        are.
+        are; :ivar told: what was asked of the last step.
     """
 
     counters = (
@@ -74,6 +75,7 @@ class Learner:
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
         self.gram: Tensor | None = None
+        self.told: list[Tensor] = []
 
     @property
     def columns(self) -> int:
@@ -105,22 +107,27 @@ class Learner:
             self.mark, self.first = mark, self.rows
             self.fresh = torch.ones(len(data[0]), dtype=torch.bool) if data else None
 
-    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, new: Tensor | None = None) -> Tensor:
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        ridge: float,
+        whole: bool = False,
+        new: Tensor | None = None,
+        asks: Callable[[Tensor], list[Tensor]] | None = None,
+    ) -> Tensor:
         """One doubly stochastic step on a batch; f before it, ``(b, c)``.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
         :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
+        :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`told` then.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         shards = in_force()
         own = slice(0, len(x)) if shards is None else shards.span(len(x))
         made = self.features.prepare(x[own])
         f = self.evaluate(made, self.coefficients, self.decay)
-        if not bool(torch.isfinite(f).all()):
-            raise NumericalError(
-                "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
-            )
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
@@ -131,15 +138,27 @@ class Learner:
             values[own] = f
             slope, f = shards.sum(torch.cat([slope, values])).split([len(slope), len(x)])
         slope = slope / len(x)
+        newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
+        # one look at the device: whether f is finite, and the step's matrix positive definite
+        info = f.new_zeros(()) if newton is None else newton.info
+        fine, failed, *self.told = fetched(torch.isfinite(f).all(), info, *([] if asks is None else asks(f)))
+        if not bool(fine):
+            raise NumericalError(
+                "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
+            )
+        if newton is not None and bool(failed):
+            torch.linalg.cholesky(newton.matrix)  # which says what is wrong
         self._grow(which.stop)
         if self.gram is not None and new is not None:
             self._count(made if shards is None else self.features.prepare(x), new)
         steady = self.loss.steady if whole and self.how.preconditioned else None
-        if self.how.preconditioned:
+        if newton is not None:
             pairs = self.how.total or 1
             passes = min(self.visited / pairs, self.taken / (2 * pairs))
             step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
-            self._newton(which, phi, weights, slope, ridge, step, len(x), whole)
+            a = self.coefficients[which]
+            change = newton.change(slope, a.transpose(0, 1).reshape(len(slope), -1), step)
+            self.coefficients[which] = a - change.reshape(2, len(a), self.columns).transpose(0, 1)
         else:
             self._plain(which, phi, slope, ridge, len(x))
         self.steps += 1
@@ -174,51 +193,6 @@ class Learner:
         """``(p, N)``, pair by pair."""
         assert self.how.total is not None
         return torch.stack(self.features.pairs(made, 0, self.how.total), dim=2).flatten(1)
-
-    def _newton(
-        self,
-        which: slice,
-        phi: Tensor,
-        weights: Tensor | None,
-        slope: Tensor,
-        ridge: float,
-        step: float,
-        rows: int,
-        whole: bool,
-    ) -> None:
-        """``a_j -= step (C_j + N max(lambda, 0.05 c / b))^-1 (Phi^T l' / b + N lambda a_j)``, ``C_j = Phi^T D Phi / b``
-        and c its mean diagonal.  The fixed point is that of the ridge regression on all N features, whatever the matrix
-        is: it is damped where batches are small, as what b rows say of other points is then mostly noise.
-
-        :param phi: of this rank's rows of the batch, of ``rows`` in all.
-        """
-        assert self.how.total is not None
-        shards = in_force()
-        own = self.coefficients[which]
-        a = own.transpose(0, 1).reshape(len(slope), -1)
-        level = 2 * self.how.total * ridge
-        weighed = phi if weights is None else phi * weights.to(phi.dtype).sqrt().unsqueeze(1)
-        size = weighed.shape[1]
-        if shards is not None and size > rows:
-            weighed, shards = shards.gather(weighed, rows), None
-        gram = weighed.mT @ weighed if size <= rows else None
-        if shards is None:
-            mean = float(weighed.square().sum(dtype=torch.float64)) / (rows * size)
-        else:
-            assert gram is not None
-            gram = shards.sum(gram)
-            mean = float(gram.diagonal().sum(dtype=torch.float64)) / (rows * size)
-        damped = level if whole else max(level, _DAMPED * 2 * self.how.total * mean / rows)
-        damped += torch.finfo(phi.dtype).eps * size * max(mean, 1e-300)
-        right, wide = slope + level * a, weighed.to(torch.float64) if gram is None else None
-        matrix = wide @ wide.mT if wide is not None else gram.to(torch.float64)  # type: ignore[union-attr]
-        matrix.div_(rows).diagonal().add_(damped)
-        factor = torch.linalg.cholesky(matrix)
-        if wide is None:
-            change = torch.cholesky_solve(right, factor) * step
-        else:  # by the identity of Woodbury
-            change = (right - wide.mT @ torch.cholesky_solve(wide @ right, factor) / rows) * (step / damped)
-        self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
     def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
@@ -258,3 +232,46 @@ class Learner:
             total += torch.addmm(first @ a[:, 0], second, a[:, 1])
             self.entries += 2 * first.numel()
         return total * decay
+
+
+class _Newton:
+    """``a_j -= step (C_j + N max(lambda, 0.05 c / b))^-1 (Phi^T l' / b + N lambda a_j)``, ``C_j = Phi^T D Phi / b``
+    and c its mean diagonal.  The fixed point is that of the ridge regression on all N features, whatever the matrix
+    is: it is damped where batches are small, as what b rows say of other points is then mostly noise.
+
+    :param phi: of this rank's rows of the batch, of ``rows`` in all.
+    :ivar info: not 0 where the matrix is not positive definite.
+    """
+
+    def __init__(self, how: Steps, phi: Tensor, weights: Tensor | None, ridge: float, rows: int, whole: bool) -> None:
+        assert how.total is not None
+        shards, self.rows = in_force(), rows
+        self.level = 2 * how.total * ridge
+        weighed = phi if weights is None else phi * weights.to(phi.dtype).sqrt().unsqueeze(1)
+        size = weighed.shape[1]
+        if shards is not None and size > rows:
+            weighed, shards = shards.gather(weighed, rows), None
+        gram = weighed.mT @ weighed if size <= rows else None
+        if shards is None:
+            mean = weighed.square().sum(dtype=torch.float64) / (rows * size)
+        else:
+            assert gram is not None
+            gram = shards.sum(gram)
+            mean = gram.diagonal().sum(dtype=torch.float64) / (rows * size)
+        damped = torch.zeros_like(mean) + self.level
+        if not whole:
+            damped = torch.maximum(damped, _DAMPED * 2 * how.total * mean / rows)
+        self.damped = damped + torch.finfo(phi.dtype).eps * size * mean.clamp(min=1e-300)
+        self.wide = weighed.to(torch.float64) if gram is None else None
+        matrix = self.wide @ self.wide.mT if self.wide is not None else gram.to(torch.float64)  # type: ignore[union-attr]
+        matrix.div_(rows).diagonal().add_(self.damped)
+        self.matrix = matrix
+        self.factor, self.info = torch.linalg.cholesky_ex(matrix)
+
+    def change(self, slope: Tensor, a: Tensor, step: float) -> Tensor:
+        """What is to be taken from a ``(2 |j|, c)``."""
+        right = slope + self.level * a
+        if self.wide is None:
+            return torch.cholesky_solve(right, self.factor) * step
+        inner = self.wide.mT @ torch.cholesky_solve(self.wide @ right, self.factor) / self.rows  # Woodbury's identity
+        return (right - inner) * torch.div(torch.tensor(step, dtype=torch.float64), self.damped)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...devices import fetched, sent
 from ...errors import NumericalError
 from ...fingerprint import row_numbers
 from ...report import Reason
@@ -48,7 +49,7 @@ class Lessons(ByEpochs):
         extra: Extra | None = None,
     ) -> None:
         total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-        super().__init__(problem, generator, total, torch.device("cpu"))
+        super().__init__(problem, generator, total)
         self.name, self.learner = name, learner
         self.device = learner.coefficients.device
         if problem.loss != "squared":
@@ -62,6 +63,7 @@ class Lessons(ByEpochs):
         self.least = float("inf")
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
+        self.told: list[Tensor] | None = None  # the losses, on the CPU, after a step
         self.ended = False
 
     # --- what a checkpoint holds of the learner -------------------------------------------------------------
@@ -137,14 +139,21 @@ class Lessons(ByEpochs):
             targets = learner.with_more(targets, self.extra, x, self._numbers(x, targets, places))
         learner.widen(targets.shape[1])
         n = self.total or learner.rows + len(x)
-        f = learner.step(x, targets, problem.noise / n, whole, self._new(places))
+        if not self.window:
+            self.losses = self.losses_of_none = torch.zeros_like(self.losses)
+        sums: list[Tensor] = []
+
+        def counted(f: Tensor) -> list[Tensor]:
+            sums.append(self.losses + self._loss(f, targets))
+            sums.append(self.losses_of_none + self._loss(torch.zeros_like(f), targets))
+            return sums
+
+        learner.step(x, targets, problem.noise / n, whole, self._new(places), counted)
+        self.losses, self.losses_of_none = sums
+        self.told = learner.told
         if learner.fresh is not None:
             learner.fresh[places] = False
             learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
-        if not self.window:
-            self.losses = self.losses_of_none = torch.zeros_like(self.losses)
-        self.losses = self.losses + self._loss(f, targets)
-        self.losses_of_none = self.losses_of_none + self._loss(torch.zeros_like(f), targets)
         self.iterations += 1
         self.seen += 1
         self.window += 1
@@ -182,8 +191,8 @@ class Lessons(ByEpochs):
         problem = self.problem
         if torch.is_tensor(problem.x):
             assert problem.y is not None
-            for rows in self.order.tensor_split(self.parts)[self.seen :]:
-                rows = rows.to(problem.x.device)
+            for rows in self.order.cpu().tensor_split(self.parts)[self.seen :]:
+                rows = sent(rows, problem.x.device)
                 yield problem.x[rows], problem.y[rows]
             return
         for number, batch in enumerate(problem.batches()):
@@ -196,13 +205,19 @@ class Lessons(ByEpochs):
         """The root of the loss over the window's batches, each before its own step, over that of f = 0: the relative
         residual of each column for the squared loss."""
         self.window = 0
-        return (self.losses / self.losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().cpu()
+        losses, losses_of_none = self._told()
+        return (losses / losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+
+    def _told(self) -> list[Tensor]:
+        """The losses on the CPU."""
+        return fetched(self.losses, self.losses_of_none) if self.told is None else self.told
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        if self.iterations and not bool((self.losses <= _DIVERGED**2 * self.losses_of_none + 1e-300).all()):
+        losses, losses_of_none = self._told()
+        if self.iterations and not bool((losses <= _DIVERGED**2 * losses_of_none + 1e-300).all()):
             raise NumericalError(
-                f"Learning diverges: after {self.iterations} batches the loss is {float(self.losses.max()):.1e}, that "
-                f"of f = 0 is {float(self.losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
+                f"Learning diverges: after {self.iterations} batches the loss is {float(losses.max()):.1e}, that "
+                f"of f = 0 is {float(losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
                 see="diverges",
             )
         if held_out is not None:

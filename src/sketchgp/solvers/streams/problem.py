@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ... import checks
+from ...devices import sent
 from ...errors import InputError
 from ..problem import check_kernel
 from .losses import LOSSES
@@ -26,13 +27,10 @@ class Targets:
         self.columns = columns
 
     def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
-        """Of a batch x; as many columns as before.
+        """Of a batch x, both as :meth:`RandomFeatureProblem.checked` has found them; as many columns as before.
 
-        :raises InputError: for anything else than numbers of a row each.
+        :raises InputError: for another number of columns.
         """
-        checks.tensor(owner, "y", y, (1, 2))
-        if len(y) != len(x) or y.device != x.device:
-            raise InputError(f"{owner}: y expects {len(x)} rows on {x.device}, got {len(y)} on {y.device}.")
         y = y.reshape(len(y), -1)
         if self.columns is not None and y.shape[1] != self.columns:
             raise InputError(f"{owner}: y expects {self.columns} column(s) as before, got {y.shape[1]}.")
@@ -59,12 +57,11 @@ class Labels:
 
         :raises InputError: for anything else than an integer of a row each.
         """
-        checks.labels(owner, "y", y)
         if y.shape != (len(x),) or y.device != x.device:
             raise InputError(f"{owner}: y expects shape ({len(x)},) on {x.device}, got {tuple(y.shape)} on {y.device}.")
         seen = [int(one) for one in y.unique().tolist()]
         self.classes += [one for one in seen if one not in self.classes]
-        hot = y.unsqueeze(1) == torch.tensor(self.classes, device=y.device)
+        hot = y.unsqueeze(1) == sent(torch.tensor(self.classes), y.device)
         return torch.where(hot, 1.0, self.rest).to(torch.float64)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....checks import count, settle, word
+from ....devices import sent
 from ....distributed import in_force
 from ....errors import InputError
 from ....random_streams import generator
@@ -29,15 +30,15 @@ def next_block(
 
     :param sampling: ``"shuffled"``: the next part of a random order of all rows; ``"uniform"``: rows drawn uniformly
         without replacement, independently of the steps before.
-    :param rest: ``(m,)`` the rows not yet visited in this pass, on the device; unused with ``"uniform"``.
+    :param rest: ``(m,)`` the rows not yet visited in this pass, on the CPU; unused with ``"uniform"``.
     """
     if sampling == "uniform":
-        return _draw(n, size, generator).to(device, non_blocking=True), rest
+        return sent(_draw(n, size, generator), device), rest
     if not len(rest):
-        rest = torch.randperm(n, generator=generator).to(device, non_blocking=True)
+        rest = torch.randperm(n, generator=generator)
     parts = -(-len(rest) // size)  # parts of nearly equal size, so that no pass ends in a tiny one
     size = -(-len(rest) // parts)
-    return rest[:size], rest[size:]
+    return sent(rest[:size], device), rest[size:]
 
 
 def _draw(n: int, size: int, generator: torch.Generator) -> Tensor:
@@ -86,7 +87,7 @@ class Partition:
 
     def _rows(self, number: int, tensors: dict[str, Tensor]) -> Tensor:
         count = len(tensors["smoothness"]) if "smoothness" in tensors else self.count  # of a solve that was resumed
-        return tensors["order"].tensor_split(count)[number].to(self.system.device)
+        return sent(tensors["order"].cpu().tensor_split(count)[number], self.system.device)
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         stream = generator(self.seed, f"inverse of block {number} of a fixed partition")
@@ -125,7 +126,7 @@ class InvertedBlocks(BlockMethod):
 
     def _following(self, size: int, generator: torch.Generator) -> list[Tensor]:
         """The rows of the blocks that are left of a pass, which take nothing from the generator."""
-        rest, found = self.tensors["rest"], []
+        rest, found = self.tensors["rest"].cpu(), []
         while len(rest):
             rows, rest = next_block("shuffled", self.system.n, size, rest, generator, self.system.device)
             found.append(rows)
@@ -134,7 +135,7 @@ class InvertedBlocks(BlockMethod):
     def begin(self, width: int) -> None:
         self.tensors |= {name: self.system.zeros(width) for name in self.positions}
         if self.partition is None:
-            self.tensors["rest"] = torch.empty(0, dtype=torch.long, device=self.system.device)
+            self.tensors["rest"] = torch.empty(0, dtype=torch.long)
         else:
             self.partition.prepare(self.tensors)
 
@@ -163,7 +164,7 @@ class InvertedBlocks(BlockMethod):
     def _drawn(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         if self.partition is not None:
             return self.partition.draw(self.tensors, generator)
-        system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].to(self.system.device)
+        system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].cpu()
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....devices import fetched
+from ....devices import fetched, here, sent
 from ....errors import NumericalError
 from ....random_streams import generator
 from ....report import Reason
@@ -114,7 +114,7 @@ class Refinement(Method):
             wanted.append((state.window_squares * (self.system.n / state.window_rows)).sqrt() / self.norm)
         if point is not None:
             state.rows_checked = state.rows_seen
-            some = rows[:_CHECKED]
+            some = sent(here(rows)[:_CHECKED], rows.device)
             exact = self.system.residual(some, point, state.r, accurate=True)
             wanted.append(((g[:_CHECKED] - exact) * (self.system.n / len(some)) ** 0.5).norm(dim=0) / self.norm)
         found = iter(fetched(*wanted) if wanted else [])
