@@ -136,11 +136,26 @@ def test_square_matrices(name, far, inputs):
 def test_tall_matrices_of_other_points(own):
     """A batch of a stream may be far where all inducing points are near; a batch of the points may, where some are."""
     near, far = (FAR * k + 64 * points(40, 4, seed=k, dtype=torch.float32) for k in (0, 1))
+    both = torch.cat([near, far[:20]])
     kernel = KERNELS["rbf"]().requires_grad_(False)
     kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
-    tall = TallMatrix(kernel, torch.cat([near, far]) if own else near, near[:5]).at(far, far[:30], own=own)
-    v, exact = normal(30, 2), copy.deepcopy(kernel).double()
-    assert relative(tall.matmul(v), exactly("rbf", exact, far.double(), far[:30].double()) @ v) < 1e-5
+    tall = TallMatrix(kernel, torch.cat([near, far]) if own else near, near[:5]).at(far, both, own=own)
+    v, exact = normal(60, 2), copy.deepcopy(kernel).double()
+    assert relative(tall.matmul(v), exactly("rbf", exact, far.double(), both.double()) @ v) < 1e-3
+
+
+def test_parts():
+    """Rows and columns of a part are far as they are in the whole, whatever their order."""
+    x = 64 * points(60, 4, dtype=torch.float32)
+    x[:20] += FAR
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    rows, columns = order[:30], order[30:]
+    kernel = KERNELS["rbf"]().requires_grad_(False)
+    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
+    matrix, whole = KernelMatrix.of(kernel, x, engine="tiled"), x.double()
+    exact = exactly("rbf", copy.deepcopy(kernel).double(), whole, whole)
+    assert relative(matrix.rows(rows) @ normal(60, 1).float(), exact[rows] @ normal(60, 1)) < 1e-3
+    assert relative(matrix.block(rows, columns), exact[rows][:, columns]) < 1e-3
 
 
 def test_lengthscales_of_a_far_cluster():
