@@ -134,7 +134,7 @@ def test_every_variant(variant):
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*FAST, "askotch-v1", "skotch-identity", "skotch-v1-nystrom"])
 def test_every_variant_in_float32(variant):
     problem = _problem(name="product", noise=2.0, dtype=torch.float32, columns=2)
     _check(problem, _solver(variant, tol=1e-4).solve(problem), 1e-4)
@@ -335,10 +335,9 @@ def test_few_points_one_by_one(n, block_size, dtype):
 # A window of n rows drawn with replacement can be of rows that were all solved in the steps before.  Its estimate of
 # the residual is then near zero: the next one looks like divergence, and the target that the estimate has to meet is
 # lowered by as much.
-@pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("variant", ["askotch-uniform", "skotch-uniform", "askotch-v1", "skotch-v1"])
-@pytest.mark.parametrize(("n", "block_size"), [(3, 1), (60, 30)])
-def test_few_blocks_drawn_with_replacement(n, block_size, variant, seed):
+@pytest.mark.parametrize(("n", "block_size", "seed"), [(3, 1, 0), (60, 30, 2)])
+def test_few_blocks_drawn_with_replacement(n, block_size, seed, variant):
     problem = _problem(n=n, name="matern12", noise=1.0, lengthscale=0.5)
     _check(problem, _solver(variant, tol=1e-6, block_size=block_size, seed=seed).solve(problem), 1e-6)
 
