@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from common import describe, table
-from rank_processes import Ranks, serve
+from rank_processes import Ranks, serve, served
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -186,18 +185,7 @@ def problem(options: Any) -> dict[str, Any]:
 
 def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
     n = problem(options)["rows"]
-    held: dict[int, Ranks] = {}
-    with tempfile.TemporaryDirectory() as folder:
-
-        def load() -> dict[int, Ranks]:
-            held.update({count: Ranks(HERE, count, folder) for count in COUNTS})
-            return held
-
-        try:
-            yield Group(("runs",), [(name, (name, n)) for name in UNITS], load=load)
-        finally:
-            for ranks in held.values():
-                ranks.end()
+    return served(HERE, COUNTS, [(name, (name, n)) for name in UNITS])
 
 
 BENCHMARK = Benchmark(

@@ -1,4 +1,5 @@
-"""Processes of one thread that wait for tasks, as ranks of one gloo group: for ``scaling.py`` and ``shares.py``.
+"""Processes of one thread that wait for tasks, as ranks of one gloo group: for ``scaling.py``, ``shares.py`` and
+``projection.py``.
 
 The script that starts them is run by each of them, too: as ``SCRIPT serve COUNT RANK STORE``, by :func:`serve`.
 """
@@ -9,13 +10,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from runner import Group
 
 _MARK = "measured"  # what an answer begins with, among what packages print
 
@@ -83,3 +87,24 @@ class Ranks:
             assert process.stdin is not None
             process.stdin.close()
             process.wait(timeout=60)
+
+
+def served(
+    script: Path, counts: Sequence[int], tasks: Sequence[tuple[str, Any]], errors: int | None = None, **more: str
+) -> Iterator[Group]:
+    """One group of tasks, for which so many ranks wait as each of ``counts`` says, until all are done.
+
+    What is loaded is the ranks by their number; the rest is as :class:`Ranks` has it.
+    """
+    held: dict[int, Ranks] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def load() -> dict[int, Ranks]:
+            held.update({count: Ranks(script, count, folder, errors, **more) for count in counts})
+            return held
+
+        try:
+            yield Group(("runs",), tasks, load=load)
+        finally:
+            for ranks in held.values():
+                ranks.end()

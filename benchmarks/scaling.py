@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 
 import sketchgp
 from common import describe, median, table
-from rank_processes import Ranks, serve
+from rank_processes import Ranks, serve, served
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -134,9 +133,9 @@ def expected_bytes(name: str, n: int, count: int) -> float | None:
     return None
 
 
-def perform(groups: tuple[Ranks, Ranks], task: tuple[str, int, int, int]) -> dict[str, Any]:
+def perform(loaded: dict[int, Ranks], task: tuple[str, int, int, int]) -> dict[str, Any]:
     name, alone, together, turns = task
-    sizes = (alone, together)
+    sizes, groups = (alone, together), [loaded[count] for count in COUNTS]
     for ranks, n in zip(groups, sizes, strict=True):  # what is allocated and compiled at the first call
         ranks.run((name, n))
     found: tuple[list[Any], list[Any]] = ([], [])
@@ -182,18 +181,7 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
     for name, n in rows.items():
         fewer = round(n / math.sqrt(COUNTS[1]))
         tasks += [(f"{name}, strong", (name, n, n, turns)), (f"{name}, weak", (name, fewer, n, turns))]
-    with tempfile.TemporaryDirectory() as folder:
-        held: list[Ranks] = []
-
-        def load() -> tuple[Ranks, ...]:
-            held.extend(Ranks(HERE, count, folder, subprocess.DEVNULL) for count in COUNTS)
-            return tuple(held)
-
-        try:
-            yield Group(("runs",), tasks, load=load)
-        finally:
-            for ranks in held:
-                ranks.end()
+    return served(HERE, COUNTS, tasks, subprocess.DEVNULL)
 
 
 def problem(options: Any) -> dict[str, Any]:

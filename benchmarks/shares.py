@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 
 import sketchgp
 from common import describe, table
-from rank_processes import Ranks, serve
+from rank_processes import Ranks, serve, served
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -142,18 +141,7 @@ def problem(options: Any) -> dict[str, Any]:
 
 def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:
     tasks = [(name, (name, n)) for name, n in problem(options)["rows"].items()]
-    held: dict[int, Ranks] = {}
-    with tempfile.TemporaryDirectory() as folder:
-
-        def load() -> dict[int, Ranks]:
-            held.update({count: Ranks(HERE, count, folder, **ALLOCATOR) for count in COUNTS})
-            return held
-
-        try:
-            yield Group(("runs",), tasks, load=load)
-        finally:
-            for ranks in held.values():
-                ranks.end()
+    return served(HERE, COUNTS, tasks, **ALLOCATOR)
 
 
 BENCHMARK = Benchmark(

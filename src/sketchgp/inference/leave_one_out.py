@@ -122,23 +122,32 @@ class ProbedDiagonal:
         return self.samples.var(dim=1) / self.samples.shape[1]
 
     @cached_property
+    def _noise(self) -> Tensor:
+        """``(n,)``: the variance of ``mean / fit``."""
+        return self.variance_of_mean / self.fit.square()
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        """``(n,)``: those of ``values / fit - 1``, of the true values, unbiased."""
+        return (self.mean / self.fit - 1).square() - self._noise
+
+    @cached_property
     def spread(self) -> Tensor:
         """The mean square of ``values / fit - 1``, of the true values; at least what n values cannot tell from 0."""
-        relative, noise = self.mean / self.fit - 1, self.variance_of_mean / self.fit.square()
-        unseen = (_FITTED + math.sqrt(2 * len(noise))) / len(noise) * noise.mean()
-        return torch.maximum((relative.square() - noise).mean(), unseen).clamp(min=1e-12)
+        n = len(self.fit)
+        unseen = (_FITTED + math.sqrt(2 * n)) / n * self._noise.mean()
+        return torch.maximum(self._squares.mean(), unseen).clamp(min=1e-12)
 
     def spread_of(self, shares: Tensor) -> Tensor:
         """The same of the rows that count: weighted by ``shares`` ``(n,)``; at least that of all."""
-        relative, noise = self.mean / self.fit - 1, self.variance_of_mean / self.fit.square()
         share = shares / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)
-        return torch.maximum(share @ (relative.square() - noise), self.spread)
+        return torch.maximum(share @ self._squares, self.spread)
 
     @cached_property
     def shrunk(self) -> tuple[Tensor, Tensor]:
         """Values ``(n,)`` and their standard errors: what a row's own probes say, and what the fit says, each by its
         precision."""
-        noise = self.variance_of_mean / self.fit.square()
+        noise = self._noise
         share = self.spread / (self.spread + noise)
         value = self.fit * (1 + share * (self.mean / self.fit - 1))
         of_solve = self.solve_error**2 / self.samples.shape[1]

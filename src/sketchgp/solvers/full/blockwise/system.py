@@ -84,23 +84,27 @@ class BlockSystem:
 
         :param accurate: K in float64.
         """
-        here, local = self.space.held(indices)
-        part = self.accurate_rows(indices, vectors) if accurate else self.rows(indices, vectors)
-        part[here] -= r[local]
-        return self.space.total(part)
+        return self.space.total(self._residual_part(indices, vectors, r, accurate)[0])
 
     def residual_and(self, indices: Tensor, vectors: Tensor, r: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """The same and, in the same message, all rows ``(b, t)`` of what ranks hold the rows ``other`` of, as
         :meth:`~sketchgp.solvers.space.Space.held` has them."""
         if not isinstance(self.space, SharedSpace):
             return self.residual(indices, vectors, r), other
-        here, local = self.space.held(indices)
-        part = self.rows(indices, vectors)
-        part[here] -= r[local]
+        part, here = self._residual_part(indices, vectors, r, False)
         spread = torch.zeros_like(part)
         spread[here] = other
         found, whole = self.space.total(torch.stack([part, spread]))
         return found, whole
+
+    def _residual_part(
+        self, indices: Tensor, vectors: Tensor, r: Tensor, accurate: bool
+    ) -> tuple[Tensor, slice | Tensor]:
+        """What this rank adds to a residual, and which of the rows it holds."""
+        here, local = self.space.held(indices)
+        part = self.accurate_rows(indices, vectors) if accurate else self.rows(indices, vectors)
+        part[here] -= r[local]
+        return part, here
 
     def _of_rows(self, product: RowProduct, indices: Tensor, vectors: Tensor) -> Tensor:
         self.entries += len(indices) * self.n
