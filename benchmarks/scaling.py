@@ -32,7 +32,7 @@ from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
 
-TURNS, COUNTS, FEATURES, COLUMNS, RANK, ITERATIONS, BLOCK = 7, (1, 2), 8, 16, 500, 5, 1024
+TURNS, COUNTS, FEATURES, COLUMNS, RANK, ITERATIONS, BATCH = 7, (1, 2), 8, 16, 500, 5, 1024
 ROWS = {"product": 50_000, "gradient": 20_000, "conjugate gradients": 20_000, "askotch": 50_000,
         "eigenpro 4": 50_000}  # fmt: skip
 QUICK = 2000  # rows of a quick run
@@ -78,7 +78,7 @@ def _streamed(n: int) -> Callable[[], Any]:
     """One epoch of EigenPro 4, with every twentieth row as a point; the inexact projection at the end of a cycle."""
     full = _problem(n)
     problem = sketchgp.InducingPointProblem(full.kernel, full.x, full.y, 0.0, full.x[::20].clone())
-    solver = sketchgp.EigenPro4(epochs=1, block_size=BLOCK, averaging=False, patience=None)
+    solver = sketchgp.EigenPro4(epochs=1, block_size=BATCH, averaging=False, patience=None)
     return lambda: solver.solve(problem, progress=False)
 
 
@@ -89,7 +89,7 @@ WORK = {
         sketchgp.ConjugateGradients(tol=1e-14, max_iterations=ITERATIONS),
         preconditioner=sketchgp.RPCholesky(rank=RANK),
     ),
-    "askotch": _solved(sketchgp.ASkotch(tol=1e-14, max_passes=1, block_size=BLOCK)),
+    "askotch": _solved(sketchgp.ASkotch(tol=1e-14, max_passes=1)),
     "eigenpro 4": _streamed,
 }
 
@@ -192,7 +192,7 @@ def problem(options: Any) -> dict[str, Any]:
         "features": FEATURES,
         "rank": RANK,
         "iterations": ITERATIONS,
-        "block_size": BLOCK,
+        "batch": BATCH,
     }
 
 

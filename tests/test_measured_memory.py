@@ -44,7 +44,8 @@ def _runs_out(kernel: Kernel, product: bool) -> dict[str, Any]:
         return torch.cat([g.flatten() for g in operator._bilinear_derivative(v, w) if g is not None])
 
     wanted = compute()
-    tiles._CPU_WIDTH, tiles._CPU_BYTES = 10_000, 2**31
+    tiles._CPU_WIDTH = 10_000
+    tiles._CPU_BYTES = tiles._CPU_MOST = 2**31
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 40 * 2**20, resource.RLIM_INFINITY))  # a tile takes 44
     found = compute()
