@@ -96,10 +96,14 @@ class Shards:
         """One number for all: that of rank 0, or another function of every rank's, such as ``min``."""
         return of(self.exchange.meet("a decision", float(number)))
 
-    def same(self, tensor: Tensor, owner: int = 0) -> Tensor:
-        """The tensor of one rank; of one shape and dtype on all."""
+    def same(self, tensor: Tensor, owner: int = 0, words: bool = True) -> Tensor:
+        """The tensor of one rank; of one shape and dtype on all.
+
+        :param words: False straight after another message, where no rank raises in between: all come to this one too.
+        """
         found = tensor.contiguous().clone()
-        self._meet("a broadcast", tensor, tensor.shape)
+        if words:
+            self._meet("a broadcast", tensor, tensor.shape)
         if found.numel():
             source = owner if self.group is None else dist.get_global_rank(self.group, owner)
             self._do(lambda: dist.broadcast(found, source, group=self._group_of(found)))

@@ -45,6 +45,8 @@ def tile_shape(
     entries = max((entries >> shrunk) // max(buffers * batch, 1), _LEAST_ENTRIES >> shrunk, 1)
     width = max(min(columns, widest, int(entries**0.5)), 1)
     height = max(min(rows, entries // width), 1)
+    if width < height < rows:
+        height -= height % width  # whole squares along the diagonal
     if height == rows:  # few rows: the tile may be wider
         width = max(min(columns, entries // height, max(widest, _LEAST_ENTRIES // height)), 1)
     return height, width

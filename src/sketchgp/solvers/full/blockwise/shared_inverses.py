@@ -45,7 +45,14 @@ class SharedInverses:
         self.system.entries = entries
 
     def _apply(self, g: Tensor, owner: int) -> Tensor:
+        """Straight after g was added up, and so without words; where the owner of the inverse fails it sends NaN first,
+        and the others hear of it with the next words."""
         if owner != self.shards.rank:
-            return self.shards.same(g, owner)
+            return self.shards.same(g, owner, words=False)
         assert self.own is not None
-        return self.shards.same(self.own.apply(g), owner)
+        try:
+            d = self.own.apply(g)
+        except BaseException:
+            self.shards.same(torch.full_like(g, torch.nan), owner, words=False)
+            raise
+        return self.shards.same(d, owner, words=False)
