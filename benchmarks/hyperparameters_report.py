@@ -9,8 +9,10 @@ import numpy as np
 
 from common import describe, number, table
 
+SAME = "sketchgp start=model"
 METHODS = {
     "sketchgp": "sketchgp, no options",
+    SAME: 'sketchgp, `start="model"`',
     "dense": "dense L-BFGS, float64",
     "GPyTorch": "GPyTorch, defaults",
     "GPyTorch 0.01": "GPyTorch, tolerance 0.01, rank 100",
@@ -28,6 +30,7 @@ LITERATURE = {
     "uci_kin40k": ((0.080, -0.755), (0.079, -1.138)),
 }
 CLOSE = 0.01  # of the least true loss a row
+LONG = 10.0  # deviations of an input; lengthscales beyond it hardly matter
 
 
 def _mean(runs: list[dict[str, Any]], key: str) -> float | None:
@@ -105,6 +108,36 @@ def _of_set(methods: dict[str, list[dict[str, Any]]]) -> str:
     return table(header, rows)
 
 
+def _apart(one: dict[str, Any], other: dict[str, Any], longest: float) -> float:
+    """The largest relative difference of two fits' hyperparameters, but for lengthscales that are longer in both."""
+    pairs = [(one["outputscale"], other["outputscale"]), (one["noise"], other["noise"])]
+    lengths = zip(one["lengthscales"], other["lengthscales"], strict=True)
+    pairs += [pair for pair in lengths if min(pair) <= longest]
+    return max(abs(a / b - 1) for a, b in pairs)
+
+
+def _beside_dense(cells: dict[tuple[str, int], dict[str, list[dict[str, Any]]]]) -> list[str]:
+    """Fits from the same start as the dense ones, that came to an end."""
+    rows = []
+    for (name, n), methods in cells.items():
+        for one, other in zip(methods.get(SAME, []), methods.get("dense", []), strict=False):
+            if not (one.get("complete") and other.get("complete")):
+                continue
+            differences = [f"{100 * _apart(one, other, longest):.2g}%" for longest in (LONG, float("inf"))]
+            rows.append([name, f"{n:,}", f"{one['loss']:.5f}", f"{other['loss']:.5f}", *differences,
+                         f"{one['nll'] - other['nll']:+.4f}", number(one["cpu_seconds"]),
+                         number(other["cpu_seconds"])])  # fmt: skip
+    if not rows:
+        return []
+    head = ["set", "rows", "loss", "dense", f"apart, lengthscales to {LONG:g}", "apart, all", "NLL less the dense one",
+            "CPU s", "dense"]  # fmt: skip
+    text = (
+        "Both begin where GPyTorch does, and ended by themselves. The largest relative difference of lengthscales, "
+        f"output scale and noise; a lengthscale of more than {LONG:g} deviations of its input hardly matters."
+    )
+    return ["## Beside the dense fit, from the same start", "", text, "", table(head, rows), ""]
+
+
 def _ingredients(name: str, runs: dict[str, dict[str, Any]]) -> list[str]:
     done = {label: run for label, run in runs.items() if "final" in run}
     if not done:
@@ -142,6 +175,7 @@ def report(results: dict[str, Any]) -> str:
         limits = sorted({run["limit"] for runs in methods.values() for run in runs})
         head = f"{name}, {n:,} training rows, {inputs} inputs, {' or '.join(f'{limit:g}' for limit in limits)} seconds"
         lines += [f"## {head}", "", _of_set(methods), ""]
+    lines += _beside_dense(cells)
     if results.get("ingredients"):
         lines += [
             "## What each ingredient buys", "",

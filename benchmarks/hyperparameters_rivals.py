@@ -62,12 +62,17 @@ def true_loss(parameters: dict[str, Any], data: Data) -> float:
     return float(total / len(y))
 
 
+def refuse_many(data: Data) -> None:
+    """:raises ValueError: beyond what a dense fit is tried with."""
+    if len(data.x) > DENSE:
+        raise ValueError(f"n > {DENSE:,}")
+
+
 # ------------------------------------------------------------------------------------------ dense L-BFGS
 def dense(data: Data, limit: float, found: dict[str, Any]) -> None:
     """Float64: the loss by a factorization, its gradient by the inverse, SciPy's L-BFGS-B in GPyTorch's raw parameters
     (softplus's arguments)."""
-    if len(data.x) > DENSE:
-        raise ValueError(f"n > {DENSE:,}")
+    refuse_many(data)
     x, y = data.x.double(), data.y.double().unsqueeze(-1)
     n, d = x.shape
     began, wall, evaluations = time.process_time(), time.perf_counter(), 0
