@@ -338,6 +338,18 @@ def _raises() -> Values:
     return {"value": matrix @ normal(N, 1)}
 
 
+def _raises_in_a_step() -> Values:
+    """Where a block's inverse is applied, of which the others hear no word before they wait for what it gives."""
+
+    def raises(*_: Any) -> Tensor:
+        raise ZeroDivisionError("one over nought")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if _rank() == 1:
+            patched.setattr("sketchgp.solvers.full.blockwise.inverse.cholesky_solve", raises)
+        return {"value": ASkotch(block_size=20).solve(FullProblem(_kernel(), points(N), _targets(), 0.05)).value}
+
+
 def _elsewhere() -> Values:
     matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
     return {"value": matrix @ normal(N, 1 if _rank() == 0 else 2)}
@@ -516,6 +528,7 @@ APART: dict[str, Callable[[], Values]] = {
     "sizes": lambda: _of_others(n=N - 1),
     "targets": _other_targets,
     "raises": _raises,
+    "raises in a step": _raises_in_a_step,
     "callbacks": _callbacks,
     "interrupts": _interrupts,
     "between windows": _between_windows,
@@ -600,9 +613,10 @@ def test_ranks_that_differ_are_refused_everywhere(found, case, what, count):
 
 
 @every_count
-def test_a_rank_that_raises_makes_all_raise(found, count):
+@pytest.mark.parametrize("case", ["raises", "raises in a step"])
+def test_a_rank_that_raises_makes_all_raise(found, case, count):
     for rank, cases in enumerate(found[count]):
-        result = cases["raises"]
+        result = cases[case]
         assert result["kind"] == ("ZeroDivisionError" if rank == 1 else "RankError")
         assert "one over nought" in result["error"]
         assert result["seconds"] < 10

@@ -103,6 +103,7 @@ class SharedSpace(Space):
     def __init__(self, n: int, shards: Shards) -> None:
         super().__init__(n)
         self.shards = shards
+        self._asked: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None  # of held: indices, as they were, and what
 
     @property
     def span(self) -> slice:
@@ -112,9 +113,13 @@ class SharedSpace(Space):
     def height(self) -> int:
         return self.span.stop - self.span.start
 
-    def held(self, indices: Tensor) -> tuple[slice | Tensor, Tensor]:
+    def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        if self._asked is not None and self._asked[0] is indices and self._asked[1] == indices._version:
+            return self._asked[2]  # several parts of a step ask it of the same rows; on a device each would wait
         here = ((indices >= self.span.start) & (indices < self.span.stop)).nonzero().squeeze(-1)
-        return here, indices[here] - self.span.start
+        found = here, indices[here] - self.span.start
+        self._asked = None if indices.is_inference() else (indices, indices._version, found)
+        return found
 
     def own(self, whole: Tensor) -> Tensor:
         part = whole[..., self.span, :]
