@@ -108,7 +108,7 @@ def test_a_killed_fit_ends_at_the_same_bits(
     assert seen[0] <= computed - (where - 1) + {"exact": 0, "auto": 4}.get(case, 2)
     assert torch.equal(parameters(model), parameters(whole))
     names = "losses", "gradients", "standard_errors", "residuals", "iterations", "products", "reason", "widths"
-    for name in (*names, "restarts", "notes", "bracket"):
+    for name in (*names, "restarts", "notes", "bracket", "by_other_probes"):
         assert getattr(history, name) == getattr(expected, name), name
     assert history.evaluations == expected.evaluations
     assert history.seconds == sorted(history.seconds)

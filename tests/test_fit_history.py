@@ -24,8 +24,8 @@ def fitted(**options: Any) -> Any:
 def test_steps_know_their_solves() -> None:
     with iterative(tol=1e-3), sketchgp.record_solves() as solves:
         history = fitted()
-    assert history.evaluations == len(solves) - 1
-    solves.pop()  # of the bracket
+    assert history.evaluations == len(solves) - 2
+    del solves[-2:]  # by other probes, and of the bracket
     assert sum(history.iterations) == sum(report.iterations for report in solves)
     assert sum(history.products) == sum(report.work["products"] for report in solves)
     assert max(history.residuals) == max(report.max_residual for report in solves)
@@ -33,8 +33,20 @@ def test_steps_know_their_solves() -> None:
     assert all(0 < error < 0.1 for error in history.standard_errors)
 
 
+def test_other_probes_say_what_the_loss_is() -> None:
+    with iterative(tol=1e-6):
+        least = fitted(objective="exact", iterations=40).best_loss
+        histories = [fitted(num_probes=16, iterations=40, seed=seed) for seed in range(3)]
+    for history in histories:
+        value, error = history.by_other_probes
+        assert abs(value - least) < 5 * error < 0.02
+        assert value != history.best_loss
+        assert f"by other probes {value:.4f} +- {error:.4f}" in str(history)
+
+
 def test_nothing_is_estimated_of_an_exact_loss() -> None:
     history = fitted(objective="exact")
+    assert history.by_other_probes is None
     assert history.objective == "exact"
     assert history.standard_errors == history.residuals == [0.0] * len(history.losses)
     assert history.iterations == [0] * len(history.losses)

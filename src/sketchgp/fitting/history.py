@@ -38,7 +38,10 @@ class FitHistory(Shown):
     which steps the optimiser began anew with another function: new pivots of the bound, probes instead of it, it
     instead of probes, or the exact loss instead of them. By L-BFGS losses never rise between restarts. ``bracket``
     holds two numbers between which the exact loss at the final parameters certainly is, by one more solve, rounding
-    included; with exact losses that number twice, as float64 rounds it; None where nothing is certain. ``evaluations``
+    included; with exact losses that number twice, as float64 rounds it; None where nothing is certain.
+    ``by_other_probes`` is the loss at the final parameters by as many probes that no step has seen, and its standard
+    error: a fit of many parameters follows what its own probes say too much or too little, and ends with a loss that is
+    too low; None where the fit did not end with probes. ``evaluations``
     counts losses with gradient, those of a line search included. ``subset`` is the history of the fit on a random
     subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
     model's parameters. ``notes`` say what was decided on the way.
@@ -64,6 +67,7 @@ class FitHistory(Shown):
     restarts: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bracket: tuple[float, float] | None = None
+    by_other_probes: tuple[float, float] | None = None
     hyperparameters: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
 
     @property
@@ -98,15 +102,22 @@ class FitHistory(Shown):
             text += f", residual {self.residuals[-1]:.1e}, {self.iterations[-1]} iterations"
         return text
 
+    def _worth(self) -> str:
+        """What the last loss is worth, in a few words."""
+        words = ""
+        if self.by_other_probes is not None:
+            words = ", by other probes {:.4f} +- {:.4f}".format(*self.by_other_probes)
+        if self.bracket is not None:
+            words += ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+        return words
+
     def __str__(self) -> str:
         if not self.losses:
             return f"fit: no step, {self.reason}"
         before = ""
         if self.subset is not None and self.subset.losses:
             before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
-        worth = " (but for a constant)" if self.objective == "samples" else ""
-        if self.bracket is not None:
-            worth = ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+        worth = " (but for a constant)" if self.objective == "samples" else self._worth()
         return (
             f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
@@ -118,8 +129,7 @@ class FitHistory(Shown):
         loss = f"{self.losses[0]:.4f} to {self.best_loss:.4f} for each row"
         if self.objective == "samples":
             loss += ", but for a constant"
-        if self.bracket is not None:
-            loss += ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+        loss += self._worth()
         before = None
         if self.subset is not None and self.subset.losses:
             before = f"a fit to {self.subset.rows:,} rows, {several(len(self.subset.losses), 'step')}"

@@ -14,6 +14,7 @@ from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.added_diag import left_to_us
 from ..models.accelerated.bound_density import Bound
 from ..models.accelerated.missing import reducing
+from ..models.accelerated.probed_density import standard_error
 from ..models.accelerated.sampled_density import Samples
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
@@ -36,6 +37,7 @@ _ROOM = 1.5  # the memory budget, a quarter of what is free, is to hold such a p
 # all of it where it was measured; one with probes lost 0.0001 to 0.0007 (benchmarks/bounds.py).
 WIDTH = 0.002
 _TIGHT = 1e-7  # of the rows, that r^T P^-1 r of the last solve is to come to
+_OTHERS = 2**40  # from the seed of a fit to that of probes that it has not seen
 _AT_LAST = "where that ended a bound had become tight: went on with it"
 
 
@@ -201,14 +203,39 @@ def bound_at_last(own: Objective, acceleration: Acceleration | None, history: Fi
     return Objective(own.model, own.mll, bound=new_bound(own, acceleration))
 
 
-def bracket(
-    objective: Objective, own: Objective, acceleration: Acceleration | None, history: FitHistory
-) -> tuple[float, float] | None:
-    """The two ends of the exact loss at the hyperparameters that the model has, as it makes them in its dtype; None
-    where they are not known.
+def judge_end(
+    objective: Objective, own: Objective, acceleration: Acceleration | None, history: FitHistory, seed: int, count: int
+) -> None:
+    """What the loss at the hyperparameters that the model has is worth: ``by_other_probes`` and ``bracket`` of the
+    history.
 
     :param objective: that the fit ended with; :param own: the model's own losses, in training mode.
+    :param seed: of the fit, whose probes are ``count``.
     """
+    history.by_other_probes = _by_other_probes(own, acceleration, history, seed, count)
+    history.bracket = _bracket(objective, own, acceleration, history)
+
+
+def _by_other_probes(
+    own: Objective, acceleration: Acceleration | None, history: FitHistory, seed: int, count: int
+) -> tuple[float, float] | None:
+    """The loss by probes which no step has seen, and its standard error; None where log determinants are not estimated.
+
+    A fit of many parameters is led by what its own probes say too much or too little: its losses are too low.
+    """
+    if acceleration is None or history.objective != "probes":
+        return None
+    if acceleration.cache is not None:
+        acceleration.cache.clear()  # pivots of these parameters, whatever the fit was begun with
+    with acceleration.fixed_probes(seed + _OTHERS, count):
+        found = Objective(own.model, own.mll).evaluate()
+    return (found.value, standard_error(found.probes)) if found.probes and math.isfinite(found.value) else None
+
+
+def _bracket(
+    objective: Objective, own: Objective, acceleration: Acceleration | None, history: FitHistory
+) -> tuple[float, float] | None:
+    """The two ends of the exact loss, as the model makes it in its dtype; None where they are not known."""
     if objective.bound is not None and history.widths[-1] is None:
         history.objective = "given"
         history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")

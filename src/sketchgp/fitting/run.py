@@ -31,7 +31,7 @@ from .lbfgs import improvement as lbfgs_improvement
 from .lbfgs import lbfgs
 from .objective import Objective
 from .record import Record, fit_marks
-from .route import WIDTH, bound_at_last, bracket, dearest, factorized, new_bound, next_objective, route
+from .route import WIDTH, bound_at_last, dearest, factorized, judge_end, new_bound, next_objective, route
 from .scales import Woken, flatness, rescale, spread, wake
 from .start import exact_objective, on_subset
 from .steps import Steps
@@ -199,7 +199,7 @@ class Fit:
                     return inverse
                 if self.flat and history.reason == SETTLED:
                     history.reason = FLAT if flatness(self.model, choices.seed) else SETTLED
-                history.bracket = bracket(self.current, self.own, self.acceleration, history)
+                judge_end(self.current, self.own, self.acceleration, history, choices.seed, choices.num_probes)
                 after = None
                 if self.kind != history.objective:
                     after = bound_at_last(self.own, self.acceleration, history)
