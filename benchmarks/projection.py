@@ -63,7 +63,7 @@ def unit(name: str, n: int, count: int, rank: int, block: int) -> Unit:
     if name == "conjugate gradients":
         sums = 2 * 8 * (rank * t + 3 * t) * share
         return Unit(n**2, 4 * n * rank * t, 12 * n * t * share + sums, 5, 6)
-    return Unit(n * block, block**3 / 3, 8 * block * (4 * share + (count > 1) / count), 2, 2)
+    return Unit(n * block, block**3 / 3, 8 * block * (4 * share + (count > 1) / count), 2, 1)
 
 
 def memory(name: str, n: int, count: int, rank: int, block: int) -> float:
