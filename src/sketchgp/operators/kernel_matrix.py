@@ -217,7 +217,7 @@ class KernelMatrix(LinearOperator):
             return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         if rhs.shape[-2] != self.shape[-1]:
             raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
-        batch = torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
+        batch = self.batch_shape if rhs.dim() == 2 else torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
         if 0 in self.batch_shape:
             return rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
         if self.batch_shape and self._repeats():
@@ -303,6 +303,7 @@ class KernelMatrix(LinearOperator):
         part.memo["part"] = True
         flat = all(i is None or i.dim() == 1 for i in (rows, columns))
         if flat:
+            part.memo["size"] = torch.Size((*self.shape[:-2], x1.shape[-2], x2.shape[-2]))
             pass_on(self, part, rows, columns)
         if self.expression is not None and flat and not sources(self):
             part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
