@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, iterative
+from sketchgp.fitting.objective import Objective
+from sketchgp.fitting.record import Evaluation, flat
 
 pytestmark = TORCH_WARNINGS
 
@@ -67,6 +70,21 @@ def test_an_improvement_below_its_error_is_none() -> None:
     assert ended.reason == "the loss has settled"
     assert len(ended.losses) < len(to_the_end.losses)
     assert ended.best_loss - to_the_end.best_loss < ended.standard_errors[-1]
+
+
+def test_a_search_in_what_solves_leave_of_a_loss_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that are rough below the tolerance: nothing is gained by looking for a lower one between them."""
+    exactly = Objective.evaluate
+
+    def rough(self: Objective, gradient: bool = True) -> Evaluation:
+        found = exactly(self, gradient)
+        place = float(flat(self.parameters).sum())
+        return dataclasses.replace(found, value=found.value + 4e-5 * math.sin(1e7 * place))
+
+    monkeypatch.setattr(Objective, "evaluate", rough)
+    history = fitted(objective="exact", iterations=100, tol=1e-4)
+    assert history.converged
+    assert history.evaluations < len(history.losses) + 15
 
 
 def test_a_picture() -> None:
