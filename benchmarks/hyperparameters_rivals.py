@@ -91,7 +91,9 @@ def dense(data: Data, limit: float, found: dict[str, Any]) -> None:
         lengthscales, outputscale, noise = unpack(raw)
         matrix = matern(x / lengthscales, outputscale)
         with torch.no_grad():
-            root = torch.linalg.cholesky(matrix + noise * torch.eye(n, dtype=torch.float64))
+            root, info = torch.linalg.cholesky_ex(matrix + noise * torch.eye(n, dtype=torch.float64))
+            if info:  # of a step that went too far
+                return best["loss"] + 1e3, np.zeros_like(vector)
             inverse = torch.cholesky_inverse(root)
             weights = inverse @ y
             value = float((y * weights).sum() / 2 + root.diagonal().log().sum() + n / 2 * math.log(2 * math.pi)) / n
