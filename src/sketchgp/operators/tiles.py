@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..memory import available_memory, out_of_memory
 
-# Measured on two machines with 1 and 2 MB of second-level cache for each of two cores: a tile and its scratch that fit
-# it are 4% to 30% faster than larger ones, smaller ones lose that to calls; tiles higher than wide keep a core on its
-# own rows; from 1024 columns on, the matrix product of few features is two to three times slower (MKL on AMD); a width
-# that is a power of two slows the product with the transposed tile.
+# Measured on two cores with 2 MB of second-level cache each: tiles that fit it with their scratch are 4% to 30% faster
+# than larger ones, smaller ones lose that to calls.  On two cores with 1 MB each: tiles higher than wide keep a core on
+# its own rows; from 1024 columns on, the matrix product of few features is two to three times slower (MKL on AMD); a
+# width that is a power of two slows the product with the transposed tile.
 _CPU_WIDTH = 700
 _CPU_BYTES = 10**6  # for each thread
 _CPU_MOST = 3 * _CPU_WIDTH**2 * 4
