@@ -202,8 +202,8 @@ def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, stream: t
     matrix = KernelMatrix.of(kernel, z, engine="tiled").detach().double().to_dense()
     eps = torch.finfo(torch.float64).eps
     root = shifted_cholesky(matrix, eps).mT
-    inner = torch.zeros_like(matrix)
-    for _, tile in tall.own_tiles(max(16, min(n, 2**22 // pilots))):
+    inner, height = torch.zeros_like(matrix), max(16, min(n, 2**22 // pilots))
+    for _, tile in tall.own_tiles(height):
         half = torch.linalg.solve_triangular(root, tile, upper=True, left=False)  # rows of N^1/2
         inner.addmm_(half.mT, half)
     inner = tall.total(inner)
@@ -211,7 +211,7 @@ def leverage_scores(kernel: Any, x: Tensor, noise: float, pilots: int, stream: t
     second = shifted_cholesky(inner, eps).mT
     diagonal = whole.diagonal()
     scores = torch.empty(n, dtype=torch.float64, device=x.device)
-    for span, tile in tall.own_tiles(max(16, min(n, 2**22 // pilots))):
+    for span, tile in tall.own_tiles(height):
         half = torch.linalg.solve_triangular(root, tile, upper=True, left=False)
         within = torch.linalg.solve_triangular(second, half, upper=True, left=False).square().sum(dim=1)
         lacking = (diagonal[span] - half.square().sum(dim=1)).clamp(min=0)

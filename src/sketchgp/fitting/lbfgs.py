@@ -28,7 +28,6 @@ _MEMORY = 20  # pairs of steps and gradients
 _FAILED = 1e3  # a loss that could not be computed is taken to be so much higher than the best one
 _FLAT = 1e-6  # norm of a gradient, per row, below which nothing is left to do
 _SEARCH = 20  # evaluations of a line search
-_TRIALS = 4  # of a line search that came to nothing but losses as good as where it began
 _LONGEST = 1.0  # scale of a variable: flat ones, of inputs that do not matter, would go too far at the second step
 STUCK = "the line search found no lower loss"
 
@@ -82,13 +81,10 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
         return None
     scale = _scale(gradient, inverse_hessian)
     path = [(start, gradient)]
-    trials: list[float] = []  # losses of a line search
 
     def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
         found, gradient, _ = evaluate(start + scale * scaled)
-        trials.append(found.value)
-        losses = steps.history.losses
-        if len(losses) > steps.first + 1 and _vain(trials, losses[-1], steps.tol):
+        if steps.in_vain:
             steps.history.reason = SETTLED
             raise _End
         return found.value, scale * gradient
@@ -97,7 +93,6 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
         vector = start + scale * scaled
         found, gradient, state = evaluate(vector)
         path.append((vector, gradient))
-        trials.clear()
         if steps.note(found, float(np.linalg.norm(gradient)), state):
             raise _End
 
@@ -112,14 +107,6 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     except _End:
         pass
     return _inverse_hessian(path)
-
-
-def _vain(trials: list[float], before: float, tol: float) -> bool:
-    """Whether a line search that began with the loss ``before`` meets nothing but what solves leave of a loss.
-
-    SciPy's goes on for twenty evaluations, and for as many again along the gradient.
-    """
-    return len(trials) >= _TRIALS and all(abs(value - before) < tol for value in trials[-_TRIALS:])
 
 
 def _scale(gradient: np.ndarray, inverse: np.ndarray | None) -> np.ndarray:

@@ -15,6 +15,7 @@ from .record import Evaluation
 
 _WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"
+_TRIALS = 4  # of a line search that came to nothing but losses as good as where it began
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
@@ -53,7 +54,7 @@ class Steps:
         self.first, self.widest, self.dearest = len(history.losses), widest, dearest
         self.best = objective.state() if best is None else best
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
-        self._since: list[Evaluation] = []  # the step before
+        self._since: list[Evaluation] = []  # the step before: those of a line search under way
 
     def count(self, found: Evaluation) -> None:
         """After each evaluation, those of a line search among them."""
@@ -99,6 +100,17 @@ class Steps:
         else:
             return False
         return True
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether a line search meets nothing but what solves leave of a loss.
+
+        SciPy's goes on for twenty evaluations, and for as many again along the gradient.
+        """
+        losses, trials = self.history.losses[self.first :], self._since[-_TRIALS:]
+        if len(losses) < 2 or len(trials) < _TRIALS:
+            return False
+        return all(abs(trial.value - losses[-1]) < self.tol for trial in trials)
 
     def _settled(self) -> bool:
         gain = self.improvement(self.history.losses[self.first :])
