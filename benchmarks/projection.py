@@ -13,7 +13,6 @@ those formulas and by the rates below: seconds on 1, 8 and 64 GPUs.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from common import describe, table
-from rank_processes import Ranks, serve, served
+from rank_processes import Ranks, main, served
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -201,7 +200,4 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2:], counted)
-    else:
-        BENCHMARK.main()
+    main(BENCHMARK, counted)

@@ -1,7 +1,7 @@
 """Processes of one thread that wait for tasks, as ranks of one gloo group: for ``scaling.py``, ``shares.py`` and
 ``projection.py``.
 
-The script that starts them is run by each of them, too: as ``SCRIPT serve COUNT RANK STORE``, by :func:`serve`.
+The script that starts them is run by each of them, too: as ``SCRIPT serve COUNT RANK STORE``, by :func:`main`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner import Group
+from runner import Benchmark, Group
 
+_SERVE = "serve"  # the first argument of a rank
 _MARK = "measured"  # what an answer begins with, among what packages print
 
 
@@ -33,11 +34,21 @@ def one_thread_environment(script: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def serve(arguments: list[str], measure: Callable[[str, int], Mapping[str, Any]]) -> None:
+def main(benchmark: Benchmark, measure: Callable[[str, int], Mapping[str, Any]]) -> None:
+    """What a script does: the benchmark, or the part of a rank, where :class:`Ranks` started it.
+
+    :param measure: of a rank: name of the work and rows -> numbers.
+    """
+    if sys.argv[1:2] == [_SERVE]:
+        _serve(sys.argv[2:], measure)
+    else:
+        benchmark.main()
+
+
+def _serve(arguments: list[str], measure: Callable[[str, int], Mapping[str, Any]]) -> None:
     """Of a rank: a task a line in; what it measured a line out.
 
-    :param arguments: count, rank and store, as :class:`Ranks` gives them.
-    :param measure: name of the work and rows -> numbers.
+    :param arguments: count, rank and store.
     """
     count, rank, store = int(arguments[0]), int(arguments[1]), arguments[2]
     warnings.simplefilter("ignore")
@@ -50,7 +61,7 @@ def serve(arguments: list[str], measure: Callable[[str, int], Mapping[str, Any]]
 
 
 class Ranks:
-    """So many processes, each with :func:`serve`.
+    """So many processes, each a rank of :func:`main`.
 
     :param script: what they run, resolved; :param folder: where they find each other.
     :param errors: where what they complain of goes; None is where this process' own goes.
@@ -61,7 +72,7 @@ class Ranks:
         pipe, environment = subprocess.PIPE, {**one_thread_environment(script), **more}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(script), "serve", str(count), str(rank), f"{folder}/{count}"],
+                [sys.executable, str(script), _SERVE, str(count), str(rank), f"{folder}/{count}"],
                 env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True,
             )
             for rank in range(count)

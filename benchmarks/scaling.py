@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch import Tensor
 
 import sketchgp
 from common import describe, median, table
-from rank_processes import Ranks, serve, served
+from rank_processes import Ranks, main, served
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -209,7 +208,4 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2:], measured)
-    else:
-        BENCHMARK.main()
+    main(BENCHMARK, measured)

@@ -12,7 +12,6 @@ that has most.  Inputs are normal numbers, 4 features, Matern-3/2, float64.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import sketchgp
 from common import describe, table
-from rank_processes import Ranks, serve, served
+from rank_processes import Ranks, main, served
 from runner import Benchmark, Group
 from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
@@ -157,7 +156,4 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2:], measured)
-    else:
-        BENCHMARK.main()
+    main(BENCHMARK, measured)
