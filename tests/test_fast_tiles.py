@@ -920,3 +920,20 @@ class TestRectangularSum(RectangularLinearOperatorTestCase, unittest.TestCase):
 
     def evaluate_linear_op(self, linear_op):
         return evaluate(linear_op)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("features", [1, 2, 4, 70])
+@pytest.mark.parametrize("name", ["rbf", "laplace", "matern12", "matern32", "matern52"])
+def test_far_points_have_normal_numbers(name, features, dtype):
+    """Denormal ones make CPUs take many times as long; products with vectors have some room above them."""
+    kernel = {"rbf": RBFKernel, "laplace": LaplaceKernel}.get(name, lambda: MaternKernel(nu=int(name[6]) / 2))()
+    ladder = torch.linspace(0, 1, 60, dtype=dtype).unsqueeze(-1).expand(-1, features)
+    for lengthscale in (0.5, 1e-2, 1e-3):
+        kernel.lengthscale = lengthscale
+        near, apart = ladder[:30].contiguous(), ladder[30:].contiguous()
+        for x, z in ((ladder.contiguous(), None), (near, apart), (apart, near)):
+            found = KernelMatrix.of(kernel.to(dtype), x, z, engine="tiled").to_dense().detach()
+            assert float(found.min()) > 1e8 * torch.finfo(dtype).tiny
+            expected = reference(kernel, x, x if z is None else z).detach()
+            assert float((found - expected).abs().max()) < 1e-3

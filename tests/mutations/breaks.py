@@ -117,6 +117,20 @@ BREAKS = (
     ),
     Break(
         "operators/fast_tiles.py",
+        "return t if self.least is None else t.clamp_(min=self.least)",
+        "return t",
+        TILES,
+        "tiles of far points have denormal numbers, which take CPUs many times as long",
+    ),
+    Break(
+        "operators/fast_tiles.py",
+        "apart = torch.maximum(b - c, d - a)",
+        "apart = b - c",
+        TILES,
+        "points that lie on the other side are not far",
+    ),
+    Break(
+        "operators/fast_tiles.py",
         "if self._rows is None or self._rows[0] != rows:",
         "if self._rows is None:",
         TILES,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..devices import here, sent
 from .expression import Expression, Features, Prepared
-from .profiles import MATERN, Profile
+from .profiles import GAUSS, LAPLACE, LEAST, MATERN, Profile
 from .tiles import spans
 
 _DIRECT = 2  # features up to which differences are squared one by one
@@ -82,6 +82,8 @@ class _Distances:
 
     :ivar near: the pairs of the last tile for which the first was done, as an index of it; None where it never is.
     :ivar far: which rows and which columns are far, on the CPU; None where there are none.
+    :ivar least: what t is raised to where ``exp2(t)`` might leave the normal numbers: CPUs take four to twenty times as
+        long for tiles with others; None where it cannot.
     """
 
     def __init__(self, profile: Profile, features: Features) -> None:
@@ -113,6 +115,22 @@ class _Distances:
                     of_columns = self._once(features, "limit", lambda: self._limit(self.augmented[..., -1]))
                     self.limits = (self._limit(squares).unsqueeze(-1), of_columns.unsqueeze(-2))
         self._rows: tuple[slice, Tensor] | None = None
+        self.least = LEAST[self.left.dtype] if self._leaves_the_normal(features) else None
+
+    def _leaves_the_normal(self, features: Features) -> bool:
+        """By a bound of all distances: of boxes around both sides, or of balls."""
+        left, right = self.left, self.right
+        if left.device.type != "cpu" or self.profile not in (GAUSS, LAPLACE) or not (left.numel() and right.numel()):
+            return False
+        if self.direct or self.profile.l1:
+            (a, b), (c, d) = (torch.aminmax(side, dim=-2) for side in (left, right))
+            apart = torch.maximum(b - c, d - a)
+            farthest = (apart if self.profile.l1 else apart.square()).sum(dim=-1)
+        else:
+            reach = self._once(features, "reach", lambda: self.augmented[..., -1].amax(dim=-1).sqrt())
+            farthest = (left.square().sum(dim=-1).amax(dim=-1).sqrt() + reach).square()
+        factor = 1.0 if self.direct else abs(self.profile.factor)
+        return bool((farthest * factor > -2 * LEAST[left.dtype]).any())
 
     def _limit(self, squares: Tensor) -> Tensor:
         """The t below which a pair's error of ``2 eps |a|^2`` is seen, for each ``|a|^2``; 0 for rows that are far."""
@@ -139,6 +157,10 @@ class _Distances:
 
     def tile(self, rows: slice, columns: slice, out: Tensor, buffer: Callable[[], Tensor]) -> Tensor:
         """The tile, in ``out``; ``buffer()`` gives one more of the same shape."""
+        t = self._tile(rows, columns, out, buffer)
+        return t if self.least is None else t.clamp_(min=self.least)
+
+    def _tile(self, rows: slice, columns: slice, out: Tensor, buffer: Callable[[], Tensor]) -> Tensor:
         if self.direct:
             sign = -1 if self.profile.factor < 0 else 1
             spare, total = buffer(), out.new_zeros(())

@@ -19,6 +19,9 @@ from torch import Tensor
 LOG2E = math.log2(math.e)
 
 Buffer = Callable[[], Tensor]
+# Exponents of two below which a value counts as much as any: its square, and its products with vectors, are still
+# normal numbers.  What CPUs make of others takes them up to a hundred times as long.
+LEAST = {torch.float32: -60.0, torch.float64: -500.0}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def _tiny(t: Tensor) -> float:
 
 
 def _inverse_root(t: Tensor, spare: Tensor) -> Tensor:
-    return torch.pow(t.clamp_(min=_tiny(t)), -0.5, out=spare)
+    """Of ``t = (s log2 e)^2``, which is kept where neither this nor ``exp(-s)`` leaves the normal numbers."""
+    return torch.pow(t.clamp_(min=_tiny(t), max=LEAST[t.dtype] ** 2), -0.5, out=spare)
 
 
 def _shifted_root(t: Tensor, spare: Tensor) -> Tensor:
