@@ -76,6 +76,7 @@ class Features:
     :ivar whole: of a part of a matrix, the features of all its rows and columns.
     :ivar near: whether no pair of the rows and columns is far from the centre; None while nobody has looked.
     :ivar far: where some are, which rows and which columns, on the CPU.
+    :ivar normal: whether no value of an exponential function of a distance can be a denormal number; None as above.
     :ivar rows: and ``columns``, of a part of a matrix: their indices in the whole; None for all.
     """
 
@@ -87,6 +88,7 @@ class Features:
     whole: Features | None = None
     near: bool | None = None
     far: tuple[Tensor, Tensor] | None = None
+    normal: bool | None = None
     rows: Tensor | None = None
     columns: Tensor | None = None
 
@@ -109,7 +111,7 @@ class Prepared:
             left = f.left.detach()
             right = left if f.right is f.left else f.right.detach()
             weight, alpha = (None if t is None else t.detach() for t in (f.weight, f.alpha))
-            parts.append(Features(left, right, weight, alpha, near=f.near, far=f.far))
+            parts.append(Features(left, right, weight, alpha, near=f.near, far=f.far, normal=f.normal))
         return Prepared(tuple(parts), self.coefficients.detach())
 
     def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:

@@ -115,22 +115,7 @@ class _Distances:
                     of_columns = self._once(features, "limit", lambda: self._limit(self.augmented[..., -1]))
                     self.limits = (self._limit(squares).unsqueeze(-1), of_columns.unsqueeze(-2))
         self._rows: tuple[slice, Tensor] | None = None
-        self.least = LEAST[self.left.dtype] if self._leaves_the_normal(features) else None
-
-    def _leaves_the_normal(self, features: Features) -> bool:
-        """By a bound of all distances: of boxes around both sides, or of balls."""
-        left, right = self.left, self.right
-        if left.device.type != "cpu" or self.profile not in (GAUSS, LAPLACE) or not (left.numel() and right.numel()):
-            return False
-        if self.direct or self.profile.l1:
-            (a, b), (c, d) = (torch.aminmax(side, dim=-2) for side in (left, right))
-            apart = torch.maximum(b - c, d - a)
-            farthest = (apart if self.profile.l1 else apart.square()).sum(dim=-1)
-        else:
-            reach = self._once(features, "reach", lambda: self.augmented[..., -1].amax(dim=-1).sqrt())
-            farthest = (left.square().sum(dim=-1).amax(dim=-1).sqrt() + reach).square()
-        factor = 1.0 if self.direct else abs(self.profile.factor)
-        return bool((farthest * factor > -2 * LEAST[left.dtype]).any())
+        self.least = LEAST[self.left.dtype] if _leaves_the_normal(profile, features) else None
 
     def _limit(self, squares: Tensor) -> Tensor:
         """The t below which a pair's error of ``2 eps |a|^2`` is seen, for each ``|a|^2``; 0 for rows that are far."""
@@ -253,6 +238,31 @@ def _lambert(c: Tensor) -> Tensor:
     for _ in range(4):  # Newton's method, from above
         s = s - (s - c * (-s).exp()) / (1 + s)
     return s
+
+
+def _leaves_the_normal(profile: Profile, features: Features) -> bool:
+    """Whether a value might be no normal number, by a bound of all distances: of boxes around both sides, or of balls.
+
+    It is looked at once for all parts of a matrix.
+    """
+    left, right = features.left, features.right
+    if left.device.type != "cpu" or profile not in (GAUSS, LAPLACE):
+        return False
+    if features.normal is None:
+        if features.whole is not None:
+            features.normal = not _leaves_the_normal(profile, features.whole)
+        elif not (left.numel() and right.numel()):
+            features.normal = True
+        else:
+            if profile.l1 or left.shape[-1] <= _DIRECT:
+                (a, b), (c, d) = (torch.aminmax(side, dim=-2) for side in (left, right))
+                apart = torch.maximum(b - c, d - a)
+                farthest = (apart if profile.l1 else apart.square()).sum(dim=-1)
+            else:
+                a, b = (side.square().sum(dim=-1).amax(dim=-1).sqrt() for side in (left, right))
+                farthest = (a + b).square()
+            features.normal = bool((farthest * abs(profile.factor) <= -2 * LEAST[left.dtype]).all())
+    return not features.normal
 
 
 def _augmented(b: Tensor) -> Tensor:
