@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -476,9 +477,15 @@ def _vectors(solver: Any, **options: Any) -> Values:
     def look(now: sketchgp.Progress) -> None:
         if len(seen) != 1:  # the second time only
             return seen.append(None)
+        sizes = held()
+        for _ in range(5):  # a thread of gloo may not have let go of the last message yet
+            time.sleep(0.01)
+            sizes &= held()
+        seen.append(torch.tensor(sorted(rows for _, rows in sizes)))
+
+    def held() -> set[tuple[int, int]]:
         like = [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (7,) and len(t) >= N // max(COUNTS)]
-        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // (8 * 7) for t in like}
-        seen.append(torch.tensor(sorted(sizes.values())))
+        return {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes() // (8 * 7)) for t in like}
 
     gc.freeze()  # what there is already is not looked through
     problem = FullProblem(_kernel(), points(N), normal(N, 7, seed=4), 0.05)
