@@ -129,7 +129,10 @@ def _of_seeds(cells: Cells) -> list[str]:
     if not rows:
         return []
     head = ["set", "rows", "method", "seeds", "RMSE", "NLL", "95% covers", "CPU s"]
-    text = "Each seed splits the set anew. Means over seeds, the least and the greatest; seconds are means."
+    text = (
+        "Each seed splits the set anew. Means over seeds, the least and the greatest; seconds are means. A fit that "
+        "was stopped counts with what it had."
+    )
     return ["## Other splits", "", text, "", table(head, rows), ""]
 
 
