@@ -62,6 +62,9 @@ SEEDS = (0, 1, 2)
 TIERS = (("sketchgp", "GPyTorch", "SGPR 1024"), ("dense", SAME), ("GPyTorch 50", *SHORT),
          ("GPyTorch 0.01", "SVGP 1024", "SGPR 512", "SVGP 512"))  # fmt: skip
 
+OURS: dict[str, dict[str, Any]] = {
+    "sketchgp": {}, SAME: {"start": "model"}, **{method: {"iterations": steps} for method, steps in SHORT.items()},
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "fit's defaults": {},
     "start=model": {"start": "model"},
@@ -185,13 +188,10 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
             with limited(3 * limit, task["memory"]):
                 if task["options"] is not None:
                     compared(data, task["options"], limit, found)
-                elif task["method"] == "sketchgp":
-                    ours(data, limit, found)
-                elif task["method"] == SAME:
-                    refuse_many(data)
-                    ours(data, limit, found, start="model")
-                elif task["method"] in SHORT:
-                    ours(data, limit, found, iterations=SHORT[task["method"]])
+                elif task["method"] in OURS:
+                    if task["method"] == SAME:
+                        refuse_many(data)
+                    ours(data, limit, found, **OURS[task["method"]])
                 else:
                     RIVALS[task["method"]](data, limit, found)
                     if task["method"].startswith("GPyTorch"):

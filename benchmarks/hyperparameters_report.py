@@ -11,6 +11,8 @@ from common import describe, number, table
 
 SAME = "sketchgp start=model"
 SHORT = {f"sketchgp iterations={steps}": steps for steps in (1, 2, 4, 8)}  # of fit
+Runs = dict[tuple[str, int], dict[str, dict[str, Any]]]  # of one split, by set and training rows, and by method
+Cells = dict[tuple[str, int], dict[str, dict[int, dict[str, Any]]]]  # of all of them: then by seed
 METHODS = {
     "sketchgp": "sketchgp, no options",
     SAME: 'sketchgp, `start="model"`',
@@ -34,9 +36,6 @@ LITERATURE = {
 SEEDED = ("sketchgp", "dense", "GPyTorch", "SGPR 1024")  # shown with all seeds
 CLOSE = 0.01  # of the least true loss a row
 LONG = 10.0  # deviations of an input; lengthscales beyond it hardly matter
-
-
-Cells = dict[tuple[str, int], dict[str, dict[int, dict[str, Any]]]]  # by set and training rows, method, and seed
 
 
 def _fixed(value: float | None, digits: int) -> str:
@@ -73,12 +72,12 @@ def _cells(results: dict[str, Any]) -> Cells:
     return cells
 
 
-def _of_first(cells: Cells) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
-    """The runs with seed 0, by set and training rows, and by method."""
+def _of_first(cells: Cells) -> Runs:
+    """Those with seed 0."""
     return {key: {method: runs[0] for method, runs in methods.items() if 0 in runs} for key, methods in cells.items()}
 
 
-def _summary(cells: dict[tuple[str, int], dict[str, dict[str, Any]]]) -> str:
+def _summary(cells: Runs) -> str:
     shown = [m for m in METHODS if any(m in methods for methods in cells.values())]
     full = {name: max(rows for other, rows in cells if other == name) for name, _ in cells}
     header = ["set", "rows", *(METHODS[m] for m in shown), "*literature: Wang et al.*", "*literature: accurate solves*"]
@@ -173,17 +172,17 @@ def _reached(runs: dict[str, dict[str, Any]], nll: float) -> dict[str, Any] | No
     return min((run for run in found if run["nll"] <= nll), key=lambda run: run["cpu_seconds"], default=None)
 
 
-def _same_density(cells: dict[tuple[str, int], dict[str, dict[str, Any]]]) -> list[str]:
+def _same_density(cells: Runs) -> list[str]:
     """How long fits of few steps take until they predict as GPyTorch's do."""
     rows = []
     for (name, n), methods in cells.items():
         if not any(method in methods for method in SHORT):
             continue
-        for rival in (methods[method] for method in ("GPyTorch", "GPyTorch 50") if "nll" in methods.get(method, {})):
-            whole = [
-                run for run in (rival, rival.get("by_sketchgp")) if run and run.get("scored") in (None, rival["test"])
-            ]
-            best = min(run["nll"] for run in whole)
+        rivals = (methods[method] for method in ("GPyTorch", "GPyTorch 50") if method in methods)
+        for rival in (run for run in rivals if "by_sketchgp" in run):
+            best = rival["by_sketchgp"]["nll"]
+            if rival["scored"] == rival["test"]:
+                best = min(best, rival["nll"])
             near, took = _reached(methods, best), ["-"] * 4
             if near is not None:
                 took = [near["steps"], f"{near['nll']:.3f}", number(near["cpu_seconds"]),

@@ -241,28 +241,31 @@ def _lambert(c: Tensor) -> Tensor:
 
 
 def _leaves_the_normal(profile: Profile, features: Features) -> bool:
-    """Whether a value might be no normal number, by a bound of all distances: of boxes around both sides, or of balls.
+    """Whether a value might be no normal number, by a bound of all distances.
 
     It is looked at once for all parts of a matrix.
     """
-    left, right = features.left, features.right
-    if left.device.type != "cpu" or profile not in (GAUSS, LAPLACE):
+    if features.left.device.type != "cpu" or profile not in (GAUSS, LAPLACE):
         return False
-    if features.normal is None:
-        if features.whole is not None:
-            features.normal = not _leaves_the_normal(profile, features.whole)
-        elif not (left.numel() and right.numel()):
-            features.normal = True
-        else:
-            if profile.l1 or left.shape[-1] <= _DIRECT:
-                (a, b), (c, d) = (torch.aminmax(side, dim=-2) for side in (left, right))
-                apart = torch.maximum(b - c, d - a)
-                farthest = (apart if profile.l1 else apart.square()).sum(dim=-1)
-            else:
-                a, b = (side.square().sum(dim=-1).amax(dim=-1).sqrt() for side in (left, right))
-                farthest = (a + b).square()
-            features.normal = bool((farthest * abs(profile.factor) <= -2 * LEAST[left.dtype]).all())
+    if features.normal is None and features.whole is not None:
+        features.normal = not _leaves_the_normal(profile, features.whole)
+    elif features.normal is None:
+        most = -2 * LEAST[features.left.dtype]
+        features.normal = bool((_farthest(profile, features) * abs(profile.factor) <= most).all())
     return not features.normal
+
+
+def _farthest(profile: Profile, features: Features) -> Tensor:
+    """No q is larger, ``(*b,)``: by boxes around both sides, or by balls."""
+    left, right = features.left, features.right
+    if not (left.numel() and right.numel()):
+        return left.new_zeros(())
+    if profile.l1 or left.shape[-1] <= _DIRECT:
+        (a, b), (c, d) = (torch.aminmax(side, dim=-2) for side in (left, right))
+        apart = torch.maximum(b - c, d - a)
+        return (apart if profile.l1 else apart.square()).sum(dim=-1)
+    a, b = (side.square().sum(dim=-1).amax(dim=-1).sqrt() for side in (left, right))
+    return (a + b).square()
 
 
 def _augmented(b: Tensor) -> Tensor:
