@@ -18,7 +18,7 @@ from sketchgp.operators.tall import TallMatrix
 
 FAR = 1e5
 KERNELS = {
-    "rbf": lambda: ScaleKernel(RBFKernel(ard_num_dims=4)),
+    "rbf": lambda: ScaleKernel(RBFKernel(ard_num_dims=5)),
     "matern12": lambda: ScaleKernel(MaternKernel(nu=0.5)),
     "sum": lambda: ScaleKernel(RQKernel(active_dims=(0, 1, 3)) + MaternKernel(nu=2.5) * RBFKernel()),
 }
@@ -46,11 +46,11 @@ def exactly(name: str, kernel: ScaleKernel, x: Tensor, z: Tensor) -> Tensor:
 
 def sides(where: str) -> tuple[Tensor, Tensor, slice, slice]:
     """Test and training points in float32, and which rows of each are not far."""
-    z, x = points(12, 4, seed=1, dtype=torch.float32), points(300, 4, dtype=torch.float32)
+    z, x = points(12, 5, seed=1, dtype=torch.float32), points(300, 5, dtype=torch.float32)
     if where == "test":
         z[0] = FAR
     elif where == "two of three":
-        z = torch.cat([torch.full((2, 4), FAR), z[:1]])
+        z = torch.cat([torch.full((2, 5), FAR), z[:1]])
     elif where == "test, one feature":
         z[:10, 2] = -FAR
     elif where == "training":
@@ -90,8 +90,8 @@ class Called(Kernel):
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("square", [False, True])
 def test_kernels_that_are_called(batch, square):
-    x = points(300, 4, dtype=torch.float32)
-    z = x.clone() if square else points(12, 4, seed=1, dtype=torch.float32)
+    x = points(300, 5, dtype=torch.float32)
+    z = x.clone() if square else points(12, 5, seed=1, dtype=torch.float32)
     z[3] = FAR
     z = z.expand(*batch, *z.shape)
     x = z if square else x.expand(*batch, *x.shape)
@@ -110,14 +110,18 @@ def test_kernels_that_are_called(batch, square):
 
 
 @pytest.mark.parametrize("inputs", [False, True])
-@pytest.mark.parametrize("far", ["one", "copies", "cluster"])
+@pytest.mark.parametrize("far", ["one", "copies", "cluster", "all"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_square_matrices(name, far, inputs):
-    """Far rows may be copies of one another, or a cluster of their own: k is not 0 among them."""
-    x = points(300, 4, dtype=torch.float32)
-    x[: 1 if far == "one" else 100] = FAR
+    """Far rows may be copies of one another, or a cluster of their own: k is not 0 among them.  Where the lengthscale
+    is a small part of the field, almost all rows are far."""
+    x = points(300, 5, dtype=torch.float32)
+    if far == "all":
+        x = 0.5 * x + 128 * points(30, 5, seed=3, dtype=torch.float32).repeat(10, 1)
+    else:
+        x[: 1 if far == "one" else 100] = FAR
     if far == "cluster":
-        x[:100] += 64 * points(100, 4, seed=3, dtype=torch.float32)
+        x[:100] += 64 * points(100, 5, seed=3, dtype=torch.float32)
     v = normal(300, 1)
     kernel, exact = KERNELS[name](), KERNELS[name]().double()
     z = x.double().requires_grad_(inputs)
@@ -135,10 +139,10 @@ def test_square_matrices(name, far, inputs):
 @pytest.mark.parametrize("own", [False, True])
 def test_tall_matrices_of_other_points(own):
     """A batch of a stream may be far where all inducing points are near; a batch of the points may, where some are."""
-    near, far = (FAR * k + 64 * points(40, 4, seed=k, dtype=torch.float32) for k in (0, 1))
+    near, far = (FAR * k + 64 * points(40, 5, seed=k, dtype=torch.float32) for k in (0, 1))
     both = torch.cat([near, far[:20]])
     kernel = KERNELS["rbf"]().requires_grad_(False)
-    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
+    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])
     tall = TallMatrix(kernel, torch.cat([near, far]) if own else near, near[:5]).at(far, both, own=own)
     v, exact = normal(60, 2), copy.deepcopy(kernel).double()
     assert relative(tall.matmul(v), exactly("rbf", exact, far.double(), both.double()) @ v) < 1e-3
@@ -146,12 +150,12 @@ def test_tall_matrices_of_other_points(own):
 
 def test_parts():
     """Rows and columns of a part are far as they are in the whole, whatever their order."""
-    x = 64 * points(60, 4, dtype=torch.float32)
+    x = 64 * points(60, 5, dtype=torch.float32)
     x[:20] += FAR
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     rows, columns = order[:30], order[30:]
     kernel = KERNELS["rbf"]().requires_grad_(False)
-    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
+    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])
     matrix, whole = KernelMatrix.of(kernel, x, engine="tiled"), x.double()
     exact = exactly("rbf", copy.deepcopy(kernel).double(), whole, whole)
     assert relative(matrix.rows(rows) @ normal(60, 1).float(), exact[rows] @ normal(60, 1)) < 1e-3
@@ -160,11 +164,11 @@ def test_parts():
 
 def test_lengthscales_of_a_far_cluster():
     """Where far rows are a lengthscale or so apart, their pairs make most of its gradient."""
-    x = points(300, 4, dtype=torch.float32)
-    x[:100] = FAR + 64 * points(100, 4, seed=3, dtype=torch.float32)
+    x = points(300, 5, dtype=torch.float32)
+    x[:100] = FAR + 64 * points(100, 5, seed=3, dtype=torch.float32)
     v = normal(300, 1)
     kernel = KERNELS["rbf"]()
-    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0])
+    kernel.base_kernel.lengthscale = torch.tensor([30.0, 40.0, 50.0, 60.0, 70.0])
     exact = copy.deepcopy(kernel).double()
     (v.float().mT @ (KernelMatrix.of(kernel, x, engine="tiled") @ v.float())).sum().backward()
     (v.mT @ exactly("rbf", exact, x.double(), x.double()) @ v).sum().backward()
@@ -175,16 +179,16 @@ def test_lengthscales_of_a_far_cluster():
 @pytest.mark.parametrize("matmul", ["dense", "tiled", "auto"])
 def test_predictions(matmul, rows):
     """Of a test batch with a far row: those of the other rows, mean and covariance, are as without it."""
-    x = points(900, 4)
+    x = points(900, 5)
     y = torch.sin(5 * x.sum(dim=1))
     likelihood = GaussianLikelihood()
     likelihood.noise = 1e-2
     model = Plain(x.float(), y.float(), likelihood, ScaleKernel(RBFKernel()))
     sketchgp.accelerate(model.eval(), matmul=matmul)
-    test = points(rows, 4, seed=4, dtype=torch.float32)
+    test = points(rows, 5, seed=4, dtype=torch.float32)
     with torch.no_grad():
         expected = model(test)
-        found = model(torch.cat([test, torch.full((1, 4), FAR)]))
+        found = model(torch.cat([test, torch.full((1, 5), FAR)]))
         mean, covariance = found.mean[:-1], found.covariance_matrix[:-1, :-1]
         assert float((mean - expected.mean).abs().max()) < 2e-3
         assert float((covariance - expected.covariance_matrix).abs().max()) < 2e-3

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel
-from sketchgp.operators import KernelMatrix, fast_tiles
+from sketchgp.operators import KernelMatrix
+from sketchgp.operators.distances import Distances
 from sketchgp.operators.expression import recognise
 from test_kernel_matrix import check_bilinear_derivative, evaluate, pytestmark, separate  # noqa: F401
 
@@ -367,9 +368,9 @@ def test_near_pairs_are_few_at_short_lengthscales(many_tiles):
     """Pairs whose covariance is nothing need no exact distance; all of them take twenty times as long."""
     kernel = MaternKernel(nu=0.5)
     kernel.lengthscale = 0.03
-    x = points(300, dtype=torch.float32)
+    x = points(300, 5, dtype=torch.float32)
     operator = KernelMatrix.of(kernel, x, engine="tiled").detach()
-    distances = fast_tiles._Distances(operator.expression.atoms[0].profile, operator.prepared().features[0])
+    distances = Distances(operator.expression.atoms[0].profile, operator.prepared().features[0])
     everything = slice(0, 300)
     distances.tile(everything, everything, torch.empty(300, 300), lambda: None)
     assert 300 <= len(distances.near[0]) < 0.05 * 300**2
@@ -603,11 +604,11 @@ def test_gradients_of_near_duplicates_under_the_matern12_kernel(batch, apart, ma
 
 
 def test_near_pairs_in_parts(monkeypatch, many_tiles):
-    monkeypatch.setattr("sketchgp.operators.fast_tiles._PAIRS", 12)
-    x = points(20, 3).repeat(2, 1)
-    check_values(make("matern12-ard"), x, None)
-    check_gradients(make("matern12-ard"), x, None, "product", False)
-    check_gradients(make("matern12-ard"), x, None, "product", True)
+    monkeypatch.setattr("sketchgp.operators.distances._PAIRS", 12)
+    x = points(20, 5).repeat(2, 1)
+    check_values(make("matern12-ard", 5), x, None)
+    check_gradients(make("matern12-ard", 5), x, None, "product", False)
+    check_gradients(make("matern12-ard", 5), x, None, "product", True)
 
 
 def test_only_what_needs_a_gradient_gets_one():

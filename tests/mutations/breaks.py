@@ -88,21 +88,21 @@ INDUCING_MODEL = ("test_inducing_point_gp.py",)
 BREAKS = (
     # Tiles of kernels that are recognised
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "square = a.square().sum(dim=-1, keepdim=True) * self.factor",
         "square = a.square().sum(dim=-1, keepdim=True)",
         TILES,
         "squared norms of rows lack the factor of the profile",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "root = root if profile.l1 else root.sqrt()",
         "root = root.sqrt()",
         (*TILES, "test_laplace_kernel.py"),
         "l1 distances are scaled by a root that is for squares",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "sign = -1 if self.profile.factor < 0 else 1",
         "sign = -1",
         TILES,
@@ -116,21 +116,21 @@ BREAKS = (
         "wrong entries of a tile are put to distance zero",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "return t if self.least is None else t.clamp_(min=self.least)",
         "return t",
         TILES,
         "tiles of far points have denormal numbers, which take CPUs many times as long",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "apart = torch.maximum(b - c, d - a)",
         "apart = b - c",
         TILES,
         "points that lie on the other side are not far",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "if self._rows is None or self._rows[0] != rows:",
         "if self._rows is None:",
         TILES,
@@ -144,21 +144,21 @@ BREAKS = (
         "a product keeps the constant of its last factor only",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "scale = torch.finfo(squares.dtype).eps / _KINK[squares.dtype]",
         "scale = torch.finfo(squares.dtype).eps * _KINK[squares.dtype]",
         TILES,
         "near pairs under a kink are no longer computed anew",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "return (squares > _limit_of(squares.dtype))",
         "return (squares < _limit_of(squares.dtype))",
         (*TILES, "test_far_rows.py"),
         "far rows are taken for near ones",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "out[..., i.unsqueeze(1), j] = distances.square_().mul_(self.factor)",
         "out[..., i.unsqueeze(1), j] = distances.mul_(self.factor)",
         ("test_far_rows.py",),
@@ -657,7 +657,7 @@ BREAKS = (
         "changed parameters are not noticed outside of solves",
     ),
     Break(
-        "operators/fast_tiles.py",
+        "operators/distances.py",
         "mask if i is None else mask[here(i)]",
         "mask if i is None else mask[: len(i)]",
         ("test_waiting.py", "test_far_rows.py"),

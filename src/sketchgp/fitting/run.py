@@ -37,9 +37,9 @@ from .start import exact_objective, on_subset
 from .steps import Steps
 
 _FEW = 1000  # rows of which two fits tell the better one of two starts, for fits to more;
-_SUBSET = 2000  # rows of a subset to start from, fitted exactly;
-_LEVELS = ((8_000, 5_000), (64_000, 16_000), (512_000, 128_000))  # rows from which on larger subsets come between,
-_ROUGH = 10.0  # times the tolerance at which fits to those have settled
+_SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, those that larger ones start from:
+_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))  # (rows, those that come before)
+_ROUGH = 10.0  # times the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
 _SPAN = {"exact": 10, "bound": 10}  # steps of L-BFGS over which a loss is judged, by its kind;

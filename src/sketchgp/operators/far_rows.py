@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..devices import here
 from ..row_sources import RowSource, blocks
+from .distances import far_points
 from .expression import Known
-from .fast_tiles import far_points
 from .generic_tiles import real
 from .streamed_tiles import sources
 from .tiles import spans

@@ -13,9 +13,9 @@ from ..distributed import in_force
 from ..memory import available_memory, out_of_memory
 from ..row_sources import RowSource, blocks
 from .centre import Centre
+from .distances import surely_near
 from .expression import Known
 from .far_rows import far_sides, known_of
-from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
 from .tiles import logger, spans
 
