@@ -10,7 +10,7 @@ from torch import Tensor
 from ..distributed import Factor
 from ..errors import NumericalError
 from ..operators.access import Access
-from ..operators.pivoted_plus_diagonal import columns_over_root
+from ..operators.pivoted_plus_diagonal import factor_of_columns
 
 _BEGIN = 128  # columns that a factor of no certain rank begins with, where memory is taken at once
 
@@ -120,7 +120,7 @@ def pivoted_factor(matrix: Access, pivots: Tensor) -> tuple[Factor, Tensor]:
     """
     with torch.no_grad():
         root = shifted_cholesky(matrix.block(pivots, pivots), matrix.resolution)
-    return columns_over_root(matrix, pivots, root), root
+    return factor_of_columns(matrix, pivots, root), root
 
 
 def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Tensor:

@@ -1,4 +1,4 @@
-"""``P = K(:, S) K(S, S)^-1 K(S, :) + diag(d)``, differentiable in the kernel, with one n x r array in memory.
+"""``P = F F^T + diag(d)`` with F made of columns of K, differentiable in the kernel, with one n x r array in memory.
 
 With the factor F of ``K(:, S) K(S, S)^-1 K(S, :) = F F^T``, differentiating through F by autograd keeps K(:, S), F and
 their gradients: five arrays of n x r.  But the gradient G of every function of P used here is known in closed form,
@@ -8,6 +8,8 @@ so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:
 
 The same holds for any function of F whose gradient is 2 H; where ``F^T H`` is not symmetric, the symmetric matrix with
 its upper triangle takes its place (the derivative of a Cholesky factorization).
+Where ``F = K(:, S) C`` for numbers C that stay as they are (EigenPro's), the gradient of K(:, S) is ``2 H C^T`` and
+there is no other.
 Blocks of rows of the first are handed to the kernel at once.  ``F^T H`` takes no product of n r^2 where it is known:
 it is ``I - C^-1`` for log det P, C the capacitance matrix, and of few columns where H is; ``H L^-1`` is so there, too.
 Where ranks work together, each has its own rows of F and hands over those; the gradients are added up.
@@ -33,31 +35,50 @@ _ENTRIES = 2**22  # of F that are worked on at once
 
 @dataclass
 class PivotedFactor:
-    """``F = K(:, S) L^-T``, without gradients: pivots S ``(r,)``, L = core_root ``(r, r)``, factor F ``(n, r)``.
+    """``F = K(:, S) L^-T`` or ``K(:, S) C``, without gradients: pivots S ``(s,)``, factor F ``(n, r)``.
 
-    L is the lower Cholesky factor of K(S, S), with whatever shift made it exist.  F may be taken away (None) by
-    whoever needs the memory for another; an operator that is used after all then makes it again.
+    L = core_root ``(r, r)`` is the lower Cholesky factor of K(S, S), with whatever shift made it exist; C =
+    coefficients ``(s, r)`` stay as they are while K moves.  One of them is None.
+    F may be taken away (None) by whoever needs the memory for another; an operator that is used after all then makes
+    it again.
     """
 
     pivots: Tensor
-    core_root: Tensor
+    core_root: Tensor | None
     factor: Factor | None
+    coefficients: Tensor | None = None
+
+    def back(self, rows: Tensor) -> Tensor:
+        """``H L^-1`` or ``H C^T`` ``(h, s)`` of rows of H ``(h, r)``: half the gradient of those of K(:, S)."""
+        if self.core_root is None:
+            assert self.coefficients is not None
+            return rows @ self.coefficients.mT
+        return torch.linalg.solve_triangular(self.core_root, rows, upper=False, left=False)
+
+    def made(self, matrix: Any) -> Factor:
+        """F, ``(n, r)``, of a matrix that gives ``matrix.block(rows, columns)``."""
+        return factor_of_columns(matrix, self.pivots, self.core_root, self.coefficients)
 
 
 @torch.no_grad()
-def columns_over_root(matrix: Any, pivots: Tensor, root: Tensor) -> Factor:
-    """``K(:, S) L^-T``, ``(n, r)``, by blocks of rows; K(:, S) is never there as a whole.
+def factor_of_columns(matrix: Any, pivots: Tensor, root: Tensor | None, coefficients: Tensor | None = None) -> Factor:
+    """``K(:, S) L^-T`` or ``K(:, S) C``, ``(n, r)``, by blocks of rows; K(:, S) is never there as a whole.
 
     :param matrix: gives K by ``matrix.block(rows, columns)``.
     """
+    made_of = root if coefficients is None else coefficients
+    assert made_of is not None
     n = matrix.shape[-2] if isinstance(matrix, KernelMatrix) else matrix.n
     shards = in_force()
     held = slice(0, n) if shards is None else shards.span(n)
-    factor = torch.empty(held.stop - held.start, len(pivots), dtype=root.dtype, device=root.device)
+    factor = made_of.new_empty(held.stop - held.start, made_of.shape[-1])
     for rows in spans(held.stop, max(1, _ENTRIES // max(len(pivots), 1)), held.start):
-        part = matrix.block(torch.arange(rows.start, rows.stop, device=root.device), pivots)
-        solved = torch.linalg.solve_triangular(root, part.mT, upper=False).mT
-        factor[rows.start - held.start : rows.stop - held.start] = solved
+        part = matrix.block(torch.arange(rows.start, rows.stop, device=made_of.device), pivots)
+        if coefficients is None:
+            part = torch.linalg.solve_triangular(made_of, part.mT, upper=False).mT
+        else:
+            part = part @ coefficients
+        factor[rows.start - held.start : rows.stop - held.start] = part
     return factor if shards is None else ShardedRows(factor, n, shards)
 
 
@@ -78,7 +99,7 @@ class _Logdet(torch.autograd.Function):
 
         def rows_of(rows: slice) -> Tensor:  # H = P^-1 F = D^-1 F C^-1
             half, of_diagonal[rows] = inverse_rows(operator.rows(rows), diagonal[rows], root)
-            return torch.linalg.solve_triangular(operator.pivoted.core_root, half * grad, upper=False, left=False)
+            return operator.pivoted.back(half * grad)
 
         core = -torch.cholesky_inverse(root)  # F^T H
         core.diagonal().add_(1)
@@ -120,8 +141,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         if factor is None:
             x, *parameters = (t.detach() for t in self._args[:-1])
             matrix = KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine="tiled", same=True)
-            factor = columns_over_root(matrix, self.pivoted.pivots, self.pivoted.core_root)
-            self.pivoted.factor = factor
+            factor = self.pivoted.factor = self.pivoted.made(matrix)
         return factor
 
     def _rebuilt(self, tensors: tuple[Tensor, ...], out_dtype: torch.dtype | None) -> PivotedPlusDiagonal:
@@ -143,9 +163,13 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         x, *parameters = self._args[:-1]
         matrix = KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine="tiled", same=True)
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
-        core = matrix.block(pivots, pivots)
-        live = torch.linalg.cholesky(core + (root @ root.mT - core).detach())
-        factor = torch.linalg.solve_triangular(live, matrix.columns(pivots).mT, upper=False).mT
+        if root is None:
+            assert self.pivoted.coefficients is not None
+            factor = matrix.columns(pivots) @ self.pivoted.coefficients
+        else:
+            core = matrix.block(pivots, pivots)
+            live = torch.linalg.cholesky(core + (root @ root.mT - core).detach())
+            factor = torch.linalg.solve_triangular(live, matrix.columns(pivots).mT, upper=False).mT
         return LowRankPlusDiagonal(factor, self.diagonal_part, out_dtype=self.out_dtype)
 
     def to_dense(self) -> Tensor:
@@ -178,7 +202,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
         """:meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
         a, b = torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
-        over = torch.linalg.solve_triangular(self.pivoted.core_root, b, upper=False, left=False)
+        over = self.pivoted.back(b)
         return self.pulled_back(tensors, lambda rows: a[rows] @ over, (self.factor.mT @ a) @ b)
 
     @torch.no_grad()
@@ -193,7 +217,7 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         def over(rows: slice) -> Tensor:
             h = rows_of(rows)
             core.add_(self.rows(rows).mT @ h)
-            return torch.linalg.solve_triangular(self.pivoted.core_root, h, upper=False, left=False)
+            return self.pivoted.back(h)
 
         return self.pulled_back(tensors, over, core, in_parts=True)
 
@@ -204,13 +228,14 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
         """:meth:`pull_back` from the two matrices that H is wanted for.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
-        :param rows_of: ``slice -> (h, r)`` rows of ``H L^-1``; called once for each block, whatever needs a gradient.
-        :param core: ``F^T H``, ``(r, r)``; read when all rows have been asked for.
+        :param rows_of: ``slice -> (h, s)`` rows of ``H L^-1`` or ``H C^T``; called once for each block, whatever
+            needs a gradient.
+        :param core: ``F^T H``, ``(r, r)``; read, where there is an L, when all rows have been asked for.
         :param in_parts: whether a rank's own rows make a part of it only.
         """
         x, *parameters = tensors[:-1]
         pivots, root = self.pivoted.pivots, self.pivoted.core_root
-        r, held = self.rank, self.held
+        r, held = len(pivots), self.held
         shards = None if isinstance(self.factor, Tensor) else self.factor.shards
         blocks = list(spans(held.stop, max(1, _ENTRIES // max(r, 1)), held.start)) if r else []
         if not r or not any(t.requires_grad for t in (x, *parameters)):
@@ -237,7 +262,9 @@ class PivotedPlusDiagonal(LowRankPlusDiagonal):
             add(torch.arange(rows.start, rows.stop, device=x.device), 2 * rows_of(rows))
         if shards is not None:
             of_x, *totals = summed(shards, (of_x, *totals))
-            core = shards.sum(core) if in_parts else core
+            core = shards.sum(core) if in_parts and root is not None else core
+        if root is None:
+            return (of_x, *totals)
         upper = core.triu()
         core = (upper + upper.mT) - torch.diag(core.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)

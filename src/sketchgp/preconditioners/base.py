@@ -62,6 +62,12 @@ class Preconditioner:
         return False
 
     @property
+    def of_columns(self) -> bool:
+        """Whether F is ``K(:, S)`` for the pivots S times a matrix: that of :attr:`pivoted`, or one that stays as it is
+        while hyperparameters move, the selection's ``coefficients``."""
+        return self.pivoted
+
+    @property
     def below(self) -> bool:
         """Whether ``F F^T <= K``, as it is for every Nystrom approximation: P then lies below ``K + noise``, and bounds
         errors (:attr:`sketchgp.SolveReport.error_bound`).  False unless a method says so."""

@@ -18,7 +18,7 @@ from ..lowrank import pivoted_factor
 from ..operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
 from ..operators.access import Access
 from ..operators.marks import operator_key
-from ..operators.pivoted_plus_diagonal import PivotedFactor
+from ..operators.pivoted_plus_diagonal import PivotedFactor, factor_of_columns
 from .base import Preconditioner, Selection
 
 
@@ -105,7 +105,7 @@ class PreconditionerCache:
 
     def _pivoted(self, access: Access, noise: Tensor) -> bool:
         """Whether the derivative can be taken with one n x r array: one kernel matrix, one noise, F made of columns."""
-        return self.choice.pivoted and access.exact and not access.batch_shape and noise.dim() == 1
+        return self.choice.of_columns and access.exact and not access.batch_shape and noise.dim() == 1
 
     def _live_pivoted(
         self, access: Access, noise: Tensor, matrix_key: Any, noise_key: Any, out_dtype: torch.dtype, start: float
@@ -117,7 +117,7 @@ class PreconditionerCache:
         same = unchanged and noise_key == self._noise_key
         if selection is None or selection.factor.shape[:-1] != (access.n,) or selection.factor.device != access.device:
             selection = None
-        elif not (unchanged and selection.core_root is not None):
+        elif not (unchanged and _is_made(selection)):
             # The old F goes before the new one comes: they are the largest arrays there are.  A loss of the step before
             # may still hold it.
             if not unchanged and self._pivoted_factor is not None:
@@ -125,23 +125,24 @@ class PreconditionerCache:
             nothing = torch.empty(access.n, 0, dtype=selection.factor.dtype, device=access.device)
             selection = dataclasses.replace(selection, factor=nothing)
             self._forget_built()
-            assert selection.pivots is not None
-            selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
+            _make(access, selection)
         if selection is not None and not same and not self._serves(access, selection.factor, noise, selection):
             selection = None
         if selection is None:
             self._forget_built()
             self._select(access, noise)
             selection = self._selection
-            assert selection is not None and selection.pivots is not None
-            if selection.core_root is None:
-                selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
+            assert selection is not None
+            if not _is_made(selection):
+                _make(access, selection)
         self._selection, self._factor = selection, selection.factor
         diagonal = noise.to(torch.float64) + self._shift()
         self._built = LowRankPlusDiagonal(selection.factor, diagonal.detach())
         self._matrix_key, self._noise_key = matrix_key, noise_key
-        assert selection.pivots is not None and selection.core_root is not None
-        self._pivoted_factor = PivotedFactor(selection.pivots, selection.core_root, selection.factor)
+        assert selection.pivots is not None
+        self._pivoted_factor = PivotedFactor(
+            selection.pivots, selection.core_root, selection.factor, selection.coefficients
+        )
         built = PivotedPlusDiagonal(
             matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names,
             pivoted=self._pivoted_factor, out_dtype=out_dtype,
@@ -200,3 +201,17 @@ class PreconditionerCache:
         selection = self._selection if selection is None else selection
         assert selection is not None
         return self._held or self.choice.serves(selection, access, factor, noise)
+
+
+def _is_made(selection: Selection) -> bool:
+    """Whether F is that of the matrix which was selected for, with what its derivative takes."""
+    return selection.core_root is not None or selection.coefficients is not None
+
+
+def _make(access: Access, selection: Selection) -> None:
+    """Give the selection the factor of the present matrix."""
+    assert selection.pivots is not None
+    if selection.coefficients is None:
+        selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
+    else:
+        selection.factor = factor_of_columns(access, selection.pivots, None, selection.coefficients)

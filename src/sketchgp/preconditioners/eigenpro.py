@@ -42,6 +42,13 @@ class NystromEigenPro(Preconditioner):
         settle(self, count, "subsample_size", optional=True)
         settle(self, seed, "seed")
 
+    @property
+    def of_columns(self) -> bool:
+        return True
+
+    def rows_stored(self, n: int) -> int:
+        return self._share(n)
+
     def _reach(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))
 
