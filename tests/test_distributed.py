@@ -54,7 +54,7 @@ from sketchgp.distributed import RankError, ShardedRows, in_force, sharded
 from sketchgp.errors import InputError
 from sketchgp.inducing_points import leverage_scores
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
-from sketchgp.preconditioners import Preconditioner
+from sketchgp.preconditioners import Preconditioner, PreconditionerCache
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers.full.blockwise import InvertedBlocks
 
@@ -297,6 +297,7 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "density": _density,
     "density-sum": lambda: _density(sums=True),
     "density-gaussian": lambda: _density(preconditioner=Nystrom(rank=20)),
+    "density-eigenpro": lambda: _density(preconditioner=NystromEigenPro(rank=20)),
     "density-no preconditioner": lambda: _density(preconditioner=None),
     "exact": lambda: _posterior("exact"),
     "low rank": lambda: _posterior("low_rank"),
@@ -460,12 +461,20 @@ def _factor(choice: Preconditioner) -> LowRankPlusDiagonal:
     return choice.build(matrix, torch.linspace(0.03, 0.05, N, dtype=torch.float64))
 
 
+def _live_factor(choice: Preconditioner) -> LowRankPlusDiagonal:
+    matrix = KernelMatrix.of(_kernel(), points(N), engine="tiled")
+    return PreconditionerCache(choice).get(matrix, torch.full((N,), 0.04, dtype=torch.float64), differentiable=True)
+
+
 def _shares() -> Values:
-    """How many rows of each F a rank holds, and whether F F^T is that of one rank."""
+    """How many rows of each F a rank holds, where it is to be differentiated, too, and whether F F^T is that of one
+    rank."""
     found = {}
     for name, choice in FACTORS.items():
-        built = _factor(choice)
-        assert isinstance(built.factor, ShardedRows)
+        built, live = _factor(choice), _live_factor(choice)
+        for one in (built.factor, live.factor):
+            assert isinstance(one, ShardedRows)
+            assert len(one.own) == one.span.stop - one.span.start
         found |= {f"{name} own": torch.tensor(len(built.factor.own)), name: built.to_dense()}
     return found
 

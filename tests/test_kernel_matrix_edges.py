@@ -10,7 +10,7 @@ from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
 import sketchgp
 from problems import normal, points, relative
 from sketchgp import GreedyCholesky, RPCholesky
-from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
+from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
 from sketchgp.preconditioners import PreconditionerCache
 
 N = 60
@@ -149,7 +149,7 @@ def test_a_batch_of_noises_over_one_matrix():
     kernel, x = _kernel(), points(N)
     noise = torch.stack([torch.full((N,), 0.1), torch.full((N,), 0.4)]).double().requires_grad_(True)
     built = PreconditionerCache(RPCholesky(8)).get(KernelMatrix.of(kernel, x), noise, differentiable=True)
-    assert not isinstance(built, PivotedPlusDiagonal)
+    assert not isinstance(built, MovingPlusDiagonal)
     built.log_determinant().sum().backward()
     expected = torch.linalg.inv(built.to_dense().detach()).diagonal(dim1=-2, dim2=-1)
     assert relative(noise.grad, expected) < 1e-10

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import Factor
+from ..distributed import Factor, ShardedRows
 from ..errors import NumericalError
 from ..operators.access import Access
-from ..operators.pivoted_plus_diagonal import factor_of_columns
+from ..operators.moving_factors import FactorOfColumns, FactorOfSketch, sketched
 
 _BEGIN = 128  # columns that a factor of no certain rank begins with, where memory is taken at once
 
@@ -113,14 +113,28 @@ def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
     return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
 
 
-def pivoted_factor(matrix: Access, pivots: Tensor) -> tuple[Factor, Tensor]:
-    """F ``(n, r)`` and L ``(r, r)`` with ``F = K(:, S) L^-T``, ``L L^T = K(S, S)``, for pivots S; without gradients.
+def pivoted_factor(matrix: Access, pivots: Tensor) -> FactorOfColumns:
+    """``F = K(:, S) L^-T``, ``L L^T = K(S, S)``, for pivots S; without gradients.
 
     The same as :func:`nystrom_factor`, with one n x r array instead of two, shared out where ranks work together.
     """
     with torch.no_grad():
         root = shifted_cholesky(matrix.block(pivots, pivots), matrix.resolution)
-    return factor_of_columns(matrix, pivots, root), root
+    moving = FactorOfColumns(None, root, pivots)
+    moving.factor = moving.made(matrix)
+    return moving
+
+
+def sketched_factor(matrix: Access, test: Factor) -> FactorOfSketch:
+    """``F = K M L^-T``, ``L L^T = M^T K M``, for a dense test matrix M; without gradients, shared out as M is."""
+    with torch.no_grad():
+        sketch = sketched(matrix, test)
+        own = test if isinstance(test, Tensor) else test.own
+        core = own.mT @ sketch
+        root = shifted_cholesky(core if isinstance(test, Tensor) else test.shards.sum(core), matrix.resolution)
+        rows = torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
+    factor = rows if isinstance(test, Tensor) else ShardedRows(rows, matrix.n, test.shards)
+    return FactorOfSketch(factor, root, test)
 
 
 def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Tensor:

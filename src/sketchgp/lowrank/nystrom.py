@@ -13,9 +13,9 @@ from ..devices import queued
 from ..distributed import Factor, ShardedRows, Shards, square_norms
 from ..operators.access import Access
 from ..operators.tiles import spans
-from .factor import LowRank, nystrom_factor
+from .factor import LowRank, nystrom_factor, sketched_factor
 
-_TOGETHER = 256  # columns of a sketch for which ranks hold all rows at once
+_DRAWN = 4096  # rows of a test matrix that are drawn at once
 
 
 @torch.no_grad()
@@ -38,9 +38,40 @@ def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, sh
 
 
 def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64."""
-    gaussian = queued(torch.randn(n, rank, dtype=torch.float64, generator=generator), device)
-    return torch.linalg.qr(gaussian).Q
+    """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64, with a positive diagonal of R."""
+    q, r = torch.linalg.qr(queued(_drawn(n, rank, generator, slice(0, n)), device))
+    return q * torch.where(r.diagonal() < 0, -1, 1)
+
+
+def scaled_test_matrix(
+    n: int,
+    rank: int,
+    generator: torch.Generator,
+    device: torch.device,
+    scales: Tensor | None = None,
+    shards: Shards | None = None,
+) -> Factor:
+    """The same, with rows that are multiplied by ``scales`` ``(n,)``; of ranks that work together, each keeps its own
+    rows, though all are drawn by each of them."""
+    if shards is None:
+        test = gaussian_test_matrix(n, rank, generator, device)
+        return test if scales is None else test * scales.unsqueeze(-1)
+    own = shards.span(n)
+    test = queued(_drawn(n, rank, generator, own), device)
+    root = torch.linalg.cholesky(shards.sum(test.mT @ test))  # R^T
+    test = torch.linalg.solve_triangular(root, test.mT, upper=False).mT
+    return ShardedRows(test if scales is None else test * scales[own].unsqueeze(-1), n, shards)
+
+
+def _drawn(n: int, rank: int, generator: torch.Generator, own: slice) -> Tensor:
+    """Some rows of normal numbers ``(n, rank)``, which are drawn some at a time."""
+    found = torch.empty(own.stop - own.start, rank, dtype=torch.float64)
+    for rows in spans(n, _DRAWN):
+        drawn = torch.randn(rows.stop - rows.start, rank, dtype=torch.float64, generator=generator)
+        first, last = max(rows.start, own.start), min(rows.stop, own.stop)
+        if first < last:
+            found[first - own.start : last - own.start] = drawn[first - rows.start : last - rows.start]
+    return found
 
 
 @torch.no_grad()
@@ -61,30 +92,9 @@ def gaussian_nystrom(
     :param shards: ranks that each keep their own rows of F; all rows of the test matrix are drawn by each of them,
         and products are with 256 of its columns at a time.
     """
-    if shards is not None:
-        return _shared_gaussian(matrix, min(rank, matrix.n), generator, scales, shards)
-    test = gaussian_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device)
-    if scales is not None:
-        test = test * scales.unsqueeze(-1)
-    sketch = matrix.matmul(test)
-    factor = nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)
-    return LowRank(factor, None, _residual(matrix, factor))
-
-
-def _shared_gaussian(
-    matrix: Access, rank: int, generator: torch.Generator, scales: Tensor | None, shards: Shards
-) -> LowRank:
-    n, own = matrix.n, shards.span(matrix.n)
-    test = torch.randn(n, rank, dtype=torch.float64, generator=generator)[own].to(matrix.device, copy=True)
-    root = torch.linalg.cholesky(shards.sum(test.mT @ test))  # the same range, orthonormal, as by Householder's QR
-    test = torch.linalg.solve_triangular(root, test.mT, upper=False).mT
-    if scales is not None:
-        test = test * scales[own].unsqueeze(-1)
-    sketch = torch.empty_like(test)
-    for some in spans(rank, _TOGETHER):
-        sketch[:, some] = matrix.matmul(shards.gather(test[:, some], n))[own]
-    rows = nystrom_factor(sketch, shards.sum(test.mT @ sketch), matrix.resolution)
-    factor = ShardedRows(rows, n, shards)
+    test = scaled_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device, scales, shards)
+    factor = sketched_factor(matrix, test).factor
+    assert factor is not None
     return LowRank(factor, None, _residual(matrix, factor))
 
 

@@ -3,6 +3,6 @@
 from .engines.automatic import EnginePreview, preview_engine
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
-from .pivoted_plus_diagonal import PivotedPlusDiagonal
+from .moving_plus_diagonal import MovingPlusDiagonal
 
-__all__ = ["EnginePreview", "KernelMatrix", "LowRankPlusDiagonal", "PivotedPlusDiagonal", "preview_engine"]
+__all__ = ["EnginePreview", "KernelMatrix", "LowRankPlusDiagonal", "MovingPlusDiagonal", "preview_engine"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from ..checks import count, settle
 from ..distributed import Factor, fetched, in_force, square_norms, whole
-from ..lowrank import LowRank, nystrom_factor
+from ..lowrank import LowRank, nystrom_factor, pivoted_factor
 from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
+from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
 
 DRIFT = 1.25  # pivots are chosen anew when they leave this many times as large a share of the trace as when chosen
@@ -27,7 +29,7 @@ class Selection:
     the pivots with ``F = K(:, S) L^-T``, where it is known; ``shift``, a number or (..., 1), what P has on its diagonal
     beside the noise; ``scales`` (..., n) multiply the rows of a dense test matrix.  ``left`` (...) is the share of the
     trace of ``D^-1 K`` that F left, for the noise D of the decision; ``excess`` (...) its amount,
-    ``sum(residual / noise)``.
+    ``sum(residual / noise)``.  ``test`` (n, r) is the test matrix, where it is kept; ``columns`` is r.
     """
 
     factor: Factor
@@ -38,6 +40,28 @@ class Selection:
     scales: Tensor | None = None
     left: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     excess: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    test: Factor | None = None
+    columns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = self.factor.shape[-1]
+
+    def without_factor(self) -> Selection:
+        """The same, with no columns in ``factor``: K has moved, and the memory is wanted."""
+        found = copy.copy(self)
+        found.factor = torch.empty(self.factor.shape[-2], 0, dtype=self.factor.dtype, device=self.factor.device)
+        found.core_root = None
+        return found
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`Preconditioner.moving` makes no other F in place of this one, for the same K."""
+        return self.core_root is not None or self.coefficients is not None or self.pivots is None
+
+    @property
+    def made(self) -> bool:
+        """Whether ``factor`` has its columns."""
+        return self.factor.shape[-1] == self.columns
 
 
 @dataclass(frozen=True)
@@ -62,9 +86,9 @@ class Preconditioner:
         return False
 
     @property
-    def of_columns(self) -> bool:
-        """Whether F is ``K(:, S)`` for the pivots S times a matrix: that of :attr:`pivoted`, or one that stays as it is
-        while hyperparameters move, the selection's ``coefficients``."""
+    def lean(self) -> bool:
+        """Whether :meth:`moving` takes the place of autograd through :meth:`factor` for one kernel matrix: the same
+        gradients, with a few arrays of n x r less."""
         return self.pivoted
 
     @property
@@ -140,6 +164,16 @@ class Preconditioner:
         assert selection.pivots is not None
         pivots = selection.pivots
         return nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), matrix.resolution)
+
+    def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
+        """F for the present K and the selection made before, without gradients, and the way back from it to K.
+
+        :param selection: its ``factor`` is taken where it is ``made``, which it is not where K has moved.
+        """
+        assert selection.pivots is not None
+        if selection.core_root is None or not selection.made:
+            return pivoted_factor(matrix, selection.pivots)
+        return FactorOfColumns(selection.factor, selection.core_root, selection.pivots)
 
     def build(self, operator: Any, noise: Tensor) -> LowRankPlusDiagonal:
         """The preconditioner of ``operator + diag(noise)``, in float64, without gradients.

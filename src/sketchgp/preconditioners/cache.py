@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from ..distributed import Factor, in_force
 from ..fingerprint import tensor_key
-from ..lowrank import pivoted_factor
-from ..operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal
+from ..operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
 from ..operators.access import Access
 from ..operators.marks import operator_key
-from ..operators.pivoted_plus_diagonal import PivotedFactor, factor_of_columns
+from ..operators.moving_factors import MovingFactor
 from .base import Preconditioner, Selection
 
 
@@ -60,13 +58,13 @@ class PreconditionerCache:
         self._selection: Selection | None = None
         self._factor: Factor | None = None
         self._built: LowRankPlusDiagonal | None = None
-        self._pivoted_factor: PivotedFactor | None = None
+        self._moving: MovingFactor | None = None
 
     def release(self) -> None:
         """Give the memory back: the preconditioner is built anew when it is wanted again."""
         with self._lock:
             self._forget_built()
-            self._pivoted_factor = None
+            self._moving = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"choice": self.choice}
@@ -89,8 +87,8 @@ class PreconditionerCache:
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
                 return self._built.detached(operator.dtype)
             access = Access(operator)
-            if live and self._pivoted(access, noise):
-                return self._live_pivoted(access, noise, matrix_key, noise_key, operator.dtype, start)
+            if live and self._lean(access, noise):
+                return self._live_lean(access, noise, matrix_key, noise_key, operator.dtype, start)
             factor = self._find_factor(access, noise, (matrix_key, noise_key), live)
             diagonal = noise.to(torch.float64) + self._shift()
             self._built = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
@@ -103,54 +101,56 @@ class PreconditionerCache:
             built._root_cache = self._built.capacitance_root()
             return built
 
-    def _pivoted(self, access: Access, noise: Tensor) -> bool:
-        """Whether the derivative can be taken with one n x r array: one kernel matrix, one noise, F made of columns."""
-        return self.choice.of_columns and access.exact and not access.batch_shape and noise.dim() == 1
+    def _lean(self, access: Access, noise: Tensor) -> bool:
+        """Whether the derivative can be taken without autograd through F: one kernel matrix, one noise."""
+        return self.choice.lean and access.exact and not access.batch_shape and noise.dim() == 1
 
-    def _live_pivoted(
+    def _live_lean(
         self, access: Access, noise: Tensor, matrix_key: Any, noise_key: Any, out_dtype: torch.dtype, start: float
     ) -> LowRankPlusDiagonal:
-        """The differentiable preconditioner, where :meth:`_pivoted` holds."""
+        """The differentiable preconditioner, where :meth:`_lean` holds."""
         matrix = access.operator
         assert isinstance(matrix, KernelMatrix)
         selection, unchanged = self._selection, matrix_key == self._matrix_key
         same = unchanged and noise_key == self._noise_key
         if selection is None or selection.factor.shape[:-1] != (access.n,) or selection.factor.device != access.device:
-            selection = None
-        elif not (unchanged and _is_made(selection)):
-            # The old F goes before the new one comes: they are the largest arrays there are.  A loss of the step before
-            # may still hold it.
-            if not unchanged and self._pivoted_factor is not None:
-                self._pivoted_factor.factor = None
-            nothing = torch.empty(access.n, 0, dtype=selection.factor.dtype, device=access.device)
-            selection = dataclasses.replace(selection, factor=nothing)
-            self._forget_built()
-            _make(access, selection)
-        if selection is not None and not same and not self._serves(access, selection.factor, noise, selection):
-            selection = None
-        if selection is None:
+            selection = moving = None
+        else:
+            moving = self._moving if unchanged and self._moving_is_of(selection) else None
+            if moving is None and not (unchanged and selection.ready):
+                # The old F goes before the new one comes: they are the largest arrays there are.  A loss of the step
+                # before may still hold it.
+                if not unchanged and self._moving is not None:
+                    self._moving.factor = None
+                selection = selection.without_factor()
+                self._forget_built()
+            moving = moving or self.choice.moving(access, selection)
+            assert moving.factor is not None
+            if not same and not self._serves(access, moving.factor, noise, selection):
+                selection = moving = None
+        if selection is None or moving is None:
             self._forget_built()
             self._select(access, noise)
             selection = self._selection
             assert selection is not None
-            if not _is_made(selection):
-                _make(access, selection)
-        self._selection, self._factor = selection, selection.factor
+            moving = self.choice.moving(access, selection)
+        assert moving.factor is not None
+        selection.factor, selection.core_root = moving.factor, moving.core_root
+        self._selection, self._factor, self._moving = selection, selection.factor, moving
         diagonal = noise.to(torch.float64) + self._shift()
         self._built = LowRankPlusDiagonal(selection.factor, diagonal.detach())
         self._matrix_key, self._noise_key = matrix_key, noise_key
-        assert selection.pivots is not None
-        self._pivoted_factor = PivotedFactor(
-            selection.pivots, selection.core_root, selection.factor, selection.coefficients
-        )
-        built = PivotedPlusDiagonal(
-            matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names,
-            pivoted=self._pivoted_factor, out_dtype=out_dtype,
+        built = MovingPlusDiagonal(
+            matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names, moving=moving,
+            engine=matrix.engine, out_dtype=out_dtype,
         )  # fmt: skip
         built._root_cache = self._built.capacitance_root()
         self.builds += 1
         self._seconds += time.perf_counter() - start
         return built
+
+    def _moving_is_of(self, selection: Selection) -> bool:
+        return self._moving is not None and self._moving.factor is selection.factor
 
     def _forget_built(self) -> None:
         self._built = self._factor = self._selection = None
@@ -201,17 +201,3 @@ class PreconditionerCache:
         selection = self._selection if selection is None else selection
         assert selection is not None
         return self._held or self.choice.serves(selection, access, factor, noise)
-
-
-def _is_made(selection: Selection) -> bool:
-    """Whether F is that of the matrix which was selected for, with what its derivative takes."""
-    return selection.core_root is not None or selection.coefficients is not None
-
-
-def _make(access: Access, selection: Selection) -> None:
-    """Give the selection the factor of the present matrix."""
-    assert selection.pivots is not None
-    if selection.coefficients is None:
-        selection.factor, selection.core_root = pivoted_factor(access, selection.pivots)
-    else:
-        selection.factor = factor_of_columns(access, selection.pivots, None, selection.coefficients)

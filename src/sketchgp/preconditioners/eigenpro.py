@@ -12,6 +12,7 @@ from ..checks import count, seed, settle
 from ..distributed import Factor, ShardedRows, in_force
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
+from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..random_streams import generator
 from .base import DRIFT, Preconditioner, Selection, noise_of_each, unexplained
 
@@ -43,7 +44,7 @@ class NystromEigenPro(Preconditioner):
         settle(self, seed, "seed")
 
     @property
-    def of_columns(self) -> bool:
+    def lean(self) -> bool:
         return True
 
     def rows_stored(self, n: int) -> int:
@@ -78,6 +79,13 @@ class NystromEigenPro(Preconditioner):
         left, _ = unexplained(matrix, factor, noise_of_each(matrix, noise))
         now, then = 1 - left, 1 - selection.left
         return not bool(((now > DRIFT * then) | (DRIFT * now < then)).any())
+
+    def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
+        assert selection.pivots is not None and selection.coefficients is not None
+        moving = FactorOfColumns(selection.factor, None, selection.pivots, selection.coefficients)
+        if not selection.made:
+            moving.factor = moving.made(matrix)
+        return moving
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         assert selection.pivots is not None

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from ..checks import seed, settle, word
 from ..distributed import in_force
-from ..lowrank import LowRank, gaussian_nystrom, gaussian_test_matrix, nystrom_factor, uniform_nystrom
+from ..lowrank import (
+    LowRank,
+    gaussian_nystrom,
+    gaussian_test_matrix,
+    nystrom_factor,
+    scaled_test_matrix,
+    sketched_factor,
+    uniform_nystrom,
+)
 from ..operators.access import Access
+from ..operators.moving_factors import MovingFactor
 from ..random_streams import generator
 from .base import Preconditioner, Selection, _selection
 
@@ -57,7 +66,11 @@ class Nystrom(Preconditioner):
         return uniform_nystrom(matrix, rank, generator=self._generator(), shards=in_force())
 
     def rows_stored(self, n: int) -> int:
-        return self._share(n) if self.sketch == "uniform" else n
+        return self._share(n)
+
+    @property
+    def lean(self) -> bool:
+        return True
 
     def _reach(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))
@@ -80,12 +93,21 @@ class Nystrom(Preconditioner):
                 return dataclasses.replace(_selection(low_rank), scales=scales)
             rank = min(2 * rank, bound)
 
+    def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
+        if self.sketch == "uniform":
+            return super().moving(matrix, selection)
+        if selection.test is None:
+            stream = self._generator()
+            selection.test = scaled_test_matrix(
+                matrix.n, selection.columns, stream, matrix.device, selection.scales, in_force()
+            )
+        return sketched_factor(matrix, selection.test)
+
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         if self.sketch == "uniform":
             return super().factor(matrix, selection)
-        rank = selection.factor.shape[-1]
-        test = gaussian_test_matrix(matrix.n, rank, self._generator(), matrix.device)
-        if selection.scales is not None:
+        test = gaussian_test_matrix(matrix.n, selection.columns, self._generator(), matrix.device)
+        if selection.scales is not None:  # of each matrix of a batch
             test = test * selection.scales.unsqueeze(-1)
         sketch = matrix.matmul(test)
         return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)

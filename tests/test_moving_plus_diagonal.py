@@ -14,7 +14,13 @@ import sketchgp
 from problems import points, relative
 from sketchgp import GreedyCholesky, LaplaceKernel, Nystrom, NystromEigenPro, RPCholesky
 from sketchgp.lowrank import nystrom_factor
-from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, PivotedPlusDiagonal, pivoted_plus_diagonal
+from sketchgp.operators import (
+    KernelMatrix,
+    LowRankPlusDiagonal,
+    MovingPlusDiagonal,
+    moving_factors,
+    moving_plus_diagonal,
+)
 from sketchgp.operators.access import Access
 from sketchgp.preconditioners import PreconditionerCache
 
@@ -25,6 +31,7 @@ CHOICES = {
     "greedy": GreedyCholesky(RANK),
     "nystrom": Nystrom(RANK, sketch="uniform"),
     "eigenpro": NystromEigenPro(RANK, subsample_size=40),
+    "gaussian": Nystrom(RANK),
 }
 KERNELS = {
     "rbf": lambda: ScaleKernel(RBFKernel(ard_num_dims=3)),
@@ -35,22 +42,27 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pivoted_plus_diagonal, "_ENTRIES", 20 * RANK)
+    monkeypatch.setattr(moving_plus_diagonal, "ENTRIES", 20 * RANK)
+    monkeypatch.setattr(moving_factors, "ENTRIES", 20 * RANK)
 
 
 def _built(choice, kernel, x, noise):
     built = PreconditionerCache(choice).get(KernelMatrix.of(kernel, x, engine="tiled"), noise, differentiable=True)
-    assert isinstance(built, PivotedPlusDiagonal)
+    assert isinstance(built, MovingPlusDiagonal)
     return built
 
 
 def _reference(built, kernel, x, noise):
     """The same matrix, with the factor differentiated by autograd."""
-    access, pivots = Access(KernelMatrix.of(kernel, x, engine="tiled")), built.pivoted.pivots
-    if built.pivoted.coefficients is None:
+    access, moving = Access(KernelMatrix.of(kernel, x, engine="tiled")), built.moving
+    if hasattr(moving, "test"):
+        sketch = access.matmul(moving.test)
+        factor = nystrom_factor(sketch, moving.test.mT @ sketch, access.resolution)
+    elif moving.coefficients is None:
+        pivots = moving.pivots
         factor = nystrom_factor(access.columns(pivots), access.block(pivots, pivots), access.resolution)
     else:
-        factor = access.columns(pivots) @ built.pivoted.coefficients
+        factor = access.columns(moving.pivots) @ moving.coefficients
     return LowRankPlusDiagonal(factor, noise + (built.diagonal_part - noise).detach())
 
 
@@ -92,7 +104,7 @@ def test_a_float32_kernel_has_gradients_in_float32():
     _close([p.grad.double() for p in kernel.parameters()], [p.grad for p in double.parameters()], 1e-5)
 
 
-@pytest.mark.parametrize("choice", ["rpcholesky", "eigenpro"])
+@pytest.mark.parametrize("choice", ["rpcholesky", "eigenpro", "gaussian"])
 def test_a_factor_that_was_taken_away_comes_back(choice):
     """A second step releases the first one's factor; the first loss can still be differentiated."""
     kernel, x, noise = KERNELS["rbf"]().double(), points(N, d=3), torch.full((N,), 0.1, dtype=torch.float64)
@@ -103,7 +115,7 @@ def test_a_factor_that_was_taken_away_comes_back(choice):
     other = KERNELS["rbf"]().double()
     other.outputscale = 0.5
     second = cache.get(KernelMatrix.of(other, x), noise, differentiable=True)
-    assert second.pivoted.factor is not None and first.pivoted.factor is None
+    assert second.moving.factor is not None and first.moving.factor is None
     found = torch.autograd.grad(value, list(kernel.parameters()))
     _close(found, expected, 1e-10)
 
@@ -115,7 +127,7 @@ def test_a_drifted_selection_is_made_anew():
     smooth.base_kernel.lengthscale, rough.base_kernel.lengthscale = 3.0, 0.2
     first = cache.get(KernelMatrix.of(smooth, x), noise, differentiable=True)
     second = cache.get(KernelMatrix.of(rough, x), noise, differentiable=True)
-    assert not torch.equal(first.pivoted.pivots, second.pivoted.pivots)
+    assert not torch.equal(first.moving.pivots, second.moving.pivots)
     reference = _reference(second, rough, x, noise)
     _close([second.to_dense()], [reference.to_dense()], 1e-10)
 
@@ -125,16 +137,15 @@ def test_other_operators_keep_the_plain_preconditioner():
     x = points(N, d=3)
     dense = KernelMatrix.of(kernel, x, engine="tiled") + KernelMatrix.of(kernel, x, engine="tiled")
     for choice, operator in [
-        (Nystrom(RANK), KernelMatrix.of(kernel, x)),
         (CHOICES["rpcholesky"], dense),
         (CHOICES["rpcholesky"], KernelMatrix.of(kernel, x.expand(2, N, 3))),
     ]:
         expanded = noise.expand(*operator.batch_shape, N)
         built = PreconditionerCache(choice).get(operator, expanded, differentiable=True)
-        assert not isinstance(built, PivotedPlusDiagonal) and built.factor.requires_grad
+        assert not isinstance(built, MovingPlusDiagonal) and built.factor.requires_grad
 
 
-class TestPivotedPlusDiagonal(LinearOperatorTestCase, unittest.TestCase):
+class TestMovingPlusDiagonal(LinearOperatorTestCase, unittest.TestCase):
     seed = 0
     should_test_sample = True
     should_call_cg = False  # solves go by the Woodbury identity
@@ -150,7 +161,7 @@ class TestPivotedPlusDiagonal(LinearOperatorTestCase, unittest.TestCase):
     def evaluate_linear_op(self, linear_op):
         x, *parameters = linear_op.representation()[:-1]
         matrix = KernelMatrix(x, x, *parameters, kernel=linear_op.kernel, names=linear_op.names, same=True)
-        pivots = linear_op.pivoted.pivots
+        pivots = linear_op.moving.pivots
         factor = nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), 1e-16)
         return (factor @ factor.mT + torch.diag_embed(linear_op.representation()[-1])).to(linear_op.dtype)
 

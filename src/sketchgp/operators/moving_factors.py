@@ -1,0 +1,225 @@
+"""Low-rank factors F of a kernel matrix that move with it, and the way back from F to K with few n x r arrays.
+
+With the factor F of ``K(:, S) K(S, S)^-1 K(S, :) = F F^T``, differentiating through F by autograd keeps K(:, S), F and
+their gradients: five arrays of n x r.  But the gradient G of every function of P used here is known in closed form,
+so that ``H = G F`` is known row by row, and with ``L L^T = K(S, S)``, ``F = K(:, S) L^-T``
+
+    gradient of K(:, S) = 2 H L^-1,    gradient of K(S, S) = -L^-T (F^T H) L^-1.
+
+The same holds for any function of F whose gradient is 2 H; where ``F^T H`` is not symmetric, the symmetric matrix with
+its upper triangle takes its place (the derivative of a Cholesky factorization).
+Blocks of rows of the first are handed to the kernel at once.
+
+- ``F = K(:, S) C`` for numbers C that stay as they are (EigenPro's): the gradient of K(:, S) is ``2 H C^T``, and there
+  is no other.
+- ``F = K M L^-T``, ``L L^T = M^T K M``, for a dense test matrix M (Gaussian Nystrom): with B the second gradient above,
+  that of K is ``(2 H L^-1 + M B) M^T``, which the derivative of a product of K with M takes.
+
+Where ranks work together, each has its own rows of F, M and H, and hands over those; the gradients are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..distributed import Factor, ShardedRows, in_force
+from .access import Access
+from .engines import TILED
+from .engines.base import Gradients
+from .kernel_matrix import KernelMatrix
+from .low_rank_plus_diagonal import Rows
+from .shared import summed
+from .tiles import spans
+
+ENTRIES = 2**22  # of F that are worked on at once
+_TOGETHER = 256  # columns of a sketch for which ranks hold all rows at once
+
+
+@dataclass
+class MovingFactor:
+    """F ``(n, r)`` without gradients, and what it is made of.
+
+    F may be taken away (None) by whoever needs the memory for another; an operator that is used after all then makes
+    it again.
+
+    :ivar core_root: L ``(r, r)``, lower triangular, with whatever shift made it exist; None where there is none.
+    """
+
+    factor: Factor | None
+    core_root: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """Columns of what :meth:`back` gives."""
+        raise NotImplementedError
+
+    def made(self, matrix: Access) -> Factor:
+        """F of a matrix, with the same L."""
+        raise NotImplementedError
+
+    def live(self, matrix: Access) -> Tensor:
+        """The same by operations that autograd can differentiate, L with it."""
+        raise NotImplementedError
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Of rows of H ``(h, r)`` half the gradient of what F is made of, such as ``H L^-1``; linear in each row."""
+        assert self.core_root is not None
+        return torch.linalg.solve_triangular(self.core_root, rows, upper=False, left=False)
+
+    def gradients(
+        self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
+    ) -> Gradients:
+        """Gradients for x1, x2 and the parameters of the matrix.
+
+        :param matrix: with the flags that say which of its tensors need a gradient.
+        :param blocks: of the rows of F that this rank holds.
+        :param rows_of: ``slice -> (h, s)`` rows of :meth:`back`; called once for each block.
+        :param core: ``F^T H``, ``(r, r)``; read, where there is an L, when all rows have been asked for.
+        :param whole: whether that is of all ranks' rows, not of this one's alone.
+        """
+        raise NotImplementedError
+
+    def _of_core(self, core: Tensor, whole: bool) -> Tensor:
+        """The gradient of ``L L^T``, ``(r, r)``."""
+        root = self.core_root
+        assert root is not None
+        core = core if whole or not isinstance(self.factor, ShardedRows) else self.factor.shards.sum(core)
+        upper = core.triu()
+        core = (upper + upper.mT) - torch.diag(core.diagonal())
+        inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
+        return -torch.linalg.solve_triangular(root.mT, inner, upper=True)
+
+
+@dataclass
+class FactorOfColumns(MovingFactor):
+    """``F = K(:, S) L^-T`` with ``L L^T = K(S, S)``, or ``F = K(:, S) C``.
+
+    :ivar pivots: S ``(s,)``; :ivar coefficients: C ``(s, r)``, fixed while K moves; None for the first.
+    """
+
+    pivots: Tensor
+    coefficients: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.pivots)
+
+    @torch.no_grad()
+    def made(self, matrix: Access) -> Factor:
+        """By blocks of rows; K(:, S) is never there as a whole."""
+        over = self.core_root if self.coefficients is None else self.coefficients
+        assert over is not None
+        n, shards = matrix.n, in_force()
+        held = slice(0, n) if shards is None else shards.span(n)
+        factor = over.new_empty(held.stop - held.start, over.shape[-1])
+        for rows in spans(held.stop, max(1, ENTRIES // max(self.width, 1)), held.start):
+            part = matrix.block(torch.arange(rows.start, rows.stop, device=over.device), self.pivots)
+            part = self._combined(part, over)
+            factor[rows.start - held.start : rows.stop - held.start] = part
+        return factor if shards is None else ShardedRows(factor, n, shards)
+
+    def _combined(self, columns: Tensor, over: Tensor) -> Tensor:
+        if self.coefficients is None:
+            return torch.linalg.solve_triangular(over, columns.mT, upper=False).mT
+        return columns @ over
+
+    def live(self, matrix: Access) -> Tensor:
+        over = self.coefficients
+        if over is None:
+            over = _moved(self.core_root, matrix.block(self.pivots, self.pivots))
+        return self._combined(matrix.columns(self.pivots), over)
+
+    def back(self, rows: Tensor) -> Tensor:
+        return super().back(rows) if self.coefficients is None else rows @ self.coefficients.mT
+
+    def gradients(
+        self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
+    ) -> Gradients:
+        x, parameters, pivots = matrix.x1, matrix.parameters, self.pivots
+        of_x = torch.zeros_like(x) if x.requires_grad else None
+        totals = [torch.zeros_like(p) if p.requires_grad else None for p in parameters]
+        chosen = x.detach()[pivots].requires_grad_(x.requires_grad)
+
+        def add(rows: Tensor, gradient: Tensor) -> None:
+            part = x.detach()[rows].requires_grad_(x.requires_grad)
+            block = KernelMatrix(part, chosen, *parameters, kernel=matrix.kernel, names=matrix.names, engine="tiled")
+            block.coincident = (rows.unsqueeze(1) == pivots).nonzero().mT
+            of_rows, of_chosen, *found = TILED.dense_derivative(block, gradient)
+            for total, value in zip(totals, found, strict=True):
+                if total is not None and value is not None:
+                    total += value
+            if of_x is not None and of_rows is not None and of_chosen is not None:
+                of_x.index_add_(0, rows, of_rows)
+                of_x.index_add_(0, pivots, of_chosen)
+
+        for rows in blocks:
+            add(torch.arange(rows.start, rows.stop, device=x.device), 2 * rows_of(rows))
+        if isinstance(self.factor, ShardedRows):
+            of_x, *totals = summed(self.factor.shards, (of_x, *totals))
+        if self.coefficients is None:
+            add(pivots, self._of_core(core, whole))
+        return (of_x, None, *totals)
+
+
+@dataclass
+class FactorOfSketch(MovingFactor):
+    """``F = K M L^-T`` with ``L L^T = M^T K M``.
+
+    :ivar test: M ``(n, r)``, which stays as it is while K moves.
+    """
+
+    test: Factor
+
+    @property
+    def width(self) -> int:
+        return self.test.shape[-1]
+
+    def made(self, matrix: Access) -> Factor:
+        sketch = sketched(matrix, self.test)
+        assert self.core_root is not None
+        rows = torch.linalg.solve_triangular(self.core_root, sketch.mT, upper=False).mT
+        return rows if isinstance(self.test, Tensor) else ShardedRows(rows, matrix.n, self.test.shards)
+
+    def live(self, matrix: Access) -> Tensor:
+        assert isinstance(self.test, Tensor)
+        sketch = matrix.matmul(self.test)
+        root = _moved(self.core_root, self.test.mT @ sketch)
+        return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
+
+    def gradients(
+        self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
+    ) -> Gradients:
+        test = self.test if isinstance(self.test, Tensor) else self.test.own
+        of_sketch = torch.empty_like(test)
+        for rows in blocks:
+            of_sketch[rows.start - blocks[0].start : rows.stop - blocks[0].start] = 2 * rows_of(rows)
+        of_sketch += test @ self._of_core(core, whole)
+        if isinstance(self.test, Tensor):
+            return matrix._derivative(of_sketch, test)
+        n, shards = matrix.shape[-1], self.test.shards
+        totals: Gradients = (None,) * len(matrix._args)
+        for some in spans(test.shape[-1], _TOGETHER):
+            sides = (shards.gather(side[:, some], n) for side in (of_sketch, test))
+            found = matrix._derivative(*sides)
+            totals = tuple(b if a is None or b is None else a + b for a, b in zip(totals, found, strict=True))
+        return totals
+
+
+def _moved(root: Tensor | None, core: Tensor) -> Tensor:
+    """L, differentiable in what it is the Cholesky factor of but for a shift."""
+    assert root is not None
+    return torch.linalg.cholesky(core + (root @ root.mT - core).detach())
+
+
+@torch.no_grad()
+def sketched(matrix: Access, test: Factor) -> Tensor:
+    """``K M``; where ranks work together, its rows of this one, by products with 256 columns at a time."""
+    if isinstance(test, Tensor):
+        return matrix.matmul(test)
+    found = torch.empty_like(test.own)
+    for some in spans(test.shape[-1], _TOGETHER):
+        found[:, some] = matrix.matmul(test.shards.gather(test.own[:, some], test.n))[test.span]
+    return found
