@@ -1,8 +1,9 @@
 """L-BFGS with bounds and a line search: Byrd, Lu, Nocedal and Zhu (SIAM J. Sci. Comput. 16, 1995), by SciPy.
 
-SciPy's first step has length 1, however small the gradient is.  Near a minimum, from where a fit that was begun on a
-subset of the rows goes on, that is far too long.  So the variables are scaled by the inverse Hessian of the fit before,
-and then so that the step of length 1 is Newton's.
+Where a fit to a subset of the rows was before, its inverse Hessian is about that of all rows.  Steps are then Newton's
+with that matrix, which learns from each of them, as long as they take the loss about as low as it goes on their way.
+Else SciPy goes on, which begins with no more than the diagonal: its first step is as long as the gradient in variables
+that are scaled by it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import LbfgsInvHessProduct, minimize
+from scipy.optimize import minimize
 from torch import Tensor
 
 from ..errors import NumericalError
@@ -28,7 +29,12 @@ _MEMORY = 20  # pairs of steps and gradients
 _FAILED = 1e3  # a loss that could not be computed is taken to be so much higher than the best one
 _FLAT = 1e-6  # norm of a gradient, per row, below which nothing is left to do
 _SEARCH = 20  # evaluations of a line search
-_LONGEST = 1.0  # scale of a variable: flat ones, of inputs that do not matter, would go too far at the second step
+_SCALES = (0.03, 1.0)  # of variables: flat ones, of inputs that do not matter, would go too far at the second step
+_NEWTON = 1.0  # length of a step of Newton's, at the most,
+_ENOUGH = 1e-4  # how much of what the gradient promises the loss has to fall by,
+_FLATTER = 0.5  # and how much of its slope along the step may be left
+_CURVED = 1e-10  # cosine of the angle between a step and the difference of gradients, at the least;
+_STEP = 1e-6  # and length of such a step, so that the difference is more than what solves leave of a gradient
 STUCK = "the line search found no lower loss"
 
 
@@ -79,8 +85,20 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
     found, gradient, state = evaluate(start)
     if steps.note(found, float(np.linalg.norm(gradient)), state):
         return None
-    scale = _scale(gradient, inverse_hessian)
-    path = [(start, gradient)]
+    fits = inverse_hessian is not None
+    while fits:
+        assert inverse_hessian is not None
+        ahead = _newton(variables, start, gradient, inverse_hessian)
+        trial, slope, state = evaluate(ahead)
+        before, after = (float(one @ (ahead - start)) for one in (gradient, slope))
+        if not trial.value <= found.value + _ENOUGH * before:
+            break
+        fits = abs(after) <= _FLATTER * abs(before)  # Wolfe's conditions; else a search would go on along the step
+        inverse_hessian = _inverse_hessian([(start, gradient), (ahead, slope)], inverse_hessian)
+        start, found, gradient = ahead, trial, slope
+        if steps.note(found, float(np.linalg.norm(gradient)), state):
+            return inverse_hessian
+    path, scale = [(start, gradient)], _scale(start, inverse_hessian)
 
     def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
         found, gradient, _ = evaluate(start + scale * scaled)
@@ -106,31 +124,40 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
         steps.history.reason = SETTLED if flat else STUCK
     except _End:
         pass
-    return _inverse_hessian(path)
+    return _inverse_hessian(path, inverse_hessian)
 
 
-def _scale(gradient: np.ndarray, inverse: np.ndarray | None) -> np.ndarray:
-    """``(p,)``: variables over it have a Hessian near a multiple of 1, and the first step, of length 1, is Newton's."""
-    if inverse is None:
-        return np.ones_like(gradient)
-    scale = np.sqrt(np.diag(inverse)).clip(max=_LONGEST)
-    return scale * min(1.0, max(float(np.linalg.norm(scale * gradient)), _FLAT))
+def _newton(variables: Variables, start: np.ndarray, gradient: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+    """Where Newton's step leads to, or one of that direction that is no longer than is safe."""
+    step = -inverse @ gradient
+    return np.clip(start + step * min(1.0, _NEWTON / np.linalg.norm(step)), variables.lower, variables.upper)
 
 
-def _inverse_hessian(path: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray | None:
-    """``(p, p)``, positive definite, from the parameters and gradients of the latest steps."""
+def _scale(start: np.ndarray, inverse: np.ndarray | None) -> np.ndarray:
+    """``(p,)``: variables over it have a Hessian of about 1 on its diagonal, or less."""
+    return np.ones_like(start) if inverse is None else np.sqrt(np.diag(inverse)).clip(*_SCALES)
+
+
+def _inverse_hessian(path: list[tuple[np.ndarray, np.ndarray]], before: np.ndarray | None) -> np.ndarray | None:
+    """``(p, p)``, positive definite, from parameters and gradients of the latest steps; None where they say nothing.
+
+    The formula of Broyden, Fletcher, Goldfarb and Shanno: Nocedal and Wright, Numerical Optimization (2006), (6.17).
+
+    :param before: what it was, if it is known.
+    """
     differences = ((b[0] - a[0], b[1] - a[1]) for a, b in zip(path, path[1:], strict=False))
-    pairs = [(s, y) for s, y in differences if s @ y > 1e-10 * np.linalg.norm(s) * np.linalg.norm(y)][-_MEMORY:]
+    long = ((s, y) for s, y in differences if np.linalg.norm(s) > _STEP)
+    pairs = [(s, y) for s, y in long if s @ y > _CURVED * np.linalg.norm(s) * np.linalg.norm(y)][-_MEMORY:]
     if not pairs:
-        return None
+        return before
+    identity = np.eye(len(path[0][0]))
     s, y = pairs[-1]
-    size = (s @ y) / (y @ y)  # SciPy's product begins with a matrix of size 1
-    found = LbfgsInvHessProduct(
-        np.stack([s for s, _ in pairs]) / size**0.5, np.stack([y for _, y in pairs]) * size**0.5
-    )
-    inverse = size * found.todense()
+    inverse = (s @ y) / (y @ y) * identity if before is None else before
+    for s, y in pairs:
+        left = identity - np.outer(s, y) / (s @ y)
+        inverse = left @ inverse @ left.T + np.outer(s, s) / (s @ y)
     inverse = (inverse + inverse.T) / 2
-    return inverse + 1e-8 * np.trace(inverse) / len(inverse) * np.eye(len(inverse))
+    return inverse + 1e-8 * np.trace(inverse) / len(inverse) * identity
 
 
 def improvement(losses: Sequence[Any], span: int) -> Any:
