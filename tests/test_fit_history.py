@@ -87,6 +87,24 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(monkeypatch: pytest.Monkey
     assert history.evaluations < len(history.losses) + 15
 
 
+@pytest.mark.parametrize("phase", range(4))
+def test_rough_losses_do_not_end_a_fit_where_a_subset_left_it(phase: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves leave more of a loss than a step that is far too short would change it by."""
+    monkeypatch.setattr("sketchgp.fitting.run._SUBSET", 160)
+    expected = fitted(objective="exact", start="subset", iterations=100, tol=1e-5).best_loss
+    exactly = Objective.evaluate
+
+    def rough(self: Objective, gradient: bool = True) -> Evaluation:
+        found = exactly(self, gradient)
+        place = float(flat(self.parameters).sum())
+        return dataclasses.replace(found, value=found.value + 1e-5 * math.sin(1e7 * place + phase))
+
+    monkeypatch.setattr(Objective, "evaluate", rough)
+    history = fitted(objective="exact", start="subset", iterations=100, tol=1e-5)
+    assert history.subset is not None
+    assert history.best_loss < expected + 4e-4 < history.losses[0]
+
+
 def test_a_picture() -> None:
     matplotlib = pytest.importorskip("matplotlib.figure")
     with iterative(tol=1e-3):
