@@ -190,7 +190,8 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
         found = fitted(places, KERNELS[task["kernel"]], sizes, task["everything"], task["minutes"])
     said = sorted({str(w.message).split("\n")[0][:300] for w in caught})
     return {"set": task["set"], "kernel": task["kernel"], **found, "warnings": said, "peak_memory_mb": high_water_mb(),
-            "threads": torch.get_num_threads(), "minutes": task["minutes"], "budget": sizes["budget"]}  # fmt: skip
+            "threads": torch.get_num_threads(), "minutes": task["minutes"], "budget": sizes["budget"],
+            "version": sketchgp.__version__}  # fmt: skip
 
 
 def problem(options: argparse.Namespace) -> dict[str, Any]:
@@ -220,12 +221,13 @@ def _details(run: dict[str, Any]) -> str:
     losses = ", ".join(f"{loss:.4f}" for loss in run["losses"])
     counts = ", ".join(f"{solve['iterations']:.0f}" for solve in run["fit_solves"] if solve["iterations"])
     check = run["variance_check"]
+    made = f" By sketchgp {run['version']}." if "version" in run else ""
     compared = f", median ratio to exact ones {check['median_ratio']:.3f}" if check else ""
     return (
         f"- {run['kernel']}, {run['rows']:,} rows: {run['history']}. Losses: {losses}. Lengthscales "
         f"{', '.join(map(number, run['lengthscales']))}, output scale {number(run['outputscale'])}, noise "
         f"{number(run['noise'])}. Iterations of the solves: {counts or 'none, factorized'}. Variances: "
-        f"{run['variance']}{compared}, relative standard error {number(run['variance_standard_error'])}."
+        f"{run['variance']}{compared}, relative standard error {number(run['variance_standard_error'])}.{made}"
     )
 
 

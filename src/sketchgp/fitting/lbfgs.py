@@ -130,7 +130,7 @@ def lbfgs(objective: Objective, steps: Steps, inverse_hessian: np.ndarray | None
 def _newton(variables: Variables, start: np.ndarray, gradient: np.ndarray, inverse: np.ndarray) -> np.ndarray:
     """Where Newton's step leads to, or one of that direction that is no longer than is safe."""
     step = -inverse @ gradient
-    return np.clip(start + step * min(1.0, _NEWTON / np.linalg.norm(step)), variables.lower, variables.upper)
+    return np.clip(start + step / max(1.0, np.linalg.norm(step) / _NEWTON), variables.lower, variables.upper)
 
 
 def _scale(start: np.ndarray, inverse: np.ndarray | None) -> np.ndarray:
