@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import Factor, ShardedRows
+from ..distributed import Factor
 from ..errors import NumericalError
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, FactorOfSketch, sketched
@@ -132,9 +132,9 @@ def sketched_factor(matrix: Access, test: Factor) -> FactorOfSketch:
         own = test if isinstance(test, Tensor) else test.own
         core = own.mT @ sketch
         root = shifted_cholesky(core if isinstance(test, Tensor) else test.shards.sum(core), matrix.resolution)
-        rows = torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
-    factor = rows if isinstance(test, Tensor) else ShardedRows(rows, matrix.n, test.shards)
-    return FactorOfSketch(factor, root, test)
+    moving = FactorOfSketch(None, root, test)
+    moving.factor = moving.made_of(sketch)
+    return moving
 
 
 def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Tensor:

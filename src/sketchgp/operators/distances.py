@@ -222,7 +222,8 @@ def _mostly_far(features: Features) -> bool:
     """Whether half of all pairs are of two far points; the same for all parts of a matrix."""
     if features.whole is not None:
         return _mostly_far(features.whole)
-    rows, columns = features.far or (torch.zeros(1), torch.zeros(1))
+    assert features.far is not None
+    rows, columns = features.far
     return float(rows.double().mean() * columns.double().mean()) >= 0.5
 
 

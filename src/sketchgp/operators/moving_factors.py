@@ -178,10 +178,14 @@ class FactorOfSketch(MovingFactor):
         return self.test.shape[-1]
 
     def made(self, matrix: Access) -> Factor:
-        sketch = sketched(matrix, self.test)
+        return self.made_of(sketched(matrix, self.test))
+
+    @torch.no_grad()
+    def made_of(self, sketch: Tensor) -> Factor:
+        """F from K M, of which a rank has its own rows."""
         assert self.core_root is not None
         rows = torch.linalg.solve_triangular(self.core_root, sketch.mT, upper=False).mT
-        return rows if isinstance(self.test, Tensor) else ShardedRows(rows, matrix.n, self.test.shards)
+        return rows if isinstance(self.test, Tensor) else ShardedRows(rows, self.test.n, self.test.shards)
 
     def live(self, matrix: Access) -> Tensor:
         assert isinstance(self.test, Tensor)

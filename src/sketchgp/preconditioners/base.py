@@ -168,10 +168,10 @@ class Preconditioner:
     def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
         """F for the present K and the selection made before, without gradients, and the way back from it to K.
 
-        :param selection: its ``factor`` is taken where it is ``made``, which it is not where K has moved.
+        :param selection: its ``factor`` is taken where it is that of this K.
         """
         assert selection.pivots is not None
-        if selection.core_root is None or not selection.made:
+        if selection.core_root is None:  # as it is where K has moved, too
             return pivoted_factor(matrix, selection.pivots)
         return FactorOfColumns(selection.factor, selection.core_root, selection.pivots)
 
