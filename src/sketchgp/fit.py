@@ -64,7 +64,8 @@ def fit(
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
         where a ``learning_rate`` is given, or for losses by samples.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
-        exactly, from 8,000 rows on then to 5,000, from 64,000 on to 16,000 and from 512,000 on to 128,000 of them;
+        exactly, then, where there are more than 8,000, 40,000, 96,000 or 320,000 rows, to 5,000, 16,000, 40,000 and
+        128,000 of them;
         ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
         likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses of more than 1,000 rows, begin with
         fits to 1,000 rows from two starts, the model's parameters and lengthscales of the size of the inputs, and go on
