@@ -470,6 +470,28 @@ def test_one_likelihood_in_two_models() -> None:
     assert type(one.likelihood) is gpytorch.likelihoods.GaussianLikelihood
 
 
+def test_a_new_likelihood_is_solved_for_by_the_choices_of_the_model() -> None:
+    model, test = accelerated(preconditioner=sketchgp.RPCholesky(rank=33))
+    old, new = model.likelihood, gpytorch.likelihoods.GaussianLikelihood().double()
+    new.noise = 0.3
+    with iterative():
+        before = posterior(model, test)[0]  # what is cached is of the old noise
+        with pytest.raises(sketchgp.InputError, match="Gaussian"):
+            model.likelihood = gpytorch.likelihoods.StudentTLikelihood()
+        assert torch.equal(posterior(model, test)[0], before)
+        model.likelihood = new
+        with sketchgp.record_solves() as solves:
+            found = posterior(model, test)[0]
+    assert {report.rank for report in solves} == {33}
+    plain, _ = RBF.build()
+    plain.likelihood.noise = 0.3
+    with dense():
+        assert relative(found, posterior(plain, test)[0]) < 1e-6
+    assert type(old) is gpytorch.likelihoods.GaussianLikelihood
+    sketchgp.restore(model)
+    assert type(new) is gpytorch.likelihoods.GaussianLikelihood
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 import torch
-from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
 from .checks import count, found, seed, word
@@ -13,10 +12,12 @@ from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
-    AcceleratedLikelihood,
     AcceleratedModel,
     accelerated_class,
+    check_likelihood,
     is_accelerated,
+    join,
+    leave,
     plain_class,
 )
 from .models.accelerated.targets import check_targets
@@ -121,8 +122,7 @@ def install(
             "choices itself: InducingPointGP(..., solver=KRILL()). fit and predict take it as it is."
         )
     owner, likelihood = "accelerate" if built else type(model).__name__, model.likelihood
-    if not isinstance(likelihood, _GaussianLikelihoodBase):
-        raise InputError(f"{owner}: the model's likelihood expects to be Gaussian, got {type(likelihood).__name__}.")
+    check_likelihood(owner, likelihood)
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = RPCholesky()
     if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
@@ -143,12 +143,13 @@ def install(
     acceleration = Acceleration(
         preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed
     )
-    for module, mixin in ((model, AcceleratedModel), (likelihood, AcceleratedLikelihood)):
-        if not is_accelerated(module):
-            module.__class__ = accelerated_class(type(module), mixin)  # the same for one that type(model)(...) made
-    owners = likelihood.__dict__.setdefault(ATTRIBUTE, [])
-    before = model.__dict__.get(ATTRIBUTE)
-    owners[:] = [owner for owner in owners if owner is not before] + [acceleration]
+    if not is_accelerated(model):
+        model.__class__ = accelerated_class(
+            type(model), AcceleratedModel
+        )  # the same for one that type(model)(...) made
+    before, owners = model.__dict__.get(ATTRIBUTE), likelihood.__dict__.get(ATTRIBUTE, [])
+    owners[:] = [owner for owner in owners if owner is not before]
+    join(likelihood, acceleration)
     model.__dict__[ATTRIBUTE] = acceleration
     model._clear_cache()
     return model
@@ -164,16 +165,7 @@ def restore(model: Model) -> Model:
         raise InputError(f"restore: model expects one that accelerate was called on, got {found(model)}.")
     acceleration = model.__dict__.pop(ATTRIBUTE)
     model.__class__ = plain_class(type(model))
-    likelihood = model.likelihood
-    if is_accelerated(likelihood):
-        owners = likelihood.__dict__[ATTRIBUTE]
-        others = [owner for owner in owners if owner is not acceleration]
-        owners[:] = (
-            others if len(others) < len(owners) else []
-        )  # a likelihood copied apart from its model has one owner
-        if not owners:
-            likelihood.__class__ = plain_class(type(likelihood))
-            del likelihood.__dict__[ATTRIBUTE]
+    leave(model.likelihood, acceleration)
     model._clear_cache()
     return model
 

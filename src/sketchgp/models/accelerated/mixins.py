@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from linear_operator.operators import AddedDiagLinearOperator
 
 from ...cards import Card, choice, shape, tensor_kind
+from ...errors import InputError
 from ...operators.lazies import adopt_kernels
 from ..density import log_density
 from .acceleration import ATTRIBUTE, Acceleration, choices_of
@@ -73,6 +75,11 @@ class AcceleratedModel(_Accelerated):
         return own + ("\n" if own else "") + rows.text().lstrip("\n")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "likelihood" and is_accelerated(self) and not (value is None or is_accelerated(value)):
+            check_likelihood(type(self).__name__, value)
+            leave(self.__dict__["_modules"].get(name), self.__dict__[ATTRIBUTE])
+            join(value, self.__dict__[ATTRIBUTE])
+            self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old noise
         ours = name == "prediction_strategy" and is_accelerated(self)
         super().__setattr__(name, adopt(value) if ours else value)
 
@@ -151,6 +158,31 @@ def accelerated_class(base: type, mixin: type) -> type:
 def plain_class(accelerated: type) -> type:
     """The class an accelerated instance had before; a subclass of an accelerated one stays what it is."""
     return accelerated.__bases__[1] if accelerated in _subclasses.values() else accelerated
+
+
+def check_likelihood(owner: str, likelihood: Any) -> None:
+    """:raises InputError: for one that is not Gaussian; :param owner: who asks."""
+    if not isinstance(likelihood, _GaussianLikelihoodBase):
+        raise InputError(f"{owner}: the model's likelihood expects to be Gaussian, got {type(likelihood).__name__}.")
+
+
+def join(likelihood: Any, acceleration: Acceleration) -> None:
+    """What the likelihood makes of a model's covariance is solved by that model's choices from now on."""
+    if not is_accelerated(likelihood):  # it may have the class, where type(likelihood)(...) made it
+        likelihood.__class__ = accelerated_class(type(likelihood), AcceleratedLikelihood)
+    likelihood.__dict__.setdefault(ATTRIBUTE, []).append(acceleration)
+
+
+def leave(likelihood: Any, acceleration: Acceleration) -> None:
+    """Undo :func:`join`; without a model left the likelihood is an ordinary one again."""
+    if not is_accelerated(likelihood):
+        return
+    owners = likelihood.__dict__[ATTRIBUTE]
+    others = [owner for owner in owners if owner is not acceleration]
+    owners[:] = others if len(others) < len(owners) else []  # one copied apart from its model has one owner
+    if not owners:
+        likelihood.__class__ = plain_class(type(likelihood))
+        del likelihood.__dict__[ATTRIBUTE]
 
 
 def is_accelerated(instance: Any) -> bool:
