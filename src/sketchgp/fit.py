@@ -55,7 +55,7 @@ def fit(
     A solver that ``accelerate`` was given, ASkotch, say, that is neither conjugate gradients nor Cholesky, serves Adam,
     which is then what ``"auto"`` takes: gradients are those of *samples* that it solves for, with no n x r factor
     (:mod:`.models.accelerated.sampled_density`); losses are right but for a constant.  L-BFGS asked for, 800 rows or
-    fewer and covariances other than one plain kernel with random features are as above.
+    fewer (2,000 with BoTorch) and covariances other than one plain kernel with random features are as above.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval
         mode with the parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
@@ -64,8 +64,7 @@ def fit(
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
         where a ``learning_rate`` is given, or for losses by samples.
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
-        exactly, then, where there are more than 8,000, 40,000, 96,000 or 320,000 rows, to 5,000, 16,000, 40,000 and
-        128,000 of them;
+        exactly, then, from 8,000, 40,000, 96,000 and 320,000 rows on, to 5,000, 16,000, 40,000 and 128,000 of them;
         ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
         likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses of more than 1,000 rows, begin with
         fits to 1,000 rows from two starts, the model's parameters and lengthscales of the size of the inputs, and go on

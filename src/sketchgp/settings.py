@@ -107,7 +107,7 @@ class variance(AbstractContextManager):
     :raises InputError: for anything else.
     """
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: Variance) -> None:
         self.method = word("variance", "method", method, VARIANCES)
 
     def __enter__(self) -> variance:

@@ -310,7 +310,7 @@ class Fit:
         if twin is None:
             return None
         part = Objective(twin.model, twin, exact=True)
-        start, found, tol = part.state(), _exact_history(twin), _ROUGH * self.choices.tol
+        start, found, tol = part.state(), _exact_history(twin), self._rough
         try:
             inverse, best = self._run_exactly(part, found, None, tol)
         except RuntimeError:  # a forward that holds what no copy converts
@@ -333,10 +333,14 @@ class Fit:
         self.woken = wake(objective.model)
         return inverse
 
+    @property
+    def _rough(self) -> float:
+        """The tolerance of fits that others start from: ten times that of the whole one, however many there are."""
+        return _ROUGH * self.choices.tol if self.whole else self.choices.tol
+
     def _fit_part(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
         """The same of more rows, by a fit of their own, which begins with fewer."""
-        tol = _ROUGH * self.choices.tol
-        choices = dataclasses.replace(self.choices, start="subset", iterations=None, optimizer="lbfgs", tol=tol)
+        choices = dataclasses.replace(self.choices, start="subset", iterations=None, optimizer="lbfgs", tol=self._rough)
         fit = Fit(twin.model, twin, acceleration_of(twin.model), choices, self.show, None, None, 0.0, self.record)
         self.history.subset = fit.history
         try:

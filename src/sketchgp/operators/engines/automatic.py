@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from gpytorch.kernels import Kernel
@@ -81,7 +82,7 @@ def preview_engine(
     d: int,
     columns: int = 1,
     dtype: torch.dtype = torch.float32,
-    device: str = "cuda",
+    device: Literal["cpu", "cuda"] = "cuda",
     memory: float | None = None,
     square: bool = True,
 ) -> EnginePreview:

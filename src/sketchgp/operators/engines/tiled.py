@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from ..far_rows import far_rows, known_of, known_sides
 from ..fast_gradient import FastGradient
 from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
+from ..nearby import nearby
 from ..streamed_tiles import StreamedTiles, coincident, sources, within_blocks
 from ..tiles import Shape, add_product, padded, pieces, shrinking, tile_shape
 from .base import Engine, Gradients, Live, folds
@@ -32,6 +33,9 @@ class Tiled(Engine):
 
     def product(self, matrix: KernelMatrix, rhs: Tensor, within: slice | None = None) -> Tensor:
         """:param within: rows whose tiles, with their mirror images where x1 is x2, are all that is added up."""
+        near = nearby(matrix) if within is None else None
+        if near is not None:
+            return near.back(self.product(near.matrix, rhs.index_select(-2, near.right)))
         return shrinking(
             matrix.device,
             lambda: _shape(matrix, within=within),
@@ -50,6 +54,11 @@ class Tiled(Engine):
 
     def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor, within: slice | None = None) -> Gradients:
         """:param within: as in :meth:`product`, where both sides are taken for one (:func:`folds`); else plain rows."""
+        near = nearby(matrix) if within is None else None
+        if near is not None:
+            found = self.derivative(near.matrix, left.index_select(-2, near.left), right.index_select(-2, near.right))
+            sides = (None if g is None else near.back(g, side) for g, side in zip(found, (True, False), strict=False))
+            return (*sides, *found[2:])
         fold = folds(matrix)
         if fold:  # K is symmetric, so the weights may be made so: only the upper triangle is then visited
             left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
@@ -95,6 +104,16 @@ def _shape(matrix: KernelMatrix, gradient: bool = False, within: slice | None = 
     return within_blocks(matrix, shape)
 
 
+def _pieces(
+    matrix: KernelMatrix, shape: Shape, half: bool, within: slice | None, gradient: bool = False
+) -> Iterator[tuple[slice, slice, bool]]:
+    """The tiles that matter, as :func:`pieces` has them; :param gradient: of derivatives."""
+    layout = matrix.memo.get("layout")
+    if layout is None:
+        return pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within)
+    return layout.pieces(matrix.shape[-2], matrix.shape[-1], shape, half, gradient)
+
+
 def _tiles(
     matrix: KernelMatrix, shape: Shape, half: bool, within: slice | None = None
 ) -> FastTiles | GenericTiles | StreamedTiles:
@@ -128,7 +147,7 @@ def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool, within
     tiles = _tiles(matrix, shape, half, within)
     columns_wanted, rhs = rhs.shape[-1], padded(rhs)
     out = rhs.new_zeros(*matrix.flat_batch, matrix.shape[-2], rhs.shape[-1])
-    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within):
+    for rows, columns, mirror in _pieces(matrix, shape, half, within):
         tile = tiles.tile(rows, columns)
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
             tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(*matrix.flat_batch, *tile.shape[-2:])
@@ -173,7 +192,7 @@ def _gradient(
         adder = GenericTiles(matrix.evaluator(live.tensors[2:]), live.tensors, far_rows(matrix))
     entries = matrix.flat_batch.numel() * shape[0] * shape[1]
     buffer = torch.empty(entries, dtype=matrix.compute_dtype, device=matrix.device)
-    for rows, columns, mirror in pieces(matrix.shape[-2], matrix.shape[-1], shape, half, within):
+    for rows, columns, mirror in _pieces(matrix, shape, half, within, gradient=True):
         size = torch.Size((*matrix.flat_batch, rows.stop - rows.start, columns.stop - columns.start))
         block = weights(rows, columns, buffer[: size.numel()].view(size))
         if mirror:

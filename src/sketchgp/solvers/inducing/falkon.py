@@ -22,7 +22,7 @@ class Falkon(NormalEquationsSolver):
     ``Kzz diag(counts) Kzz + noise Kzz``.
 
     Right for points that represent the data: drawn uniformly, or with ``counts``.  Costs ``n m`` kernel evaluations an
-    iteration and ``O(m^3)`` at the start, less than :class:`KRILL`'s sketch, and takes more iterations: many more
+    iteration and ``O(m^3)`` at the start, less than :class:`KRILL`'s sketch, and mostly more iterations: many more
     where the noise is small or the points are chosen otherwise (arXiv:1705.10958; arXiv:2304.12465, Figure 3).
 
     :param counts: ``(m,)`` positive: how many points each inducing point stands for, such as the sizes of the k-means

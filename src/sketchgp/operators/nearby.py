@@ -1,0 +1,202 @@
+"""Tiles of a kernel matrix that are nought to rounding, left out: of maps with a short lengthscale nearly all of them.
+
+Points are put into the order of a k-d tree (Bentley, Communications of the ACM 18, 1975), so that tiles are of points
+that lie together.  Each leaf is a box; no pair of two boxes is nearer than these are, and kernels fall with distances.
+What is left out of a product is less than what rounding the diagonal of the matrix changes: of n x m entries each less
+than ``eps k(0) / (8 max(n, m))``, so that in the spectral norm the matrix differs by ``eps k(0) / 8`` at the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .expression import Expression, Prepared
+from .streamed_tiles import sources
+from .tiles import Shape, spans
+
+if TYPE_CHECKING:
+    from .kernel_matrix import KernelMatrix
+
+_LEAST = 4096  # rows, and columns, from which on an order is sought: it takes as long as some hundred products of a row
+_LEAF = 128  # points of a box,
+_LEAVES = 8192  # of which there are no more
+_SHARE = 0.25  # of all pairs that have to be left out, or it is not worth it
+_SLACK = 8.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which boxes of rows and columns have anything to say to each other.
+
+    :ivar leaves: points of a box of rows, and of columns.
+    :ivar values: ``(rows, columns)`` bool, one for each pair of boxes: whether entries matter; :ivar slopes: whether
+        their derivatives do, which are larger than the entries by the square of their logarithm at the most.
+    """
+
+    leaves: tuple[int, int]
+    values: Tensor
+    slopes: Tensor
+
+    def pieces(
+        self, rows: int, columns: int, shape: Shape, half: bool, gradient: bool
+    ) -> Iterator[tuple[slice, slice, bool]]:
+        """The tiles that matter; as :func:`.tiles.pieces` has all of them."""
+        mask, (down_leaf, across_leaf) = self.slopes if gradient else self.values, self.leaves
+        step = min(shape)
+        step = step // down_leaf * down_leaf if step >= down_leaf else step
+        for down in spans(rows, step):
+            wanted = mask[down.start // down_leaf : -(-down.stop // down_leaf)].any(dim=0)
+            if half:
+                yield down, down, False
+            for start, stop in _runs(wanted):
+                first = max(start * across_leaf, down.stop if half else 0)
+                for across in spans(min(stop * across_leaf, columns), step, first):
+                    yield down, across, half
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """A kernel matrix in the order of its trees.
+
+    :ivar matrix: of the sorted points, whose products are made of the tiles that matter.
+    :ivar left: ``(n,)`` and :ivar right: ``(m,)``: which points stand where.
+    """
+
+    matrix: KernelMatrix
+    left: Tensor
+    right: Tensor
+
+    def back(self, rows: Tensor, left: bool = True) -> Tensor:
+        """Rows ``(..., n, t)`` of the sorted matrix, in the order of the other one."""
+        return torch.empty_like(rows).index_copy_(-2, self.left if left else self.right, rows)
+
+
+@torch.no_grad()
+def nearby(matrix: KernelMatrix) -> Nearby | None:
+    """The matrix in an order in which tiles can be left out; None where that would not save a quarter of the pairs.
+
+    It is kept with the matrix until one of its tensors changes.
+    """
+    n, m = matrix.shape[-2:]
+    if matrix.expression is None or matrix.batch_shape or min(n, m) < _LEAST or "layout" in matrix.memo:
+        return None
+    if matrix.device.type != "cpu" or matrix.coincident is not None or sources(matrix):
+        return None
+    kept = matrix.memo.get("nearby")
+    if kept is None or not matrix._unchanged(kept[0]):
+        kept = matrix.memo["nearby"] = (matrix._state(), _sought(matrix))
+    found: Nearby | None = kept[1]
+    return found
+
+
+def _sought(matrix: KernelMatrix) -> Nearby | None:
+    expression, prepared, same = matrix.expression, matrix.prepared(), matrix.same
+    assert expression is not None
+    if not expression.atoms or not all(f.left.shape[-1] for f in prepared.features):
+        return None
+    least = torch.finfo(matrix.compute_dtype).eps / (_SLACK * max(matrix.shape[-2:]))
+    sides = [[f.left for f in prepared.features], [f.right for f in prepared.features]]
+    whole = [[_boxes(x, len(x)) for x in side] for side in sides]
+    if not bool((_bound(expression, prepared, whole[0], whole[1], farthest=True) <= least).all()):
+        return None
+    leaves, orders, boxes = [], [], []
+    for side in sides[:1] if same else sides:
+        leaf = max(_LEAF, -(-len(side[0]) // _LEAVES))
+        order = _order(torch.cat(side, dim=-1), leaf)
+        leaves.append(leaf)
+        orders.append(order)
+        boxes.append([_boxes(x.index_select(0, order), leaf) for x in side])
+    masks = _masks(expression, prepared, boxes[0], boxes[-1], least)
+    if 1 - float(masks[0].double().mean()) < _SHARE:
+        return None
+    layout = Layout((leaves[0], leaves[-1]), *masks)
+    left, right = orders[0], orders[-1]
+    x1, x2 = matrix.x1, matrix.x2
+    first = x1.detach().index_select(-2, left).requires_grad_(x1.requires_grad)
+    second = first if x2 is x1 else x2.detach().index_select(-2, right).requires_grad_(x2.requires_grad)
+    ordered = matrix._with(first, second, same, matrix.centre)
+    ordered.memo["layout"] = layout
+    return Nearby(ordered, left, right)
+
+
+def _order(x: Tensor, leaf: int) -> Tensor:
+    """``(n,)``: points ``(n, p)`` such that each ``leaf`` of them lie together: halves along the widest feature."""
+    order = torch.arange(len(x))
+    todo = [(0, len(x))]
+    while todo:
+        start, stop = todo.pop()
+        if stop - start <= leaf:
+            continue
+        some = order[start:stop]
+        part = x[some]
+        low, high = torch.aminmax(part, dim=0)
+        order[start:stop] = some[part[:, int((high - low).argmax())].argsort(stable=True)]
+        middle = start + leaf * max(1, -(-(stop - start) // leaf) // 2)
+        todo += [(start, middle), (middle, stop)]
+    return order
+
+
+def _boxes(x: Tensor, leaf: int) -> tuple[Tensor, Tensor]:
+    """Lower and upper corners ``(leaves, p)`` of consecutive points ``(n, p)``, in float64."""
+    low, high = zip(*(torch.aminmax(x[rows], dim=0) for rows in spans(len(x), leaf)), strict=True)
+    return torch.stack(low).double(), torch.stack(high).double()
+
+
+def _masks(
+    expression: Expression,
+    prepared: Prepared,
+    left: list[tuple[Tensor, Tensor]],
+    right: list[tuple[Tensor, Tensor]],
+    least: float,
+) -> tuple[Tensor, Tensor]:
+    """Which pairs of boxes have entries above ``least`` times k(0), and which have derivatives."""
+    values, slopes = [], []
+    for some in spans(len(left[0][0]), 512):
+        bound = _bound(expression, prepared, [(low[some], high[some]) for low, high in left], right)
+        values.append(bound > least)
+        slopes.append(bound * bound.clamp(min=1e-300).log().square().clamp(min=1) > least)
+    return torch.cat(values), torch.cat(slopes)
+
+
+def _bound(
+    expression: Expression,
+    prepared: Prepared,
+    left: list[tuple[Tensor, Tensor]],
+    right: list[tuple[Tensor, Tensor]],
+    farthest: bool = False,
+) -> Tensor:
+    """``(rows, columns)``: what the absolute entries between any two boxes are at the most, over k(0).
+
+    :param left: and ``right``, for each factor of the kernel, corners of boxes.
+    :param farthest: of the pairs that lie farthest from each other, instead.
+    """
+    factors = []
+    for atom, f, (a, b), (c, d) in zip(expression.atoms, prepared.features, left, right, strict=True):
+        apart = a.new_zeros(len(a), len(c))
+        for i in range(a.shape[-1]):
+            gaps = (a[:, i, None] - d[:, i], c[:, i] - b[:, i, None])
+            gap = -torch.minimum(*gaps) if farthest else torch.maximum(*gaps).clamp_(min=0)
+            apart += gap if atom.profile.l1 else gap.square_()
+        alpha = None if f.alpha is None else f.alpha.double()
+        t = apart * (atom.profile.factor if alpha is None else atom.profile.factor / alpha)
+        factors.append(atom.profile.value(t, torch.empty_like(t), alpha) * atom.profile.gain)
+    scales = prepared.coefficients.double().abs()
+    total = factors[0].new_zeros(())
+    for scale, term in zip(scales, expression.terms, strict=True):
+        part = scale
+        for number in term:
+            part = part * factors[number]
+        total = total + part
+    return (total / scales.sum()).expand_as(factors[0])
+
+
+def _runs(wanted: Tensor) -> list[tuple[int, int]]:
+    """Where ``(k,)`` bool is true: consecutive places, from the first to behind the last."""
+    edges = torch.nn.functional.pad(wanted.to(torch.int8), (1, 1)).diff()
+    starts, stops = (edges == 1).nonzero().squeeze(-1), (edges == -1).nonzero().squeeze(-1)
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
