@@ -14,6 +14,7 @@ from torch import Tensor
 from ..distributed import Factor, ShardedRows, Shards, square_norms, whole
 from ..errors import NumericalError
 from .substitution import cholesky_solve
+from .thin import thin_product
 from .tiles import add_product, spans
 
 Rows = Callable[[slice], Tensor]
@@ -163,8 +164,8 @@ class LowRankPlusDiagonal(LinearOperator):
         """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
         scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
         if self.rank:
-            inner = cholesky_solve(self.factor.mT @ scaled, self.capacitance_root())
-            scaled = scaled - (self.factor @ inner) / self.diagonal_part.unsqueeze(-1)
+            inner = cholesky_solve(thin_product(self.factor.mT, scaled), self.capacitance_root())
+            scaled = scaled - thin_product(self.factor, inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 
     def apply_inverse_to_rows(self, own: Tensor, shards: Shards) -> Tensor:
@@ -179,8 +180,8 @@ class LowRankPlusDiagonal(LinearOperator):
         scaled = own.to(factor.dtype) / diagonal
         if self.rank:
             rows = self.rows(span)
-            inner = cholesky_solve(shards.sum(rows.mT @ scaled), self.capacitance_root())
-            scaled = scaled - (rows @ inner) / diagonal
+            inner = cholesky_solve(shards.sum(thin_product(rows.mT, scaled)), self.capacitance_root())
+            scaled = scaled - thin_product(rows, inner) / diagonal
         return scaled.to(own.dtype)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:

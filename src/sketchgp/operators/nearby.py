@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LEAST = 4096  # rows, and columns, from which on an order is sought: it takes as long as some hundred products of a row
 _LEAF = 128  # points of a box,
 _LEAVES = 8192  # of which there are no more
-_SHARE = 0.25  # of all pairs that have to be left out, or it is not worth it
+_SHARE = 0.75  # of all pairs that are left, at the most, or it is not worth it
 _SLACK = 8.0
 
 
@@ -65,11 +65,13 @@ class Nearby:
 
     :ivar matrix: of the sorted points, whose products are made of the tiles that matter.
     :ivar left: ``(n,)`` and :ivar right: ``(m,)``: which points stand where.
+    :ivar share: of all pairs, those of tiles that matter.
     """
 
     matrix: KernelMatrix
     left: Tensor
     right: Tensor
+    share: float
 
     def back(self, rows: Tensor, left: bool = True) -> Tensor:
         """Rows ``(..., n, t)`` of the sorted matrix, in the order of the other one."""
@@ -112,7 +114,8 @@ def _sought(matrix: KernelMatrix) -> Nearby | None:
         orders.append(order)
         boxes.append([_boxes(x.index_select(0, order), leaf) for x in side])
     masks = _masks(expression, prepared, boxes[0], boxes[-1], least)
-    if 1 - float(masks[0].double().mean()) < _SHARE:
+    share = float(masks[0].double().mean())
+    if share > _SHARE:
         return None
     layout = Layout((leaves[0], leaves[-1]), *masks)
     left, right = orders[0], orders[-1]
@@ -121,7 +124,7 @@ def _sought(matrix: KernelMatrix) -> Nearby | None:
     second = first if x2 is x1 else x2.detach().index_select(-2, right).requires_grad_(x2.requires_grad)
     ordered = matrix._with(first, second, same, matrix.centre)
     ordered.memo["layout"] = layout
-    return Nearby(ordered, left, right)
+    return Nearby(ordered, left, right, share)
 
 
 def _order(x: Tensor, leaf: int) -> Tensor:

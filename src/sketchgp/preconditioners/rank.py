@@ -14,7 +14,8 @@ import torch
 from ..devices import float64_cost
 from ..operators import KernelMatrix
 from ..operators.access import Access, terms
-from ..operators.engines import DENSE, choose
+from ..operators.engines import DENSE, TILED, choose
+from ..operators.nearby import nearby
 
 _LEAST = 10  # columns before which the decay of the trace says nothing
 _BACK = 1.5  # the decay is that since there were so many times fewer columns
@@ -72,7 +73,7 @@ class Costs:
         product = column = width = 0.0
         for _, part in terms(matrix.source):
             tile, stored = self._tile(part, torch.float64), self._stored(part)
-            product += stored or self._tile(part, part.dtype)
+            product += stored or self._tile(part, part.dtype) * _share(part)
             column += 2 * tile + self.prices.single
             width += part.x1.shape[-1] if isinstance(part, KernelMatrix) else 0
         self.product, self.entry = product, column
@@ -108,6 +109,12 @@ class Costs:
         """One more beside so many; a round brings about a third of that, and at most fifty."""
         made = self.n * (self.entry + rank * self.build)
         return made + self.round / max(1.0, min(50.0, rank / 3))
+
+
+def _share(part: Any) -> float:
+    """Of all pairs of points, those whose entries a product computes."""
+    near = nearby(part) if isinstance(part, KernelMatrix) and choose(part) is TILED else None
+    return 1.0 if near is None else near.share
 
 
 class RankByCost:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..distributed import Shards, in_force
 from ..operators import LowRankPlusDiagonal
+from ..operators.thin import thin_product
 
 
 class Space:
@@ -90,11 +91,11 @@ class Space:
 
     def down(self, preconditioner: LowRankPlusDiagonal, vectors: Tensor) -> Tensor:
         """``F^T vectors``, ``(..., r, t)``, for its factor F."""
-        return preconditioner.factor.mT @ vectors
+        return thin_product(preconditioner.factor.mT, vectors)
 
     def up(self, preconditioner: LowRankPlusDiagonal, inner: Tensor) -> Tensor:
         """``F inner`` for ``(..., r, t)``."""
-        return preconditioner.factor @ inner
+        return thin_product(preconditioner.factor, inner)
 
 
 class SharedSpace(Space):
@@ -160,7 +161,7 @@ class SharedSpace(Space):
         return preconditioner.apply_inverse_to_rows(vectors, self.shards)
 
     def down(self, preconditioner: LowRankPlusDiagonal, vectors: Tensor) -> Tensor:
-        return self.total(preconditioner.rows(self.span).mT @ vectors)
+        return self.total(thin_product(preconditioner.rows(self.span).mT, vectors))
 
     def up(self, preconditioner: LowRankPlusDiagonal, inner: Tensor) -> Tensor:
         return preconditioner.rows(self.span) @ inner

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...distributed import in_force
 from ...operators import LowRankPlusDiagonal
+from ...operators.thin import thin_product
 from ...random_streams import generator
 from ...settings import memory_budget
 
@@ -55,12 +56,12 @@ class RoundedInverse:
         """``P^-1 rhs`` for rhs ``(n, t)`` float64."""
         diagonal = self.inverse.diagonal_part.unsqueeze(-1)
         scaled = rhs / diagonal
-        head = torch.linalg.solve_triangular(self.head_root, self.head.mT @ scaled, upper=False)
-        tail = (self.tail.mT @ scaled.float()).to(rhs.dtype) - self.across @ head
+        head = torch.linalg.solve_triangular(self.head_root, thin_product(self.head.mT, scaled), upper=False)
+        tail = thin_product(self.tail.mT, scaled.float()).to(rhs.dtype) - self.across @ head
         inner = torch.linalg.solve_triangular(self.tail_root, tail.float(), upper=False)
         inner = torch.linalg.solve_triangular(self.tail_root.mT, inner, upper=True)
         head = torch.linalg.solve_triangular(self.head_root.mT, head - self.across.mT @ inner.to(rhs.dtype), upper=True)
-        low = self.head @ head + (self.tail @ inner).to(rhs.dtype)
+        low = thin_product(self.head, head) + thin_product(self.tail, inner).to(rhs.dtype)
         return scaled - low / diagonal
 
 
