@@ -4,8 +4,8 @@ Land surface temperatures seen by MODIS (the data of the competition of Heaton e
 105,569 of them given, 42,740 held out in large patches, as clouds would), and heights of a forest's canopy (105,504
 places given, 83,213 held out, with the tree cover seen by Landsat as third input).  One Gaussian process on all given
 places: constant mean, Matern-3/2 with a lengthscale for each input, noise; float32.  The hyperparameters are found by
-``sketchgp.fit``: on 2,000 random rows by exact arithmetic first, then on all rows until the given time is over;
-predictions by ``sketchgp.predict``, with low-rank variances calibrated by exact ones at points that are left out.
+``sketchgp.fit``: on 2,000 random rows by exact arithmetic first, then on 5,000, 16,000, 40,000 and on all, until the
+loss has settled or the given time is over; predictions by ``sketchgp.predict``, with low-rank variances calibrated by exact ones at points that are left out.
 
 Recorded: loss and seconds of each step, the work of each solve, the hyperparameters; at the held-out places root mean
 square and mean absolute error, negative log density, continuous ranked probability score and coverage of 95%

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -18,6 +19,14 @@ import pytest
 import torch
 
 from sketchgp.operators import tiles
+
+_MEMORY = "/dev/shm"
+if (
+    "PYTEST_DEBUG_TEMPROOT" not in os.environ
+    and os.access(_MEMORY, os.W_OK)
+    and shutil.disk_usage(_MEMORY).free > 2**30
+):
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = _MEMORY  # solves that save after every step would wait for the disk each time
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the problems are small: more threads only wait for each other

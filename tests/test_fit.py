@@ -47,9 +47,7 @@ def parameters(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(
-    "name", ["scale-rbf-ard", "fixed-noise", "additive-kernel", "batch", "hadamard", "lcm", "deep", "ski"]
-)
+@pytest.mark.parametrize("name", ["scale-rbf-ard", "additive-kernel", "batch", "lcm"])
 def test_follows_dense_adam(name: str) -> None:
     losses, steps = dense_adam(name, 8, 0.1)
     model, _ = build(name)

@@ -34,12 +34,20 @@ def best_loss(ard: int | None, optimizer: str) -> float:
 OPTIONS: dict[str, dict[str, Any]] = {"lbfgs": {"tol": 1e-6}, "adam": {"optimizer": "adam", "iterations": 60}}
 
 
-@pytest.mark.parametrize("optimizer", OPTIONS)
-@pytest.mark.parametrize("unit", [1e6, 1e-6, (1.0, 1e-7), (1e7, 1.0)], ids=str)
-@pytest.mark.parametrize("ard", [None, 2])
+@pytest.mark.parametrize(
+    ("ard", "unit", "optimizer"),
+    [
+        (None, 1e6, "lbfgs"),
+        (None, 1e-6, "adam"),
+        (2, 1e6, "adam"),
+        (2, 1e-6, "lbfgs"),
+        (2, (1.0, 1e-7), "lbfgs"),
+        (2, (1e7, 1.0), "lbfgs"),
+        (2, (1.0, 1e-7), "adam"),
+    ],
+    ids=str,
+)
 def test_the_unit_of_the_inputs_changes_nothing(ard: int | None, unit: Any, optimizer: str) -> None:
-    if ard is None and not isinstance(unit, float):
-        pytest.skip("one lengthscale does not fit both")
     model = build(torch.tensor(unit, dtype=torch.float64), ard)
     with pytest.warns(UserWarning, match="size of the inputs"):
         history = sketchgp.fit(model, **OPTIONS[optimizer])

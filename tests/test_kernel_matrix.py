@@ -51,8 +51,12 @@ def fast() -> Kernel:
     return set_scales(ScaleKernel(RBFKernel(ard_num_dims=2)), lengthscale=0.4)
 
 
+class _Own(RQKernel):
+    """A user's kernel, which is called: only GPyTorch's own class is recognised."""
+
+
 def generic() -> Kernel:
-    return set_scales(ScaleKernel(RQKernel()), lengthscale=0.3)
+    return set_scales(ScaleKernel(_Own()), lengthscale=0.3)
 
 
 def separate(n: int, d: int = 2) -> torch.Tensor:
@@ -176,11 +180,13 @@ def _reference(name, kernel, x, z):
 # GPyTorch's own kernels scale before they subtract: at 1e4 they lose all digits in float32, some in float64.
 _FLOAT32 = [(name, shift) for name in RADIAL for shift in (0.0, 1e4)] + [(name, 0.0) for name in GENERIC]
 _FLOAT64 = [*_FLOAT32, ("rational-quadratic", 1e4), ("sum", 1e4), ("product", 1e4)]
+# Each with one of the four ways, in turn, and one with all: test_fast_tiles.py has every kernel with either side.
+_WAYS = [(True, "tiled"), (False, "dense"), (True, "dense"), (False, "tiled")]
+_PAIRED = [(*one, *_WAYS[(i + i // 4) % 4]) for i, one in enumerate(_FLOAT64)]
+_PAIRED = list(dict.fromkeys([*_PAIRED, *(("rbf-ard", 0.0, *way) for way in _WAYS)]))
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("same", [True, False], ids=["square", "rectangular"])
-@pytest.mark.parametrize(("name", "shift"), _FLOAT64)
+@pytest.mark.parametrize(("name", "shift", "same", "engine"), _PAIRED)
 def test_product_in_float64(name, shift, same, engine, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]().double())
     x, z = _inputs(shift, torch.float64, same)
@@ -196,8 +202,9 @@ def test_product_in_float64(name, shift, same, engine, many_tiles):
         assert relative(operator.diagonal(), expected.diagonal()) < limit
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize(("name", "shift"), _FLOAT32)
+@pytest.mark.parametrize(
+    ("name", "shift", "engine"), [(*one, ("dense", "tiled")[(i + i // 2) % 2]) for i, one in enumerate(_FLOAT32)]
+)
 def test_product_in_float32(name, shift, engine, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]())
     x, _ = _inputs(shift, torch.float32, True)
@@ -311,9 +318,14 @@ def _gradients(value, inputs):
     return torch.autograd.grad(value, inputs, allow_unused=True)
 
 
-@pytest.mark.parametrize("through", ["product", "to_dense", "columns"])
-@pytest.mark.parametrize("same", [True, False], ids=["square", "rectangular"])
-@pytest.mark.parametrize("name", [*RADIAL, "rational-quadratic", "sum", "product"])
+_THROUGH = ("product", "to_dense", "columns")
+_TURNS = [
+    (name, bool(i % 2), _THROUGH[i % 3]) for i, name in enumerate([*RADIAL, "rational-quadratic", "sum", "product"])
+]
+_TURNS = list(dict.fromkeys([*_TURNS, *(("matern12", same, way) for same in (True, False) for way in _THROUGH)]))
+
+
+@pytest.mark.parametrize(("name", "same", "through"), _TURNS)
 def test_gradients_by_tiles(name, same, through, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]().double())
     x = points(150, seed=1).requires_grad_(True)

@@ -83,6 +83,7 @@ PCG = ("test_nystrom_pcg.py",)
 SAVED = ("test_checkpoints.py",)
 DISTRIBUTED = ("test_distributed.py",)
 FAULTS = ("test_distributed_faults.py",)
+NEARBY = ("test_nearby.py",)
 INDUCING_MODEL = ("test_inducing_point_gp.py",)
 
 BREAKS = (
@@ -392,6 +393,48 @@ BREAKS = (
         "self._first = matrix",
         NORMAL,
         "accurate entries are computed in float32",
+    ),
+    Break(
+        "operators/nearby.py",
+        "torch.maximum(*gaps).clamp_(min=0)",
+        "torch.maximum(*gaps)",
+        NEARBY,
+        "boxes that overlap are taken to be apart",
+    ),
+    Break(
+        "operators/nearby.py",
+        "down.stop if half else 0",
+        "down.start if half else 0",
+        NEARBY,
+        "the tiles on the diagonal are added twice",
+    ),
+    Break(
+        "operators/nearby.py",
+        "yield down, down, False",
+        "yield down, down, True",
+        NEARBY,
+        "the mirror image of a tile on the diagonal is added",
+    ),
+    Break(
+        "operators/nearby.py",
+        "torch.empty_like(rows).index_copy_(-2, self.left if left else self.right, rows)",
+        "rows.index_select(-2, self.left if left else self.right)",
+        NEARBY,
+        "rows are sorted once more instead of put back",
+    ),
+    Break(
+        "operators/nearby.py",
+        "if kept is None or not matrix._unchanged(kept[0]):",
+        "if kept is None:",
+        NEARBY,
+        "tiles are left out by an earlier lengthscale",
+    ),
+    Break(
+        "operators/nearby.py",
+        "if share > _SHARE:",
+        "if share > 0:",
+        NEARBY,
+        "no tile is ever left out",
     ),
     Break(
         "operators/normal_matrix.py",
