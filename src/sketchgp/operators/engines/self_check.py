@@ -270,21 +270,24 @@ def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
     prepared, eps = _double(block.prepared()), torch.finfo(block.compute_dtype).eps
     values: list[Tensor] = []
     largest: list[Tensor] = []
+    least: list[Tensor] = []  # of points at distance 0, which cannot come nearer
     for atom, f in zip(block.expression.atoms, prepared.features, strict=True):
         order = 1.0 if atom.profile.l1 else 2.0
         q = torch.cdist(f.left, f.right, p=order, compute_mode="donot_use_mm_for_euclid_dist") ** order
         sizes = [x.abs().pow(order).sum(dim=-1) for x in (f.left, f.right)]
         error = _of_distances(c, eps, f.left.shape[-1]) * (sizes[0].unsqueeze(-1) + sizes[1].unsqueeze(-2))
-        for distances, out in ((q, values), ((q - error).clamp(min=0), largest)):
+        for distances, out in ((q, values), ((q - error).clamp(min=0), largest), (q + error, least)):
             t = distances * (atom.profile.factor if f.alpha is None else atom.profile.factor / f.alpha)
             out.append(atom.profile.gain * atom.profile.value(t, torch.empty_like(t), f.alpha))
     total = prepared.coefficients.new_zeros(*block.flat_batch, *block.shape[-2:])
     for number, term in enumerate(block.expression.terms):
         size = prepared.coefficients[..., number, None, None].abs()
-        exact, most = torch.ones_like(total), torch.ones_like(total)
+        exact, most, lowest = (torch.ones_like(total) for _ in range(3))
         for a in term:
-            exact, most = exact * values[a], most * largest[a]
-        total += size * (most - exact + (4 * c + _ROUNDOFFS * eps) * most + _ROUNDOFFS * eps)
+            exact, most, lowest = exact * values[a], most * largest[a], lowest * least[a]
+        total += size * (
+            torch.maximum(most - exact, exact - lowest) + (4 * c + _ROUNDOFFS * eps) * most + _ROUNDOFFS * eps
+        )
     return total
 
 
