@@ -228,7 +228,7 @@ def _by_other_probes(
     if acceleration.cache is not None:
         acceleration.cache.clear()  # pivots of these parameters, whatever the fit was begun with
     with acceleration.fixed_probes(seed + _OTHERS, count):
-        found = Objective(own.model, own.mll).evaluate(gradient=False)
+        found = Objective(own.model, own.mll).evaluate()
     return (found.value, standard_error(found.probes)) if found.probes and math.isfinite(found.value) else None
 
 
