@@ -100,6 +100,17 @@ def test_what_changes_in_place_is_noticed(entries: list[int], change: str) -> No
     assert relative(found, matrix.to_dense() @ right) < 1e-12
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_inputs_may_want_gradients_after_a_product(inference: bool) -> None:
+    x, right = places(N), torch.randn(N, 1, dtype=torch.float64)
+    matrix = KernelMatrix.of(matern().double(), x, engine="tiled")
+    with torch.inference_mode(inference), torch.no_grad():
+        matrix @ right
+    x.requires_grad_()
+    found, expected = (torch.autograd.grad((m @ right).square().sum(), x)[0] for m in (matrix, matrix.to_dense()))
+    assert relative(found, expected) < 1e-9
+
+
 @pytest.mark.parametrize(
     "kernel", [RQKernel(), matern(scale=0.5), matern() + ConstantKernel()], ids=["rq", "long", "sum"]
 )

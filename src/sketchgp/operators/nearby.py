@@ -78,7 +78,6 @@ class Nearby:
         return torch.empty_like(rows).index_copy_(-2, self.left if left else self.right, rows)
 
 
-@torch.no_grad()
 def nearby(matrix: KernelMatrix) -> Nearby | None:
     """The matrix in an order in which tiles can be left out; None where that would not save a quarter of the pairs.
 
@@ -91,8 +90,12 @@ def nearby(matrix: KernelMatrix) -> Nearby | None:
         return None
     kept = matrix.memo.get("nearby")
     if kept is None or not matrix._unchanged(kept[0]):
-        kept = matrix.memo["nearby"] = (matrix._state(), _sought(matrix))
+        with torch.inference_mode(False), torch.no_grad():
+            kept = matrix.memo["nearby"] = (matrix._state(), _sought(matrix))
     found: Nearby | None = kept[1]
+    if found is not None:
+        for own, theirs in ((found.matrix.x1, matrix.x1), (found.matrix.x2, matrix.x2)):
+            own.requires_grad_(theirs.requires_grad)
     return found
 
 
@@ -120,8 +123,8 @@ def _sought(matrix: KernelMatrix) -> Nearby | None:
     layout = Layout((leaves[0], leaves[-1]), *masks)
     left, right = orders[0], orders[-1]
     x1, x2 = matrix.x1, matrix.x2
-    first = x1.detach().index_select(-2, left).requires_grad_(x1.requires_grad)
-    second = first if x2 is x1 else x2.detach().index_select(-2, right).requires_grad_(x2.requires_grad)
+    first = x1.detach().index_select(-2, left)
+    second = first if x2 is x1 else x2.detach().index_select(-2, right)
     ordered = matrix._with(first, second, same, matrix.centre)
     ordered.memo["layout"] = layout
     return Nearby(ordered, left, right, share)
