@@ -50,7 +50,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from torch import Tensor
 
 import sketchgp
-from common import Model, load_arrays, scores, standardise
+from common import Model, load_arrays, machine, scores, standardise
 from hyperparameters_report import SAME, SHORT, report
 from hyperparameters_rivals import DENSE, RIVALS, Data, parameters, refuse_many, true_loss
 from measure import high_water_mb
@@ -204,7 +204,7 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
             memory = isinstance(error, MemoryError) or "memory" in words
             found["broke"] = f"more than {task['memory']:g} GiB" if memory else f"{type(error).__name__}: {words[:200]}"
     found |= {"warnings": sorted({str(w.message).split("\n")[0][:200] for w in caught})[:5],
-              "peak_memory_mb": high_water_mb()}  # fmt: skip
+              "peak_memory_mb": high_water_mb(), "processor": machine()["processor"]}  # fmt: skip
     if "lengthscales" in found and len(data.x) <= DENSE:
         found["true_loss"] = true_loss(found, data)
     return found

@@ -54,6 +54,8 @@ def _remarks(run: dict[str, Any]) -> str:
         words.append(f"stopped after {run.get('steps', run.get('evaluations'))} steps")
     if run.get("scored", run["test"]) < run["test"]:
         words.append(f"NLL of {run['scored']} test points")
+    if "elsewhere" in run:
+        words.append(f"on {run['elsewhere']}")
     return "; ".join(words)
 
 
@@ -68,6 +70,8 @@ def _cells(results: dict[str, Any]) -> Cells:
     cells: Cells = defaultdict(lambda: defaultdict(dict))
     for label, run in results["runs"].items():
         name, _, seed, method = label.split(", ")
+        if (processor := run.get("processor", "")) not in ("", results["machine"]["processor"]):
+            run = {**run, "elsewhere": processor}
         cells[name, run["train"]][method][int(seed.split()[1])] = run
     return cells
 
@@ -131,10 +135,11 @@ def _of_seeds(cells: Cells) -> list[str]:
             chosen = [_on_all(runs[seed]) for seed in sorted(seeds)]
             rows.append([name, f"{n:,}", METHODS[method], len(seeds), _spread(chosen, "rmse", 3),
                          _spread(chosen, "nll", 3), _spread(chosen, "coverage", 3),
-                         number(float(np.mean([run["cpu_seconds"] for run in chosen])))])  # fmt: skip
+                         number(float(np.mean([run["cpu_seconds"] for run in chosen]))),
+                         ", ".join(sorted({run["elsewhere"] for run in chosen if "elsewhere" in run}))])  # fmt: skip
     if not rows:
         return []
-    head = ["set", "rows", "method", "seeds", "RMSE", "NLL", "95% covers", "CPU s"]
+    head = ["set", "rows", "method", "seeds", "RMSE", "NLL", "95% covers", "CPU s", "some on"]
     text = (
         "Each seed splits the set anew. Means over seeds, the least and the greatest; seconds are means. A fit that "
         "was stopped counts with what it had. Densities are of all test points: of GPyTorch's, where it had time for "
