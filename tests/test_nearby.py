@@ -22,23 +22,25 @@ def places(n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.T
     return x
 
 
+def short(kernel: Kernel, scale: float) -> Kernel:
+    """The kernel with lengthscales of a map, and a long one of the third input."""
+    kernel.lengthscale = scale * torch.tensor([1.0, 1.2, 200.0])
+    return kernel
+
+
 def matern(nu: float = 1.5, scale: float = 0.004) -> Kernel:
-    kernel = MaternKernel(nu=nu, ard_num_dims=3)
-    kernel.lengthscale = scale * torch.tensor([1.0, 1.2, 200.0])
-    return kernel
+    return short(MaternKernel(nu=nu, ard_num_dims=3), scale)
 
 
-def rbf(scale: float = 0.01) -> Kernel:
-    kernel = RBFKernel(ard_num_dims=3)
-    kernel.lengthscale = scale * torch.tensor([1.0, 1.2, 200.0])
-    return kernel
+def rbf() -> Kernel:
+    return short(RBFKernel(ard_num_dims=3), 0.01)
 
 
 KERNELS = {
     "matern12": lambda: ScaleKernel(matern(0.5)),
     "matern32": lambda: ScaleKernel(matern()),
     "matern52": lambda: ScaleKernel(matern(2.5)),
-    "rbf": lambda: rbf(),
+    "rbf": rbf,
     "sum": lambda: ScaleKernel(matern()) + ScaleKernel(rbf()),
     "product": lambda: ScaleKernel(rbf() * RQKernel()),  # the second one alone never comes to nought
 }

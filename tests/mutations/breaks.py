@@ -396,8 +396,8 @@ BREAKS = (
     ),
     Break(
         "operators/nearby.py",
-        "torch.maximum(*gaps).clamp_(min=0)",
-        "torch.maximum(*gaps)",
+        "c[:, i] - b[:, i, None]).clamp_(min=0)",
+        "c[:, i] - b[:, i, None])",
         NEARBY,
         "boxes that overlap are taken to be apart",
     ),

@@ -266,11 +266,11 @@ def _leaves_the_normal(profile: Profile, features: Features) -> bool:
         features.normal = not _leaves_the_normal(profile, features.whole)
     elif features.normal is None:
         most = -2 * LEAST[features.left.dtype]
-        features.normal = bool((_farthest(profile, features) * abs(profile.factor) <= most).all())
+        features.normal = bool((farthest(profile, features) * abs(profile.factor) <= most).all())
     return not features.normal
 
 
-def _farthest(profile: Profile, features: Features) -> Tensor:
+def farthest(profile: Profile, features: Features) -> Tensor:
     """No q is larger, ``(*b,)``: by boxes around both sides, or by balls."""
     left, right = features.left, features.right
     if not (left.numel() and right.numel()):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .distances import farthest
 from .expression import Expression, Prepared
 from .streamed_tiles import sources
 from .tiles import Shape, spans
@@ -105,12 +106,11 @@ def _sought(matrix: KernelMatrix) -> Nearby | None:
     if not expression.atoms or not all(f.left.shape[-1] for f in prepared.features):
         return None
     least = torch.finfo(matrix.compute_dtype).eps / (_SLACK * max(matrix.shape[-2:]))
-    sides = [[f.left for f in prepared.features], [f.right for f in prepared.features]]
-    whole = [[_boxes(x, len(x)) for x in side] for side in sides]
-    if not bool((_bound(expression, prepared, whole[0], whole[1], farthest=True) <= least).all()):
+    reach = [farthest(a.profile, f).double() for a, f in zip(expression.atoms, prepared.features, strict=True)]
+    if not bool(_over_k0(expression, prepared, reach) <= least):
         return None
     leaves, orders, boxes = [], [], []
-    for side in sides[:1] if same else sides:
+    for side in [[f.left for f in prepared.features], [f.right for f in prepared.features]][: 1 if same else 2]:
         leaf = max(_LEAF, -(-len(side[0]) // _LEAVES))
         order = _order(torch.cat(side, dim=-1), leaf)
         leaves.append(leaf)
@@ -163,42 +163,43 @@ def _masks(
     """Which pairs of boxes have entries above ``least`` times k(0), and which have derivatives."""
     values, slopes = [], []
     for some in spans(len(left[0][0]), 512):
-        bound = _bound(expression, prepared, [(low[some], high[some]) for low, high in left], right)
+        apart = [
+            _apart(atom.profile.l1, (low[some], high[some]), other)
+            for atom, (low, high), other in zip(expression.atoms, left, right, strict=True)
+        ]
+        bound = _over_k0(expression, prepared, apart)
         values.append(bound > least)
         slopes.append(bound * bound.clamp(min=1e-300).log().square().clamp(min=1) > least)
     return torch.cat(values), torch.cat(slopes)
 
 
-def _bound(
-    expression: Expression,
-    prepared: Prepared,
-    left: list[tuple[Tensor, Tensor]],
-    right: list[tuple[Tensor, Tensor]],
-    farthest: bool = False,
-) -> Tensor:
-    """``(rows, columns)``: what the absolute entries between any two boxes are at the most, over k(0).
+def _apart(l1: bool, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Tensor:
+    """``(rows, columns)``: squared distances of boxes, or l1 distances; no pair of their points is nearer."""
+    (a, b), (c, d) = left, right
+    apart = a.new_zeros(len(a), len(c))
+    for i in range(a.shape[-1]):
+        gap = torch.maximum(a[:, i, None] - d[:, i], c[:, i] - b[:, i, None]).clamp_(min=0)
+        apart += gap if l1 else gap.square_()
+    return apart
 
-    :param left: and ``right``, for each factor of the kernel, corners of boxes.
-    :param farthest: of the pairs that lie farthest from each other, instead.
+
+def _over_k0(expression: Expression, prepared: Prepared, distances: list[Tensor]) -> Tensor:
+    """What the absolute entries at these distances, or beyond them, are at the most, over k(0).
+
+    :param distances: float64, of one shape, for each factor of the kernel.
     """
-    factors = []
-    for atom, f, (a, b), (c, d) in zip(expression.atoms, prepared.features, left, right, strict=True):
-        apart = a.new_zeros(len(a), len(c))
-        for i in range(a.shape[-1]):
-            gaps = (a[:, i, None] - d[:, i], c[:, i] - b[:, i, None])
-            gap = -torch.minimum(*gaps) if farthest else torch.maximum(*gaps).clamp_(min=0)
-            apart += gap if atom.profile.l1 else gap.square_()
-        alpha = None if f.alpha is None else f.alpha.double()
-        t = apart * (atom.profile.factor if alpha is None else atom.profile.factor / alpha)
-        factors.append(atom.profile.value(t, torch.empty_like(t), alpha) * atom.profile.gain)
+    factors = [
+        atom.profile.at(q, None if f.alpha is None else f.alpha.double())
+        for atom, f, q in zip(expression.atoms, prepared.features, distances, strict=True)
+    ]
     scales = prepared.coefficients.double().abs()
-    total = factors[0].new_zeros(())
+    total = torch.zeros_like(distances[0])
     for scale, term in zip(scales, expression.terms, strict=True):
         part = scale
         for number in term:
             part = part * factors[number]
         total = total + part
-    return (total / scales.sum()).expand_as(factors[0])
+    return total / scales.sum()
 
 
 def _runs(wanted: Tensor) -> list[tuple[int, int]]:

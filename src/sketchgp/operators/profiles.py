@@ -44,6 +44,11 @@ class Profile:
     value: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     derivative: Callable[[Tensor, Tensor, Tensor | None, Buffer], tuple[Tensor, Tensor, Tensor | None]]
 
+    def at(self, q: Tensor, alpha: Tensor | None) -> Tensor:
+        """``phi(q)``, of distances that are left as they are."""
+        t = q * (self.factor if alpha is None else self.factor / alpha)
+        return self.gain * self.value(t, torch.empty_like(t), alpha)
+
     def __reduce__(self) -> tuple[Callable[[str], Profile], tuple[str]]:
         return _by_name, (self.name,)  # one object each: copies and unpickled ones too
 

@@ -112,8 +112,10 @@ class Costs:
 
 
 def _share(part: Any) -> float:
-    """Of all pairs of points, those whose entries a product computes."""
-    near = nearby(part) if isinstance(part, KernelMatrix) and choose(part) is TILED else None
+    """Of all pairs of points, those whose entries a product computes; several ranks share out all of them."""
+    if not isinstance(part, KernelMatrix) or choose(part) is not TILED or part.ranks() is not None:
+        return 1.0
+    near = nearby(part)
     return 1.0 if near is None else near.share
 
 

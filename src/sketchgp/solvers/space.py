@@ -164,7 +164,7 @@ class SharedSpace(Space):
         return self.total(thin_product(preconditioner.rows(self.span).mT, vectors))
 
     def up(self, preconditioner: LowRankPlusDiagonal, inner: Tensor) -> Tensor:
-        return preconditioner.rows(self.span) @ inner
+        return thin_product(preconditioner.rows(self.span), inner)
 
 
 def _in_columns(a: Tensor) -> bool:

@@ -277,8 +277,7 @@ def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
         sizes = [x.abs().pow(order).sum(dim=-1) for x in (f.left, f.right)]
         error = _of_distances(c, eps, f.left.shape[-1]) * (sizes[0].unsqueeze(-1) + sizes[1].unsqueeze(-2))
         for distances, out in ((q, values), ((q - error).clamp(min=0), largest), (q + error, least)):
-            t = distances * (atom.profile.factor if f.alpha is None else atom.profile.factor / f.alpha)
-            out.append(atom.profile.gain * atom.profile.value(t, torch.empty_like(t), f.alpha))
+            out.append(atom.profile.at(distances, f.alpha))
     total = prepared.coefficients.new_zeros(*block.flat_batch, *block.shape[-2:])
     for number, term in enumerate(block.expression.terms):
         size = prepared.coefficients[..., number, None, None].abs()
