@@ -169,32 +169,6 @@ def test_a_copy_of_a_copy_restores() -> None:
         assert torch.equal(posterior(twin, test)[0], posterior(plain, test)[0])
 
 
-@pytest.mark.slow
-def test_pickle_read_by_a_process_that_never_accelerated(tmp_path: Path) -> None:
-    """Unpickling alone must bring everything, the handling of missing targets included."""
-    model, test = accelerated()
-    targets = model.train_targets.clone()
-    targets[::5] = torch.nan
-    model.set_train_data(targets=targets)
-    with iterative(), gpytorch.settings.observation_nan_policy("mask"):
-        mean, _ = posterior(model, test)
-    model.train()
-    file = tmp_path / "model.pt"
-    torch.save((model, test, mean), file)
-    script = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, gpytorch
-model, test, mean = torch.load({str(file)!r}, weights_only=False)
-from gp_models import iterative, posterior, relative
-import sketchgp
-with iterative(), gpytorch.settings.observation_nan_policy("mask"), sketchgp.record_solves() as solves:
-    assert relative(posterior(model, test)[0], mean) < 1e-6
-assert {{report.preconditioner for report in solves}} == {{"RPCholesky"}}
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 # --- dtype and device -------------------------------------------------------------------------------------------
 
 
@@ -375,50 +349,67 @@ def test_an_untouched_model_gives_the_same_bits() -> None:
     assert all(dict(vars(kind)) == content for kind, content in kept.items())
 
 
-@pytest.mark.slow
-def test_missing_targets_of_an_untouched_model_give_the_same_bits(tmp_path: Path) -> None:
-    """The hook for masked operators is the one thing that is not per instance."""
-    plain, test = RBF.build()
-    targets = plain.train_targets.clone()
-    targets[::6] = torch.nan
-    plain.set_train_data(targets=targets)
+def without_targets(model: gpytorch.models.ExactGP, every: int) -> None:
+    """Each so many of the targets are missing from now on."""
+    targets = model.train_targets.clone()
+    targets[::every] = torch.nan
+    model.set_train_data(targets=targets)
 
-    def answers() -> list[torch.Tensor]:
-        plain.train()
-        torch.manual_seed(0)
-        with (
-            gpytorch.settings.max_cholesky_size(20),
-            gpytorch.settings.observation_nan_policy("mask"),
-            sketchgp.record_solves() as solves,
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            value, gradient = marginal(plain)
-            found = [*posterior(plain, test), value, *gradient.values()]
-        assert not solves
-        return found
 
-    hooked = answers()
-    out = tmp_path / "found.pt"  # written by a fresh process, which has no hook
-    code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, gpytorch, warnings
+FRESH = """
+import sys, warnings
+directory, tests = sys.argv[1:]
+sys.path.insert(0, tests)
+import gpytorch, torch, sketchgp
+from test_accelerate_lifecycle import RBF, iterative, of_missing_targets, posterior, relative, without_targets
 warnings.simplefilter("ignore")
-from gp_models import SOLVED, marginal, posterior
-plain, test = SOLVED["scale-rbf-ard"].build()
-targets = plain.train_targets.clone(); targets[::6] = torch.nan
-plain.set_train_data(targets=targets)
-torch.manual_seed(0)
-with gpytorch.settings.max_cholesky_size(20), gpytorch.settings.observation_nan_policy("mask"):
-    value, gradient = marginal(plain)
-    found = [*posterior(plain, test), value, *gradient.values()]
-torch.save(found, {str(out)!r})
+
+plain, test = RBF.build()
+without_targets(plain, 6)
+torch.save(of_missing_targets(plain, test), f"{directory}/found.pt")  # no hook yet
+
+model, test, mean = torch.load(f"{directory}/model.pt", weights_only=False)
+with iterative(), gpytorch.settings.observation_nan_policy("mask"), sketchgp.record_solves() as solves:
+    assert relative(posterior(model, test)[0], mean) < 1e-6
+assert {report.preconditioner for report in solves} == {"RPCholesky"}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def of_missing_targets(model: gpytorch.models.ExactGP, test: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Mean, variance, marginal likelihood and its gradients by GPyTorch alone."""
+    model.train()
+    torch.manual_seed(0)
+    with (
+        gpytorch.settings.max_cholesky_size(20),
+        gpytorch.settings.observation_nan_policy("mask"),
+        sketchgp.record_solves() as solves,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        value, gradient = marginal(model)
+        found = [*posterior(model, test), value, *gradient.values()]
+    assert not solves
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_that_never_accelerated(tmp_path: Path) -> None:
+    """The hook for masked operators is the one thing that is not per instance: an untouched model gives the same bits
+    with it, and what it gives in a process that has none.  Unpickling alone brings everything, that hook included."""
+    model, test = accelerated()
+    without_targets(model, 5)
+    with iterative(), gpytorch.settings.observation_nan_policy("mask"):
+        mean, _ = posterior(model, test)
+    model.train()
+    torch.save((model, test, mean), tmp_path / "model.pt")
+    plain, test = RBF.build()
+    without_targets(plain, 6)
+    hooked = of_missing_targets(plain, test)
+    command = [sys.executable, "-W", "ignore", "-c", FRESH, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    fresh = torch.load(out)
     sketchgp.accelerate(RBF.build()[0])
-    for a, b, c in zip(hooked, fresh, answers(), strict=True):
+    for a, b, c in zip(hooked, torch.load(tmp_path / "found.pt"), of_missing_targets(plain, test), strict=True):
         assert torch.equal(a, c)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -272,6 +272,25 @@ def test_a_wide_bound_is_left_for_probes() -> None:
     assert all(width is not None and width > WIDTH for width in asked.widths)
 
 
+def test_a_bracket_that_is_wide_anyway_takes_few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its solve leaves open hardly counts beside what the log determinant does."""
+    found = []
+    for share in (None, 0.0):
+        if share is not None:
+            monkeypatch.setattr("sketchgp.models.accelerated.bound_density._HARDLY", share)
+        model = smooth(preconditioner=sketchgp.RPCholesky(rank=3))
+        model.likelihood.noise = 1e-3
+        bound = Bound(sketchgp.RPCholesky(rank=3), share=1e-7, certain=True)
+        bound.begin()
+        mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+        with torch.no_grad(), iterative(), bounded(bound), sketchgp.record_solves() as solves:
+            value = float(mll(model(*model.train_inputs), model.train_targets))
+        assert bound.gap is not None and bound.gap < 1.01 * bound._open
+        assert value <= -exact_loss(model) <= value + bound.gap / len(model.train_targets)
+        found.append(sum(report.iterations for report in solves))
+    assert found[0] < 0.7 * found[1]
+
+
 def test_bounds_left_for_probes_on_the_way() -> None:
     """Of columns that are enough at the start alone."""
     model = smooth(lengthscale=20.0, preconditioner=sketchgp.RPCholesky(rank=6))

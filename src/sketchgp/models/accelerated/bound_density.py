@@ -46,6 +46,7 @@ from .acceleration import Acceleration
 from .mean_solve import held
 
 _TRIES = 5  # solves for one w, each from the one before
+_HARDLY = 0.01  # of what the log determinant leaves open, that r^T P^-1 r may add where nothing is differentiated
 _WIDENS = 1.5  # of what was left open with the latest pivots, before they are chosen anew
 
 
@@ -61,7 +62,8 @@ class Bound:
     the density before.
 
     :param choice: of the preconditioner, with pivots and ``F F^T <= K`` (:meth:`serves`).
-    :param share: of the number of rows, that ``r^T P^-1 r`` is to come to.
+    :param share: of the number of rows, that ``r^T P^-1 r`` is to come to; where certain, it need not be less than a
+        hundredth of what the log determinant leaves open.
     :param limit: the most nats that the log determinant may leave open with pivots that were just chosen; None for any.
     :param redrawn: the nats beyond which pivots are chosen anew at once, where they are not to be held.
     :param certain: count rounding as well; without gradients.
@@ -78,6 +80,7 @@ class Bound:
     gap: float | None = field(default=None, init=False)
     rank: int = field(default=0, init=False)
     _ease: float = field(default=3.0, init=False)  # of the tolerance, over the one that is surely enough
+    _open: float = field(default=0.0, init=False)  # nats, by the latest log determinant
     _weights: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -129,13 +132,16 @@ class Bound:
         built = self.cache.get(kernel, noise, torch.is_grad_enabled())
         self.rank = max(1, built.rank)
         with torch.no_grad():
-            return built, float(log_slack(prior, built.factor, built.diagonal_part).sum()) / 2
+            self._open = float(log_slack(prior, built.factor, built.diagonal_part).sum()) / 2
+        return built, self._open
 
     def solved(self, acceleration: Acceleration, system: System, built: LowRankPlusDiagonal, b: Tensor) -> _Solved:
         """w with ``r^T P^-1 r`` small, for b ``(..., n, t)``; no gradients."""
         batch = torch.broadcast_shapes(b.shape[:-2], system.batch_shape)
         b = b.expand(*batch, *b.shape[-2:])
         aimed = self.share * system.n
+        if self.certain:
+            aimed = max(aimed, _HARDLY * self._open / b[..., 0, :].numel())
         norm = float(b.norm(dim=-2).max())
         surely = math.sqrt(aimed * float(system.noise.min())) / norm if norm > 0 else 1.0
         value = self._weights
