@@ -183,6 +183,20 @@ def test_parameters_in_bounds_that_no_transform_enforces() -> None:
     lengthscale = kernel.lengthscale.detach()
     assert float(lengthscale.min()) >= 0.3
     assert float(lengthscale.max()) == pytest.approx(0.7)
+    assert history.at_limits == {"covar_module.base_kernel.lengthscale": pytest.approx(0.7)}
+
+
+@pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
+def test_says_what_ended_on_a_limit(optimizer: str) -> None:
+    """Targets without noise: the least that the likelihood allows is still too much."""
+    x, _ = regression()
+    y = torch.sin(4 * x[:, 0]) + x[:, 1]
+    steps = {} if optimizer == "lbfgs" else {"learning_rate": 0.3, "iterations": 150}
+    history = sketchgp.fit(ard(x, y, noise=1e-3), optimizer=optimizer, **steps)
+    assert history.at_limits == {"likelihood.noise_covar.noise": pytest.approx(1e-3)}
+    assert str(history).endswith("likelihood.noise_covar.noise at its limit 0.001")
+    assert "at its limit 0.001" in " ".join(repr(history).split())
+    assert sketchgp.fit(ard(x, y + 0.3 * torch.randn(len(x)), noise=1e-3)).at_limits == {}
 
 
 def test_what_modules_learn_beside_parameters_is_kept() -> None:

@@ -354,7 +354,9 @@ def test_auto_looks_for_itself(many, monkeypatch):
         (36_000, 4_000, True, False),
         (6_000, 1_000, False, True),
         (12_000, 4_000, False, False),
-        (12_000, 200, False, False),
+        (12_000, 200, False, True),
+        (12_000, 40_000, False, False),
+        (3_000, 20_000, False, True),
         (36_000, 60, True, True),
     ],
 )

@@ -292,7 +292,7 @@ def test_auto_takes_a_factorization_where_it_is_cheap(
     monkeypatch.setattr(approximate, "_EXACT_WORK", {"cpu": 1e3})
     monkeypatch.setattr(approximate, "_FEW", 8)
     monkeypatch.setattr(approximate, "_FACTOR_WORK", {"cpu": work})
-    monkeypatch.setattr(approximate, "_BLOCK_WORK", 0)
+    monkeypatch.setattr(approximate, "_WORTH", 0)
     x, y, z = data(n=850, m=12)
     model = sketchgp.accelerate(Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double())
     assert sketchgp.predict(model, z).variance_method == expected

@@ -45,6 +45,8 @@ class FitHistory(Shown):
     counts losses with gradient, those of a line search included. ``subset`` is the history of the fit on a random
     subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
     model's parameters. ``notes`` say what was decided on the way.
+    ``at_limits`` are hyperparameters that ended where their constraint does, by name, and the limit: the least noise
+    that a likelihood allows, say. The marginal likelihood may be larger beyond it.
     ``hyperparameters`` are those of each step by name (``"covar_module.base_kernel.lengthscale"``), as the model has
     them, without what has more than 100 numbers.
     """
@@ -68,6 +70,7 @@ class FitHistory(Shown):
     notes: list[str] = field(default_factory=list)
     bracket: tuple[float, float] | None = None
     by_other_probes: tuple[float, float] | None = None
+    at_limits: dict[str, float] = field(default_factory=dict)
     hyperparameters: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
 
     @property
@@ -111,6 +114,10 @@ class FitHistory(Shown):
             words += ", exactly {:.4f} to {:.4f}".format(*self.bracket)
         return words
 
+    def _limits(self) -> str:
+        """What ended on a limit, in a few words."""
+        return ", ".join(f"{name} at its limit {limit:g}" for name, limit in self.at_limits.items())
+
     def __str__(self) -> str:
         if not self.losses:
             return f"fit: no step, {self.reason}"
@@ -118,9 +125,11 @@ class FitHistory(Shown):
         if self.subset is not None and self.subset.losses:
             before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
         worth = " (but for a constant)" if self.objective == "samples" else self._worth()
+        limits = f"; {self._limits()}" if self.at_limits else ""
         return (
             f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
+            f"{limits}"
         )
 
     def _card(self) -> Card:
@@ -140,5 +149,6 @@ class FitHistory(Shown):
             steps=f"{len(self.losses):,}, {several(self.evaluations, 'evaluation')}; {self.reason}",
             started_from=before,
             time=seconds(self.seconds[-1]),
+            at_limits=self._limits(),
             notes="; ".join(self.notes),
         )

@@ -21,6 +21,7 @@ from ..report import own_solves
 from .record import Evaluation, Stage, flat, parts
 
 _MANY_NUMBERS = 100  # of a hyperparameter, above which its course is not kept
+_AT = 0.01  # of a constraint's limit, from which a value is no farther that ended on it
 
 
 class Objective:
@@ -154,6 +155,20 @@ class Objective:
                 value = state[places[id(parameter)]]
                 value = value if constraint is None else constraint.transform(value)
                 found[name.replace("raw_", "")] = tuple(value.reshape(-1).tolist())
+        return found
+
+    @torch.no_grad()
+    def at_limits(self) -> dict[str, float]:
+        """Hyperparameters with a value as small, or as large, as its constraint allows, by name; and that limit."""
+        of_mine, found = {id(p) for p in self.parameters}, {}
+        for name, parameter, constraint in self.model.named_parameters_and_constraints():
+            if id(parameter) not in of_mine or constraint is None:
+                continue
+            value = constraint.transform(parameter)
+            for limit in (constraint.lower_bound.to(value), constraint.upper_bound.to(value)):
+                near = ((value - limit).abs() <= _AT * limit.abs()) & torch.isfinite(limit) & (limit != 0)
+                if bool(near.any()):
+                    found[name.replace("raw_", "")] = float(limit.expand_as(value)[near][0])
         return found
 
     def clear(self) -> None:

@@ -33,12 +33,10 @@ from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, dearest, factorized, judge_end, new_bound, next_objective, route
 from .scales import Woken, flatness, rescale, spread, wake
-from .start import exact_objective, on_subset
+from .start import exact_objective, on_subset, rows_before
 from .steps import Steps
 
-_FEW = 1000  # rows of which two fits tell the better one of two starts, for fits to more;
-_SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, those that larger ones start from:
-_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))  # (rows, those that come before)
+_FEW = 1000  # rows of which two fits tell the better one of two starts, for fits to more
 _ROUGH = 10.0  # times the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
@@ -136,6 +134,7 @@ class Fit:
                 best = self.of_subset
             if best is not None:
                 self.own.restore(best)
+                history.at_limits = self.own.at_limits()
                 if self.current.model is not self.model:
                     _copy_buffers(self.current.model, self.model)
                 self.own.clear()
@@ -251,8 +250,8 @@ class Fit:
 
         :param asked: whether the user wants it, and is told where it cannot be.
         """
-        rows = _SUBSET if self.kind == "samples" else _rows_before(self.history.rows)
-        exact = rows == _SUBSET
+        rows = rows_before(0 if self.kind == "samples" else self.history.rows)
+        exact = rows == rows_before(0)
         twin = on_subset(self.mll, rows, self.choices.seed, exact)
         if twin is None:
             if asked:
@@ -376,11 +375,6 @@ class Fit:
 def _exact_history(mll: Any) -> FitHistory:
     """Of a fit by exact losses to be done."""
     return FitHistory(optimizer="lbfgs", objective="exact", rows=len(mll.model.train_targets))
-
-
-def _rows_before(rows: int) -> int:
-    """How many rows a fit to so many rows starts from the optimum of."""
-    return max([_SUBSET, *(level for least, level in _LEVELS if rows >= least)])
 
 
 def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:

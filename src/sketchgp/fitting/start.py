@@ -13,6 +13,13 @@ from ..random_streams import generator
 from .objective import Objective
 
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
+_SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, those that larger ones start from:
+_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))  # (rows, those that come before)
+
+
+def rows_before(rows: int) -> int:
+    """How many rows a fit to so many rows starts from the optimum of."""
+    return max([_SUBSET, *(level for least, level in _LEVELS if rows >= least)])
 
 
 def exact_objective(model: Any, mll: Any) -> Objective:

@@ -25,6 +25,7 @@ from ...solvers.solver import kernel_of
 
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
 _FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which it does
+_WORTH = 3.0  # times as long as approximations, that exact variances may take
 _FEW = 32  # test points for which solves cost no more than what others are made of
 _BLOCK_WORK = 1700  # operations over n^2 that a solve with 32 columns takes the time of
 _POINT_WORK = 1.5e7  # and a low-rank variance
@@ -53,7 +54,7 @@ class Approximate:
     # --- which ----------------------------------------------------------------------------------------------
 
     def exact_is_cheap(self, m: int) -> bool:
-        """Whether exact variances of m test points take no longer than others, or no time worth saving."""
+        """Whether exact variances of m test points take little longer than others, or no time worth saving."""
         n, kind, side = self.matrix.shape[-1], self.noise.device.type, self.side
         if m <= _FEW or n * n * m <= _EXACT_WORK.get(kind, 1e10):
             return True
@@ -61,7 +62,7 @@ class Approximate:
             return False
         work = 2.0 * n * n * m + (0 if side.kept.there else n**3 / 3)
         others = _POINT_WORK * m + (0 if side.kept.low_rank is not None else _BLOCK_WORK * n * n)
-        return work <= max(_FACTOR_WORK.get(kind, 2e11), others)
+        return work <= max(_FACTOR_WORK.get(kind, 2e11), _WORTH * others)
 
     def best(self) -> str:
         """The word of the better approximation: samples where low-rank variances scatter too much."""
