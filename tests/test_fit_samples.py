@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from gpytorch import kernels
 from torch import Tensor
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, marginal, relative
 
 pytestmark = TORCH_WARNINGS
 NEVER = -math.inf
@@ -52,7 +53,7 @@ def exact_path(steps: int, rate: float) -> list[float]:
 def test_losses_follow_the_exact_ones_but_for_a_constant(name: str) -> None:
     model = build(SOLVERS[name])
     with iterative(tol=1e-6), sketchgp.record_solves() as solves:
-        history = sketchgp.fit(model, iterations=6, num_probes=60, tol=NEVER)
+        history = sketchgp.fit(model, iterations=6, num_probes=400, tol=NEVER)
     assert (history.objective, history.optimizer) == ("samples", "adam")
     assert {solve.solver for solve in solves} == {name}
     assert model._sketchgp.cache.builds == 0
@@ -153,3 +154,35 @@ def test_it_can_be_asked_for_and_is_refused_where_it_cannot_be() -> None:
                 sketchgp.fit(model, objective="samples", **choices)
         with pytest.raises(sketchgp.InputError, match="checkpoint"):
             sketchgp.fit(build(SOLVERS["ASkotch"]), checkpoint="kept", iterations=1)
+
+
+def test_samples_of_a_fit_are_those_of_the_posterior() -> None:
+    """What was solved for on the way serves afterwards: mean and functions of the same seed take hardly a step."""
+    model, z = build(SOLVERS["ASkotch"]), data(n=10, d=2, m=20)[2]
+    with iterative(tol=1e-6):
+        sketchgp.fit(model, iterations=12, num_probes=8, seed=3)
+        steps, values = [], []
+        for one in (model, copy.deepcopy(model)):  # the copy knows nothing of the fit
+            found = sketchgp.predict(one, z, variance=None)
+            samples = sketchgp.sample_posterior(one, 8, seed=3)
+            assert found.report is not None
+            assert max(found.report.max_residual, samples.report.max_residual) <= 1e-5
+            steps.append([found.report.iterations, samples.report.iterations])
+            values.append((found.mean, samples(z)))
+        other = sketchgp.sample_posterior(model, 8, seed=4).report
+    assert 2 * max(steps[0]) < min(steps[1])
+    assert other.iterations > 2 * max(steps[0])
+    for warm, cold in zip(*values, strict=True):
+        assert relative(warm, cold) < 1e-4
+
+
+def test_what_a_fit_has_left_is_no_start_for_other_data() -> None:
+    """The solution of other targets is farther from theirs than zero is."""
+    model = build(SOLVERS["ASkotch"])
+    x, y = model.train_inputs[0], model.train_targets
+    with iterative(tol=1e-6):
+        sketchgp.fit(model, iterations=2)
+        model.set_train_data(x, -y)
+        found = sketchgp.predict(model, x[:5], variance=None)
+    assert found.report is not None and found.report.converged
+    assert not found.report.notes

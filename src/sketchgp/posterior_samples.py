@@ -214,7 +214,7 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
     solution_report(model)
     of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
     for index, part in zip(indices, parts, strict=True):
-        solve = SampleSolve(noisy, index)
+        solve = SampleSolve(noisy, index, seed if frequencies is None else None)
         deviations = PosteriorDeviations(
             of_all_dims(part.kernel),
             part.x1.clone(),

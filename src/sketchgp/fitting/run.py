@@ -113,7 +113,7 @@ class Fit:
         try:
             self.record.begin()
             if self.acceleration is not None:  # fits are the same whatever went before
-                self.acceleration.doubled = False
+                self.acceleration.doubled, self.acceleration.left = False, None
                 if self.acceleration.cache is not None:
                     self.acceleration.cache.clear()
             self.model.train()
@@ -238,8 +238,9 @@ class Fit:
         if acceleration is None:
             yield
         elif self.kind == "samples":
-            with sampling(Samples(acceleration, seed, count)):
+            with sampling(samples := Samples(acceleration, seed, count)):
                 yield
+            acceleration.left = samples.left
         else:
             cache = acceleration.cache if self.history.optimizer == "lbfgs" else None
             with acceleration.fixed_probes(seed, count), nullcontext() if cache is None else cache.holding():

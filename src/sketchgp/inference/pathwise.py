@@ -26,6 +26,8 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import InducingPointProblem, Solution
 
+_POSTERIOR = "functions and noises of posterior samples"
+
 
 class _Deviations:
     """``f_s(x) - k(x, points) W_s`` of S functions from the prior.
@@ -58,6 +60,15 @@ class _Deviations:
         return found.reshape(*x.shape[:-1], self.samples)
 
 
+def sample_targets(kernel: Any, x: Tensor, noise: Tensor, samples: int, seed: int) -> Tensor:
+    """``f_s(X) + D^(1/2) xi_s`` of the :class:`PosteriorDeviations` with this seed and 1024 frequencies, ``(n, S)``
+    float64: draws of ``N(0, K + D)``.
+
+    :param x: ``(n, d)``; :param noise: ``(n,)``.
+    """
+    return _Deviations(kernel, x, samples, seed, _POSTERIOR)._targets(x, noise)
+
+
 class PosteriorDeviations(_Deviations):
     """``d_s(x) = f_s(x) - k(x, X) v_s`` with ``v_s = (K + D)^-1 (f_s(X) + D^(1/2) xi_s)``: what S samples of the
     posterior differ from its mean by, so that ``E d d^T`` is its covariance.
@@ -88,7 +99,7 @@ class PosteriorDeviations(_Deviations):
         seed: int = 0,
         frequencies: int | None = None,
     ) -> None:
-        super().__init__(kernel, x, samples, seed, "functions and noises of posterior samples", frequencies)
+        super().__init__(kernel, x, samples, seed, _POSTERIOR, frequencies)
         self.weights, self.report = solve(self._targets(x, noise))
 
 

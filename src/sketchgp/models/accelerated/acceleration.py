@@ -19,6 +19,7 @@ from ...preconditioners import Preconditioner, PreconditionerCache
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
 from ...solvers.automatic import automatic_solver
 from .mean_solve import gpytorch_tolerance
+from .warm import Left
 
 _RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
@@ -37,6 +38,7 @@ class Acceleration:
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
     :ivar doubled: whether log determinants are by float64 products, as float32 has been found to lose one.
+    :ivar left: solutions that a fit by samples has left.
     """
 
     preconditioner: Preconditioner | None
@@ -49,6 +51,7 @@ class Acceleration:
     probe_count: int | None = None
     cache: PreconditionerCache | None = field(init=False, repr=False)
     doubled: bool = field(default=False, init=False, compare=False)
+    left: Left | None = field(default=None, init=False, repr=False, compare=False)
     lock: threading.RLock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -37,7 +37,6 @@ from ...report import SolveReport
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.full.followed import Followed
-from ...solvers.solver import solve_system
 from .acceleration import Acceleration, Inverse
 from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
@@ -46,6 +45,7 @@ from .mean_solve import predicted_points, solve_for, solving_for
 from .probed_density import LostToRoundingError, Probes, probed_inv_quad_logdet
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
+from .warm import solve_from
 
 
 def left_to_us(flag: Any) -> bool:
@@ -210,7 +210,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
                 followed=followed,
             )
         else:
-            value, report = solve_system(solver, system, rhs)
+            left = acceleration.left if solving_for() == "mean" else None
+            value, report = solve_from(solver, system, rhs, None if left is None else left.targets)
         asked = acceleration.preconditioner if report.rank else None
         self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
         return value

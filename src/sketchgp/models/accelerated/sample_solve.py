@@ -14,11 +14,11 @@ from ...operators.tiles import logger
 from ...random_streams import generator
 from ...report import SolveReport
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
-from ...solvers.solver import solve_system
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating
 from .threshold import why_iterative
+from .warm import solve_from
 
 _SHARE = 0.04  # of a posterior deviation: the error of samples, in the root mean square over training points
 _NORMAL = 1.8874  # exp((log 2 + Euler's gamma) / 2): the standard deviation of a normal over its geometric mean
@@ -37,15 +37,20 @@ class SampleSolve:
 
     :param noisy: the training covariance with noise, evaluated, ``(..., n, n)``.
     :param index: which one of a batch.
+    :param seed: of the functions and noises that targets are of; a fit by samples may have left their solutions.
     """
 
-    def __init__(self, noisy: AcceleratedAddedDiagLinearOperator, index: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, noisy: AcceleratedAddedDiagLinearOperator, index: tuple[int, ...] = (), seed: int | None = None
+    ) -> None:
         assert noisy.acceleration is not None
         self.acceleration: Acceleration = noisy.acceleration
         system = System(noisy._linear_op, noisy._noise_vector())
         self.system = system.element(index, system.batch_shape) if system.batch_shape else system
         self.solver, self.why = self._chosen(noisy)
         self.targets: Tensor | None = None
+        left = self.acceleration.left
+        self._left = left.samples if left is not None and left.seed == seed else None
 
     def _chosen(self, noisy: AcceleratedAddedDiagLinearOperator) -> tuple[Any, str]:
         if noisy._factorized(settings.fast_computations.solves):
@@ -69,7 +74,7 @@ class SampleSolve:
     def __call__(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
         """The weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
         self.targets = targets if self._open else None
-        return self._solve(self.solver, targets)
+        return self._solve(self.solver, targets, self._left)
 
     @torch.no_grad()
     def refined(self, deviations: PosteriorDeviations) -> tuple[Tensor, SolveReport]:
@@ -95,7 +100,7 @@ class SampleSolve:
         return weights, report
 
     @torch.no_grad()
-    def _solve(self, solver: Any, targets: Tensor) -> tuple[Tensor, SolveReport]:
+    def _solve(self, solver: Any, targets: Tensor, before: Tensor | None = None) -> tuple[Tensor, SolveReport]:
         if isinstance(solver, Cholesky):
             return solver.run(self.system, targets)[:2]
         if isinstance(solver, ConjugateGradients):
@@ -104,7 +109,7 @@ class SampleSolve:
             name = "none" if built is None else self.acceleration.preconditioner_name
             value, report, _ = solver.run(self.system, targets, built, name=name, setup_seconds=seconds)
         else:
-            value, report = solve_system(solver, self.system, targets)
+            value, report = solve_from(solver, self.system, targets, before)
         if self.why and self.why not in report.notes:
             report.notes.append(self.why)
             logger.info(self.why)

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...inference.pathwise import sample_targets
 from ...operators import KernelMatrix
 from ...operators.expression import recognise
 from ...operators.first_order import in_callers_context
-from ...operators.random_features import PriorPaths
-from ...random_streams import generator
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.solver import kernel_of, solve_system
 from .acceleration import Acceleration
 from .mean_solve import held
+from .warm import Left
 
 _LOOSEST = 0.5  # relative residual of a correction, however near the solution before was
 
@@ -100,12 +100,16 @@ class Samples:
         return solve_system(dataclasses.replace(solver, tol=wanted), system, residual)[0]
 
     def _drawn(self, system: System) -> Tensor:
-        """``z`` ``(n, count)``, float64."""
-        matrix, stream = system.operator, generator(self.seed, "samples of log determinants")
-        x = matrix.x1.detach()
-        prior = PriorPaths(kernel_of(matrix), x.mean(dim=0, keepdim=True), self.count, stream)(x)
-        unit = torch.randn(prior.shape, dtype=torch.float64, generator=stream).to(x.device)
-        return prior + unit * system.noise.to(torch.float64).sqrt().unsqueeze(1)
+        """``z`` ``(n, count)``, float64: what :func:`sketchgp.sample_posterior` solves for with this seed."""
+        matrix = system.operator
+        return sample_targets(kernel_of(matrix), matrix.x1.detach(), system.noise, self.count, self.seed)
+
+    @property
+    def left(self) -> Left | None:
+        """What the latest evaluation leaves; None where there was none."""
+        if self._solutions is None:
+            return None
+        return Left(self.seed, self._solutions[:, : -self.count], self._solutions[:, -self.count :])
 
 
 def _kept(system: System) -> System:
