@@ -52,8 +52,8 @@ def test_the_unit_of_the_inputs_changes_nothing(ard: int | None, unit: Any, opti
     with pytest.warns(UserWarning, match="size of the inputs"):
         history = sketchgp.fit(model, **OPTIONS[optimizer])
     assert history.best_loss == pytest.approx(best_loss(ard, optimizer), abs=1e-3 if optimizer == "lbfgs" else 0.3)
-    assert len(history.notes) == 1
-    assert "started from lengthscales of the size of the inputs" in history.notes[0]
+    assert ["started from lengthscales of the size of the inputs" in note for note in history.notes][:1] == [True]
+    assert all("the better of two starts" in note for note in history.notes[1:])
     if optimizer == "lbfgs":
         assert history.reason == "the loss has settled"
 
@@ -184,21 +184,45 @@ def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert woken[-1] == 120 and len(woken) == 3
 
 
-def test_the_better_of_two_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many inputs of which few matter: the model's own lengthscales lead to a worse minimum."""
-    monkeypatch.setattr("sketchgp.fitting.run._FEW", 80)
+@pytest.mark.parametrize(("rows", "inputs"), [(80, 16), (160, 32)])
+def test_the_better_of_two_starts(rows: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many inputs of which few matter: the model's own lengthscales lead to a worse minimum.
+
+    :param rows: that two starts are tried with; all of them are 160.
+    """
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
     generator = torch.Generator().manual_seed(1)
-    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (16, 1))
+    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (inputs, 1))
     y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.01 * noise[:, 0]
     found = {}
     for start in ("model", "auto"):
-        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=16))
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=inputs))
         model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
         found[start] = sketchgp.fit(sketchgp.accelerate(model), start=start)
-    few = found["auto"].subset
-    assert found["model"].subset is None
-    assert few is not None and few.rows == 80
-    losses = [float(word.rstrip(",")) for word in few.notes[0].split() if word.lstrip("-")[:1].isdigit()]
-    assert min(losses) == pytest.approx(few.best_loss, abs=1e-4)
+    assert found["model"].subset is None and not found["model"].restarts
+    told = found["auto"]
+    if rows < 160:
+        assert told.subset is not None and told.subset.rows == rows
+        told = told.subset
+    else:
+        assert told.subset is None
+        (again,) = told.restarts
+        assert found["model"].best_loss == told.losses[again - 1]
+        assert all(later <= before for before, later in zip(told.losses, told.losses[1:], strict=False))
+    losses = [float(word.rstrip(",")) for word in told.notes[0].split() if word.lstrip("-")[:1].isdigit()]
+    assert min(losses) == pytest.approx(told.best_loss, abs=1e-3)
     assert max(losses) > min(losses) + 0.1, "the data must make the test meaningful"
     assert found["auto"].best_loss < found["model"].best_loss - 0.1
+    assert found["auto"].converged
+
+
+def test_a_start_that_leads_nowhere_lower_leaves_a_fit_alone() -> None:
+    x, y, _ = data(n=120, d=2)
+    found = {}
+    for start in ("model", "auto"):
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=2))
+        model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+        history = sketchgp.fit(sketchgp.accelerate(model), start=start)
+        found[start] = history.losses, [p.tolist() for p in model.parameters()]
+    assert found["model"] == found["auto"]
+    assert len(history.notes) == 1 and not history.restarts

@@ -11,6 +11,7 @@ import sketchgp
 from problems import normal, points, relative
 from sketchgp import GreedyCholesky, RPCholesky
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
+from sketchgp.operators.thin import thin_product
 from sketchgp.preconditioners import PreconditionerCache
 
 N = 60
@@ -31,6 +32,37 @@ def test_a_parameter_set_by_gpytorch_is_seen(engine):
     after = matrix @ v
     assert relative(before, kept) < 1e-14
     assert relative(after, kernel(x).to_dense() @ v) < 1e-12
+
+
+def test_a_stored_matrix_is_made_once():
+    """By products that nobody differentiates; where somebody does, the answer is the same."""
+    calls = []
+
+    class Counted(Kernel):
+        def forward(self, x1, x2, diag=False, **options):
+            calls.append(len(x1))
+            return RBFKernel().to(x1.dtype)(x1, x2, diag=diag).to_dense()
+
+    x, v = points(N), normal(N, 2)
+    matrix = KernelMatrix.of(Counted(), x, engine="dense")
+    first, made = matrix @ v, len(calls)
+    assert relative(matrix @ v, first) < 1e-14
+    assert len(calls) == made
+    assert relative(matrix @ v.clone().requires_grad_(), first) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 512, 1300])
+def test_thin_products(rows, dtype):
+    """Of matrices by rows, by columns and of every second column, with few columns and with many."""
+    by_rows, by_columns = normal(rows, 90).to(dtype), normal(90, rows).to(dtype).mT
+    for matrix in (by_rows, by_columns, normal(rows, 180).to(dtype)[:, ::2]):
+        for t in (1, 2, 5, 64, 65):
+            vectors = normal(90, t, seed=t).to(dtype)
+            for one in (vectors, vectors.mT.contiguous().mT):
+                found = thin_product(matrix, one)
+                assert relative(found.double(), matrix.double() @ one.double()) < 100 * torch.finfo(dtype).eps
+                assert found.dtype == dtype
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])

@@ -68,9 +68,9 @@ def fit(
         ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
         likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses of more than 1,000 rows, begin with
         fits to 1,000 rows from two starts, the model's parameters and lengthscales of the size of the inputs, and go on
-        from the better one.  Lengthscales with which every point is alone, or all are alike, so that the loss does
-        not change with them, are first made of the size of the inputs, with a warning; with ``"model"`` there is only
-        the warning.
+        from the better one; with fewer rows ``"auto"`` goes on at the better end.  Lengthscales with which every point
+        is alone, or all are alike, so that the loss does not change with them, are first made of the size of the
+        inputs, with a warning; with ``"model"`` there is only the warning.
     :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
         asked for is minimised however wide it is.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).

@@ -35,16 +35,17 @@ class FitHistory(Shown):
     ``"bound"`` (an upper bound of the exact one; Titsias's for an inducing-point model) or ``"given"`` (whatever the
     ``mll`` does).
     ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``restarts`` at
-    which steps the optimiser began anew with another function: new pivots of the bound, probes instead of it, it
-    instead of probes, or the exact loss instead of them. By L-BFGS losses never rise between restarts. ``bracket``
-    holds two numbers between which the exact loss at the final parameters certainly is, by one more solve, rounding
-    included; with exact losses that number twice, as float64 rounds it; None where nothing is certain.
+    which steps the optimiser began anew: with another function (new pivots of the bound, probes instead of it, it
+    instead of probes, or the exact loss instead of them), or at the lower end of a fit from another start.  By L-BFGS
+    losses never rise between restarts.  ``bracket`` holds two numbers between which the exact loss at the final
+    parameters certainly is, by one more solve, rounding included; with exact losses that number twice, as float64
+    rounds it; None where nothing is certain.
     ``by_other_probes`` is the loss at the final parameters by as many probes that no step has seen, and its standard
     error: a fit of many parameters follows what its own probes say too much or too little, and ends with a loss that is
-    too low; None where the fit did not end with probes. ``evaluations``
-    counts losses with gradient, those of a line search included. ``subset`` is the history of the fit on a random
+    too low; None where the fit did not end with probes.  ``evaluations`` counts losses with gradient, those of a line
+    search included, but not those of a fit from another start.  ``subset`` is the history of the fit on a random
     subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
-    model's parameters. ``notes`` say what was decided on the way.
+    model's parameters.  ``notes`` say what was decided on the way.
     ``at_limits`` are hyperparameters that ended where their constraint does, by name, and the limit: the least noise
     that a likelihood allows, say. The marginal likelihood may be larger beyond it.
     ``hyperparameters`` are those of each step by name (``"covar_module.base_kernel.lengthscale"``), as the model has

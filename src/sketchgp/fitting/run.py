@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..accelerate import acceleration_of
-from ..errors import InputError, NumericalError, warn
+from ..errors import InputError, warn
 from ..fingerprint import tensor_mark
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.bound_density import TooWide
@@ -26,23 +26,23 @@ from ..solvers.loop import compare_ranks
 from .adam import adam
 from .adam import improvement as adam_improvement
 from .before import Before
+from .exact_fits import MOST, NEAR, SPAN, ExactFits, history_of, judge_woken
 from .history import DEAR, FLAT, SETTLED, WIDENED, FitHistory
+from .lbfgs import STUCK, lbfgs
 from .lbfgs import improvement as lbfgs_improvement
-from .lbfgs import lbfgs
 from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, dearest, factorized, judge_end, new_bound, next_objective, route
-from .scales import Woken, flatness, rescale, spread, wake
+from .scales import Woken, flatness, rescale, wake
 from .start import exact_objective, on_subset, rows_before
 from .steps import Steps
 
 _FEW = 1000  # rows of which two fits tell the better one of two starts, for fits to more
 _ROUGH = 10.0  # times the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which one is started from
-_ITERATIONS = {"lbfgs": 500, "adam": 50}
-_SPAN = {"exact": 10, "bound": 10}  # steps of L-BFGS over which a loss is judged, by its kind;
-_OTHER = 3  # of other kinds,
-_NEAR = 4  # and at the most where it starts from a subset's optimum
+_ITERATIONS = {"lbfgs": MOST, "adam": 50}
+_SPAN = {"exact": SPAN, "bound": SPAN}  # steps of L-BFGS over which a loss is judged, by its kind;
+_OTHER = 3  # of other kinds
 _RESTARTS = 8  # with new pivots, before bounds are left as they are
 
 
@@ -96,7 +96,7 @@ class Fit:
         event = 1 if model.train_targets.dim() == 1 else 2
         self.history.rows = int(model.train_targets.shape[-event])
         self.steps: Steps | None = None
-        self.of_subset: list[Tensor] | None = None  # the best parameters of a fit to some of the rows
+        self.start: list[Tensor] | None = None  # parameters from where few rows are fitted, until other ones are tried
         self.woken: list[Woken] = []
         words = repr((dataclasses.replace(choices, optimizer=optimizer, iterations=None, tol=0.0), self.kind))
 
@@ -106,6 +106,7 @@ class Fit:
         if within is None:
             compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*self.own.parameters)})
         self.record = within or Record(self.own, checkpoint, every, marks)
+        self.exact = ExactFits(self.record, show)
 
     def __call__(self) -> FitHistory:
         """The model gets the parameters of the best step; where there was none, it is as it was."""
@@ -124,14 +125,14 @@ class Fit:
                 )
         except KeyboardInterrupt:
             history.reason = "interrupted"
-            if not history.losses and self.of_subset is None:
+            if not history.losses and self.exact.best is None:
                 raise
             when = f"after {len(history.losses)} steps" if history.losses else "in its fit to some of the rows"
             warn(f"fit was interrupted {when}; the model has the best parameters so far.", see="interrupted")
         finally:
             best = self.steps.best if self.steps is not None and history.losses else None
             if best is None and history.reason == "interrupted":
-                best = self.of_subset
+                best = self.exact.best
             if best is not None:
                 self.own.restore(best)
                 history.at_limits = self.own.at_limits()
@@ -159,6 +160,8 @@ class Fit:
         if asked or (self.choices.start == "auto" and taken):
             return self._from_subset(asked)
         if self.kind == "exact" and self.choices.start == "auto" and self.history.optimizer == "lbfgs":
+            if self.history.rows <= _FEW:
+                self.start = self.current.state()
             return self._from_few(self.mll, self.current, self.history)
         return None
 
@@ -177,7 +180,7 @@ class Fit:
             while True:
                 self.steps = steps = self._steps(limit, bar, near=inverse is not None)
                 try:
-                    self._judge_woken(steps)
+                    judge_woken(steps, self.woken)
                     if history.optimizer == "adam":
                         adam(self.current, steps, choices.learning_rate or 0.1)
                     else:
@@ -196,6 +199,10 @@ class Fit:
                 self.own.restore(steps.best)
                 if not self.whole:
                     return inverse
+                elsewhere = self._from_elsewhere(steps.best)
+                if elsewhere is not None:
+                    (inverse,) = elsewhere
+                    continue
                 if self.flat and history.reason == SETTLED:
                     history.reason = FLAT if flatness(self.model, choices.seed) else SETTLED
                 judge_end(self.current, self.own, self.acceleration, history, choices.seed, choices.num_probes)
@@ -206,21 +213,13 @@ class Fit:
                     return inverse
                 self.current = after
 
-    def _judge_woken(self, steps: Steps) -> None:
-        """One evaluation says which of the inputs that a subset took for none do matter."""
-        if self.woken:
-            steps.count(steps.objective.evaluate())
-            for woken in self.woken:
-                woken.judge()
-            self.woken = []
-
     def _steps(self, limit: int, bar: Any, near: bool) -> Steps:
         """Of the next run; :param near: whether it begins near a minimum."""
         history, current = self.history, self.current
         bounding = history.optimizer == "lbfgs" and current.bound is not None
         widest = WIDTH if bounding and len(history.restarts) < _RESTARTS else math.inf
         span = _SPAN.get(history.objective, _OTHER)
-        improvement = partial(lbfgs_improvement, span=min(span, _NEAR) if near else span)
+        improvement = partial(lbfgs_improvement, span=min(span, NEAR) if near else span)
         if history.optimizer == "adam":
             improvement = adam_improvement  # type: ignore[assignment]
         best = None if self.steps is None or not history.losses else self.steps.best
@@ -266,7 +265,7 @@ class Fit:
         except RuntimeError:  # a forward that holds what no copy converts
             if asked:
                 raise
-            self.history.subset = self.of_subset = None
+            self.history.subset = self.exact.best = None
             return None
         self.current.restore(best)
         if self.history.optimizer == "lbfgs":
@@ -275,27 +274,9 @@ class Fit:
 
     def _fit_exactly(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
         """About the inverse Hessian at the least exact loss of a part of the rows, and the parameters there."""
-        self.history.subset = found = _exact_history(twin)
         part = Objective(twin.model, twin, exact=True)
-        return self._run_exactly(part, found, self._from_few(twin, part, found), self.choices.tol)
-
-    def _run_exactly(
-        self, part: Objective, found: FitHistory, inverse: np.ndarray | None, tol: float
-    ) -> tuple[np.ndarray | None, list[Tensor]]:
-        """The same, from where a model is.
-
-        :param found: gets its steps; :param inverse: about the inverse Hessian there, or None.
-        """
-        limit, part.stage = _ITERATIONS["lbfgs"], self.record.stage(None)
-        with tqdm(total=limit, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
-            improvement = partial(lbfgs_improvement, span=_SPAN["exact"] if inverse is None else _NEAR)
-            steps = Steps(part, found, limit, bar, None, improvement, tol, self.record.began)
-            try:
-                self._judge_woken(steps)
-                after = lbfgs(part, steps, inverse)
-                return inverse if after is None else after, steps.best
-            finally:
-                self.of_subset = steps.best if found.losses else self.of_subset
+        self.history.subset = found = history_of(part)
+        return self.exact.run(part, found, self._from_few(twin, part, found), self.choices.tol, self.woken)
 
     def _from_few(self, mll: Any, objective: Objective, history: FitHistory) -> np.ndarray | None:
         """Give a model of more rows the parameters of the better one of two exact fits to few of them: from where it
@@ -310,28 +291,37 @@ class Fit:
         if twin is None:
             return None
         part = Objective(twin.model, twin, exact=True)
-        start, found, tol = part.state(), _exact_history(twin), self._rough
+        start, found = part.state(), history_of(part)
         try:
-            inverse, best = self._run_exactly(part, found, None, tol)
+            inverse, best = self.exact.run(part, found, None, self._rough)
         except RuntimeError:  # a forward that holds what no copy converts
             return None
-        part.restore(start)
-        if spread(twin.model):
-            other = _exact_history(twin)
-            try:
-                again = self._run_exactly(part, other, None, tol)
-                ends = f"{other.best_loss:.4f}, from the model's {found.best_loss:.4f}"
-                if other.best_loss < found.best_loss:
-                    (inverse, best), found = again, other
-                found.notes.append(f"the better of two starts: from lengthscales of the size of the inputs {ends}")
-            except NumericalError:
-                pass
-            finally:
-                self.of_subset = best
+        other = self.exact.elsewhere(part, start, found, self._rough)
+        if other is not None:
+            found, inverse, best = other
+        self.exact.best = best
         history.subset = found
         objective.restore(best)
         self.woken = wake(objective.model)
         return inverse
+
+    def _from_elsewhere(self, best: list[Tensor]) -> tuple[np.ndarray | None] | None:
+        """Where a fit to few rows has settled, go to the end of one from another start, if that came lower; about the
+        inverse Hessian there.
+
+        :param best: the parameters that it has come to.
+        """
+        history, start = self.history, self.start
+        self.start = None
+        if start is None or history.reason not in (SETTLED, STUCK):
+            return None
+        other = self.exact.elsewhere(self.current, start, history, self.choices.tol)
+        self.current.restore(best if other is None else other[2])
+        if other is None:
+            return None
+        history.restarts.append(len(history.losses))
+        history.notes += other[0].notes
+        return (other[1],)
 
     @property
     def _rough(self) -> float:
@@ -346,7 +336,7 @@ class Fit:
         try:
             inverse = fit._minimise(fit._from_the_start())
         finally:
-            self.of_subset = fit.steps.best if fit.steps is not None and fit.history.losses else fit.of_subset
+            self.exact.best = fit.steps.best if fit.steps is not None and fit.history.losses else fit.exact.best
         assert fit.steps is not None
         if fit.acceleration is not None and fit.acceleration.cache is not None:  # the record knows it
             fit.acceleration.cache.release()
@@ -371,11 +361,6 @@ class Fit:
                 see="lengthscales",
             )
         return why
-
-
-def _exact_history(mll: Any) -> FitHistory:
-    """Of a fit by exact losses to be done."""
-    return FitHistory(optimizer="lbfgs", objective="exact", rows=len(mll.model.train_targets))
 
 
 def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:

@@ -14,14 +14,15 @@ from torch import Tensor
 from ..distributed import Shards, in_force
 from ..errors import InputError
 from .batch_element import element
+from .batches import derivative_of_batch, repeats, single
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
 from .expression import Expression, Known, Prepared, recognise
 from .far_rows import pass_on
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
-from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, repeated, take_rows
-from .shared import derivative, product
+from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
+from .shared import product
 from .streamed_tiles import sources
 from .unchanged import State
 from .without_keops import without_keops
@@ -197,14 +198,15 @@ class KernelMatrix(LinearOperator):
 
     # --- products and derivatives ---------------------------------------------------------------------------
 
-    def _repeats(self) -> bool:
-        """Whether a batch is one matrix over and over: unbatched kernel, inputs expanded without copies."""
-        return not self.kernel.batch_shape and self.batch_shape.numel() > 0 and repeated(self.x1) and repeated(self.x2)
+    def matmul(self, other: Any) -> Any:
+        """``K other``.  LinearOperator makes the operator anew, and loses what engines keep between products."""
+        if torch.is_tensor(other) and not self._differentiated(other):
+            return self._matmul(other)
+        return super().matmul(other)
 
-    def _single(self) -> KernelMatrix:
-        """The matrix that a batch repeats."""
-        x1, x2 = (x.detach().flatten(0, -3)[0].requires_grad_(x.requires_grad) for x in (self.x1, self.x2))
-        return self._with(x1, x1 if self.x2 is self.x1 else x2, self.same)
+    def _differentiated(self, *others: Tensor) -> bool:
+        """Whether gradients may be asked for of what is made of the operator and others."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self._args, *others))
 
     @torch.no_grad()
     def _matmul(self, rhs: Tensor) -> Tensor:
@@ -220,9 +222,9 @@ class KernelMatrix(LinearOperator):
         batch = self.batch_shape if rhs.dim() == 2 else torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
         if 0 in self.batch_shape:
             return rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
-        if self.batch_shape and self._repeats():
+        if self.batch_shape and repeats(self):
             if "single" not in self.memo:
-                self.memo["single"] = self._single()
+                self.memo["single"] = single(self)
             return self.memo["single"]._matmul(rhs.expand(*batch, *rhs.shape[-2:]))
         more = len(batch) - len(self.batch_shape)
         if batch[more:] != self.batch_shape:
@@ -242,33 +244,13 @@ class KernelMatrix(LinearOperator):
 
     @torch.no_grad()
     def _derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        if left_vecs.dim() == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
-        more = len(batch) - len(self.batch_shape)
-        if len(self.batch_shape) and batch == self.batch_shape and self._repeats():  # one matrix: more columns
-            single, count = self._single(), batch.numel()
-            sides = (v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1) for v in (left_vecs, right_vecs))
-            of_x1, of_x2, *rest = single._derivative(*sides)
-            of_x1, of_x2 = (
-                None if g is None else (g / count).expand(x.shape) for g, x in ((of_x1, self.x1), (of_x2, self.x2))
-            )
-            return (of_x1, of_x2, *rest)
-        if batch[more:] != self.batch_shape:  # a batch of size one against a larger one: its parts add up
-            return TILED.dense_derivative(self, (left_vecs @ right_vecs.mT).sum_to_size(self.shape))
-        left, right = (
-            leading_to_columns(v, batch, more)
-            .reshape(*self.flat_batch, v.shape[-2], batch[:more].numel() * v.shape[-1])
-            .to(self.compute_dtype)
-            for v in (left_vecs, right_vecs)
-        )
-        return derivative(self, left, right)
+        return derivative_of_batch(self, left_vecs, right_vecs)
 
     # --- parts of the matrix --------------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
         """The whole matrix ``(..., n, m)``, differentiable; the backward pass goes by tiles."""
-        if torch.is_grad_enabled() and any(t.requires_grad for t in self._args):
+        if self._differentiated():
             return Evaluate.apply(self, TILED.dense_derivative, *self._args)
         return self._evaluate()
 

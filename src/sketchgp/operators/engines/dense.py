@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...memory import out_of_memory
 from ...settings import memory_budget
+from ..thin import thin_product
 from ..tiles import logger
 from .base import Engine, Gradients
 from .tiled import Tiled
@@ -35,7 +36,9 @@ class Dense(Engine):
         stored = self.kept(matrix)
         if stored is None:
             return Tiled().product(matrix, rhs)
-        return stored.reshape(*matrix.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else stored @ rhs
+        return (
+            stored.reshape(*matrix.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else thin_product(stored, rhs)
+        )
 
     def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
         return Tiled().derivative(matrix, left, right)

@@ -1,0 +1,97 @@
+"""Fits by exact losses that others begin with: to some of the rows, and from other starts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..errors import NumericalError
+from .history import FitHistory
+from .lbfgs import improvement, lbfgs
+from .objective import Objective
+from .record import Record
+from .scales import Woken, spread
+from .steps import Steps
+
+MOST = 500  # steps of L-BFGS
+SPAN = 10  # of them over which an exact loss is judged,
+NEAR = 4  # and near a minimum
+
+
+class ExactFits:
+    """
+    :param record: keeps their evaluations; :param show: whether to show progress.
+
+    :ivar best: the best parameters of the latest one, while it is under way, too; None before there is a loss.
+    """
+
+    def __init__(self, record: Record, show: bool) -> None:
+        self.record, self.show = record, show
+        self.best: list[Tensor] | None = None
+
+    def run(
+        self,
+        part: Objective,
+        found: FitHistory,
+        inverse: np.ndarray | None,
+        tol: float,
+        woken: list[Woken] | None = None,
+    ) -> tuple[np.ndarray | None, list[Tensor]]:
+        """From where a model is: about the inverse Hessian at the least loss, and the parameters there.
+
+        :param found: gets its steps; :param inverse: about the inverse Hessian where it begins, or None.
+        :param woken: lengthscales to be judged first.
+        """
+        part.stage = self.record.stage(None)
+        with tqdm(total=MOST, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
+            judged = partial(improvement, span=SPAN if inverse is None else NEAR)
+            steps = Steps(part, found, MOST, bar, None, judged, tol, self.record.began)
+            try:
+                judge_woken(steps, woken or [])
+                after = lbfgs(part, steps, inverse)
+                return inverse if after is None else after, steps.best
+            finally:
+                self.best = steps.best if found.losses else self.best
+
+    def elsewhere(
+        self, part: Objective, start: list[Tensor], before: FitHistory, tol: float
+    ) -> tuple[FitHistory, np.ndarray | None, list[Tensor]] | None:
+        """From lengthscales of the size of the inputs, where the start was another one: its history and what
+        :meth:`run` finds, if that is lower than before by more than the tolerance.  A note says what came of it.
+
+        :param start: the parameters of the start before, which stay but for lengthscales.
+        :param before: of the fit from there.
+        """
+        part.restore(start)
+        if not spread(part.model):
+            return None
+        found, kept = history_of(part), self.best
+        try:
+            inverse, best = self.run(part, found, None, tol)
+        except NumericalError:
+            return None
+        finally:
+            self.best = kept
+        better = found.best_loss < before.best_loss - tol
+        ends = f"{found.best_loss:.4f}, from the model's {before.best_loss:.4f}"
+        (found if better else before).notes.append(
+            f"the better of two starts: from lengthscales of the size of the inputs {ends}"
+        )
+        return (found, inverse, best) if better else None
+
+
+def history_of(part: Objective) -> FitHistory:
+    """Of a fit by exact losses to be done."""
+    return FitHistory(optimizer="lbfgs", objective="exact", rows=len(part.model.train_targets))
+
+
+def judge_woken(steps: Steps, woken: list[Woken]) -> None:
+    """One evaluation says which of the inputs that fewer rows took for none do matter; none is left to be judged."""
+    if woken:
+        steps.count(steps.objective.evaluate())
+        for one in woken:
+            one.judge()
+        woken.clear()
