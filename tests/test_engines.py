@@ -164,8 +164,9 @@ def test_right_hand_sides_that_do_not_fit(name):
         with pytest.raises(InputError, match="on meta; convert one"):
             operator @ torch.ones(10, 2, device="meta")
         for wrong in (normal(9, 2, dtype=torch.float32), normal(11, dtype=torch.float32)):
-            with pytest.raises(RuntimeError, match="Incompatible dimensions"):
-                operator @ wrong
+            for recorded in (True, False):
+                with torch.set_grad_enabled(recorded), pytest.raises(RuntimeError, match="Incompatible dimensions"):
+                    operator @ wrong
             with pytest.raises(InputError, match="rows"):
                 operator._matmul(wrong)
 

@@ -186,6 +186,15 @@ def test_parameters_in_bounds_that_no_transform_enforces() -> None:
     assert history.at_limits == {"covar_module.base_kernel.lengthscale": pytest.approx(0.7)}
 
 
+def test_the_middle_of_a_narrow_interval_is_no_limit() -> None:
+    x, y = regression()
+    kernel = kernels.PeriodicKernel(period_length_constraint=gpytorch.constraints.Interval(365, 366))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = sketchgp.accelerate(Plain(x, y, likelihood, kernel).double())
+    kernel.period_length = 365.5
+    assert "covar_module.period_length" not in sketchgp.fit(model, iterations=1).at_limits
+
+
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
 def test_says_what_ended_on_a_limit(optimizer: str) -> None:
     """Targets without noise: the least that the likelihood allows is still too much."""

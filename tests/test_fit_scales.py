@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -214,6 +215,51 @@ def test_the_better_of_two_starts(rows: int, inputs: int, monkeypatch: pytest.Mo
     assert max(losses) > min(losses) + 0.1, "the data must make the test meaningful"
     assert found["auto"].best_loss < found["model"].best_loss - 0.1
     assert found["auto"].converged
+
+
+def test_a_worse_end_of_another_start_is_left_whatever_is_settled_for() -> None:
+    """A tolerance below zero ends a fit early, and does not make more of less."""
+    x = torch.linspace(0, 1, 100, dtype=torch.float64).unsqueeze(1)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=1))
+    model = Plain(x, torch.sin(12 * x[:, 0]), gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    kernel.base_kernel.lengthscale = 0.15
+    history = sketchgp.fit(sketchgp.accelerate(model), tol=-1.0)
+    assert history.best_loss == min(history.losses)
+
+
+def test_another_start_leaves_what_modules_learn_alone() -> None:
+    """Running means are those of the inputs that the parameters kept make."""
+
+    class Deep(Plain):
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            self.net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(self.net(x))
+
+    x, y, _ = data(n=60, d=2)
+    kept = {}
+    for start in ("model", "auto"):
+        torch.manual_seed(0)
+        kernel = gpytorch.kernels.RBFKernel()
+        model = Deep(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+        kernel.lengthscale = 0.1
+        history = sketchgp.fit(sketchgp.accelerate(model), start=start)
+        kept[start] = model.net[1].running_var.item()
+    if not history.restarts:
+        assert kept["auto"] == kept["model"]
+    assert len(history.notes) == 1
+
+
+def test_another_start_keeps_to_the_iterations() -> None:
+    x, y, _ = data(n=120, d=2)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=2))
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    steps = len(sketchgp.fit(sketchgp.accelerate(model), start="model").losses)
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), copy.deepcopy(kernel)).double()
+    again = sketchgp.fit(sketchgp.accelerate(model), iterations=steps)
+    assert len(again.losses) <= steps
 
 
 def test_a_start_that_leads_nowhere_lower_leaves_a_fit_alone() -> None:

@@ -78,10 +78,10 @@ def accelerate(
           (:class:`sketchgp.inference.pathwise.PosteriorDeviations`), averaged with the low-rank variance by the inverse
           of their squared standard errors; one solve with as many columns more.  For kernels with random features:
           RBF, Matern, rational quadratic, periodic, Laplace and constant kernels, their sums and products.
-        - ``"auto"``: exact while that costs no more; else low-rank where its standard error is at most a tenth, and
-          samples where it is not.  It compares 4 test points with exact variances once, and warns where it is off by
-          more than the standard errors say.  Where gradients may be asked for, and for all but one plain kernel
-          without batch, it is exact.
+        - ``"auto"``: exact while that takes at most three times as long; else low-rank where its standard error is at
+          most a tenth, and samples where it is not.  It compares 4 test points with exact variances once, and warns
+          where it is off by more than the standard errors say.  Where gradients may be asked for, and for all but one
+          plain kernel without batch, it is exact.
 
         For a moment, ``with sketchgp.settings.variance("exact"):`` says otherwise.
     :param variance_samples: of ``"samples"``, whose relative standard error is below ``sqrt(2 / variance_samples)``.

@@ -82,7 +82,8 @@ def fit(
         loss has settled, too, when the improvement is smaller than half its standard error, by the spread of the
         probes; not so where ``tol`` is 0 or less.
     :param progress: show a progress bar (default: in a terminal or notebook).
-    :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.
+    :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.  Fits to some of the
+        rows, and from another start, do not call it.
     :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
         no cost, one of each choice of pivots and the last of each bound excepted, and then on: to the bits that an
         uninterrupted one ends with (on the same device and number of threads), from the parameters that the first run

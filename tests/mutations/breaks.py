@@ -2362,7 +2362,7 @@ BREAKS = (
     ),
     Break(
         "fitting/exact_fits.py",
-        "better = found.best_loss < before.best_loss - tol",
+        "better = found.best_loss < before.best_loss - max(tol, 0.0)",
         "better = False",
         ("test_fit_scales.py",),
         "the second start of a fit is tried for nothing",

@@ -39,16 +39,17 @@ class ExactFits:
         inverse: np.ndarray | None,
         tol: float,
         woken: list[Woken] | None = None,
+        most: int = MOST,
     ) -> tuple[np.ndarray | None, list[Tensor]]:
         """From where a model is: about the inverse Hessian at the least loss, and the parameters there.
 
         :param found: gets its steps; :param inverse: about the inverse Hessian where it begins, or None.
-        :param woken: lengthscales to be judged first.
+        :param woken: lengthscales to be judged first; :param most: steps.
         """
         part.stage = self.record.stage(None)
-        with tqdm(total=MOST, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
+        with tqdm(total=most, desc=f"{found.rows} rows", unit="step", disable=not self.show, leave=False) as bar:
             judged = partial(improvement, span=SPAN if inverse is None else NEAR)
-            steps = Steps(part, found, MOST, bar, None, judged, tol, self.record.began)
+            steps = Steps(part, found, most, bar, None, judged, tol, self.record.began)
             try:
                 judge_woken(steps, woken or [])
                 after = lbfgs(part, steps, inverse)
@@ -57,7 +58,7 @@ class ExactFits:
                 self.best = steps.best if found.losses else self.best
 
     def elsewhere(
-        self, part: Objective, start: list[Tensor], before: FitHistory, tol: float
+        self, part: Objective, start: list[Tensor], before: FitHistory, tol: float, most: int = MOST
     ) -> tuple[FitHistory, np.ndarray | None, list[Tensor]] | None:
         """From lengthscales of the size of the inputs, where the start was another one: its history and what
         :meth:`run` finds, if that is lower than before by more than the tolerance.  A note says what came of it.
@@ -70,13 +71,13 @@ class ExactFits:
             return None
         found, kept = history_of(part), self.best
         try:
-            inverse, best = self.run(part, found, None, tol)
+            inverse, best = self.run(part, found, None, tol, most=most)
         except NumericalError:
             return None
         finally:
             self.best = kept
-        better = found.best_loss < before.best_loss - tol
-        ends = f"{found.best_loss:.4f}, from the model's {before.best_loss:.4f}"
+        better = found.best_loss < before.best_loss - max(tol, 0.0)
+        ends = f"{found.best_loss:.4f}, from the first ones {before.best_loss:.4f}"
         (found if better else before).notes.append(
             f"the better of two starts: from lengthscales of the size of the inputs {ends}"
         )

@@ -21,7 +21,7 @@ from ..report import own_solves
 from .record import Evaluation, Stage, flat, parts
 
 _MANY_NUMBERS = 100  # of a hyperparameter, above which its course is not kept
-_AT = 0.01  # of a constraint's limit, from which a value is no farther that ended on it
+_AT = 0.01  # of a constraint's limit, or of its interval, from which a value is no farther that ended on it
 
 
 class Objective:
@@ -165,8 +165,10 @@ class Objective:
             if id(parameter) not in of_mine or constraint is None:
                 continue
             value = constraint.transform(parameter)
-            for limit in (constraint.lower_bound.to(value), constraint.upper_bound.to(value)):
-                near = ((value - limit).abs() <= _AT * limit.abs()) & torch.isfinite(limit) & (limit != 0)
+            lower, upper = constraint.lower_bound.to(value), constraint.upper_bound.to(value)
+            for limit in (lower, upper):
+                size = torch.minimum(limit.abs(), upper - lower)
+                near = ((value - limit).abs() <= _AT * size) & torch.isfinite(limit) & (limit != 0)
                 if bool(near.any()):
                     found[name.replace("raw_", "")] = float(limit.expand_as(value)[near][0])
         return found

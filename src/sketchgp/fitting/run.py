@@ -199,7 +199,7 @@ class Fit:
                 self.own.restore(steps.best)
                 if not self.whole:
                     return inverse
-                elsewhere = self._from_elsewhere(steps.best)
+                elsewhere = self._from_elsewhere()
                 if elsewhere is not None:
                     (inverse,) = elsewhere
                     continue
@@ -305,20 +305,26 @@ class Fit:
         self.woken = wake(objective.model)
         return inverse
 
-    def _from_elsewhere(self, best: list[Tensor]) -> tuple[np.ndarray | None] | None:
+    def _from_elsewhere(self) -> tuple[np.ndarray | None] | None:
         """Where a fit to few rows has settled, go to the end of one from another start, if that came lower; about the
-        inverse Hessian there.
-
-        :param best: the parameters that it has come to.
-        """
+        inverse Hessian there."""
         history, start = self.history, self.start
-        self.start = None
-        if start is None or history.reason not in (SETTLED, STUCK):
+        self.start, most = None, self.choices.iterations or MOST
+        if start is None or history.reason not in (SETTLED, STUCK) or len(history.losses) >= most:
             return None
-        other = self.exact.elsewhere(self.current, start, history, self.choices.tol)
-        self.current.restore(best if other is None else other[2])
+        twin = on_subset(
+            self.mll, _FEW, self.choices.seed, True
+        )  # modules that learn from what they see are left alone
+        if twin is None or len(twin.model.train_targets) != history.rows:
+            return None
+        part = Objective(twin.model, twin, exact=True)
+        try:
+            other = self.exact.elsewhere(part, start, history, self.choices.tol, most)
+        except RuntimeError:  # a forward that holds what no copy converts
+            return None
         if other is None:
             return None
+        self.current.restore(other[2])
         history.restarts.append(len(history.losses))
         history.notes += other[0].notes
         return (other[1],)

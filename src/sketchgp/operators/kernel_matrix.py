@@ -9,6 +9,7 @@ import torch
 from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator.operators import DenseLinearOperator, LinearOperator
+from linear_operator.utils.broadcasting import _matmul_broadcast_shape
 from torch import Tensor
 
 from ..distributed import Shards, in_force
@@ -49,7 +50,8 @@ class KernelMatrix(LinearOperator):
     :param kernel: the GPyTorch kernel (one output per input).
     :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
     :param engine: how products are computed (:mod:`sketchgp.operators.engines`): ``"dense"`` stores the matrix at the
-        first product, ``"tiled"`` computes it by tiles, ``"keops"`` and ``"triton"`` by the fused kernels of those
+        first product, until torch knows of a change in inputs or parameters (memory shared with numpy is not seen),
+        ``"tiled"`` computes it by tiles, ``"keops"`` and ``"triton"`` by the fused kernels of those
         packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and
         else takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
     :param same: whether x1 and x2 hold the same points.
@@ -200,7 +202,9 @@ class KernelMatrix(LinearOperator):
 
     def matmul(self, other: Any) -> Any:
         """``K other``.  LinearOperator makes the operator anew, and loses what engines keep between products."""
-        if torch.is_tensor(other) and not self._differentiated(other):
+        inputs = all(torch.is_tensor(x) and not x.is_inference() for x in (self.x1, self.x2))  # whose changes are seen
+        if torch.is_tensor(other) and inputs and not self._differentiated(other):
+            _matmul_broadcast_shape(self.shape, other.shape)
             return self._matmul(other)
         return super().matmul(other)
 

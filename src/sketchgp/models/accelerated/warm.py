@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...distributed import in_force
 from ...report import SolveReport
 from ...solvers import BlockSolver, System
 from ...solvers.solver import solve_system
@@ -31,9 +32,10 @@ def solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None) 
     """``A^-1 rhs`` ``(n, t)``, from a solution of nearly the same system.
 
     From zero where there is none, where one of its columns is not nearer than that, and where the solver knows no
-    start, or keeps a checkpoint, which is of a solve from zero.
+    start, or keeps a checkpoint, which is of a solve from zero; and where ranks work together, of which each may
+    have another start, or none.
     """
-    warm = isinstance(solver, BlockSolver) and solver.checkpoint is None
+    warm = isinstance(solver, BlockSolver) and solver.checkpoint is None and in_force() is None
     if not warm or before is None or before.shape != rhs.shape or before.device != rhs.device:
         return solve_system(solver, system, rhs)
     residual = rhs.to(torch.float64) - system.accurate_product(before)
