@@ -16,7 +16,8 @@ from ..fast_tiles import FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
 from ..streamed_tiles import StreamedTiles, coincident, sources, within_blocks
-from ..tiles import Shape, add_product, padded, pieces, shrinking, tile_shape
+from ..tile_sums import TileSums
+from ..tiles import Shape, pieces, shrinking, tile_shape
 from .base import Engine, Gradients, Live, folds
 
 if TYPE_CHECKING:
@@ -145,16 +146,15 @@ def _tiles_of(
 @torch.no_grad()
 def _product(matrix: KernelMatrix, rhs: Tensor, shape: Shape, half: bool, within: slice | None = None) -> Tensor:
     tiles = _tiles(matrix, shape, half, within)
-    columns_wanted, rhs = rhs.shape[-1], padded(rhs)
-    out = rhs.new_zeros(*matrix.flat_batch, matrix.shape[-2], rhs.shape[-1])
+    sums = TileSums(matrix.flat_batch, matrix.shape[-2], rhs)
     for rows, columns, mirror in _pieces(matrix, shape, half, within):
         tile = tiles.tile(rows, columns)
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
             tile = tile.expand(*matrix.shape[:-2], *tile.shape[-2:]).reshape(*matrix.flat_batch, *tile.shape[-2:])
-        add_product(out[..., rows, :], tile, rhs[..., columns, :])
+        sums.add(rows, columns, tile)
         if mirror:
-            add_product(out[..., columns, :], tile.mT, rhs[..., rows, :])
-    out = out[..., :columns_wanted]
+            sums.add(columns, rows, tile.mT)
+    out = sums.total()
     return out if tiles.outputscale is None else out.mul_(tiles.outputscale)
 
 
