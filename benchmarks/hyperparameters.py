@@ -130,7 +130,8 @@ def ours(data: Data, limit: float, found: dict[str, Any], **options: Any) -> Non
     found |= {"cpu_seconds": time.process_time() - began, "seconds": time.perf_counter() - wall,
               "steps": len(history.losses), "evaluations": history.evaluations, "loss": history.best_loss,
               "objective": history.objective, "reason": history.reason, "products": products(solves),
-              "complete": not history.reason.startswith("stopped"), **parameters(model)}  # fmt: skip
+              "complete": not history.reason.startswith("stopped"), "notes": history.notes,
+              **parameters(model)}  # fmt: skip
     began = time.process_time()
     posterior = sketchgp.predict(model, data.test_x, progress=False)
     assert posterior.observation_variance is not None
