@@ -199,11 +199,12 @@ def test_a_solution_in_float32_is_bounded_as_it_is_returned():
     x, y = points(120, 3, dtype=torch.float32), normal(120, dtype=torch.float32)
     problem = sketchgp.FullProblem(made("rbf", 0.5, 2.0).float(), x, y, 1e-4)
     with pytest.warns(sketchgp.ConvergenceWarning, match="was rounded"):
-        solution = sketchgp.ConjugateGradients(tol=1e-3).solve(problem, sketchgp.RPCholesky(rank=120))
+        solution = sketchgp.ConjugateGradients(tol=1e-5).solve(problem, sketchgp.RPCholesky(rank=120))
     exact = sketchgp.Cholesky().solve(sketchgp.FullProblem(problem.kernel.double(), x.double(), y.double(), 1e-4))
     error = solution.value.double() - exact.value
     matrix = problem.kernel(x.double()).to_dense().detach() + 1e-4 * identity(120)
-    assert float((error @ matrix @ error).sqrt()) <= float(solution.report.error_bound) <= 0.01
+    size, found = (float((v @ matrix @ v).sqrt()) for v in (exact.value, error))
+    assert found <= float(solution.report.error_bound) <= 0.01 * size
 
 
 def model_of(dtype, noise=1e-3, n=200):
@@ -376,16 +377,16 @@ def test_a_bound_that_rounding_does_not_allow():
     assert not report.converged
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_residual_at_its_target_with_a_bound_that_is_not(dtype):
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.float32, 1e-5), (torch.float64, 1e-6)])
+def test_a_residual_at_its_target_with_a_bound_that_is_not(dtype, noise):
     """Where rounding leaves the bound too wide, whatever the residual is: the solve ends, and says so."""
     kernel = ScaleKernel(RBFKernel()).to(dtype)
     kernel.base_kernel.lengthscale = 0.5
-    problem = sketchgp.FullProblem(kernel, points(60, dtype=dtype), normal(60, dtype=dtype), 1e-5)
+    problem = sketchgp.FullProblem(kernel, points(60, dtype=dtype), normal(60, dtype=dtype), noise)
     with pytest.warns(sketchgp.ConvergenceWarning, match="certain to"):
         solution = sketchgp.ConjugateGradients(tol="certified").solve(problem, sketchgp.RPCholesky(rank=20))
     assert not solution.report.converged
-    assert solution.report.max_residual < 1e-3
+    assert solution.report.max_residual < 1e-2
 
 
 @pytest.mark.parametrize("tol", ["posterior", "certified"])
