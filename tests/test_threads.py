@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,6 +200,24 @@ def test_a_model_on_inducing_points_in_two_threads() -> None:
     pair = together(*(lambda: sketchgp.predict(model, z) for _ in range(2)), in_step=False)
     assert pair[0].report is pair[1].report is not None
     assert torch.equal(pair[0].variance, pair[1].variance)
+
+
+class Slow(kernels.RBFKernel):
+    """A kernel of the user's, which computes long enough for another thread to have its turn."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        time.sleep(0.002)
+        return super().forward(*args, **options)
+
+
+def test_a_kernel_that_computes_in_float64_while_another_thread_looks() -> None:
+    """What a float32 kernel computes with meanwhile is no change of the model."""
+    x, y, z = (part.float() for part in data(n=300, m=6))
+    likelihood, mean = gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.ConstantMean()
+    model = sketchgp.InducingPointGP(x, y, likelihood.float(), mean.float(), Slow().float(), x[:20]).eval()
+    report = model.solution.report
+    pair = together(*(lambda: [sketchgp.predict(model, z) for _ in range(3)] for _ in range(2)), in_step=False)
+    assert all(prediction.report is report for found in pair for prediction in found)
 
 
 def test_reports_are_of_the_own_solve() -> None:

@@ -29,6 +29,7 @@ from .models.inducing.sparse_covariance import (
     TraceTerm,
 )
 from .operators.expression import recognise
+from .operators.lazies import KERNELS
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
@@ -262,20 +263,22 @@ class InducingPointGP(gpytorch.models.ExactGP):
     def _forget_if_changed(self) -> None:
         """Parameters, noises, data and settings may change in ways that leave no trace but their values."""
         parts = (self.covar_module, self.mean_module, self.likelihood)
-        state = (
-            *(Held(part) for part in (*parts, self.solver)),
-            *(module_key(part) for part in parts),
-            *(tensor_key(values) for values in (self.inducing_points, self.noise())),
-            *(data_key(data) for data in (self._x, self.train_targets)),
-            *(self.variance, self.variance_samples),
-        )
+        with KERNELS:  # no kernel computes with other parameters than its own meanwhile
+            state = (
+                *(Held(part) for part in (*parts, self.solver)),
+                *(module_key(part) for part in parts),
+                *(tensor_key(values) for values in (self.inducing_points, self.noise())),
+                *(data_key(data) for data in (self._x, self.train_targets)),
+                *(self.variance, self.variance_samples),
+            )
         if self._kept.get("state") != state:
             self._kept = {"state": state}
 
     def _clear_cache(self) -> None:
         super()._clear_cache()
         self.update_added_loss_term("trace", TraceTerm())  # which holds the matrices of the last training step
-        self._kept = {}
+        with self._lock:
+            self._kept = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}, "_lock": None}

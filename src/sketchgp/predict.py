@@ -157,7 +157,7 @@ def predict(
             raise InputError("predict: model expects one tensor of inputs for BoTorch's transforms; got several.")
         return _several(model, _inputs_like(x, model.train_inputs), variance, batch_size or _VARIANCE_ROWS, show)
     x = points_like("predict", "x", x, model.train_inputs[0] if transforms is None else transforms.raw)
-    model.eval()
+    _into_eval_mode(model)
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
     if transforms is None:
@@ -165,6 +165,12 @@ def predict(
     z = transforms.inputs(x)
     transforms.check(x, z, variance is not None)
     return transforms.in_units(_accelerated(model, z, variance, batch_size, show), x, z)
+
+
+def _into_eval_mode(model: Any) -> None:
+    """A change of mode drops what is known of a solution: not while another thread looks for it, nor after it did."""
+    with model._lock if isinstance(model, InducingPointGP) else acceleration_of(model, "predict").lock:
+        model.eval()
 
 
 def _accelerated(model: Any, x: Tensor, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
@@ -247,7 +253,7 @@ def _several(model: Any, inputs: list[Tensor], variance: str | None, rows: int, 
     if variance not in (None, "auto", "exact"):
         raise InputError(f"predict: variance of a model of several inputs expects 'auto', 'exact' or None, got "
                          f"{variance!r}.")  # fmt: skip
-    model.eval()
+    _into_eval_mode(model)
     means, latents, noises = [], [], []
     with torch.no_grad():
         report = solution_report(model)

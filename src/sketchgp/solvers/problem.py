@@ -14,6 +14,7 @@ from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
 from ..operators.access import AccurateProduct, element
 from ..operators.engines import ENGINES
+from ..operators.generic_tiles import parameters_of
 from ..report import SolveReport
 from ..row_sources import RowSource, whole_or_source, whole_targets
 
@@ -190,7 +191,7 @@ def check_data(owner: str, kernel: Any, x: Tensor | RowSource, y: Tensor, names:
 
 def check_fits(owner: str, kernel: Any, x: Tensor | RowSource, name: str) -> None:
     """:raises InputError: where the kernel is wider than x, or elsewhere."""
-    for parameter in kernel.parameters():
+    for parameter in parameters_of(kernel).values():
         if parameter.dtype.itemsize > x.dtype.itemsize:
             raise InputError(
                 f"{owner}: kernel has dtype {parameter.dtype}, {name} {x.dtype}; convert one: kernel.to({name}.dtype)."

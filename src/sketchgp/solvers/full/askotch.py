@@ -129,7 +129,7 @@ class _Fresh(InvertedBlocks):
         g, momentum = self.system.residual_and(rows, y, r, v[own] - w[own])
         d = inverse.apply(g) / inverse.smoothness
         against = (g * momentum).sum()
-        v.mul_(beta).add_(y, alpha=1 - beta)
+        v.lerp_(y, 1 - beta)  # which leaves rows as they are where v is y: they have no slope
         v[own] -= gamma * d[here]
         y[own] -= d[here]
         tensors["w"] = y
