@@ -73,7 +73,7 @@ def _cells(results: dict[str, Any]) -> Cells:
         if (processor := run.get("processor", "")) not in ("", results["machine"]["processor"]):
             run = {**run, "elsewhere": processor}
         cells[name, run["train"]][method][int(seed.split()[1])] = run
-    return cells
+    return dict(sorted(cells.items(), key=lambda cell: cell[0][1]))  # fewest rows first
 
 
 def _of_first(cells: Cells) -> Runs:

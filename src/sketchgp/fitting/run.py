@@ -312,9 +312,7 @@ class Fit:
         self.start, most = None, self.choices.iterations or MOST
         if start is None or history.reason not in (SETTLED, STUCK) or len(history.losses) >= most:
             return None
-        twin = on_subset(
-            self.mll, _FEW, self.choices.seed, True
-        )  # modules that learn from what they see are left alone
+        twin = on_subset(self.mll, _FEW, self.choices.seed, True)  # a copy: some modules learn from what they see
         if twin is None or len(twin.model.train_targets) != history.rows:
             return None
         part = Objective(twin.model, twin, exact=True)
