@@ -179,10 +179,11 @@ def _beside_dense(cells: Cells) -> list[str]:
     return ["## Beside the dense fit, from the same start", "", text, "", table(head, rows), ""]
 
 
-def _reached(runs: dict[str, dict[str, Any]], nll: float) -> dict[str, Any] | None:
-    """The quickest of sketchgp's fits with a density that is no worse; None where there is none."""
+def _reached(runs: dict[str, dict[str, Any]], nll: float, processor: str | None) -> dict[str, Any] | None:
+    """The quickest of sketchgp's fits on a processor with a density that is no worse; None where there is none."""
     found = [runs[method] for method in ("sketchgp", *SHORT) if "nll" in runs.get(method, {})]
-    return min((run for run in found if run["nll"] <= nll), key=lambda run: run["cpu_seconds"], default=None)
+    fits = (run for run in found if run["nll"] <= nll and run.get("elsewhere") == processor)
+    return min(fits, key=lambda run: run["cpu_seconds"], default=None)
 
 
 def _same_density(cells: Runs) -> list[str]:
@@ -196,7 +197,7 @@ def _same_density(cells: Runs) -> list[str]:
             best = rival["by_sketchgp"]["nll"]
             if rival["scored"] == rival["test"]:
                 best = min(best, rival["nll"])
-            near, took = _reached(methods, best), ["-"] * 4
+            near, took = _reached(methods, best, rival.get("elsewhere")), ["-"] * 4
             if near is not None:
                 took = [near["steps"], f"{near['nll']:.3f}", number(near["cpu_seconds"]),
                         f"{near['cpu_seconds'] / rival['cpu_seconds']:.2f}"]  # fmt: skip
