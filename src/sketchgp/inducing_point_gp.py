@@ -264,13 +264,14 @@ class InducingPointGP(gpytorch.models.ExactGP):
         """Parameters, noises, data and settings may change in ways that leave no trace but their values."""
         parts = (self.covar_module, self.mean_module, self.likelihood)
         with KERNELS:  # no kernel computes with other parameters than its own meanwhile
-            state = (
-                *(Held(part) for part in (*parts, self.solver)),
-                *(module_key(part) for part in parts),
-                *(tensor_key(values) for values in (self.inducing_points, self.noise())),
-                *(data_key(data) for data in (self._x, self.train_targets)),
-                *(self.variance, self.variance_samples),
-            )
+            modules = [module_key(part) for part in parts]
+        state = (
+            *(Held(part) for part in (*parts, self.solver)),
+            *modules,
+            *(tensor_key(values) for values in (self.inducing_points, self.noise())),
+            *(data_key(data) for data in (self._x, self.train_targets)),
+            *(self.variance, self.variance_samples),
+        )
         if self._kept.get("state") != state:
             self._kept = {"state": state}
 
