@@ -217,6 +217,51 @@ def test_the_better_of_two_starts(rows: int, inputs: int, monkeypatch: pytest.Mo
     assert found["auto"].converged
 
 
+def _rough(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Five inputs, of which three matter, one by a jump; standardised."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(240, 5, generator=generator).double()
+    x = (x - x.mean(dim=0)) / x.std(dim=0)
+    errors = torch.randn(240, generator=generator, dtype=torch.float64)
+    y = torch.sin(2 * x[:, 0]) + torch.sign(x[:, 1] + 0.3) * x[:, 2] + noise * errors
+    return x, (y - y.mean()) / y.std()
+
+
+def _of(x: torch.Tensor, y: torch.Tensor, noise: float = 0.5) -> Plain:
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=x.shape[1]))
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    model.likelihood.noise = noise
+    return sketchgp.accelerate(model)
+
+
+def test_a_noise_that_few_rows_do_without_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 rows of 240 can be passed through; from there, with hardly any noise, a fit would stay in that valley."""
+    x, y = _rough(noise=0.2)
+    reference = sketchgp.fit(_of(x, y, noise=0.05), start="model").best_loss
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", 60)
+    history = sketchgp.fit(_of(x, y))
+    assert history.subset is not None and history.subset.rows == 60
+    ended = history.subset.hyperparameters["likelihood.noise_covar.noise"][history.subset.best_step]
+    assert ended[0] < 5e-4, "the data must make the test meaningful"
+    said = history.subset.notes[-1]
+    assert said.startswith("the noise was raised to 0.01 of the targets' variance: with 240 rows the loss was ")
+    assert history.best_loss == pytest.approx(reference, abs=0.005)
+    assert history.converged
+
+
+@pytest.mark.parametrize("case", ["none", "fixed"])
+def test_a_noise_that_more_rows_do_without_stays(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets without noise; and a noise that the user has fixed."""
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", 60)
+    x, y = _rough(noise=0.2)
+    model = _of(x, torch.sin(x[:, 0]) + x[:, 1]) if case == "none" else _of(x, y, noise=2e-4)
+    model.likelihood.raw_noise.requires_grad_(case == "none")
+    history = sketchgp.fit(model)
+    assert history.subset is not None
+    assert not [note for note in history.subset.notes if "noise" in note]
+    assert float(model.likelihood.noise.detach()) < 2.1e-4
+
+
 def test_a_worse_end_of_another_start_is_left_whatever_is_settled_for() -> None:
     """A tolerance below zero ends a fit early, and does not make more of less."""
     x = torch.linspace(0, 1, 100, dtype=torch.float64).unsqueeze(1)

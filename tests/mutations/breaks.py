@@ -2368,6 +2368,13 @@ BREAKS = (
         "the second start of a fit is tried for nothing",
     ),
     Break(
+        "fitting/noises.py",
+        "if not loss < least:",
+        "if True:",
+        ("test_fit_scales.py",),
+        "a noise that few rows do without is lost to more rows",
+    ),
+    Break(
         "fitting/objective.py",
         "if found.doubled:",
         "if False:",

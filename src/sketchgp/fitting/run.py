@@ -30,6 +30,7 @@ from .exact_fits import MOST, NEAR, SPAN, ExactFits, history_of, judge_woken
 from .history import DEAR, FLAT, SETTLED, WIDENED, FitHistory
 from .lbfgs import STUCK, lbfgs
 from .lbfgs import improvement as lbfgs_improvement
+from .noises import raise_noise
 from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, dearest, factorized, judge_end, new_bound, next_objective, route
@@ -302,6 +303,9 @@ class Fit:
         self.exact.best = best
         history.subset = found
         objective.restore(best)
+        raised = raise_noise(objective)
+        if raised:
+            found.notes.append(raised)
         self.woken = wake(objective.model)
         return inverse
 

@@ -129,7 +129,7 @@ def wake(model: Any) -> list[Woken]:
         tiny, huge = (now < _APART * least) & (size > 0), (now > _LITTLE * size) & (size > 0)
         if bool((tiny | huge).any()):
             chosen = torch.where(tiny, size, torch.where(huge, _LITTLE * size, now)).to(kernel.raw_lengthscale)
-            kernel.lengthscale = _inside(chosen, kernel.raw_lengthscale_constraint)
+            kernel.lengthscale = inside(chosen, kernel.raw_lengthscale_constraint)
             found.append(Woken(kernel, before, huge))
     return found
 
@@ -166,11 +166,11 @@ def _moved(kernel: Any, model: Any, all_of_it: bool) -> bool:
     if not bool(far.any()):
         return False
     chosen = torch.where(far, wanted, now).to(raw)
-    kernel.lengthscale = _inside(chosen, kernel.raw_lengthscale_constraint)
+    kernel.lengthscale = inside(chosen, kernel.raw_lengthscale_constraint)
     return True
 
 
-def _inside(values: Tensor, constraint: Any) -> Tensor:
+def inside(values: Tensor, constraint: Any) -> Tensor:
     """Moved inside of the bounds; on them a transform would give infinity."""
     lower, upper = (float(bound.max()) for bound in (constraint.lower_bound, constraint.upper_bound))
     room = 1e-3 * (upper - lower) if upper < float("inf") else 1e-3 * abs(lower)

@@ -1,0 +1,56 @@
+"""Noises of hardly anything, which few rows may find and more rows then do not leave."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .objective import Objective
+from .scales import inside
+
+_NONE = 1e-3  # of the targets' variance: noises below it are hardly any
+_TRIED = (1e-3, 1e-2)  # of it, one after the other while the loss falls
+_NAMES = ("raw_noise", "raw_task_noises")
+
+
+@torch.no_grad()
+def raise_noise(objective: Objective) -> str:
+    """Where a fit to fewer rows ended with hardly any noise, and the loss of more rows is lower with more of it, give
+    the model that noise.  What was done, in words; "" for nothing.
+
+    Lengthscales that pass through all of the few rows without noise may miss those between them, and with the noise at
+    its limit the gradient does not tell.  It takes one loss without gradient where there is no noise, two or three
+    where there is some.
+    """
+    model = objective.model
+    targets = model.train_targets.detach().double()
+    targets = targets[~torch.isnan(targets)]
+    if len(targets) < 2:
+        return ""
+    variance, noises = float(targets.var()), []
+    for name, parameter, constraint in model.likelihood.named_parameters_and_constraints():
+        if name.rpartition(".")[-1] in _NAMES and constraint is not None and parameter.requires_grad:
+            noises.append((parameter, constraint))
+    if not noises or any(bool((c.transform(p) >= _NONE * variance).any()) for p, c in noises):
+        return ""
+    first = least = _loss(objective)
+    best, said, rows = objective.state(), "", len(model.train_targets)
+    for share in _TRIED:
+        for parameter, constraint in noises:
+            raised = inside(torch.full_like(parameter, share * variance), constraint)
+            parameter.copy_(constraint.inverse_transform(raised))
+        loss = _loss(objective)
+        if not loss < least:
+            break
+        least, best = loss, objective.state()
+        of_what = f"the noise was raised to {share:g} of the targets' variance"
+        said = f"{of_what}: with {rows} rows the loss was {first:.4f}, and {loss:.4f} then"
+    objective.restore(best)
+    return said
+
+
+def _loss(objective: Objective) -> float:
+    """Infinite where it cannot be computed."""
+    value = objective.evaluate(gradient=False).value
+    return value if math.isfinite(value) else math.inf
