@@ -172,6 +172,26 @@ def test_inputs_that_few_rows_took_for_none_or_for_labels_matter_again() -> None
         assert base.lengthscale.flatten().tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_inputs_that_are_labels_stay_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of ten patients, who are told by a number, has a curve of his own: with a lengthscale of the size of those
+    numbers the loss of more rows is hundreds of nats a row."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(200, 2, generator=generator, dtype=torch.float64)
+    patient = torch.randint(0, 10, (200,), generator=generator)
+    x[:, 1] = torch.rand(10, generator=generator, dtype=torch.float64)[patient]
+    size = torch.randn(10, generator=generator, dtype=torch.float64)[patient]
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=2))
+    y = size * torch.sin(4 * x[:, 0] + 3 * size)
+    model = sketchgp.accelerate(Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double())
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", 80)
+    history = sketchgp.fit(model)
+    assert history.subset is not None
+    found = history.subset.hyperparameters["covar_module.base_kernel.lengthscale"][history.subset.best_step]
+    assert found[1] < 1e-3, "the data must make the test meaningful"
+    assert history.losses[0] < history.subset.best_loss
+    assert float(kernel.base_kernel.lengthscale[0, 1].detach()) < 1e-3
+
+
 def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     small_subsets(monkeypatch)
     woken: list[int] = []

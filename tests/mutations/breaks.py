@@ -2368,6 +2368,13 @@ BREAKS = (
         "the second start of a fit is tried for nothing",
     ),
     Break(
+        "fitting/exact_fits.py",
+        "one.take_back() if wrong else one.judge()",
+        "one.judge()",
+        ("test_fit_scales.py",),
+        "inputs that are labels wreck the start of a fit to more rows",
+    ),
+    Break(
         "fitting/noises.py",
         "if not loss < least:",
         "if True:",

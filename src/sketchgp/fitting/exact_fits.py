@@ -19,6 +19,7 @@ from .steps import Steps
 MOST = 500  # steps of L-BFGS
 SPAN = 10  # of them over which an exact loss is judged,
 NEAR = 4  # and near a minimum
+_FAR = 1.0  # nats a row
 
 
 class ExactFits:
@@ -90,9 +91,16 @@ def history_of(part: Objective) -> FitHistory:
 
 
 def judge_woken(steps: Steps, woken: list[Woken]) -> None:
-    """One evaluation says which of the inputs that fewer rows took for none do matter; none is left to be judged."""
-    if woken:
-        steps.count(steps.objective.evaluate())
-        for one in woken:
-            one.judge()
-        woken.clear()
+    """One evaluation says which of the inputs that fewer rows took for none do matter; none is left to be judged.
+
+    Where it is far above the loss of fewer rows, they were right, and all lengthscales are theirs again: inputs that
+    are labels indeed, of patients say, would take all that a fit has learned with them.
+    """
+    if not woken:
+        return
+    found, fewer = steps.objective.evaluate(), steps.history.subset
+    steps.count(found)
+    wrong = fewer is not None and bool(fewer.losses) and not found.value <= fewer.best_loss + _FAR
+    for one in woken:
+        one.take_back() if wrong else one.judge()
+    woken.clear()

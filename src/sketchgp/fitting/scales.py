@@ -109,13 +109,19 @@ class Woken:
         back = self.huge.to(raw.device) & (raw.grad < 0)
         self.kernel.lengthscale = torch.where(back, self.before.to(raw), self.kernel.lengthscale)
 
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Give all of them back."""
+        self.kernel.lengthscale = self.before.to(self.kernel.raw_lengthscale)
+
 
 @torch.no_grad()
 def wake(model: Any) -> list[Woken]:
     """Make lengthscales of single inputs, at which the loss hardly depends on them, such that it does a little.
 
     Few rows may take an input for one that does not matter, or for a mere label; with the lengthscales of that, huge or
-    tiny, no gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge.
+    tiny, no gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge, or
+    :meth:`Woken.take_back` all.
     """
     found = []
     for kernel in model.modules():
