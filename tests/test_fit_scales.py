@@ -217,9 +217,7 @@ def test_the_better_of_two_starts(rows: int, inputs: int, monkeypatch: pytest.Mo
     y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.01 * noise[:, 0]
     found = {}
     for start in ("model", "auto"):
-        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=inputs))
-        model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
-        found[start] = sketchgp.fit(sketchgp.accelerate(model), start=start)
+        found[start] = sketchgp.fit(_of(x, y), start=start)
     assert found["model"].subset is None and not found["model"].restarts
     told = found["auto"]
     if rows < 160:
@@ -247,10 +245,11 @@ def _rough(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (y - y.mean()) / y.std()
 
 
-def _of(x: torch.Tensor, y: torch.Tensor, noise: float = 0.5) -> Plain:
+def _of(x: torch.Tensor, y: torch.Tensor, noise: float | None = None) -> Plain:
     kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=x.shape[1]))
     model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
-    model.likelihood.noise = noise
+    if noise is not None:
+        model.likelihood.noise = noise
     return sketchgp.accelerate(model)
 
 

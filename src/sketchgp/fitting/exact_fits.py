@@ -100,7 +100,7 @@ def judge_woken(steps: Steps, woken: list[Woken]) -> None:
         return
     found, fewer = steps.objective.evaluate(), steps.history.subset
     steps.count(found)
-    wrong = fewer is not None and bool(fewer.losses) and not found.value <= fewer.best_loss + _FAR
+    wrong = fewer is not None and not found.value <= fewer.best_loss + _FAR
     for one in woken:
         one.take_back() if wrong else one.judge()
     woken.clear()
