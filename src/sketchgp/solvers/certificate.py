@@ -39,6 +39,7 @@ class Certificate:
     :param below: whether ``F F^T <= K`` for its factor (:attr:`sketchgp.preconditioners.Preconditioner.below`).
     :param space: of the vectors that it is asked about; None where they are whole.
     :ivar noise: ``(..., h, 1)``, of the rows that the space holds.
+    :ivar factor: P, where it is certain to lie below A; else None.
     :ivar known: False where nothing is certain: the noise is not positive or near the roundoff of K, or the entries of
         K are not a kernel's to float64.
     :ivar scale: ``(..., 1)``, the largest ``(k(x, x) / noise)^1/2``: no prediction at a point of such a prior variance
@@ -56,7 +57,7 @@ class Certificate:
         noise = system.noise.to(torch.float64).unsqueeze(-1)
         self.noise = space.own(noise)
         rounding = entry_rounding(system.operator) if bool((noise > 0).all()) else None
-        self.known = rounding is not None
+        self.known, self.factor = rounding is not None, None
         if rounding is None:
             return
         prior = diagonal(system.operator).to(torch.float64).clamp(min=0)
@@ -66,7 +67,6 @@ class Certificate:
         self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
         self.known = bool((self.slack > 0.5).all())
         self.entries, self.sums = space.own(rounding[0].unsqueeze(-1)), summing(system.n)
-        self.factor = None
         exact = isinstance(system.operator, KernelMatrix) or system.dtype == torch.float64
         if preconditioner is not None and below and exact:
             shifted = (preconditioner.diagonal_part.unsqueeze(-1) > noise * (1 + 4 * _EPS)).any()

@@ -37,12 +37,13 @@ from ...report import SolveReport
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.full.followed import Followed
+from ...solvers.full.lanczos_record import LostToRoundingError
 from .acceleration import Acceleration, Inverse
 from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
 from .mean_solve import predicted_points, solve_for, solving_for
-from .probed_density import LostToRoundingError, Probes, probed_inv_quad_logdet
+from .probed_density import Probes, probed_inv_quad_logdet
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 from .warm import solve_from
@@ -283,10 +284,14 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         return Probes(normal(built.rank), full, built.detached(torch.float64), below)
 
     def probed_solve(
-        self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int
+        self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int, judged: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``A^-1 columns``, by conjugate gradients, with T and W of the first so many columns
-        (:meth:`sketchgp.solvers.ConjugateGradients.tridiagonalize`)."""
+        (:meth:`sketchgp.solvers.ConjugateGradients.tridiagonalize`).
+
+        :param judged: whether to end where rounding has made another matrix of A.
+        :raises LostToRoundingError: there.
+        """
         acceleration = self.acceleration
         assert acceleration is not None
         name, below, seconds = self._known_of(None if built is None else acceleration.cache)
@@ -298,6 +303,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             name=name,
             below=below,
             setup_seconds=seconds,
+            judged=judged,
         )
         self._tell(report)
         return value, matrices, vectors

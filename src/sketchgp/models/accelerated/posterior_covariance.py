@@ -97,6 +97,12 @@ class TrainingSide:
         """Of the preconditioner."""
         return "none" if self.preconditioner is None else self.acceleration.preconditioner_name
 
+    @property
+    def _below(self) -> bool:
+        """Whether it lies below the matrix."""
+        choice = self.acceleration.preconditioner
+        return self.preconditioner is not None and choice is not None and choice.below
+
     @cached_property
     def approximate(self) -> Approximate:
         """Variances of many points."""
@@ -134,7 +140,7 @@ class TrainingSide:
             return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)
         weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
-            self.system, b, self.preconditioner, goal, name=self._name
+            self.system, b, self.preconditioner, goal, name=self._name, below=self._below
         )
         return explained.Explained(weights, product), report
 
@@ -160,7 +166,6 @@ class TrainingSide:
                 return self.kept.solve(self.system, c)
             except NumericalError:
                 pass  # by iterations then
-        choice = None if self.preconditioner is None else self.acceleration.preconditioner
         return explained.solve(
             self.system,
             c,
@@ -168,7 +173,7 @@ class TrainingSide:
             self.solver,
             self.preconditioner,
             name=self._name,
-            below=choice is not None and choice.below,
+            below=self._below,
             below_noise=below_noise,
         )
 

@@ -36,20 +36,15 @@ from linear_operator import settings
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SketchGPError
 from ...operators import LowRankPlusDiagonal
 from ...operators.first_order import in_callers_context
+from ...solvers.full.lanczos_record import LEAST, LostToRoundingError
 from .mean_solve import held
 
 _NEGLIGIBLE = 1e-6  # of a matrix's eigenvalues, over the sum of their sizes
-_LEAST = 0.9  # of eigenvalues that are 1 or more: losses were right to 0.004 a row at 0.97, and off by 0.05 at 0.23
 _EQUAL = 1e-6  # relative difference below which a divided difference is a derivative
 
 _watched: ContextVar[list[Tensor] | None] = ContextVar("sketchgp_probed_values", default=None)
-
-
-class LostToRoundingError(SketchGPError):
-    """The matrix that products are with is not the one whose log determinant is wanted."""
 
 
 @contextmanager
@@ -118,11 +113,11 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         unit = (z / z.norm(dim=-2, keepdim=True)).to(operator.dtype)
         columns = [c.to(operator.dtype).expand(*unit.shape[:-1], c.shape[-1]) for c in args[:given]]
         count = unit.shape[-1]
-        solved, matrices, vectors = operator.probed_solve(torch.cat([unit, *columns], dim=-1), built, count)
+        solved, matrices, vectors = operator.probed_solve(torch.cat([unit, *columns], dim=-1), built, count, judged)
         solved = solved[..., count:]
         each = (solved * columns[0]).sum(dim=-2) if given else z.new_zeros(z.shape[:-2], dtype=operator.dtype)
         values, vectors = _Quadrature(matrices.to(torch.float64)), vectors.movedim(0, -3)
-        if judged and not values.least > (_LEAST if probes.below else 0):
+        if judged and not values.least > (LEAST if probes.below else 0):
             raise LostToRoundingError(f"An eigenvalue of {values.least:.2g} of a matrix that has none so small.")
         estimates = operator.shape[-1] * values.values
         if any(ctx.needs_input_grad):

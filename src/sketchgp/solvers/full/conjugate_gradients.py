@@ -6,6 +6,7 @@ References: those of :mod:`sketchgp.solvers.conjugate_step` and of :mod:`.gradie
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
-from ...report import Reason, SolveReport, conclude
+from ...report import Reason, SolveReport, conclude, shortfall_counted
 from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
@@ -29,6 +30,7 @@ from .aim import Rows
 from .followed import Followed
 from .gradients import Gradients
 from .held_out import full_held_out
+from .lanczos_record import LostToRoundingError
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class ConjugateGradients(Budgeted):
         name: str = "none",
         below: bool = False,
         setup_seconds: float = 0.0,
+        judged: bool = False,
     ) -> tuple[Tensor, SolveReport, Tensor, Tensor]:
         """Solve one system (or a batch) and keep what Lanczos's method sees on the way.
 
@@ -222,15 +225,22 @@ class ConjugateGradients(Budgeted):
         ``W = R^-T V`` satisfies ``W^T P W = I`` and ``W^T A W = T`` until rounding is felt.
 
         :param rhs: ``(..., n, t)``; :param columns: the first so many are those of Lanczos.
+        :param judged: whether to end where their eigenvalues tell that float32 products are with another matrix.
+        :raises LostToRoundingError: there.
         :returns: the solution, its report, T ``(columns, ..., k, k)``, and W ``(columns, ..., n, k)``, both in rhs's
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
         with torch.no_grad():
             method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
+            method.lanczos.judged = judged
             run = Run(method, Budget(self.max_iterations or 1000, None), began=clock() - setup_seconds, raising=True)
             outcome = run.loop(None)
-        report = self._concluded(run, method, name)
+        with shortfall_counted() if method.lost else nullcontext():
+            report = self._concluded(run, method, name)
+        if method.lost:
+            least = method.lanczos.least()
+            raise LostToRoundingError(f"An eigenvalue of {least:.2g} of a matrix that has none so small.")
         return outcome.value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
     def _method(

@@ -20,23 +20,23 @@ from ..energy import Goal, RemainingEnergy
 from ..loop import Outcome
 from ..problem import System
 from .aim import Aim, Rows
+from .by_energy import EXACT, ByEnergy
 from .drift import Drift
-from .kept import Kept
 from .lanczos_record import LanczosRecord
 from .rounded_inverse import RoundedInverse
 
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
-_LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
+_LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted; beyond it another cycle would take as long
 _NEAR, _THERE = 0.95, 0.98  # of the tolerance: where it is looked for what rounding adds, and what both may come to
 _GONE = 0.05  # of its residual, by which rounding has taken a recurrence off: a new cycle early on costs few iterations
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
-_EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
 _LOST = 4.0  # of the true residual over that of the recurrence
+_WATCHED = 4  # columns whose Lanczos matrices tell whether float32 has lost the matrix
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
-class Gradients(Kept):
+class Gradients(ByEnergy):
     """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them."""
 
     name = "ConjugateGradients"
@@ -77,8 +77,10 @@ class Gradients(Kept):
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
-        self.lanczos = LanczosRecord(self.b, self.space, rhs.dtype, lanczos_columns, keep_vectors)
+        watched = lanczos_columns if goal is None else min(_WATCHED, rhs.shape[-1])
+        self.lanczos = LanczosRecord(self.b, self.space, rhs.dtype, watched, keep_vectors)
         self.exact = accurate or system.dtype == torch.float64
+        self.lanczos.judged, self.lost = goal is not None, False
         self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # that of float32 iterations
         self.drift = Drift(system, self.space)
         self.verified = True  # whether the true residual is that of the value
@@ -130,13 +132,16 @@ class Gradients(Kept):
         """Where a cycle has ended: go on, go on with float64 products, or end."""
         if self.cycling:
             return None
+        if self.lost and self.goal is None:
+            return Reason.ROUNDED
         open_columns = ~self._done(self.residual)
         if not bool(open_columns.any()) and not self.exact and self.goal is not None and self.goal.careful:
             self._doubt()
             open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
         if not bool(open_columns.any()):
             return self._reached()
-        if bool((self.residual > 0.5 * self.before)[open_columns].any()):
+        slow = self.goal is not None and not self.exact and self.steps > _LEFT_ALONE
+        if slow or bool((self.residual > 0.5 * self.before)[open_columns].any()):
             if self.exact:
                 return Reason.STAGNATED
             self._doubt()
@@ -150,22 +155,6 @@ class Gradients(Kept):
         if self.aim is not None:
             return self.aim.met(residual, self.certain[0])
         return (residual <= self.tol) & self._explained(residual)
-
-    def _explained(self, residual: Tensor) -> Tensor:
-        """Which columns have come to the goal, if there is one."""
-        if self.goal is None:
-            return torch.ones_like(residual, dtype=torch.bool)
-        return (self.goal.error(self.taken, self.remaining) <= self.goal.share) | (residual <= _EXACT)
-
-    def _doubt(self) -> None:
-        """Go on with float64 products; what those of float32 say of the energy is not believed: they lose it in the
-        directions of the least eigenvalues, which a residual hardly shows."""
-        self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()
-
-    def _at_most(self) -> Tensor:
-        """A bound of the energy that remains, of the true residual; infinite where none is known."""
-        least = torch.zeros_like(self.norm[..., :1]) if self.goal is None else self.goal.least
-        return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
 
     @property
     def _aimed(self) -> Tensor:
@@ -198,7 +187,7 @@ class Gradients(Kept):
         if self.goal is not None:
             converged = converged and bool(self._explained(self.residual).all())
             error = self.goal.error(self.taken, self.remaining)
-            facts["variance_error"] = error.masked_fill(self.residual <= _EXACT, 0).reshape(-1).cpu()
+            facts["variance_error"] = error.masked_fill(self.residual <= EXACT, 0).reshape(-1).cpu()
         return Outcome(self.space.whole(self.best), residual, converged, reason, facts)
 
     def product_of(self, value: Tensor) -> Tensor | None:
@@ -270,6 +259,8 @@ class Gradients(Kept):
             self.active = ~self._done(self.residual)
         if self.iterations == 0:
             self.lanczos.begin(self.p, self._sizes())
+        elif self.goal is not None:
+            self.lanczos.forget()
 
     def moved(self) -> None:
         if self.cycling:
@@ -307,7 +298,7 @@ class Gradients(Kept):
 
     def step(self) -> bool:
         first_cycle = self.steps == self.iterations and not self.warm
-        recorded = first_cycle and self.lanczos.columns > 0
+        recorded = self.lanczos.columns > 0 and (self._watching if self.goal is not None else first_cycle)
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
@@ -339,12 +330,21 @@ class Gradients(Kept):
         self.steps += 1
         self.least = torch.minimum(self.least, self.current)
         growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
-        looked_at = not self.exact and self.steps % (_LEFT_ALONE if recorded else _LOOK_EVERY) == 0
+        left_alone = recorded and self.goal is None  # a new cycle would end its Lanczos coefficients
+        looked_at = not self.exact and self.steps % (_LEFT_ALONE if left_alone else _LOOK_EVERY) == 0
         drifted = self._drifted() if looked_at else torch.zeros_like(self.active)
         flags = torch.stack([finite, broken, (self.current > growth * self.least).any(), (self.active & drifted).any()])
-        if self._look(flags, near, drifted):
+        ended = self._look(flags, near, drifted)
+        if recorded and self._watching and self.lanczos.tells_of_another_matrix():
+            self._distrust()
+        elif ended:
             self._close()
         return True
+
+    @property
+    def _watching(self) -> bool:
+        """Whether eigenvalues, of which none is less than 1, are to tell what rounding has made of the matrix."""
+        return self.lanczos.judged and not self.exact and self.certificate.factor is not None
 
     def _look(self, flags: Tensor, near: Tensor, drifted: Tensor) -> bool:
         """After an iteration, whether its cycle ends; all that is looked at is fetched at once.
@@ -366,15 +366,6 @@ class Gradients(Kept):
             keep, drift = fetched(self._open_columns(), (self.active & drifted).any())
             self.keep, drifting = keep.bool(), bool(drift)
         return not bool(self.keep.any()) or growing or drifting
-
-    def _follow(self, taken: Tensor, usable: Tensor, index: Tensor) -> None:
-        """What an iteration took off the energy of the columns it worked on, and what is still to come."""
-        full = torch.zeros_like(self.norm)
-        full[..., index] = taken
-        self.taken = self.taken + full
-        estimate = self.energy.add(full)
-        self.remaining = self.remaining.clone()
-        self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
 
     def _drifted(self) -> Tensor:
         """Of the columns worked on, whether rounding has taken the recurrence's residual so far from the true one that
