@@ -54,7 +54,7 @@ def test_the_unit_of_the_inputs_changes_nothing(ard: int | None, unit: Any, opti
         history = sketchgp.fit(model, **OPTIONS[optimizer])
     assert history.best_loss == pytest.approx(best_loss(ard, optimizer), abs=1e-3 if optimizer == "lbfgs" else 0.3)
     assert ["started from lengthscales of the size of the inputs" in note for note in history.notes][:1] == [True]
-    assert all("the better of two starts" in note for note in history.notes[1:])
+    assert all("the best of 3 starts" in note for note in history.notes[1:])
     if optimizer == "lbfgs":
         assert history.reason == "the loss has settled"
 
@@ -206,10 +206,10 @@ def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(80, 16), (160, 32)])
-def test_the_better_of_two_starts(rows: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_of_three_starts(rows: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many inputs of which few matter: the model's own lengthscales lead to a worse minimum.
 
-    :param rows: that two starts are tried with; all of them are 160.
+    :param rows: that three starts are tried with; all of them are 160.
     """
     monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
     generator = torch.Generator().manual_seed(1)

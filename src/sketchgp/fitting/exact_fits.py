@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from ..errors import NumericalError
 from .history import FitHistory
 from .lbfgs import improvement, lbfgs
+from .noises import set_noise
 from .objective import Objective
 from .record import Record
 from .scales import Woken, spread
@@ -20,6 +21,10 @@ MOST = 500  # steps of L-BFGS
 SPAN = 10  # of them over which an exact loss is judged,
 NEAR = 4  # and near a minimum
 _FAR = 1.0  # nats a row
+# Other starts: lengthscales over the size of the inputs, and noises over the targets' variance.  Of 124 problems of 160
+# and 400 rows the best of three ends was more than 0.1 a row above the best of eleven on 3, that from the model's start
+# on 27, and the better one of that and of lengthscales of the size of the inputs, with the model's noise, on 9.
+_OTHERS = (("long lengthscales", 3.0, 1e-2), ("short ones", 0.3, 1e-3))
 
 
 class ExactFits:
@@ -61,28 +66,32 @@ class ExactFits:
     def elsewhere(
         self, part: Objective, start: list[Tensor], before: FitHistory, tol: float, most: int = MOST
     ) -> tuple[FitHistory, np.ndarray | None, list[Tensor]] | None:
-        """From lengthscales of the size of the inputs, where the start was another one: its history and what
-        :meth:`run` finds, if that is lower than before by more than the tolerance.  A note says what came of it.
+        """From long and from short lengthscales, and little noise: the lower one's history and what :meth:`run` finds,
+        if that is lower than before by more than the tolerance.  A note says what came of it.
 
-        :param start: the parameters of the start before, which stay but for lengthscales.
+        :param start: the parameters of the start before, which stay but for lengthscales and noise.
         :param before: of the fit from there.
         """
-        part.restore(start)
-        if not spread(part.model):
-            return None
-        found, kept = history_of(part), self.best
-        try:
-            inverse, best = self.run(part, found, None, tol, most=most)
-        except NumericalError:
-            return None
-        finally:
-            self.best = kept
-        better = found.best_loss < before.best_loss - max(tol, 0.0)
-        ends = f"{found.best_loss:.4f}, from the first ones {before.best_loss:.4f}"
-        (found if better else before).notes.append(
-            f"the better of two starts: from lengthscales of the size of the inputs {ends}"
-        )
-        return (found, inverse, best) if better else None
+        ends, lowest, kept = [f"from the first one {before.best_loss:.4f}"], None, self.best
+        for name, times, noise in _OTHERS:
+            part.restore(start)
+            if not spread(part.model, times):
+                continue
+            set_noise(part.model, noise)
+            found = history_of(part)
+            try:
+                inverse, best = self.run(part, found, None, tol, most=most)
+            except NumericalError:
+                continue
+            finally:
+                self.best = kept
+            ends.append(f"from {name} {found.best_loss:.4f}")
+            least = before.best_loss if lowest is None else lowest[0].best_loss
+            if found.best_loss < least - max(tol, 0.0):
+                lowest = found, inverse, best
+        if len(ends) > 1:
+            (before if lowest is None else lowest[0]).notes.append(f"the best of {len(ends)} starts: {', '.join(ends)}")
+        return lowest
 
 
 def history_of(part: Objective) -> FitHistory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -24,22 +25,13 @@ def raise_noise(objective: Objective) -> str:
     where there is some.
     """
     model = objective.model
-    targets = model.train_targets.detach().double()
-    targets = targets[~torch.isnan(targets)]
-    if len(targets) < 2:
-        return ""
-    variance, noises = float(targets.var()), []
-    for name, parameter, constraint in model.likelihood.named_parameters_and_constraints():
-        if name.rpartition(".")[-1] in _NAMES and constraint is not None and parameter.requires_grad:
-            noises.append((parameter, constraint))
-    if not noises or any(bool((c.transform(p) >= _NONE * variance).any()) for p, c in noises):
+    variance, noises = _variance(model), _noises(model)
+    if not variance or not noises or any(bool((c.transform(p) >= _NONE * variance).any()) for p, c in noises):
         return ""
     first = least = _loss(objective)
     best, said, rows = objective.state(), "", len(model.train_targets)
     for share in _TRIED:
-        for parameter, constraint in noises:
-            raised = inside(torch.full_like(parameter, share * variance), constraint)
-            parameter.copy_(constraint.inverse_transform(raised))
+        set_noise(model, share)
         loss = _loss(objective)
         if not loss < least:
             break
@@ -48,6 +40,28 @@ def raise_noise(objective: Objective) -> str:
         said = f"{of_what}: with {rows} rows the loss was {first:.4f}, and {loss:.4f} then"
     objective.restore(best)
     return said
+
+
+@torch.no_grad()
+def set_noise(model: Any, share: float) -> None:
+    """Noises that a fit may change become such a share of the targets' variance."""
+    variance = _variance(model)
+    for parameter, constraint in _noises(model) if variance else ():
+        wanted = inside(torch.full_like(parameter, share * variance), constraint)
+        parameter.copy_(constraint.inverse_transform(wanted))
+
+
+def _variance(model: Any) -> float:
+    """Of the targets; 0 where there are none to tell it."""
+    targets = model.train_targets.detach().double()
+    targets = targets[~torch.isnan(targets)]
+    return float(targets.var()) if len(targets) > 1 else 0.0
+
+
+def _noises(model: Any) -> list[tuple[Any, Any]]:
+    """The parameters, and their constraints."""
+    found = model.likelihood.named_parameters_and_constraints()
+    return [(p, c) for name, p, c in found if name.rpartition(".")[-1] in _NAMES and c is not None and p.requires_grad]
 
 
 def _loss(objective: Objective) -> float:

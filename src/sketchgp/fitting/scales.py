@@ -76,16 +76,16 @@ def rescale(model: Any, seed: int) -> str:
 
 
 @torch.no_grad()
-def spread(model: Any) -> bool:
-    """Give the kernels lengthscales of the size of their inputs, times the root of their number: at that of an input
-    alone all points are far from each other where there are many.  Whether any was another one before.
+def spread(model: Any, times: float = 1.0) -> bool:
+    """Give the kernels lengthscales of so many times the size of their inputs, times the root of their number: at that
+    of an input alone all points are far from each other where there are many.  Whether any was another one before.
 
     Those of periodic kernels are in other units, and stay.
     """
     before = [p.detach().clone() for p in model.parameters()]
     for part in model.modules():
         if getattr(part, "has_lengthscale", False) and not hasattr(part, "period_length"):
-            _moved(part, model, True)
+            _moved(part, model, True, times)
     return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
 
 
@@ -150,12 +150,12 @@ def _inputs(kernel: Any, model: Any) -> Tensor | None:
     return x
 
 
-def _moved(kernel: Any, model: Any, all_of_it: bool) -> bool:
+def _moved(kernel: Any, model: Any, all_of_it: bool, times: float = 1.0) -> bool:
     """Whether a kernel now has other lengthscales."""
     x, raw = _inputs(kernel, model), kernel.raw_lengthscale
     if x is None:
         return False
-    sizes, now = x.std(dim=0), kernel.lengthscale.detach().double().cpu()
+    sizes, now = times * x.std(dim=0), kernel.lengthscale.detach().double().cpu()
     if kernel.ard_num_dims is None:
         wanted = sizes.norm().expand(now.shape)
     elif now.shape[-1] == x.shape[1]:
