@@ -2119,7 +2119,7 @@ BREAKS = (
         "weights are rounded to the model's dtype",
     ),
     Break(
-        "solvers/full/gradients.py",
+        "solvers/full/by_energy.py",
         "self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()",
         "self.exact = True",
         ("test_posteriors.py",),
