@@ -36,8 +36,8 @@ from ...random_streams import generator
 from ...report import SolveReport
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
+from ...solvers.full.another_matrix import LostToRoundingError
 from ...solvers.full.followed import Followed
-from ...solvers.full.lanczos_record import LostToRoundingError
 from .acceleration import Acceleration, Inverse
 from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
@@ -192,7 +192,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if num_tridiag:
             built = preconditioner.built if isinstance(preconditioner, Inverse) else None
             value, matrices, _ = self.probed_solve(rhs, built, num_tridiag)
-            return value, matrices
+            return value, matrices.to(self.dtype)
         system = System(self._linear_op, self._noise_vector())
         solver, why = self._solver(acceleration)
         name, below, seconds = self._known_of(acceleration.cache if isinstance(preconditioner, Inverse) else None)

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from ...operators import LowRankPlusDiagonal
 from ...operators.first_order import in_callers_context
-from ...solvers.full.lanczos_record import LEAST, LostToRoundingError
+from ...solvers.full.another_matrix import LEAST, LostToRoundingError
 from .mean_solve import held
 
 _NEGLIGIBLE = 1e-6  # of a matrix's eigenvalues, over the sum of their sizes
@@ -117,7 +117,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         solved = solved[..., count:]
         each = (solved * columns[0]).sum(dim=-2) if given else z.new_zeros(z.shape[:-2], dtype=operator.dtype)
         values, vectors = _Quadrature(matrices.to(torch.float64)), vectors.movedim(0, -3)
-        if judged and not values.least > (LEAST if probes.below else 0):
+        if judged and not values.least > _least(operator, probes):
             raise LostToRoundingError(f"An eigenvalue of {values.least:.2g} of a matrix that has none so small.")
         estimates = operator.shape[-1] * values.values
         if any(ctx.needs_input_grad):
@@ -159,6 +159,13 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             )
         of_columns = (2 * scaled,) if ctx.given else ()
         return (None,) * 5 + (*of_columns, *found, *of_parts)
+
+
+def _least(operator: Any, probes: Probes) -> float:
+    """Below it an eigenvalue tells of another matrix: 1 is the least where P lies below A, the noise without P."""
+    if probes.below:
+        return LEAST
+    return 0.0 if probes.built is not None else LEAST * float(operator._noise_vector().min())
 
 
 class _Quadrature:

@@ -1,10 +1,12 @@
 """Conjugate gradients that are to come to a goal of energies (:mod:`sketchgp.solvers.energy`), not to a residual alone.
 
 Float32 products lose energies in the directions of the least eigenvalues, which a residual hardly shows.  Whether they
-did is told by the Lanczos matrices of some columns (:mod:`.lanczos_record`), or by float64 ones.
+did is told by the eigenvalues (:mod:`.another_matrix`), or by float64 products.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ class ByEnergy(Kept):
     """What a goal makes of the attributes that cycles of conjugate gradients have."""
 
     goal: Goal | None
+    begun: Tensor | None  # what the solve began with, if not zero
     energy: RemainingEnergy
     exact: bool  # whether products are float64 ones
     lost: bool  # whether float32 ones were found to be with another matrix
@@ -27,12 +30,22 @@ class ByEnergy(Kept):
     r: Tensor
     norm: Tensor
     residual: Tensor
+    rounded_residual: Tensor
+    best_residual: Tensor
+    current: Tensor
+    cycling: bool
+    verified: bool
     before: Tensor  # the residual at which the cycle began
     taken: Tensor
     remaining: Tensor
 
     def _close(self) -> None:
         raise NotImplementedError
+
+    @property
+    def by_energy(self) -> bool:
+        """Whether there is such a goal; one of any share at all is no more than a residual."""
+        return self.goal is not None and math.isfinite(self.goal.share)
 
     def _explained(self, residual: Tensor) -> Tensor:
         """Which columns have come to the goal, if there is one."""
@@ -47,15 +60,19 @@ class ByEnergy(Kept):
         self.taken = self.space.dot(self.value, self.b + self.r)
 
     def _distrust(self) -> None:
-        """End a cycle whose products were with another matrix.  What it found is kept where that is better than
-        nothing, by its energy."""
-        self._close()
+        """End a cycle whose products were with another matrix.  To a goal of energies the solve begins anew: what comes
+        of the other matrix is far off in the directions of the least eigenvalues, and takes longer to mend."""
         self.lost = True
-        if self.goal is None:
+        if not self.by_energy:
+            self._close()
             return
-        better = (self.space.dot(self.value, self.b + self.r) > 0).unsqueeze(-2)
-        self.value, self.r = torch.where(better, self.value, 0), torch.where(better, self.r, self.b)
-        self.residual = self.space.norm(self.r) / self.norm
+        self.cycling, self.verified = False, True
+        self.value, self.r = torch.zeros_like(self.b), self.b.clone()
+        if self.begun is not None:
+            self.value += self.begun
+            self.r -= self.space.product(self.system.accurate_product, self.value)
+        self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
+        self.best, self.best_residual, self._uncertain = self.value.clone(), self.residual, self.r
         self._doubt()
         self.before = torch.full_like(self.residual, torch.inf)
         self.notes.append("float32 products were with another matrix, by its eigenvalues; went on with float64 ones")

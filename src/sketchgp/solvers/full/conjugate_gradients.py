@@ -27,10 +27,10 @@ from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ra
 from ..problem import FullProblem, Solution, System, check_problem
 from ..space import Space
 from .aim import Rows
+from .another_matrix import LostToRoundingError
 from .followed import Followed
 from .gradients import Gradients
 from .held_out import full_held_out
-from .lanczos_record import LostToRoundingError
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,8 @@ class ConjugateGradients(Budgeted):
             )
             outcome = run.loop(progress)
         report = self._concluded(run, method, name)
-        return outcome.value.to(rhs.dtype), report, method.lanczos.matrices() if lanczos_columns else None
+        matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
+        return outcome.value.to(rhs.dtype), report, matrices
 
     def explain(
         self,
@@ -227,20 +228,19 @@ class ConjugateGradients(Budgeted):
         :param rhs: ``(..., n, t)``; :param columns: the first so many are those of Lanczos.
         :param judged: whether to end where their eigenvalues tell that float32 products are with another matrix.
         :raises LostToRoundingError: there.
-        :returns: the solution, its report, T ``(columns, ..., k, k)``, and W ``(columns, ..., n, k)``, both in rhs's
+        :returns: the solution, its report, T ``(columns, ..., k, k)`` float64, and W ``(columns, ..., n, k)`` in rhs's
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
         with torch.no_grad():
             method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
-            method.lanczos.judged = judged
+            method.watched = judged
             run = Run(method, Budget(self.max_iterations or 1000, None), began=clock() - setup_seconds, raising=True)
             outcome = run.loop(None)
         with shortfall_counted() if method.lost else nullcontext():
             report = self._concluded(run, method, name)
         if method.lost:
-            least = method.lanczos.least()
-            raise LostToRoundingError(f"An eigenvalue of {least:.2g} of a matrix that has none so small.")
+            raise LostToRoundingError("An eigenvalue of a matrix that has none so small.")
         return outcome.value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
     def _method(

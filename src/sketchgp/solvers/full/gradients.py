@@ -20,19 +20,20 @@ from ..energy import Goal, RemainingEnergy
 from ..loop import Outcome
 from ..problem import System
 from .aim import Aim, Rows
+from .another_matrix import EigenvalueWatch
 from .by_energy import EXACT, ByEnergy
 from .drift import Drift
 from .lanczos_record import LanczosRecord
 from .rounded_inverse import RoundedInverse
 
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
-_LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted; beyond it another cycle would take as long
+_LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
+_LONG = 100  # iterations of a float32 cycle: to a goal of energies, another one would take as long
 _NEAR, _THERE = 0.95, 0.98  # of the tolerance: where it is looked for what rounding adds, and what both may come to
 _GONE = 0.05  # of its residual, by which rounding has taken a recurrence off: a new cycle early on costs few iterations
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _LOST = 4.0  # of the true residual over that of the recurrence
-_WATCHED = 4  # columns whose Lanczos matrices tell whether float32 has lost the matrix
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
@@ -77,10 +78,10 @@ class Gradients(ByEnergy):
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
         self.size, self.device = system.n, rhs.device
-        watched = lanczos_columns if goal is None else min(_WATCHED, rhs.shape[-1])
-        self.lanczos = LanczosRecord(self.b, self.space, rhs.dtype, watched, keep_vectors)
+        self.lanczos = LanczosRecord(self.b, self.space, rhs.dtype, lanczos_columns, keep_vectors)
         self.exact = accurate or system.dtype == torch.float64
-        self.lanczos.judged, self.lost = goal is not None, False
+        self.watch, self.begun = EigenvalueWatch(torch.zeros_like(self.norm)), None
+        self.watched, self.lost = self.by_energy, False
         self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # that of float32 iterations
         self.drift = Drift(system, self.space)
         self.verified = True  # whether the true residual is that of the value
@@ -102,7 +103,7 @@ class Gradients(ByEnergy):
         self.value, self.r = torch.zeros_like(self.b), self.b.clone()
         if initial is not None:
             start = self.space.own(initial).to(self.out_dtype).to(torch.float64)  # returned where no step is taken
-            self.value = start.expand_as(self.b).clone()
+            self.value, self.begun = start.expand_as(self.b).clone(), start
             self.r = self.b - self.space.product(self.system.accurate_product, self.value)
         self.warm = initial is not None
         self.taken = self.space.dot(self.value, self.b + self.r)
@@ -132,7 +133,7 @@ class Gradients(ByEnergy):
         """Where a cycle has ended: go on, go on with float64 products, or end."""
         if self.cycling:
             return None
-        if self.lost and self.goal is None:
+        if self.lost and not self.by_energy:
             return Reason.ROUNDED
         open_columns = ~self._done(self.residual)
         if not bool(open_columns.any()) and not self.exact and self.goal is not None and self.goal.careful:
@@ -140,12 +141,13 @@ class Gradients(ByEnergy):
             open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
         if not bool(open_columns.any()):
             return self._reached()
-        slow = self.goal is not None and not self.exact and self.steps > _LEFT_ALONE
+        slow = self.by_energy and not self.exact and self.steps > _LONG
         if slow or bool((self.residual > 0.5 * self.before)[open_columns].any()):
             if self.exact:
                 return Reason.STAGNATED
             self._doubt()
-            self.notes.append("float32 products stopped reducing the true residual; went on with float64 ones")
+            what = "left much after a long cycle" if slow else "stopped reducing the true residual"
+            self.notes.append(f"float32 products {what}; went on with float64 ones")
         self._open()
         self.cycling = bool(self.active.any())  # else what is open is at its target: rounding is all that is left
         return None if self.cycling else Reason.STAGNATED
@@ -226,7 +228,7 @@ class Gradients(ByEnergy):
         if not bool(torch.isfinite(residual).all()):
             raise NumericalError(NAN, see="nan")
         self.rounded_residual = residual[..., :width]
-        better = self.rounded_residual <= self.best_residual
+        better = (self.rounded_residual <= self.best_residual) | self.by_energy  # a goal is judged of the latest
         if bool(better.all()):
             self._uncertain = r[..., :width]
         else:
@@ -259,8 +261,7 @@ class Gradients(ByEnergy):
             self.active = ~self._done(self.residual)
         if self.iterations == 0:
             self.lanczos.begin(self.p, self._sizes())
-        elif self.goal is not None:
-            self.lanczos.forget()
+        self.watch.begin()
 
     def moved(self) -> None:
         if self.cycling:
@@ -298,7 +299,7 @@ class Gradients(ByEnergy):
 
     def step(self) -> bool:
         first_cycle = self.steps == self.iterations and not self.warm
-        recorded = self.lanczos.columns > 0 and (self._watching if self.goal is not None else first_cycle)
+        recorded = first_cycle and self.lanczos.columns > 0
         self._narrow()
         index, p = self.index, self.p
         product = self._product(p)
@@ -330,32 +331,32 @@ class Gradients(ByEnergy):
         self.steps += 1
         self.least = torch.minimum(self.least, self.current)
         growth = _GROWTH / torch.finfo(torch.float64 if self.exact else self.system.dtype).eps
-        left_alone = recorded and self.goal is None  # a new cycle would end its Lanczos coefficients
-        looked_at = not self.exact and self.steps % (_LEFT_ALONE if left_alone else _LOOK_EVERY) == 0
+        looked_at = not self.exact and self.steps % (_LEFT_ALONE if recorded else _LOOK_EVERY) == 0
         drifted = self._drifted() if looked_at else torch.zeros_like(self.active)
-        flags = torch.stack([finite, broken, (self.current > growth * self.least).any(), (self.active & drifted).any()])
+        growing, other = (self.current > growth * self.least).any(), torch.zeros_like(broken)
+        if self.watched and not self.exact:
+            other = broken
+            if self.certificate.factor is not None:  # none of the eigenvalues is less than 1
+                self.watch.add(alpha, beta, index)
+                other = broken | self.watch.below
+        flags = torch.stack([finite, broken, growing, (self.active & drifted).any(), other])
         ended = self._look(flags, near, drifted)
-        if recorded and self._watching and self.lanczos.tells_of_another_matrix():
+        if self.lost:
             self._distrust()
         elif ended:
             self._close()
         return True
 
-    @property
-    def _watching(self) -> bool:
-        """Whether eigenvalues, of which none is less than 1, are to tell what rounding has made of the matrix."""
-        return self.lanczos.judged and not self.exact and self.certificate.factor is not None
-
     def _look(self, flags: Tensor, near: Tensor, drifted: Tensor) -> bool:
         """After an iteration, whether its cycle ends; all that is looked at is fetched at once.
 
-        :param flags: ``(4,)`` whether numbers are finite, a curvature was not positive, a residual grows, rounding has
-            taken over.
+        :param flags: ``(5,)`` whether numbers are finite, a curvature was not positive, a residual grows, rounding has
+            taken over, or made another matrix.
         :param near: columns that are to be looked at more closely; :param drifted: those where rounding has.
         :raises NumericalError: for NaN or infinity.
         """
         facts, keep, any_near, self.told = fetched(flags, self._open_columns(), near.any(), self.current)
-        finite, broken, growing, drifting = facts.bool().tolist()
+        finite, broken, growing, drifting, self.lost = facts.bool().tolist()
         if not finite:
             raise NumericalError(NAN, see="nan")
         if self.exact and broken:

@@ -8,32 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import SketchGPError
 from ...settings import memory_budget
 from ..lanczos import tridiagonal
 from ..space import Space
 
 _DEPTH = 20  # vectors that are kept whatever the memory budget is; GPyTorch takes no more of them
-# An eigenvalue of P^-1 A, P below A, is 1 or more.  Losses were right to 0.004 a row where float32 products made one of
-# 0.97, and off by 0.05 at 0.23; from 0.95 on conjugate gradients took three times the iterations of float64 ones.
-LEAST = 0.95
-
-
-class LostToRoundingError(SketchGPError):
-    """The matrix that products are with is not the one that is wanted."""
 
 
 class LanczosRecord:
-    """Of the first ``columns`` of a block ``b``, float64 vectors of a space; what is returned has ``dtype``.
-
-    :ivar judged: whether its eigenvalues are to tell what rounding has made of the matrix.
-    """
+    """Of the first ``columns`` of a block ``b``, float64 vectors of a space; returned vectors have ``dtype``."""
 
     def __init__(self, b: Tensor, space: Space, dtype: torch.dtype, columns: int, with_vectors: bool) -> None:
         self.b, self.space, self.dtype, self.columns, self.with_vectors = b, space, dtype, columns, with_vectors
         self.coefficients: list[Tensor] = []
         self.vectors: list[Tensor] = []
-        self.judged, self._looked_at = False, 0
         self.depth = float("inf")
         if with_vectors:
             each = b.shape[:-2].numel() * space.n * columns * dtype.itemsize
@@ -64,28 +52,9 @@ class LanczosRecord:
         self.vectors.append(full[..., : self.columns].to(self.dtype))
 
     def matrices(self) -> Tensor:
-        """``(columns, ..., k, k)``; unit rows past a column's end."""
-        return self._matrices().movedim(-3, 0).to(self.dtype)
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.coefficients.clear()
-        self._looked_at = 0
-
-    def tells_of_another_matrix(self) -> bool:
-        """Whether there is an eigenvalue below 1, of ``P^-1 A`` with P below A.  It is looked for after 1, 2, 4, 7, 11
-        iterations and so on."""
-        if len(self.coefficients) <= 1.5 * self._looked_at:
-            return False
-        self._looked_at = len(self.coefficients)
-        return self.least() < LEAST
-
-    def least(self) -> float:
-        """The least eigenvalue of all of them."""
-        return float(torch.linalg.eigvalsh(self._matrices().cpu()).min())
-
-    def _matrices(self) -> Tensor:
-        return tridiagonal(self.coefficients, self.b.new_zeros(*self.b.shape[:-2], self.columns))
+        """``(columns, ..., k, k)`` float64; unit rows past a column's end."""
+        like = self.b.new_zeros(*self.b.shape[:-2], self.columns)
+        return tridiagonal(self.coefficients, like).movedim(-3, 0)
 
     def kept_vectors(self) -> Tensor:
         """``W = P^-1/2 V``, ``(columns, ..., n, k)``; zeros past a column's end."""
