@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -233,6 +234,20 @@ def test_the_best_of_three_starts(rows: int, inputs: int, monkeypatch: pytest.Mo
     assert max(losses) > min(losses) + 0.1, "the data must make the test meaningful"
     assert found["auto"].best_loss < found["model"].best_loss - 0.1
     assert found["auto"].converged
+
+
+@pytest.mark.parametrize(("rows", "unit"), [(160, 1e3), (160, 0.1), (60, 1e3)])
+def test_the_unit_of_the_targets_changes_nothing(rows: int, unit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output scale and noise of the model's start are far from theirs.
+
+    :param rows: that three starts are tried with; all of them are 160.
+    """
+    monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
+    generator = torch.Generator().manual_seed(3)
+    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (8, 1))
+    y = x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.sin(2 * x[:, 2]) + 0.3 * noise[:, 0]
+    found = sketchgp.fit(_of(x, unit * y)).best_loss - math.log(unit)
+    assert found == pytest.approx(sketchgp.fit(_of(x, y)).best_loss, abs=0.01)
 
 
 def _rough(noise: float) -> tuple[torch.Tensor, torch.Tensor]:

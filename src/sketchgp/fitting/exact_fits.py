@@ -11,10 +11,10 @@ from tqdm.auto import tqdm
 from ..errors import NumericalError
 from .history import FitHistory
 from .lbfgs import improvement, lbfgs
-from .noises import set_noise
+from .noises import set_noise, targets_variance
 from .objective import Objective
 from .record import Record
-from .scales import Woken, spread
+from .scales import Woken, set_scale, spread
 from .steps import Steps
 
 MOST = 500  # steps of L-BFGS
@@ -69,7 +69,8 @@ class ExactFits:
         """From long and from short lengthscales, and little noise: the lower one's history and what :meth:`run` finds,
         if that is lower than before by more than the tolerance.  A note says what came of it.
 
-        :param start: the parameters of the start before, which stay but for lengthscales and noise.
+        :param start: the parameters of the start before, which stay but for lengthscales and noise, and output scales
+            that are of another unit than the targets.
         :param before: of the fit from there.
         """
         ends, lowest, kept = [f"from the first one {before.best_loss:.4f}"], None, self.best
@@ -78,17 +79,19 @@ class ExactFits:
             if not spread(part.model, times):
                 continue
             set_noise(part.model, noise)
+            set_scale(part.model, targets_variance(part.model))
             found = history_of(part)
             try:
                 inverse, best = self.run(part, found, None, tol, most=most)
             except NumericalError:
                 continue
             finally:
-                self.best = kept
+                self.best = kept if lowest is None else lowest[2]
             ends.append(f"from {name} {found.best_loss:.4f}")
             least = before.best_loss if lowest is None else lowest[0].best_loss
             if found.best_loss < least - max(tol, 0.0):
                 lowest = found, inverse, best
+        self.best = kept
         if len(ends) > 1:
             (before if lowest is None else lowest[0]).notes.append(f"the best of {len(ends)} starts: {', '.join(ends)}")
         return lowest

@@ -13,6 +13,8 @@ from .scales import inside
 _NONE = 1e-3  # of the targets' variance: noises below it are hardly any
 _TRIED = (1e-3, 1e-2)  # of it, one after the other while the loss falls
 _NAMES = ("raw_noise", "raw_task_noises")
+_ABOVE = 9.0  # times its limit that a noise is above it, to begin with: next to it no gradient leads away;
+_WITHIN = 0.1  # but no more of the targets' variance
 
 
 @torch.no_grad()
@@ -25,7 +27,7 @@ def raise_noise(objective: Objective) -> str:
     where there is some.
     """
     model = objective.model
-    variance, noises = _variance(model), _noises(model)
+    variance, noises = targets_variance(model), _noises(model)
     if not variance or not noises or any(bool((c.transform(p) >= _NONE * variance).any()) for p, c in noises):
         return ""
     first = least = _loss(objective)
@@ -44,14 +46,15 @@ def raise_noise(objective: Objective) -> str:
 
 @torch.no_grad()
 def set_noise(model: Any, share: float) -> None:
-    """Noises that a fit may change become such a share of the targets' variance."""
-    variance = _variance(model)
+    """Noises that a fit may change become such a share of the targets' variance, or more next to their limit."""
+    variance = targets_variance(model)
     for parameter, constraint in _noises(model) if variance else ():
-        wanted = inside(torch.full_like(parameter, share * variance), constraint)
-        parameter.copy_(constraint.inverse_transform(wanted))
+        limit = max(float(constraint.lower_bound.max()), 0.0)
+        wanted = max(share * variance, limit + min(_ABOVE * limit, _WITHIN * variance))
+        parameter.copy_(constraint.inverse_transform(inside(torch.full_like(parameter, wanted), constraint)))
 
 
-def _variance(model: Any) -> float:
+def targets_variance(model: Any) -> float:
     """Of the targets; 0 where there are none to tell it."""
     targets = model.train_targets.detach().double()
     targets = targets[~torch.isnan(targets)]

@@ -38,7 +38,7 @@ from .scales import Woken, flatness, rescale, wake
 from .start import exact_objective, on_subset, rows_before
 from .steps import Steps
 
-_FEW = 1000  # rows of which two fits tell the better one of two starts, for fits to more
+_FEW = 1000  # rows of which three fits tell the best one of three starts, for fits to more
 _ROUGH = 10.0  # times the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": MOST, "adam": 50}
@@ -108,6 +108,7 @@ class Fit:
             compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*self.own.parameters)})
         self.record = within or Record(self.own, checkpoint, every, marks)
         self.exact = ExactFits(self.record, show)
+        self.trying = False  # whether other starts of a whole fit are, whose best is that of exact fits
 
     def __call__(self) -> FitHistory:
         """The model gets the parameters of the best step; where there was none, it is as it was."""
@@ -132,8 +133,8 @@ class Fit:
             warn(f"fit was interrupted {when}; the model has the best parameters so far.", see="interrupted")
         finally:
             best = self.steps.best if self.steps is not None and history.losses else None
-            if best is None and history.reason == "interrupted":
-                best = self.exact.best
+            if history.reason == "interrupted" and (best is None or self.trying):
+                best = self.exact.best or best
             if best is not None:
                 self.own.restore(best)
                 history.at_limits = self.own.at_limits()
@@ -280,8 +281,8 @@ class Fit:
         return self.exact.run(part, found, self._from_few(twin, part, found), self.choices.tol, self.woken)
 
     def _from_few(self, mll: Any, objective: Objective, history: FitHistory) -> np.ndarray | None:
-        """Give a model of more rows the parameters of the better one of two exact fits to few of them: from where it
-        is, and from lengthscales of the size of the inputs.  About the inverse Hessian there; None without such fits.
+        """Give a model of more rows the parameters of the best one of three exact fits to few of them: from where it
+        is, and from other starts.  About the inverse Hessian there; None without such fits.
 
         :param mll: of the model, of which rows are taken; :param objective: gets the parameters.
         :param history: of its fit.
@@ -310,7 +311,7 @@ class Fit:
         return inverse
 
     def _from_elsewhere(self) -> tuple[np.ndarray | None] | None:
-        """Where a fit to few rows has settled, go to the end of one from another start, if that came lower; about the
+        """Where a fit to few rows has settled, go to the end of one from other starts, if that came lower; about the
         inverse Hessian there."""
         history, start = self.history, self.start
         self.start, most = None, self.choices.iterations or MOST
@@ -320,10 +321,12 @@ class Fit:
         if twin is None or len(twin.model.train_targets) != history.rows:
             return None
         part = Objective(twin.model, twin, exact=True)
+        self.exact.best, self.trying = None, True
         try:
             other = self.exact.elsewhere(part, start, history, self.choices.tol, most)
         except RuntimeError:  # a forward that holds what no copy converts
-            return None
+            other = None
+        self.trying = False
         if other is None:
             return None
         self.current.restore(other[2])

@@ -6,6 +6,8 @@ a marginal likelihood does not change with them there, and no gradient leads awa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ _ALIKE = 1e-5  # of any points below 1, that no gradient is felt of
 _FAR = 1e3  # of lengthscales that nobody set, over the size of their input
 _LITTLE = 10.0  # lengthscales over the size of their input, at which it matters a little
 _APART = 0.1  # lengthscales over the least distance of two values, at which all of them are uncorrelated
+_SOME = 32  # points whose prior variance is looked at
+_OTHER_UNIT = 10.0  # times the targets' variance, or its inverse: the targets are in another unit than the output scale
 ALONE = "every point is alone"
 ALIKE = "all points are alike"
 
@@ -35,14 +39,11 @@ def flatness(model: Any, seed: int) -> str:
     if x is None or model.train_targets.dim() != 1 or len(x) < 3:
         return ""
     chosen = _neighbours(x, seed)
-    norms = [(buffer, buffer.clone()) for buffer in model.buffers()]  # what a pass in training mode may change
     try:
-        covariance = model.forward(*(part[chosen] for part in model.train_inputs)).covariance_matrix.double()
+        with model_as_it_is(model):
+            covariance = model.forward(*(part[chosen] for part in model.train_inputs)).covariance_matrix.double()
     except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
         return ""
-    finally:
-        for buffer, kept in norms:
-            buffer.copy_(kept)
     if covariance.shape != (len(chosen), len(chosen)):
         return ""
     deviation = covariance.diagonal().sqrt()
@@ -87,6 +88,46 @@ def spread(model: Any, times: float = 1.0) -> bool:
         if getattr(part, "has_lengthscale", False) and not hasattr(part, "period_length"):
             _moved(part, model, True, times)
     return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
+
+
+@torch.no_grad()
+def set_scale(model: Any, variance: float) -> None:
+    """Where the prior variance is many times another one than the targets', make the output scales such that it is not.
+
+    Those with ``requires_grad=False`` stay; all are as they were where that does not do it, as in a product of scales.
+    """
+    scaled = [
+        part for part in model.modules() if hasattr(part, "raw_outputscale") and part.raw_outputscale.requires_grad
+    ]
+    before = [(part.raw_outputscale, part.raw_outputscale.detach().clone()) for part in scaled]
+    factor = variance / (_prior(model) or variance or 1.0)
+    if not scaled or 1 / _OTHER_UNIT <= factor <= _OTHER_UNIT:
+        return
+    for part in scaled:
+        part.outputscale = inside(factor * part.outputscale.detach(), part.raw_outputscale_constraint)
+    if not 0.5 * variance <= _prior(model) <= 2 * variance:
+        for parameter, kept in before:
+            parameter.copy_(kept)
+
+
+def _prior(model: Any) -> float:
+    """The mean variance of a few training points; 0 where it is not known."""
+    try:
+        with model_as_it_is(model):
+            return float(model.forward(*(part[:_SOME] for part in model.train_inputs)).variance.double().mean())
+    except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
+        return 0.0
+
+
+@contextmanager
+def model_as_it_is(model: Any) -> Iterator[None]:
+    """Buffers that a pass in training mode changes are put back."""
+    norms = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, kept in norms:
+            buffer.copy_(kept)
 
 
 @dataclass(frozen=True)
