@@ -236,16 +236,21 @@ def test_the_best_of_three_starts(rows: int, inputs: int, monkeypatch: pytest.Mo
     assert found["auto"].converged
 
 
-@pytest.mark.parametrize(("rows", "unit"), [(160, 1e3), (160, 0.1), (60, 1e3)])
-def test_the_unit_of_the_targets_changes_nothing(rows: int, unit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output scale and noise of the model's start are far from theirs.
+@pytest.mark.parametrize(
+    ("rows", "inputs", "deviation", "seed", "unit"),
+    [(160, 8, 0.3, 3, 1e3), (60, 8, 0.3, 3, 1e3), (160, 16, 1.0, 5, 0.03)],
+)
+def test_the_unit_of_the_targets_changes_nothing(
+    rows: int, inputs: int, deviation: float, seed: int, unit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output scale and noise of the model's start are far from theirs; a noise next to its limit stays there.
 
     :param rows: that three starts are tried with; all of them are 160.
     """
     monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
-    generator = torch.Generator().manual_seed(3)
-    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (8, 1))
-    y = x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.sin(2 * x[:, 2]) + 0.3 * noise[:, 0]
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (inputs, 1))
+    y = x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.sin(2 * x[:, 2]) + deviation * noise[:, 0]
     found = sketchgp.fit(_of(x, unit * y)).best_loss - math.log(unit)
     assert found == pytest.approx(sketchgp.fit(_of(x, y)).best_loss, abs=0.01)
 
