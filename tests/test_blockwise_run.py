@@ -180,9 +180,10 @@ def test_max_seconds(monkeypatch, after_step):
 
 
 def test_max_seconds_are_seconds():
-    report = _quietly(Skotch(block_size=BLOCK, tol=1e-15, max_seconds=0.3, max_passes=1e9), _problem()).report
+    solver = Skotch(block_size=BLOCK, tol=1e-15, max_seconds=0.1, max_passes=1e9)
+    report = _quietly(solver, _problem(noise=1e-5)).report  # takes many times as long to what rounding allows
     assert report.reason == "ran out of time"
-    assert 0.3 <= report.seconds + report.setup_seconds < 60
+    assert 0.1 <= report.seconds + report.setup_seconds < 60
 
 
 def test_a_budget_that_was_enough():
@@ -865,16 +866,16 @@ def test_ctrl_c_within_a_step(interruptible, monkeypatch, name):
 
 
 def test_ctrl_c_at_some_time(interruptible):
-    timer, started = threading.Timer(0.3, _ctrl_c), []
+    timer, started = threading.Timer(0.1, _ctrl_c), []
 
     def callback(progress):
         if not started:
             started.append(progress.seconds)
             timer.start()
 
-    solution = _interrupted(LONG, _problem(), callback=callback)
+    solution = _interrupted(LONG, _problem(noise=1e-5), callback=callback)
     timer.join()
-    assert started[0] + 0.29 <= solution.report.seconds
+    assert started[0] + 0.09 <= solution.report.seconds
 
 
 def test_ctrl_c_where_the_iterate_is_not_kept(interruptible, after_step):

@@ -114,8 +114,9 @@ def _prior(model: Any) -> float:
     """The mean variance of a few training points; 0 where it is not known."""
     try:
         with model_as_it_is(model):
-            return float(model.forward(*(part[:_SOME] for part in model.train_inputs)).variance.double().mean())
-    except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
+            prior = model.forward(*(part[:_SOME] for part in model.train_inputs)).lazy_covariance_matrix
+            return float(prior.diagonal(dim1=-2, dim2=-1).double().mean())  # ``variance`` warns of small ones
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that knows of all rows
         return 0.0
 
 
