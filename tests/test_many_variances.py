@@ -36,12 +36,16 @@ def local(monkeypatch):
         yield
 
 
-def build(kernel="matern", noise=0.01, dtype=torch.float64, lengthscale=0.5, **choices):
-    x = points(N, d=3)
+def build(kernel="matern", noise=0.01, dtype=torch.float64, lengthscale=0.5, outputscale=1.3, n=N, **choices):
+    x = points(n, d=3)
     likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
     likelihood.noise = noise
     model = Plain(
-        x.to(dtype), normal(N, seed=3).to(dtype), likelihood, scaled(KERNELS[kernel](), lengthscale), ZeroMean()
+        x.to(dtype),
+        normal(n, seed=3).to(dtype),
+        likelihood,
+        scaled(KERNELS[kernel](), lengthscale, outputscale),
+        ZeroMean(),
     )
     return sketchgp.accelerate(model.to(dtype).eval(), **choices)
 
@@ -127,13 +131,8 @@ def test_float32_that_has_lost_the_matrix(method, n, lengthscale, scale, rank, m
 
     :param most: iterations, of solves for variances.
     """
-    x = points(n, d=3)
-    kernel = scaled(MaternKernel(nu=1.5), float(lengthscale))
-    kernel.outputscale = float(scale)
-    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
-    likelihood.noise = 1e-4
-    model = Plain(x.float(), normal(n, seed=3).float(), likelihood, kernel, ZeroMean()).float().eval()
-    sketchgp.accelerate(model, sketchgp.RPCholesky(rank=rank), variance=method)
+    choices = {"preconditioner": sketchgp.RPCholesky(rank=rank), "variance": method}
+    model = build("matern", 1e-4, torch.float32, float(lengthscale), float(scale), n, **choices)
     with torch.no_grad(), sketchgp.record_solves() as solves:
         found = model(TEST.float()).variance.double()
     assert all(solve.converged for solve in solves)

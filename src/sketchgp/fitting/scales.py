@@ -40,7 +40,7 @@ def flatness(model: Any, seed: int) -> str:
         return ""
     chosen = _neighbours(x, seed)
     try:
-        with model_as_it_is(model):
+        with _buffers_kept(model):
             covariance = model.forward(*(part[chosen] for part in model.train_inputs)).covariance_matrix.double()
     except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
         return ""
@@ -77,7 +77,7 @@ def rescale(model: Any, seed: int) -> str:
 
 
 @torch.no_grad()
-def spread(model: Any, times: float = 1.0) -> bool:
+def spread(model: Any, times: float) -> bool:
     """Give the kernels lengthscales of so many times the size of their inputs, times the root of their number: at that
     of an input alone all points are far from each other where there are many.  Whether any was another one before.
 
@@ -99,12 +99,12 @@ def set_scale(model: Any, variance: float) -> None:
     scaled = [
         part for part in model.modules() if hasattr(part, "raw_outputscale") and part.raw_outputscale.requires_grad
     ]
-    before = [(part.raw_outputscale, part.raw_outputscale.detach().clone()) for part in scaled]
-    factor = variance / (_prior(model) or variance or 1.0)
-    if not scaled or 1 / _OTHER_UNIT <= factor <= _OTHER_UNIT:
+    prior = _prior(model) if scaled else 0.0
+    if prior == 0 or 1 / _OTHER_UNIT <= variance / prior <= _OTHER_UNIT:
         return
+    before = [(part.raw_outputscale, part.raw_outputscale.detach().clone()) for part in scaled]
     for part in scaled:
-        part.outputscale = inside(factor * part.outputscale.detach(), part.raw_outputscale_constraint)
+        part.outputscale = inside(variance / prior * part.outputscale.detach(), part.raw_outputscale_constraint)
     if not 0.5 * variance <= _prior(model) <= 2 * variance:
         for parameter, kept in before:
             parameter.copy_(kept)
@@ -113,7 +113,7 @@ def set_scale(model: Any, variance: float) -> None:
 def _prior(model: Any) -> float:
     """The mean variance of a few training points; 0 where it is not known."""
     try:
-        with model_as_it_is(model):
+        with _buffers_kept(model):
             prior = model.forward(*(part[:_SOME] for part in model.train_inputs)).lazy_covariance_matrix
             return float(prior.diagonal(dim1=-2, dim2=-1).double().mean())  # ``variance`` warns of small ones
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that knows of all rows
@@ -121,7 +121,7 @@ def _prior(model: Any) -> float:
 
 
 @contextmanager
-def model_as_it_is(model: Any) -> Iterator[None]:
+def _buffers_kept(model: Any) -> Iterator[None]:
     """Buffers that a pass in training mode changes are put back."""
     norms = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

@@ -116,7 +116,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         solved, matrices, vectors = operator.probed_solve(torch.cat([unit, *columns], dim=-1), built, count, judged)
         solved = solved[..., count:]
         each = (solved * columns[0]).sum(dim=-2) if given else z.new_zeros(z.shape[:-2], dtype=operator.dtype)
-        values, vectors = _Quadrature(matrices.to(torch.float64)), vectors.movedim(0, -3)
+        values, vectors = _Quadrature(matrices), vectors.movedim(0, -3)
         if judged and not values.least > _least(operator, probes):
             raise LostToRoundingError(f"An eigenvalue of {values.least:.2g} of a matrix that has none so small.")
         estimates = operator.shape[-1] * values.values

@@ -38,8 +38,7 @@ class EigenvalueWatch:
 
     def begin(self) -> None:
         """A cycle."""
-        self._before = self._pivot = torch.zeros_like(self.like)
-        self._ratio = self._before
+        self._before = self._ratio = self._pivot = torch.zeros_like(self.like)
         self.below = torch.zeros((), dtype=torch.bool, device=self.like.device)
 
     def add(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:

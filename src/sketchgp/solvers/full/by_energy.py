@@ -24,23 +24,13 @@ class ByEnergy(Kept):
     begun: Tensor | None  # what the solve began with, if not zero
     energy: RemainingEnergy
     exact: bool  # whether products are float64 ones
-    lost: bool  # whether float32 ones were found to be with another matrix
     value: Tensor
     b: Tensor
     r: Tensor
     norm: Tensor
     residual: Tensor
-    rounded_residual: Tensor
-    best_residual: Tensor
-    current: Tensor
-    cycling: bool
-    verified: bool
-    before: Tensor  # the residual at which the cycle began
     taken: Tensor
     remaining: Tensor
-
-    def _close(self) -> None:
-        raise NotImplementedError
 
     @property
     def by_energy(self) -> bool:
@@ -59,22 +49,11 @@ class ByEnergy(Kept):
         self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()
         self.taken = self.space.dot(self.value, self.b + self.r)
 
-    def _distrust(self) -> None:
-        """End a cycle whose products were with another matrix.  To a goal of energies the solve begins anew: what comes
-        of the other matrix is far off in the directions of the least eigenvalues, and takes longer to mend."""
-        self.lost = True
-        if not self.by_energy:
-            self._close()
-            return
-        self.cycling, self.verified = False, True
-        self.value, self.r = torch.zeros_like(self.b), self.b.clone()
-        if self.begun is not None:
-            self.value += self.begun
-            self.r -= self.space.product(self.system.accurate_product, self.value)
-        self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
-        self.best, self.best_residual, self._uncertain = self.value.clone(), self.residual, self.r
-        self._doubt()
-        self.before = torch.full_like(self.residual, torch.inf)
+    def _begin_anew(self) -> None:
+        """Leave a cycle whose products were with another matrix: what comes of that is far off in the directions of the
+        least eigenvalues, and takes longer to mend than the solve does."""
+        self.exact, self.energy = True, RemainingEnergy()
+        self.begin(self.begun)
         self.notes.append("float32 products were with another matrix, by its eigenvalues; went on with float64 ones")
 
     def _at_most(self) -> Tensor:

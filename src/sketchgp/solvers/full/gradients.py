@@ -103,9 +103,9 @@ class Gradients(ByEnergy):
         self.value, self.r = torch.zeros_like(self.b), self.b.clone()
         if initial is not None:
             start = self.space.own(initial).to(self.out_dtype).to(torch.float64)  # returned where no step is taken
-            self.value, self.begun = start.expand_as(self.b).clone(), start
+            self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.space.product(self.system.accurate_product, self.value)
-        self.warm = initial is not None
+        self.begun, self.warm = initial, initial is not None
         self.taken = self.space.dot(self.value, self.b + self.r)
         self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
@@ -341,9 +341,9 @@ class Gradients(ByEnergy):
                 other = broken | self.watch.below
         flags = torch.stack([finite, broken, growing, (self.active & drifted).any(), other])
         ended = self._look(flags, near, drifted)
-        if self.lost:
-            self._distrust()
-        elif ended:
+        if self.lost and self.by_energy:
+            self._begin_anew()
+        elif ended or self.lost:
             self._close()
         return True
 
