@@ -2685,8 +2685,8 @@ BREAKS = (
     ),
     Break(
         "fitting/steps.py",
-        "or len(trials) < _TRIALS:",
-        "or len(trials) < 100 * _TRIALS:",
+        "if len(losses) < 2:\n            return False\n        apart",
+        "if len(losses) < 1000:\n            return False\n        apart",
         ("test_fit_history.py",),
         "line searches go on in what solves leave of a loss",
     ),

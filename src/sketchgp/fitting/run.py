@@ -38,7 +38,9 @@ from .scales import Woken, flatness, rescale, wake
 from .start import exact_objective, on_subset, rows_before
 from .steps import Steps
 
-_FEW = 1000  # rows of which three fits tell the best one of three starts, for fits to more
+_FEW = 1000  # rows that fits to more begin with, and
+_FEWEST = 500  # of which three fits tell the best one of three starts, for that; more
+_FOR_EACH = 25  # for each hyperparameter, where there are many
 _ROUGH = 10.0  # times the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which one is started from
 _ITERATIONS = {"lbfgs": MOST, "adam": 50}
@@ -164,7 +166,7 @@ class Fit:
         if self.kind == "exact" and self.choices.start == "auto" and self.history.optimizer == "lbfgs":
             if self.history.rows <= _FEW:
                 self.start = self.current.state()
-            return self._from_few(self.mll, self.current, self.history)
+            return self._from_few(self.mll, self.current, self.history, _FEW)
         return None
 
     def _minimise(self, inverse: np.ndarray | None) -> np.ndarray | None:
@@ -278,27 +280,30 @@ class Fit:
         """About the inverse Hessian at the least exact loss of a part of the rows, and the parameters there."""
         part = Objective(twin.model, twin, exact=True)
         self.history.subset = found = history_of(part)
-        return self.exact.run(part, found, self._from_few(twin, part, found), self.choices.tol, self.woken)
+        return self.exact.run(part, found, self._from_few(twin, part, found, _FEW), self.choices.tol, self.woken)
 
-    def _from_few(self, mll: Any, objective: Objective, history: FitHistory) -> np.ndarray | None:
-        """Give a model of more rows the parameters of the best one of three exact fits to few of them: from where it
-        is, and from other starts.  About the inverse Hessian there; None without such fits.
+    def _from_few(self, mll: Any, objective: Objective, history: FitHistory, rows: int) -> np.ndarray | None:
+        """Give a model of more rows the parameters of an exact fit to few of them, which begins with the best one of
+        three fits to fewer: from where the model is, and from other starts.  About the inverse Hessian there; None
+        without such fits.
 
         :param mll: of the model, of which rows are taken; :param objective: gets the parameters.
-        :param history: of its fit.
+        :param history: of its fit; :param rows: how many are taken.
         """
-        if history.rows <= _FEW:
+        if history.rows <= rows:
             return None
-        twin = on_subset(mll, _FEW, self.choices.seed, True)
+        twin = on_subset(mll, rows, self.choices.seed, True)
         if twin is None:
             return None
         part = Objective(twin.model, twin, exact=True)
         start, found = part.state(), history_of(part)
+        fewest = min(max(_FEWEST, _FOR_EACH * sum(p.numel() for p in part.parameters)), _FEW)
+        before = None if rows == fewest else self._from_few(twin, part, found, fewest)
         try:
-            inverse, best = self.exact.run(part, found, None, self._rough)
+            inverse, best = self.exact.run(part, found, before, self._rough, self.woken)
         except RuntimeError:  # a forward that holds what no copy converts
             return None
-        other = self.exact.elsewhere(part, start, found, self._rough)
+        other = self.exact.elsewhere(part, start, found, self._rough) if rows == fewest else None
         if other is not None:
             found, inverse, best = other
         self.exact.best = best

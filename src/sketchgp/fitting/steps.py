@@ -15,7 +15,9 @@ from .record import Evaluation
 
 _WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"
-_TRIALS = 4  # of a line search that came to nothing but losses as good as where it began
+# (trials, times the tolerance): so many of a line search, one after the other, that came to nothing but losses so near
+# to where it began; the second by solves only, as on a plateau exact losses lead away from it
+_IN_VAIN = ((4, 1.0), (2, 0.1))
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
@@ -107,10 +109,12 @@ class Steps:
 
         SciPy's goes on for twenty evaluations, and for as many again along the gradient.
         """
-        losses, trials = self.history.losses[self.first :], self._since[-_TRIALS:]
-        if len(losses) < 2 or len(trials) < _TRIALS:
+        losses = self.history.losses[self.first :]
+        if len(losses) < 2:
             return False
-        return all(abs(trial.value - losses[-1]) < self.tol for trial in trials)
+        apart = [abs(trial.value - losses[-1]) for trial in self._since]
+        rules = _IN_VAIN[:1] if self.objective.exact else _IN_VAIN
+        return any(len(apart) >= most and max(apart[-most:]) < share * self.tol for most, share in rules)
 
     def _settled(self) -> bool:
         gain = self.improvement(self.history.losses[self.first :])

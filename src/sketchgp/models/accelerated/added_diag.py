@@ -140,7 +140,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
             return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         if computing_exactly() and inv_quad_rhs is not None:
-            return exact_inv_quad_logdet(evaluated, inv_quad_rhs, bool(reduce_inv_quad))
+            noise = evaluated._noise_vector()
+            return exact_inv_quad_logdet(evaluated._linear_op, noise, inv_quad_rhs, bool(reduce_inv_quad))
         bound = bound_in_force()
         if bound is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
             return bound_inv_quad_logdet(bound, evaluated, inv_quad_rhs, bool(reduce_inv_quad))

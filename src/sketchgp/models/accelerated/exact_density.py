@@ -18,38 +18,50 @@ from ...operators.access import float64
 from ...operators.substitution import cholesky_solve
 
 
-def exact_inv_quad_logdet(covariance: LinearOperator, columns: Tensor, reduce: bool) -> tuple[Tensor, Tensor]:
-    """``(r^T A^-1 r, log det A)``, float64, differentiable in r and A once.
+def exact_inv_quad_logdet(
+    covariance: LinearOperator, noise: Tensor, columns: Tensor, reduce: bool
+) -> tuple[Tensor, Tensor]:
+    """``(r^T A^-1 r, log det A)`` of ``A = K + diag(noise)``, float64, differentiable in r, K and noise once.
 
-    :param covariance: A, ``(..., n, n)``, evaluated; :param columns: r, ``(..., n, t)`` or ``(n,)``.
+    :param covariance: K, ``(..., n, n)``, evaluated; :param noise: ``(..., n)``.
+    :param columns: r, ``(..., n, t)`` or ``(n,)``.
     :param reduce: whether the quadratic forms of all columns are added up.
     :raises NumericalError: where A is not positive definite to float64.
     """
     columns = columns.unsqueeze(-1) if columns.dim() == 1 else columns
-    each, determinant = _InvQuadLogdet.apply(float64(covariance), columns.to(torch.float64))
+    matrix, noise = float64(covariance), noise.to(torch.float64)
+    batch = torch.broadcast_shapes(matrix.shape[:-2], noise.shape[:-1])
+    matrix, noise = matrix.expand(*batch, -1, -1), noise.expand(*batch, -1)
+    each, determinant = _InvQuadLogdet.apply(matrix, noise, columns.to(torch.float64))
     return each.sum(dim=-1) if reduce else each, determinant
 
 
 class _InvQuadLogdet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, matrix: Tensor, noise: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        matrix = matrix.clone()
+        matrix.diagonal(dim1=-1, dim2=-2).add_(noise)  # a diagonal matrix to be added would be twice the work
         root, failed = torch.linalg.cholesky_ex(matrix)
         if bool(failed.any()) or not bool(torch.isfinite(root.diagonal(dim1=-1, dim2=-2)).all()):
             raise NumericalError("K + noise is not positive definite to float64; raise the noise.", see="not-definite")
         weights = cholesky_solve(columns, root)
         determinant = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(dim=-1)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(torch.cholesky_inverse(root) if ctx.needs_input_grad[0] else root[..., :0], weights)
+            inverted = any(ctx.needs_input_grad[:2])
+            ctx.save_for_backward(torch.cholesky_inverse(root) if inverted else root[..., :0], weights)
         return (columns * weights).sum(dim=-2), determinant
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, Tensor]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, of_each: Tensor, of_determinant: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         inverse, weights = ctx.saved_tensors
         scaled = weights * of_each.unsqueeze(-2)
-        of_matrix = None
-        if ctx.needs_input_grad[0]:
+        of_matrix = of_noise = None
+        if any(ctx.needs_input_grad[:2]):
             of_matrix = inverse * of_determinant[..., None, None]
             n, t = weights.shape[-2:]
             of_matrix.view(-1, n, n).baddbmm_(scaled.reshape(-1, n, t), weights.reshape(-1, n, t).mT, alpha=-1)
-        return of_matrix, 2 * scaled
+            of_noise = of_matrix.diagonal(dim1=-1, dim2=-2).clone()
+        return of_matrix, of_noise, 2 * scaled
