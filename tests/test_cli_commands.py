@@ -57,6 +57,17 @@ def fails(capsys, *words):
 QUICK = ["--iterations", 15, "--subset", 150]
 
 
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_a_noise_at_its_limit_is_named(noise, tmp_path, capsys):
+    rows = make_rows()
+    smooth = 1000 + 50 * np.sin(rows["length"]) + 30 * rows["width"]
+    rows["price"] = smooth if noise == 0 else rows["price"]
+    path = write_csv(tmp_path / "smooth.csv", rows)
+    code, out, _ = run(capsys, "fit", path, "--target", "price", "--iterations", 60)
+    assert code == 0
+    assert ("noise ended at its limit, 1e-05 of the target's variance" in out) == (noise == 0)
+
+
 def test_fit_then_predict_a_csv(tmp_path, data, capsys):
     model = tmp_path / "model.pt"
     code, out, _ = run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)

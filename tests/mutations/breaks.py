@@ -2685,8 +2685,8 @@ BREAKS = (
     ),
     Break(
         "fitting/steps.py",
-        "if len(losses) < 2:\n            return False\n        apart",
-        "if len(losses) < 1000:\n            return False\n        apart",
+        "any(len(apart) >= most and max",
+        "any(len(apart) >= 1000 and max",
         ("test_fit_history.py",),
         "line searches go on in what solves leave of a loss",
     ),

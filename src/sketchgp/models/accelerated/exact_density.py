@@ -39,16 +39,17 @@ def exact_inv_quad_logdet(
 class _InvQuadLogdet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, noise: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        matrix = matrix.clone()
+        # its columns one after another, as LAPACK wants them: what follows is done in place, without fresh memory
+        matrix, batch = matrix.mT.clone(memory_format=torch.contiguous_format).mT, matrix.shape[:-2]
         matrix.diagonal(dim1=-1, dim2=-2).add_(noise)  # a diagonal matrix to be added would be twice the work
-        root, failed = torch.linalg.cholesky_ex(matrix)
+        root, failed = torch.linalg.cholesky_ex(matrix, out=(matrix, matrix.new_empty(batch, dtype=torch.int32)))
         if bool(failed.any()) or not bool(torch.isfinite(root.diagonal(dim1=-1, dim2=-2)).all()):
             raise NumericalError("K + noise is not positive definite to float64; raise the noise.", see="not-definite")
         weights = cholesky_solve(columns, root)
         determinant = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(dim=-1)
         if any(ctx.needs_input_grad):
             inverted = any(ctx.needs_input_grad[:2])
-            ctx.save_for_backward(torch.cholesky_inverse(root) if inverted else root[..., :0], weights)
+            ctx.save_for_backward(torch.cholesky_inverse(root, out=root) if inverted else root[..., :0], weights)
         return (columns * weights).sum(dim=-2), determinant
 
     @staticmethod
