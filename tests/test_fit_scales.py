@@ -14,7 +14,7 @@ import torch
 from gpytorch import kernels
 
 import sketchgp
-from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, small_subsets
+from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, small_subsets
 from sketchgp.fitting.scales import flatness, rescale, wake
 
 pytestmark = TORCH_WARNINGS
@@ -240,6 +240,24 @@ def test_the_best_of_three_starts(
     assert max(losses) > min(losses) + 0.1, "the data must make the test meaningful"
     assert found["auto"].best_loss < found["model"].best_loss - 0.1
     assert found["auto"].converged
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(39, [10, 8, 5]), (79, [20, 10, 8])])
+def test_three_starts_of_large_fits_take_more_rows(
+    rows: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 rows and more there is a level between all rows and the 10; one row for each of five hyperparameters."""
+    small_subsets(monkeypatch)
+    for name, value in {"_FEW": 8, "_FEWEST": 4, "_FOR_EACH": 1}.items():
+        monkeypatch.setattr(f"sketchgp.fitting.run.{name}", value)
+    x, y, _ = data(rows)
+    with iterative(tol=1e-3):
+        history = sketchgp.fit(_of(x, y), start="subset", iterations=1).subset
+    told = []
+    while history is not None:
+        told.append(history.rows)
+        history = history.subset
+    assert told == expected
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,12 @@ def fit(
         exactly, then, from 8,000, 40,000, 96,000 and 320,000 rows on, to 5,000, 16,000, 40,000 and 128,000 of them;
         ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
         likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses of more than 1,000 rows, begin with
-        fits to 500 rows (25 for each hyperparameter, where that is more, and at most 1,000) from three starts, the
-        model's parameters, and lengthscales of 3 and of 0.3 times the size of the inputs with a noise of 0.01 and 0.001
-        of the targets' variance, and go on from the best one with 1,000; up to 1,000 rows ``"auto"`` goes on at the
-        best end.  Lengthscales with which every point is alone, or all are alike, so that the loss does not change with
-        them, are first made of the size of the inputs, with a warning; with ``"model"`` there is only the warning.
+        fits to 500 rows (25 for each hyperparameter, where that is more, and at most 1,000; 1,000 where all are 8,000
+        or more) from three starts, the model's parameters, and lengthscales of 3 and of 0.3 times the size of the
+        inputs with a noise of 0.01 and 0.001 of the targets' variance, and go on from the best one with 1,000; up to
+        1,000 rows ``"auto"`` goes on at the best end.  Lengthscales with which every point is alone, or all are alike,
+        so that the loss does not change with them, are first made of the size of the inputs, with a warning; with
+        ``"model"`` there is only the warning.
     :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
         asked for is minimised however wide it is.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).

@@ -38,8 +38,8 @@ from .scales import Woken, flatness, rescale, wake
 from .start import exact_objective, on_subset, rows_before
 from .steps import Steps
 
-_FEW = 1000  # rows that fits to more begin with, and
-_FEWEST = 500  # of which three fits tell the best one of three starts, for that; more
+_FEW = 1000  # rows that fits to more begin with; three fits tell the best one of three starts, of as many, or of
+_FEWEST = 500  # in fits to fewer than 8,000 rows, and more
 _FOR_EACH = 25  # for each hyperparameter, where there are many
 _ROUGH = 10.0  # times the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which one is started from
@@ -297,7 +297,9 @@ class Fit:
             return None
         part = Objective(twin.model, twin, exact=True)
         start, found = part.state(), history_of(part)
-        fewest = min(max(_FEWEST, _FOR_EACH * sum(p.numel() for p in part.parameters)), _FEW)
+        fewest = _FEW
+        if self.whole:  # a fit within another one serves many rows: a bad start is dear there, and these fits are not
+            fewest = min(max(_FEWEST, _FOR_EACH * sum(p.numel() for p in part.parameters)), _FEW)
         before = None if rows == fewest else self._from_few(twin, part, found, fewest)
         try:
             inverse, best = self.exact.run(part, found, before, self._rough, self.woken)
