@@ -23,7 +23,6 @@ from __future__ import annotations
 import csv
 import re
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor
 
 import sketchgp
-from common import describe, load_arrays, number, scores, table
+from common import describe, load_arrays, median, number, scores, table
 from measure import high_water_mb
 from runner import Benchmark, Group
 from sketchgp.cli.regression import Regression, Scaling
@@ -167,11 +166,11 @@ def by_command(path: Path, target: str = "y", *options: str) -> dict[str, Any]:
             "said": said.strip().replace(str(PICTURE), PICTURE.name).split("\n")}  # fmt: skip
 
 
-def median(once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def repeated(once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The first of some runs, with the medians of their seconds, and those of all of them."""
     runs = [once() for _ in range(REPEATS)]
     timed = {key: [run[key] for run in runs] for key in runs[0] if key.endswith("_seconds")}
-    medians = {key: statistics.median(values) for key, values in timed.items()}
+    medians = {key: median(values) for key, values in timed.items()}
     return {**runs[0], **medians, "each_process_seconds": timed["process_seconds"]}
 
 
@@ -188,14 +187,14 @@ def perform(task: dict[str, Any], directory: Path) -> dict[str, Any]:
                 found |= {"train": len(data[0]), "test": len(data[2]), "inputs": data[0].shape[1]}
                 found |= by_scikit_learn(*data)
         elif task["method"] == "command":
-            found |= median(lambda: by_command(directory / f"{task['name']}.npz"))
+            found |= repeated(lambda: by_command(directory / f"{task['name']}.npz"))
         else:
             data = load(directory, task["name"], task["rows"])
             found |= {"train": len(data[0]), "test": len(data[2]), "inputs": data[0].shape[1]}
             if task["method"] == "fit":
                 found |= by_fit(*data)
             else:
-                found |= median(
+                found |= repeated(
                     lambda: {**by_scikit_learn(*data), "process_seconds": process_of_scikit_learn(*data[:3])}
                 )
     return {**found, "warnings": sorted({str(one.message).split("\n")[0][:200] for one in caught}),
