@@ -21,21 +21,19 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import common
-from sketchgp.operators.engines.triton import halves, launch
-from sketchgp.operators.engines.triton.blocks import gradient_blocks, half_blocks, product_blocks
+from sketchgp.operators.engines.triton import launch
+from sketchgp.operators.engines.triton.blocks import gradient_blocks, product_blocks
 from sketchgp.operators.expression import recognise
 
 RESULTS = Path(__file__).parent / "results"
 TENSOR_MEMORY = 512  # columns that a program may take, where there is any
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may take
 KERNELS = {"rbf": RBFKernel, "matern32": lambda: MaternKernel(nu=1.5), "rq": RQKernel}
-NAMES = ("kernel", "features", "columns", "precision", "route", "quarters")
+NAMES = ("kernel", "features", "columns", "precision", "route")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
-def launched(
-    name: str, p: int, t: int, precision: str, route: str, quarters: int, memory: int
-) -> Iterator[dict[str, Any]]:
+def launched(name: str, p: int, t: int, precision: str, route: str, memory: int) -> Iterator[dict[str, Any]]:
     """What the engine would launch, one after the other until one fits: the plan, the arguments, the blocks."""
     gradient = route == "gradient"
     kernel = ScaleKernel(KERNELS[name]()).requires_grad_(True)
@@ -43,9 +41,8 @@ def launched(
     prepared = recognise(kernel).prepare(x, x, True, torch.Size(), torch.float32)
     problem = launch._Problem(recognise(kernel), prepared.detached(), precision)
     plan = problem.plan(True, 2 * t if gradient else t, gradient, None if gradient else route)
-    choose = {"gradient": gradient_blocks, "halves": half_blocks}.get(route, product_blocks)
-    for blocks in choose(plan, memory):
-        found: dict[str, Any] = {"blocks": blocks._replace(quarters=quarters)}
+    for blocks in (gradient_blocks if gradient else product_blocks)(plan, memory):
+        found: dict[str, Any] = {"blocks": blocks}
 
         class Recorder:
             def __init__(self, plan: Any, gradient: bool, found: dict[str, Any] = found) -> None:
@@ -56,7 +53,7 @@ def launched(
                 return lambda **arguments: self.found.setdefault("arguments", arguments)
 
         real = launch.compiled
-        launch.compiled = halves.compiled = Recorder
+        launch.compiled = Recorder
         try:
             left, right = torch.randn(256, t), torch.randn(256, t)
             rest = (True, precision, found["blocks"])
@@ -65,7 +62,7 @@ def launched(
             else:
                 launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest, route=route)
         finally:
-            launch.compiled = halves.compiled = real
+            launch.compiled = real
         yield found
 
 
@@ -112,24 +109,17 @@ def usage(binary: bytes) -> dict[str, int]:
     return {"registers": registers, "spilled": stack + local}
 
 
-def cases(quick: bool) -> list[tuple[str, int, int, str, str, int]]:
-    """Kernel, features, right-hand sides, precision, route, quarters of polynomial exponentials.
-
-    Routes of a product: columns one by one, by a matrix product, or one by one with each pair evaluated once.
-    """
+def cases(quick: bool) -> list[tuple[str, int, int, str, str]]:
+    """Kernel, features, right-hand sides, precision, and route: columns one by one, a matrix product, a gradient."""
     if quick:
-        return [("rbf", 20, 16, "bf16x6", "matrix", 2)]
-    found: list[tuple[str, int, int, str, str, int]] = []
-    for precision in ("float32", "bf16x6"):
+        return [("rbf", 20, 16, "float32", "matrix")]
+    found: list[tuple[str, int, int, str, str]] = []
+    for precision in ("float32", "tf32"):
         for p in (8, 90):
-            found += [("rbf", p, t, precision, "columns" if t == 1 else "matrix", 0) for t in (1, 16, 64)]
-            found += [("rbf", p, t, precision, "halves", 0) for t in (1, 2)]
-        found += [("matern32", 32, 16, precision, "gradient", 0)]
-    found += [("rbf", 8, 1, "bf16x3", "columns", 0), ("rbf", 8, 16, "bf16x3", "matrix", 0)]
-    found += [("rbf", 8, 8, "float32", route, 0) for route in ("columns", "matrix")]
-    found += [(name, 8, 1, "float32", "halves", 0) for name in ("matern32", "rq")]
-    found += [("rbf", 32, 1, "float32", "columns", quarters) for quarters in (0, 1, 2, 4)]
-    return [*found, *(("rbf", 32, 1, "float32", "halves", quarters) for quarters in (0, 2))]
+            found += [("rbf", p, t, precision, "columns" if t == 1 else "matrix") for t in (1, 16, 64)]
+        found += [("matern32", 32, 16, precision, "gradient")]
+    found += [("rbf", 8, 8, "float32", route) for route in ("columns", "matrix")]
+    return [*found, *((name, 8, 1, "float32", "columns") for name in ("matern32", "rq"))]
 
 
 def main() -> None:
@@ -144,7 +134,11 @@ def main() -> None:
                 found = compile_for(capability, made["plan"], case[4] == "gradient", made["arguments"])
                 if found["shared"] <= SHARED[capability] and found["tensor_memory"] <= TENSOR_MEMORY:
                     break
-            row = {**dict(zip(NAMES, case, strict=True)), "capability": capability / 10, "blocks": made["blocks"][:4]}
+            row = {
+                **dict(zip(NAMES, case, strict=True)),
+                "capability": capability / 10,
+                "blocks": tuple(made["blocks"]),
+            }
             rows.append({**row, **found})
             print(rows[-1], flush=True)
     if not options.quick:
@@ -154,11 +148,11 @@ def main() -> None:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """The table."""
-    heads = [*NAMES[:5], "polynomial", "capability", "blocks", "registers", "spilled", "shared"]
+    heads = [*NAMES, "capability", "blocks", "registers", "spilled", "shared"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         blocks = f"{row['blocks'][0]} x {row['blocks'][1]}, {row['blocks'][2]} warps"
-        cells = [*(row[name] for name in NAMES[:5]), f"{row['quarters']}/4", row["capability"], blocks]
+        cells = [*(row[name] for name in NAMES), row["capability"], blocks]
         cells += [row["registers"], row["spilled"], row["shared"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

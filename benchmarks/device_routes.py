@@ -1,6 +1,6 @@
-"""The fused kernel's ways to one product, of ``device.py``: columns one by one, by a matrix product, or by halves.
+"""The fused kernel's two ways to one product, of ``device.py``: columns one by one, or by a matrix product.
 
-``costs`` of the Triton engine chooses by counting instructions; what is measured here says whether it is right.
+The Triton engine chooses by counted instructions; this measures whether the choice is right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from device_items import Results, compiled_by_processes, timed
 from matvec_cells import Cell, Contestant, Problem
 
-NAMES = {"columns": "one by one", "matrix": "by a matrix product", "halves": "one by one, each pair once"}
+NAMES = {"columns": "one by one", "matrix": "by a matrix product"}
 
 
 def routes(what: Results, device: torch.device, directory: Path) -> Results:
@@ -25,10 +25,10 @@ def routes(what: Results, device: torch.device, directory: Path) -> Results:
     absent = TRITON.absent(device, torch.float32)
     if absent is not None:
         return {"left_out": absent}
-    from sketchgp.operators.engines.triton.costs import MOST_HALVES, MOST_SINGLE
+    from sketchgp.operators.engines.triton.launch import MOST_SINGLE
 
     cases = [(d, t, route) for d in what["d"] for t in what["columns"] for route in NAMES
-             if t <= {"columns": MOST_SINGLE, "matrix": 64, "halves": 2 * MOST_HALVES}[route]]  # fmt: skip
+             if t <= {"columns": MOST_SINGLE, "matrix": 64}[route]]  # fmt: skip
     if what["processes"] and device.type == "cuda":
         compiled_by_processes(_compile_one, cases, what["processes"])
     found: Results = {"runs": []}
@@ -56,7 +56,7 @@ def _chosen(problem: Problem) -> str:
 
     matrix = problem.operator("triton", 2, "square").detach()
     plan = _Problem(matrix.expression, matrix.prepared(), "float32").plan(True, problem.cell.t)
-    return "halves" if plan.halves else "matrix" if plan.dot else "columns"
+    return "matrix" if plan.dot else "columns"
 
 
 def _compile_one(job: tuple[int, int, str]) -> None:

@@ -525,7 +525,7 @@ WRONG_CHOICES = {
     "solver preconditioner": {"solver": sketchgp.RPCholesky()},
     "matmul string": {"matmul": "sparse"},
     "precision string": {"matmul": "triton", "matmul_precision": "fp8"},
-    "precision without triton": {"matmul_precision": "bf16"},
+    "precision without triton": {"matmul_precision": "tf32"},
     "matmul None": {"matmul": None},
     "matmul list": {"matmul": ["dense"]},
     "two at once": {"matmul": "tiled", "solver": "direct"},

@@ -166,7 +166,7 @@ def test_the_reference_has_every_public_name():
     for part in ("botorch", "operators", "plotting", "sklearn"):
         names = importlib.import_module(f"sketchgp.{part}").__all__
         missing |= {f"sketchgp.{part}.{name}" for name in names} - set(listed)
-    missing |= {f"sketchgp.settings.{name}" for name in ("memory_budget", "tune_kernels", "variance")} - set(listed)
+    missing |= {f"sketchgp.settings.{name}" for name in ("memory_budget", "variance")} - set(listed)
     assert not missing, f"docs/api lacks {missing}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 
 import gpytorch
@@ -20,7 +19,6 @@ from gpytorch.kernels import (
     ScaleKernel,
 )
 
-import sketchgp
 from sketchgp.errors import InputError
 from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import KernelMatrix
@@ -36,8 +34,7 @@ if not CUDA:
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from sketchgp.operators.engines.triton import halves as halves_module  # noqa: E402
-from sketchgp.operators.engines.triton import kernels, launch, tuning  # noqa: E402, F401
+from sketchgp.operators.engines.triton import kernels, launch  # noqa: E402, F401
 from sketchgp.operators.engines.triton.blocks import Blocks, gradient_blocks, product_blocks  # noqa: E402
 from sketchgp.operators.engines.triton.launch import _Launch, _Problem, differentiate, multiply  # noqa: E402
 from sketchgp.operators.engines.triton.source import compiled  # noqa: E402
@@ -54,27 +51,19 @@ SMALL = Blocks(32, 16, 4, 1)  # several blocks of rows and columns of tiny matri
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    """The interpreter, with two things mended: loops to a number that came as an argument, and bfloat16 products."""
+    """Run the interpreter, mended for loops to a number that came as an argument."""
     if CUDA:
         return
     from triton.runtime import interpreter
 
     monkeypatch.setenv(VARIABLE, "1")
-    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
 
     def patched(tensor, *rest):
         patch_tensor(tensor, *rest)
         tensor.__index__ = lambda self: int(self.handle.data.item())  # NumPy 2.4 takes no array of one entry for this
 
-    def widened(self, a, b, *rest):  # its product takes the bits of bfloat16 for integers
-        def wide(x):
-            shape = tl.block_type(tl.float32, list(x.data.shape))
-            return self.create_fp_to_fp(x, shape, None) if x.dtype.scalar == tl.bfloat16 else x
-
-        return dot(self, wide(a), wide(b), *rest)
-
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
 
 
 def _scale(kernel, p, **values):
@@ -297,94 +286,31 @@ def test_kernels_do_not_depend_on_the_numbers_of_points():
     assert compiled(plan(10, 17, 3), False) is compiled(plan(300, 31, 4), False)
 
 
-# --- each pair once -------------------------------------------------------------------------------------------------
-
-HALVES = Blocks(16, 32, 4, 1)
+# --- routes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def halves(monkeypatch):
-    """The numbers of offsets, and of their shares, of every launch by halves."""
-    found = []
-    make = halves_module.compiled
-
-    def watched(plan, gradient):
-        assert plan.halves
-
-        class Watched:
-            def __getitem__(self, grid):
-                def launched(**arguments):
-                    found.append((arguments["end"] - arguments["begin"], arguments["splits"]))
-                    make(plan, gradient)[grid](**arguments)
-
-                return launched
-
-        return Watched()
-
-    monkeypatch.setattr(halves_module, "compiled", watched)
-    return found
-
-
-@pytest.mark.parametrize("name", ["rbf", "matern12", "laplace", "rq", "composite", "constant"])
-def test_halves_of_a_symmetric_product(name, halves):
-    case = Case(KERNELS[name](6), 6, 70, 70, same=True)
-    v = torch.randn(70, 2)
-    _close(case.multiply(v, blocks=HALVES, route="halves"), case.dense @ v.double())
-    assert halves
-
-
-@pytest.mark.parametrize(("n", "t"), [(1, 1), (32, 1), (33, 2), (64, 2), (100, 1), (131, 2)])
-def test_halves_of_any_number_of_blocks(n, t, halves, monkeypatch):
-    case = Case(KERNELS["matern32"](20), 20, n, n, same=True)
-    v = torch.randn(n, t)
-    expected = case.dense @ v.double()
-    found = case.multiply(v, blocks=HALVES)  # as the rule has it
-    _close(found, expected)
-    assert torch.equal(found, case.multiply(v, blocks=HALVES)) and len(halves) == 2
-    monkeypatch.setattr(halves_module, "SLABS", 1)
-    monkeypatch.setattr(halves_module, "_LEAST", 1)  # a launch for each offset
-    _close(case.multiply(v, blocks=HALVES), expected)
-    if not CUDA:
-        assert halves[2:] == [(1, 1)] * (-(-n // HALVES.columns) // 2 + 1)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16x6", "bf16"])
-@pytest.mark.parametrize("route", ["columns", "matrix", "halves"])
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize("route", ["columns", "matrix"])
 def test_every_route_of_every_precision(route, precision):
     case = Case(KERNELS["rbf"](20), 20, 50, 50, same=True)
-    tolerance = 2e-2 if precision == "bf16" else 1e-5
+    tolerance = 2e-3 if precision == "tf32" else 1e-5
     v = torch.randn(50, 3)
-    _close(case.multiply(v, precision, HALVES, route), case.dense @ v.double(), tolerance)
+    _close(case.multiply(v, precision, SMALL, route), case.dense @ v.double(), tolerance)
 
 
-def test_halves_of_a_batch_and_on_blocks_of_the_table(halves):
-    kernel = ScaleKernel(MaternKernel(nu=1.5, batch_shape=[2]), batch_shape=[2])
-    kernel.base_kernel.initialize(lengthscale=torch.tensor([1.0, 2.0]).reshape(2, 1, 1))
-    x, v = torch.randn(2, 150, 5), torch.randn(2, 150, 2)
-    expected = copy.deepcopy(kernel).double()(x.double()).to_dense().detach() @ v.double()
-    matrix = KernelMatrix.of(kernel.to(DEVICE), x.to(DEVICE), engine="triton").detach()
-    _close((matrix @ v.to(DEVICE)).double().cpu(), expected)
-    assert halves
+def test_few_columns_are_multiplied_one_by_one():
+    def matrix_product(t, precision):
+        case = Case(KERNELS["rbf"](8), 8, 4, 4)
+        return _Problem(case.expression, case.prepared.detached(), precision).plan(True, t).dot
 
-
-def test_what_an_entry_costs_decides():
-    def plan(name, p, t, precision="float32", same=True):
-        case = Case(KERNELS[name](p), p, 4, 4, same)
-        return _Problem(case.expression, case.prepared.detached(), precision).plan(same, t)
-
-    assert all(plan("rbf", p, 1).halves for p in (2, 8, 90))
-    assert plan("rbf", 90, 2).halves and not plan("rbf", 90, 3).halves
-    assert not plan("rbf", 90, 4, same=False).halves and not plan("rbf", 2, 4, "bf16").halves
-    constant = Case(ConstantKernel(), 2, 4, 4, same=True)
-    assert not _Problem(constant.expression, constant.prepared.detached(), "float32").plan(True, 1).halves
-    assert [plan("rbf", 8, t).dot for t in (4, 5)] == [False, True]
-    assert [plan("rbf", 8, t, "bf16").dot for t in (1, 2)] == [False, True]
-    assert [plan("rbf", 8, t, "bf16x3").dot for t in (2, 3)] == [False, True]
+    assert [matrix_product(t, "float32") for t in (4, 5)] == [False, True]
+    assert [matrix_product(t, "tf32") for t in (2, 3)] == [False, True]
+    assert [matrix_product(t, "ieee") for t in (8, 9)] == [False, True]
 
 
 # --- accuracy -------------------------------------------------------------------------------------------------------
 
-BOUNDS = {"float32": 2.0**-20, "bf16x6": 2.0**-22, "tf32": 2.0**-9, "bf16x3": 2.0**-15, "bf16": 2.0**-6.9}
+BOUNDS = {"float32": 2.0**-20, "tf32": 2.0**-9}
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
@@ -403,7 +329,7 @@ def test_error_of_distances(precision):
     norms = f.left.square().sum(-1).unsqueeze(1) + f.right.square().sum(-1)
     error = ((found - exact).abs() / norms).max()
     assert error <= BOUNDS[precision]
-    if precision not in ("float32", "bf16x6"):  # and it is what was asked for, not something more costly
+    if precision == "tf32":  # and it is what was asked for, not something more costly
         assert error > BOUNDS[precision] / 100
 
 
@@ -440,14 +366,13 @@ def test_few_features_do_not_cancel():
     assert ((case.multiply(torch.ones(40, 1)) - expected).abs() < 5e-3).all()  # features of 1e5 are rounded to 4e-3
 
 
-@pytest.mark.parametrize(("precision", "t"), [("bf16x6", 1), ("bf16x6", 16), ("tf32", 16), ("bf16x3", 1), ("bf16", 16)])
-def test_lower_precision(precision, t):
+@pytest.mark.parametrize("t", [1, 16])
+def test_lower_precision(t):
     case = Case(KERNELS["matern52"](20), 20, 40, 40)
     v = torch.randn(40, t)
-    tolerance = {"bf16x6": 5e-6, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 1e-2}[precision]
-    _close(case.multiply(v, precision), case.dense @ v.double(), tolerance)
-    for found, expected in case.gradients(torch.rand(40, t), torch.rand(40, t), precision):
-        _close(found, expected, 4 * tolerance)
+    _close(case.multiply(v, "tf32"), case.dense @ v.double(), 2e-3)
+    for found, expected in case.gradients(torch.rand(40, t), torch.rand(40, t), "tf32"):
+        _close(found, expected, 8e-3)
 
 
 @pytest.mark.slow
@@ -460,52 +385,10 @@ def test_multiplications_in_float32():
         _close(found, expected)
 
 
-@pytest.mark.parametrize(("name", "quarters"), [("rbf", 1), ("matern52", 2), ("rq", 4), ("laplace", 2)])
-def test_polynomial_exponentials(name, quarters):
-    """As exact as the special function unit, whose results are right to 2^-22."""
-    case, v = Case(KERNELS[name](5), 5, 33, 40), torch.randn(40, 2)
-    blocks = SMALL._replace(quarters=quarters)
-    _close(case.multiply(v, blocks=blocks), case.dense @ v.double(), 1e-6)
-    for found, expected in case.gradients(torch.rand(33, 2), v, blocks=blocks):
-        _close(found, expected, 3e-5)
-
-
-@pytest.mark.skipif(CUDA, reason="blocks are chosen here")
-def test_error_of_polynomial_exponentials():
-    kernel = RBFKernel()
-    kernel.initialize(lengthscale=2**-0.5)
-    case = Case(kernel, 1, 1, 1)
-    x = torch.linspace(0, 9.0, 256).unsqueeze(1)
-    x[0] = 0
-    with torch.no_grad():
-        prepared = case.expression.prepare(torch.zeros(1, 1), x, False, torch.Size(), torch.float32, torch.zeros(1, 1))
-    features, units = prepared.features[0].right[:, 0], 1.4426950408889634**0.5 * 0.5**0.5
-    exponents = ((features * units).float() - 0).square().double()  # as the kernel has them
-    found = [
-        multiply(case.expression, prepared, 1, torch.eye(256), False, "float32", SMALL._replace(quarters=quarters))
-        for quarters in (0, 1, 2, 4)
-    ]
-    assert found[3][0, 0] == 1
-    errors = [float(((one[0].double() - 2**-exponents).abs() / 2**-exponents).max()) for one in found]
-    assert errors[3] < 2.0**-22 and errors[0] < 2.0**-22
-    assert not torch.equal(found[3], found[0])
-    even, odd = found[0][0, ::2], found[0][0, 1::2]
-    assert torch.equal(found[2][0, ::2], even) and torch.equal(found[2][0, 1::2], found[3][0, 1::2])
-    assert torch.equal(found[1][0, 1::4], odd[::2]) and torch.equal(found[1][0, 3::4], found[3][0, 3::4])
-    far = x.clone().fill_(1e4)
-    prepared = case.expression.prepare(torch.zeros(1, 1), far, False, torch.Size(), torch.float32, torch.zeros(1, 1))
-    last = multiply(case.expression, prepared.detached(), 1, torch.ones(256, 1), False, "float32",
-                    SMALL._replace(quarters=4))  # fmt: skip
-    assert 0 <= last < 1e-30
-
-
 def test_not_a_number_is_passed_on():
     for name in ("matern52", "rq", "rbf"):
         case = Case(KERNELS[name](6), 6, 20, 20)
         case.prepared.features[0].left.data[3] = float("nan")
-        for quarters in (0, 2, 4):
-            found = case.multiply(torch.ones(20, 12), blocks=SMALL._replace(quarters=quarters))
-            assert found[3].isnan().all() and not found[4].isnan().any()
         found = case.multiply(torch.ones(20, 12))
         assert found[3].isnan().all() and not found[4].isnan().any()
 
@@ -561,113 +444,6 @@ def test_only_what_needs_a_gradient():
     x1 = case.x1.detach()
     prepared = case.expression.prepare(x1, x1, True, torch.Size(), torch.float32)
     assert differentiate(case.expression, prepared, torch.ones(20, 1), torch.ones(20, 1), True, "float32") == []
-
-
-# --- measured blocks ------------------------------------------------------------------------------------------------
-
-FAST = Blocks(64, 32, 4, 3, 2)  # not the table's, with polynomial exponentials
-
-
-@pytest.fixture
-def tuned(monkeypatch, tmp_path):
-    """``tuned()`` multiplies and gives the blocks that were launched; FAST is the fastest of all."""
-    if CUDA:
-        pytest.skip("times are invented here")
-    monkeypatch.setenv("SKETCHGP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_PAIRS", 1)
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_REPEATS", 1)
-    monkeypatch.setattr(tuning, "_timed", lambda run, blocks, device: (blocks[:4] != FAST[:4]) + (blocks != FAST) / 2)
-    monkeypatch.setattr(launch, "_TOO_LARGE", {})
-    used = []
-    begin = launch._Launch.__init__
-
-    def watched(self, plan, blocks, *rest):
-        used.append(blocks)
-        begin(self, plan, blocks, *rest)
-
-    monkeypatch.setattr(launch._Launch, "__init__", watched)
-    kernel = KERNELS["matern32"](6).requires_grad_(False)
-    x, z, v = torch.randn(40, 6), torch.randn(40, 6), torch.randn(40, 2)
-    expected = kernel.double()(x.double(), z.double()).to_dense() @ v.double()
-
-    def multiplied():
-        used.clear()
-        matrix = KernelMatrix.of(copy.deepcopy(kernel).float(), x, z, engine="triton")
-        _close((matrix @ v).double(), expected)
-        return list(used)
-
-    multiplied.file = tmp_path / "cache" / "blocks.json"
-    return multiplied
-
-
-def test_blocks_are_measured_where_it_is_asked_for_and_kept(tuned, monkeypatch):
-    assert FAST not in tuned() and not tuned.file.exists()
-    with sketchgp.settings.tune_kernels():
-        assert tuned()[-1] == FAST and len(set(tuned())) == 1
-    assert tuned() == [FAST]
-    monkeypatch.setattr(tuning, "_known", {})  # another process
-    assert tuned() == [FAST]
-    text = tuned.file.read_text()
-    assert f"triton {triton.__version__}" in text and not list(tuned.file.parent.glob("*.json?*"))
-    tuned.file.write_text(text.replace(f"triton {triton.__version__}", "triton 0.1"))
-    monkeypatch.setattr(tuning, "_known", {})
-    assert FAST not in tuned()
-
-
-def test_a_broken_file_of_blocks_counts_as_empty(tuned, monkeypatch):
-    with sketchgp.settings.tune_kernels():
-        tuned()
-    found = json.loads(tuned.file.read_text())
-    ((name, shapes),) = found["devices"].items()
-    key = next(iter(shapes))
-    sizes = ["x", [64, 32, 4, 3], [64, 32, 4, 3, 9], [-64, 32, 4, 3, 0], [63, 32, 4, 3, 0], [64.0, 32, 4, 3, 0]]
-    contents = [{"format": 1, "devices": {name: {key: size}}} for size in sizes]
-    contents += [
-        [],
-        None,
-        shapes,
-        {**found, "format": 0},
-        {"format": 1, "devices": 3},
-        {"format": 1, "devices": {name: 5}},
-    ]
-    for content in [b"", b"{", b"\xff\xfe", *(json.dumps(content).encode() for content in contents)]:
-        tuned.file.write_bytes(content)
-        monkeypatch.setattr(tuning, "_known", {})
-        assert FAST not in tuned(), content
-    with sketchgp.settings.tune_kernels():
-        tuned()
-    assert json.loads(tuned.file.read_text())["devices"][name] == shapes
-
-
-def test_a_folder_that_cannot_be_written(tuned, monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("SKETCHGP_CACHE", str(tmp_path / "file"))
-    with sketchgp.settings.tune_kernels(), caplog.at_level("WARNING", logger="sketchgp"):
-        assert tuned()[-1] == FAST
-    assert "cannot be kept" in caplog.text
-    assert tuned() == [FAST]
-
-
-def test_blocks_that_do_not_fit_are_left_out(tuned, monkeypatch):
-    class OutOfResources(Exception):
-        pass
-
-    def refused(self, gradient, arguments, call=launch._Launch.__call__):
-        if self.blocks[:4] == FAST[:4]:
-            raise OutOfResources
-        call(self, gradient, arguments)
-
-    with sketchgp.settings.tune_kernels():
-        tuned()
-    monkeypatch.setattr(launch._Launch, "__call__", refused)
-    assert tuned()[0] == FAST  # kept, as of another device of this name, and given up
-    assert FAST not in tuned()
-    monkeypatch.setattr(tuning, "_known", {})
-    tuned.file.unlink()
-    with sketchgp.settings.tune_kernels():
-        tuned()
-    assert FAST not in tuned()
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -787,6 +563,27 @@ def test_blocks_fit():
                 assert product_blocks(plan, memory)[0] in product_blocks(plan, 1 << 30)
 
 
+def test_blocks_that_do_not_fit_are_left_out(monkeypatch):
+    class OutOfResources(Exception):
+        pass
+
+    used = []
+
+    def refused(self, gradient, arguments, call=launch._Launch.__call__):
+        used.append(self.blocks)
+        if len(used) == 1:
+            raise OutOfResources
+        call(self, gradient, arguments)
+
+    monkeypatch.setattr(launch, "_TOO_LARGE", {})
+    monkeypatch.setattr(launch._Launch, "__call__", refused)
+    case = Case(KERNELS["matern32"](6), 6, 40, 40)
+    v = torch.randn(40, 2)
+    for _ in range(2):
+        _close(case.multiply(v, blocks=None), case.dense @ v.double())
+    assert len(used) == 3 and used[1] == used[2] != used[0]
+
+
 @pytest.mark.cuda
 class TestOnADevice:
     """Sizes with many blocks, on the blocks of the table."""
@@ -797,7 +594,7 @@ class TestOnADevice:
     def test_product(self, p, t, precision):
         case = Case(KERNELS["matern52"](p), p, 1500, 2100)
         v = torch.randn(2100, t)
-        tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
+        tolerance = {"float32": 1e-5, "tf32": 2e-3}[precision]
         _close(case.multiply(v, precision), case.dense @ v.double(), tolerance)
 
     @pytest.mark.parametrize("same", [True, False], ids=["same", "rectangular"])
@@ -814,20 +611,9 @@ class TestOnADevice:
     @pytest.mark.parametrize("t", [1, 20, 60])
     def test_gradient(self, p, t, precision):
         case = Case(KERNELS["rbf"](p), p, 1000, 1300)
-        tolerance = {"float32": 5e-5, "bf16x6": 5e-5, "tf32": 1e-2, "bf16x3": 1e-3, "bf16": 8e-2}[precision]
+        tolerance = {"float32": 5e-5, "tf32": 1e-2}[precision]
         for found, expected in case.gradients(torch.rand(1000, t), torch.rand(1300, t), precision):
             _close(found, expected, tolerance)
-
-    @pytest.mark.parametrize("precision", BOUNDS)
-    @pytest.mark.parametrize("p", [2, 9, 90, 300])
-    @pytest.mark.parametrize("t", [1, 2, 4])
-    def test_halves(self, p, t, precision):
-        case = Case(KERNELS["matern52"](p), p, 2100, 2100, same=True)
-        v = torch.randn(2100, t)
-        tolerance = {"float32": 1e-5, "bf16x6": 1e-5, "tf32": 2e-3, "bf16x3": 1e-4, "bf16": 2e-2}[precision]
-        found = case.multiply(v, precision, route="halves")
-        _close(found, case.dense @ v.double(), tolerance)
-        assert torch.equal(found, case.multiply(v, precision, route="halves"))
 
     def test_many_points(self):
         x = torch.randn(200_000, 3, device=DEVICE)

@@ -36,7 +36,7 @@ def accelerate(
     preconditioner: Preconditioner | Literal["auto"] | None = "auto",
     solver: Solver[FullProblem] | Literal["auto"] = "auto",
     matmul: Literal["auto", "dense", "tiled", "keops", "triton", "gpytorch"] = "auto",
-    matmul_precision: Literal["float32", "bf16x6", "bf16x3", "tf32", "bf16"] = "float32",
+    matmul_precision: Literal["float32", "tf32"] = "float32",
     variance: Variance = "auto",
     variance_samples: int = 128,
     probe_seed: int | None = 0,
@@ -66,8 +66,8 @@ def accelerate(
         never do either, by fused kernels; ``"auto"`` stores it where it fits the memory budget, and else takes the
         fastest that applies; ``"gpytorch"`` leaves the products to GPyTorch.  (An elementwise product of two
         covariances made in ``forward`` is stored wherever it fits.)
-    :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"``, ``"bf16x6"``,
-        ``"bf16x3"``, ``"tf32"`` or ``"bf16"``.  Whatever it is, residuals are checked in float64 arithmetic.
+    :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"`` or ``"tf32"``.
+        Whatever it is, residuals are checked in float64 arithmetic.
     :param variance: how ``model(x).variance`` is computed (covariance matrices and draws are exact in any case):
 
         - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.

@@ -37,7 +37,7 @@ class ExactGP(gpytorch.models.ExactGP):
         solver: Solver[FullProblem] | Literal["auto"] = "auto",
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
         matmul: Literal["auto", "dense", "tiled", "keops", "triton", "gpytorch"] = "auto",
-        matmul_precision: Literal["float32", "bf16x6", "bf16x3", "tf32", "bf16"] = "float32",
+        matmul_precision: Literal["float32", "tf32"] = "float32",
         variance: Variance = "auto",
         variance_samples: int = 128,
         probe_seed: int | None = 0,

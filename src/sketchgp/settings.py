@@ -19,7 +19,6 @@ VARIANCES: tuple[str, ...] = get_args(Variance)
 _variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
 _budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
 Agreement = Callable[[int, bool, torch.device], int]
-_tuning: ContextVar[int] = ContextVar("sketchgp_tune_kernels", default=0)
 _agreement: ContextVar[Agreement | None] = ContextVar("sketchgp_agreed_budgets", default=None)
 
 
@@ -73,29 +72,6 @@ def agreeing_on_budgets(agreement: Agreement) -> Iterator[None]:
         yield
     finally:
         _agreement.reset(token)
-
-
-class tune_kernels(AbstractContextManager):
-    """``matmul="triton"`` tries several block shapes at the first large product of each kind, and keeps the fastest.
-
-    That takes some seconds for each kind of product, once for a device and a version of Triton: what was found is kept
-    in a file (``SKETCHGP_CACHE`` names its folder, else the user's cache) and taken ever after, by other processes too.
-    It holds for the thread that opened it.
-    """
-
-    def __enter__(self) -> tune_kernels:
-        _tuning.set(_tuning.get() + 1)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _tuning.set(_tuning.get() - 1)
-
-    @classmethod
-    def on(cls) -> bool:
-        """Whether it is in force."""
-        return _tuning.get() > 0
 
 
 class variance(AbstractContextManager):

@@ -55,8 +55,7 @@ class KernelMatrix(LinearOperator):
         packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and
         else takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
     :param same: whether x1 and x2 hold the same points.
-    :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"bf16x6"``,
-        ``"bf16x3"``, ``"tf32"`` and ``"bf16"``.
+    :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"tf32"``.
     :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
     :param shards: ranks that products are shared out to (:mod:`.shared`); None for those of the block it is made in.
     :param asked: whether the engine was the user's choice, which must not be replaced; None unless it is ``"auto"``.

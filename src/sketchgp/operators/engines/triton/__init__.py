@@ -21,45 +21,35 @@ if TYPE_CHECKING:
 
 _DOUBLE = "it computes in float32, and the inputs are float64"
 # c of the table below
-_ERRORS = {"float32": 2.0**-20, "bf16x6": 2.0**-22, "tf32": 2.0**-9, "bf16x3": 2.0**-15, "bf16": 2.0**-6.9}
+_ERRORS = {"float32": 2.0**-20, "tf32": 2.0**-9}
 
 
 class Triton(Engine):
     """Products ``K V`` and their derivatives in one pass over the pairs, in registers; memory O((n + m)(p + t)).
 
-    Where x1 is x2, one or two right-hand sides are multiplied with each pair evaluated once, for both of its rows,
-    if that costs so much less (:mod:`.costs`).  Partial sums then take up to 64 MiB, or 8 vectors and as many
-    more as keep the device busy, if that is more.  Derivatives evaluate every entry.
-
     Distances are products of matrices on tensor cores, ``q = |a|^2 + |b|^2 - 2 a.b``, of features that are centred
-    and divided by lengthscales.  ``precision`` says how their products are rounded: ``|error of q| <= c (|a|^2 +
-    |b|^2)``, with c, and a few 1e-7 more for the sums, which are in float32:
+    and divided by lengthscales.  ``precision`` says how their products are rounded.  The error of q is at most
+    ``c (|a|^2 + |b|^2)``, and a few 1e-7 more for the sums, which are in float32:
 
-    ===========  ============================================  =======  ============================
-    precision    products of                                   c        time on tensor cores (tf32: 1)
-    ===========  ============================================  =======  ============================
-    float32      two tf32 parts, low times low left out        2^-20    3
-    bf16x6       three bfloat16 parts, the least left out      2^-22    3
-    tf32         tf32, 11 significant bits                     2^-9     1
-    bf16x3       two bfloat16 parts, low times low left out    2^-15    3/2
-    bf16         bfloat16, 8 significant bits                  2^-6.9   1/2
-    ===========  ============================================  =======  ============================
+    - ``"float32"``: two tf32 parts, low times low left out; c = 2^-20, three products.
+    - ``"tf32"``: 11 significant bits; c = 2^-9, one product.
 
-    The norms are those of the rounded features: errors of small distances are smaller than that, and points that
+    The norms are those of the rounded features.  Errors of small distances are therefore smaller, and points that
     coincide stay at distance 0 but for the rounding of sums.  With ``"float32"``, distances of up to four features are
-    summed up from differences, and l1 distances always are, without any cancellation.  More than 4 right-hand sides
-    (with ``"tf32"`` and ``"bf16x3"`` 2, with ``"bf16"`` 1) are multiplied by a matrix product too, with values and
-    right-hand sides rounded in the same way, and so are the weights and features of gradients; all sums are in float32.
-    Devices older than compute capability 8.0 multiply in float32 whatever the precision.
+    summed up from differences, without cancellation; l1 distances always are.
 
-    64 right-hand sides take one pass over the pairs.  A derivative takes one pass where x1 is x2, and otherwise two;
-    more than 128 features in one kernel cost one more for each 128, and of a sum or product of many kernels each takes
-    a pass of its own.  Where the columns are shared out among programs, their partial results are added up in a fixed
-    order: the same call gives the same result.
+    More than 4 right-hand sides (2 with ``"tf32"``) are multiplied by a matrix product of the same precision, and so
+    are the weights and features of gradients.  All sums are in float32.  Devices older than compute capability 8.0
+    multiply in float32 whatever the precision.
+
+    One pass over the pairs takes 64 right-hand sides.  A derivative takes one pass where x1 is x2, and otherwise two.
+    More than 128 features in one kernel cost one more pass for each 128, and each kernel of a sum or product of many
+    takes its own.  Where programs share the columns, partial results are added in a fixed order: the same call gives
+    the same result.
     """
 
     name = "triton"
-    precisions = ("float32", "bf16x6", "bf16x3", "tf32", "bf16")
+    precisions = ("float32", "tf32")
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: a fixed table, so that nothing is timed at a first call (but see ``tuning``).
+"""Block sizes of the Triton kernels: a fixed table, so that nothing is timed at a first call.
 
 Chosen from the compiler's reports for compute capability 9.0: tiles as large as leaves room for sums, values and what
 is under way in registers (few or no spills), and for the features of the rows and some columns in shared memory.
@@ -12,14 +12,12 @@ from .plan import Plan
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of a tile, warps that share it, loads that are under way at once; quarters of the exponentials
-    that are computed by a polynomial (0, 1, 2 or 4)."""
+    """Rows and columns of a tile, warps that share it, loads that are under way at once."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    quarters: int = 0
 
 
 def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
@@ -40,22 +38,6 @@ def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
     return _that_fit(plan, memory, [*choices, Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)])
 
 
-def half_blocks(plan: Plan, memory: int) -> list[Blocks]:
-    """The same where a pair is evaluated once: each right-hand side takes as many registers as a tile of values."""
-    choices = [Blocks(64, 64, 4, 2)] if plan.width <= 2 and len(plan.atoms) <= 2 else []
-    return _that_fit(plan, memory, [*choices, Blocks(64, 64, 8, 2), Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 1)])
-
-
-def more_blocks(plan: Plan, memory: int, usual: list[Blocks]) -> list[Blocks]:
-    """The usual ones, and others that may be faster on some device."""
-    if plan.halves:
-        others = [Blocks(64, 128, 8, 2), Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(32, 128, 4, 2)]
-        return list(dict.fromkeys([*usual, *_that_fit(plan, memory, others)]))
-    others = [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(128, 64, 4, 2), Blocks(64, 128, 4, 2)]
-    others += [Blocks(64, 64, 4, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 4, 3), Blocks(64, 32, 4, 3)]
-    return list(dict.fromkeys([*usual, *_that_fit(plan, memory, others)]))
-
-
 def gradient_blocks(plan: Plan, memory: int) -> list[Blocks]:
     """The same for gradients, which keep sums for a block of features too."""
     choices = [Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
@@ -69,7 +51,7 @@ def _that_fit(plan: Plan, memory: int, choices: list[Blocks]) -> list[Blocks]:
     """By an estimate, which leaves an eighth for what the compiler needs to rearrange tiles."""
     kept = sum(atom.k for atom in plan.atoms if atom.dot and not atom.looped)
     passing = max((atom.k for atom in plan.atoms if atom.dot and atom.looped), default=0)
-    size = plan.parts * (2 if plan.arithmetic[2] == "bfloat16" else 4)
+    size = plan.parts * 4
 
     def needed(b: Blocks) -> int:
         entries = kept * (b.rows + b.columns * b.stages) + passing * (b.rows + b.columns) * b.stages

@@ -62,20 +62,12 @@ def put_vector(pointer, start, values, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def multiply(a, a_low, a_least, b, b_low, b_least, PARTS: tl.constexpr, INPUT: tl.constexpr):
-    """``a @ b``.  With two parts, a value is the sum of a high and a low part, and low times low is left out; of three
-    parts, the products that are smaller than that.
+def multiply(a, a_low, b, b_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
+    """``a @ b``.  With two parts, a value is the sum of a high and a low part, and low times low is left out.
 
     The small products come first, in an accumulator of their own: tensor cores round towards zero when they add.
     """
-    if PARTS == 3:
-        small = tl.dot(a_least, b, input_precision=INPUT)
-        small = tl.dot(a, b_least, small, input_precision=INPUT)
-        small = tl.dot(a_low, b_low, small, input_precision=INPUT)
-        small = tl.dot(a_low, b, small, input_precision=INPUT)
-        small = tl.dot(a, b_low, small, input_precision=INPUT)
-        result = tl.dot(a, b, small, input_precision=INPUT)
-    elif PARTS == 2:
+    if PARTS == 2:
         small = tl.dot(a_low, b, input_precision=INPUT)
         small = tl.dot(a, b_low, small, input_precision=INPUT)
         result = tl.dot(a, b, small, input_precision=INPUT)
@@ -86,10 +78,8 @@ def multiply(a, a_low, a_least, b, b_low, b_least, PARTS: tl.constexpr, INPUT: t
 
 @triton.jit
 def high(x, MODE: tl.constexpr):
-    """The high part of a tile in registers, of the type that the product takes."""
-    if MODE == "bfloat16":
-        result = x.to(tl.bfloat16)
-    elif MODE == "split tf32":  # what is cut off goes to the low part; NaN stays NaN
+    """High part of a tile in registers."""
+    if MODE == "split tf32":  # what is cut off goes to the low part; NaN stays NaN
         result = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     elif MODE == "tf32":  # round to 11 bits (Veltkamp); the device would round towards zero, with a bias
         shifted = x * 8193.0
@@ -103,31 +93,21 @@ def high(x, MODE: tl.constexpr):
 def low(x, x_high, PARTS: tl.constexpr):
     """What the high part leaves, where there are more parts than one."""
     if PARTS > 1:
-        result = (x - x_high.to(tl.float32)).to(x_high.dtype)
+        result = x - x_high
     else:
         result = x_high
     return result
 
 
 @triton.jit
-def least(x, x_high, x_low, PARTS: tl.constexpr):
-    """What high and low part leave, where there are three."""
-    if PARTS > 2:
-        result = (x - x_high.to(tl.float32) - x_low.to(tl.float32)).to(x_high.dtype)
-    else:
-        result = x_low
-    return result
-
-
-@triton.jit
-def cross(x, x_low, x_least, z, z_low, z_least, PARTS: tl.constexpr, INPUT: tl.constexpr):
+def cross(x, x_low, z, z_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
     """Inner products ``(BM, BN)`` of the rows of x ``(BM, K)`` and z ``(BN, K)``."""
-    return multiply(x, x_low, x_least, tl.trans(z), tl.trans(z_low), tl.trans(z_least), PARTS, INPUT)
+    return multiply(x, x_low, tl.trans(z), tl.trans(z_low), PARTS, INPUT)
 
 
 @triton.jit
 def cross_chunks(
-    x, x_low, x_least, x_start, x_stride, z, z_low, z_least, z_start, z_stride, chunks,
+    x, x_low, x_start, x_stride, z, z_low, z_start, z_stride, chunks,
     BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
     """The same for rows in memory that are ``chunks`` times K wide: chunk by chunk, each rounded to nearest once."""
@@ -139,11 +119,7 @@ def cross_chunks(
         if PARTS > 1:
             x_rest = block(x_low, x_start + c * x_stride, BM, K)
             z_rest = block(z_low, z_start + c * z_stride, BN, K)
-        x_last, z_last = x_rest, z_rest
-        if PARTS > 2:
-            x_last = block(x_least, x_start + c * x_stride, BM, K)
-            z_last = block(z_least, z_start + c * z_stride, BN, K)
-        total += cross(x_chunk, x_rest, x_last, z_chunk, z_rest, z_last, PARTS, INPUT)
+        total += cross(x_chunk, x_rest, z_chunk, z_rest, PARTS, INPUT)
     return total
 
 
@@ -209,116 +185,75 @@ def root(d):
 
 
 @triton.jit
-def polynomial(x):
-    """``2^x`` to 2^-22.5 of itself for ``-125 <= x <= 127``, without the special function unit; 1 for 0, NaN for NaN.
-
-    Below -125 it is 2^-125.  ``2^x = 2^n 2^f``, n the nearest integer, which is added to the exponent, and 2^f a
-    polynomial with the least relative error for ``|f| <= 1/2``: 9e-8, and rounding.
-    """
-    bounded = tl.maximum(x, -125.0)
-    shifted = bounded + 12582912.0  # 1.5 * 2^23: the integer is in the last bits
-    f = bounded - (shifted - 12582912.0)
-    p = 0.001326472638790001 * f + 0.009671513031761014
-    p = p * f + 0.05550733750490721
-    p = p * f + 0.2402224207685405
-    p = p * f + 0.6931469775882623
-    p = p * f + 1.0
-    bits = p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
-    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+def gauss(d, alpha):
+    return tl.exp2(-d)
 
 
 @triton.jit
-def exp2(x, QUARTERS: tl.constexpr):
-    """``2^x`` of a tile, of so many quarters of its entries by :func:`polynomial`.
-
-    For a half, neighbours in a row are told apart, which threads of a matrix product hold together, so that nothing
-    moves; for a quarter, tiles are rearranged through shared memory.
-    """
-    if QUARTERS == 0:
-        result = tl.exp2(x)
-    elif QUARTERS == 4:
-        result = polynomial(x)
-    else:
-        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        if QUARTERS == 2:
-            odd = polynomial(odd)
-        else:
-            first, second = tl.split(tl.reshape(odd, (x.shape[0], x.shape[1] // 4, 2)))
-            odd = tl.reshape(tl.join(tl.exp2(first), polynomial(second)), (x.shape[0], x.shape[1] // 2))
-        result = tl.reshape(tl.join(tl.exp2(even), odd), (x.shape[0], x.shape[1]))
-    return result
-
-
-@triton.jit
-def gauss(d, alpha, QUARTERS: tl.constexpr):
-    return exp2(-d, QUARTERS)
-
-
-@triton.jit
-def gauss_slope(d, alpha, QUARTERS: tl.constexpr):
-    value = exp2(-d, QUARTERS)
+def gauss_slope(d, alpha):
+    value = tl.exp2(-d)
     return value, value * -LN2
 
 
 @triton.jit
-def laplace(d, alpha, QUARTERS: tl.constexpr):
-    return exp2(-d, QUARTERS)
+def laplace(d, alpha):
+    return tl.exp2(-d)
 
 
 @triton.jit
-def laplace_slope(d, alpha, QUARTERS: tl.constexpr):
-    value = exp2(-d, QUARTERS)
+def laplace_slope(d, alpha):
+    value = tl.exp2(-d)
     return value, value * -LN2
 
 
 @triton.jit
-def matern12(d, alpha, QUARTERS: tl.constexpr):
-    return exp2(-root(d), QUARTERS)
+def matern12(d, alpha):
+    return tl.exp2(-root(d))
 
 
 @triton.jit
-def matern12_slope(d, alpha, QUARTERS: tl.constexpr):
+def matern12_slope(d, alpha):
     u = root(d)
-    value = exp2(-u, QUARTERS)
+    value = tl.exp2(-u)
     return value, value / tl.where(u > 0.0, u, float("inf")) * (-0.5 * LN2)  # a kink at 0: no slope there
 
 
 @triton.jit
-def matern32(d, alpha, QUARTERS: tl.constexpr):
+def matern32(d, alpha):
     u = root(d)
-    return (1.0 + LN2 * u) * exp2(-u, QUARTERS)
+    return (1.0 + LN2 * u) * tl.exp2(-u)
 
 
 @triton.jit
-def matern32_slope(d, alpha, QUARTERS: tl.constexpr):
+def matern32_slope(d, alpha):
     u = root(d)
-    decay = exp2(-u, QUARTERS)
+    decay = tl.exp2(-u)
     return (1.0 + LN2 * u) * decay, decay * (-0.5 * LN2_SQUARED)
 
 
 @triton.jit
-def matern52(d, alpha, QUARTERS: tl.constexpr):
+def matern52(d, alpha):
     u = root(d)
-    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * exp2(-u, QUARTERS)
+    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * tl.exp2(-u)
 
 
 @triton.jit
-def matern52_slope(d, alpha, QUARTERS: tl.constexpr):
+def matern52_slope(d, alpha):
     u = root(d)
-    decay = exp2(-u, QUARTERS)
+    decay = tl.exp2(-u)
     linear = 1.0 + LN2 * u
     return (linear + (LN2_SQUARED / 3.0) * u * u) * decay, linear * decay * (-LN2_SQUARED / 6.0)
 
 
 @triton.jit
-def rational_quadratic(d, alpha, QUARTERS: tl.constexpr):
-    return exp2(log1p(d / alpha) * (alpha * -LOG2E), QUARTERS)
+def rational_quadratic(d, alpha):
+    return tl.exp2(log1p(d / alpha) * (alpha * -LOG2E))
 
 
 @triton.jit
-def rational_quadratic_slope(d, alpha, QUARTERS: tl.constexpr):
+def rational_quadratic_slope(d, alpha):
     t = d / alpha
     logarithm = log1p(t)
-    value = exp2(logarithm * (alpha * -LOG2E), QUARTERS)
+    value = tl.exp2(logarithm * (alpha * -LOG2E))
     inverse = 1.0 / (1.0 + t)
     return value, -value * inverse, value * (t * inverse - logarithm)

@@ -10,11 +10,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ....settings import tune_kernels
 from ...expression import Expression, Prepared
-from .blocks import Blocks, gradient_blocks, half_blocks, more_blocks, product_blocks
-from .costs import MOST_SINGLE, halves_pay, singly
-from .halves import halved
+from .blocks import Blocks, gradient_blocks, product_blocks
 from .layout import (
     ARITHMETIC,
     PADDING,
@@ -33,11 +30,11 @@ from .layout import (
 )
 from .plan import Plan
 from .source import compiled
-from .tuning import forget, kept, measured, worth_measuring
 
 T = TypeVar("T")
-Route = Literal["columns", "matrix", "halves"]
+Route = Literal["columns", "matrix"]
 
+MOST_SINGLE = 8  # right-hand sides of a gradient that are multiplied one by one at most
 _WIDEST = 64  # right-hand sides that one program takes
 _FEATURES = 128  # columns of features for which one program keeps a gradient
 _PROGRAMS = 8  # for each multiprocessor, so that none waits long for the last
@@ -66,8 +63,7 @@ def multiply(
     :param rows: n.
     :param same: whether entries on the diagonal are at distance 0.
     :param blocks: a choice of block sizes, for tests.
-    :param route: for tests and benchmarks: right-hand sides one by one, by a matrix product, or one by one with each
-        pair evaluated once; None for what ``costs`` says.
+    :param route: for tests and benchmarks: right-hand sides one by one, or by a matrix product; None for the default.
     """
     columns, t = rhs.shape[-2:]
     if not rows or not rhs.numel():
@@ -81,17 +77,13 @@ def multiply(
     sides = {**problem.arguments("x", problem.left), **problem.arguments("z", problem.right)}
 
     def run(blocks: Blocks) -> Tensor:
-        if plan.halves:
-            arguments = {**problem.shared, **sides, **_named("v", packed)}
-            return halved(plan, blocks, rows, v.shape[0], _PROGRAMS * _cores(rhs.device), arguments)
         launch = _Launch(plan, blocks, rows, columns, v.shape[0], parts, rhs.device)
         out = torch.empty(launch.splits, v.shape[0], *slab, dtype=torch.float32, device=rhs.device)
         launch(False, {**problem.shared, **sides, **_named("v", packed), "out": out})
         return out[0] if launch.splits == 1 else out.sum(dim=0)
 
-    choose = half_blocks if plan.halves else product_blocks
-    choices = [blocks] if blocks else choose(plan, _shared_memory(rhs.device))
-    total = _with_blocks(run, (plan, False), choices, rhs.device, blocks is None and worth_measuring(rows, columns))
+    choices = [blocks] if blocks else product_blocks(plan, _shared_memory(rhs.device))
+    total = _with_blocks(run, (plan, False), choices)
     total = total.transpose(1, 2).flatten(2) if plan.dot else total.mT
     return total[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
 
@@ -149,7 +141,6 @@ class _Problem:
 
     def __init__(self, expression: Expression, prepared: Prepared, precision: Precision) -> None:
         self.precision, self.terms = precision, expression.terms
-        self.symmetric = all(f.left is f.right for f in prepared.features)
         profiles = [atom.profile for atom in expression.atoms]
         self.atoms = plans = atom_plans(profiles, [f.left.shape[-1] for f in prepared.features], precision)
         self.left: list[Packed] = []
@@ -172,17 +163,15 @@ class _Problem:
     def plan(self, same: bool, t: int, gradient: bool = False, route: Route | None = None) -> Plan:
         """For t right-hand sides."""
         width, looped = power(t), False
-        arithmetic = ARITHMETIC[self.precision].plan
-        dot = t > MOST_SINGLE if gradient else not singly(width, arithmetic)
+        arithmetic = ARITHMETIC[self.precision]
+        dot = width > (MOST_SINGLE if gradient else arithmetic.single)
         if route is not None:
             dot = route == "matrix"
         if dot and gradient:
-            width, looped = chunk(t, ARITHMETIC[self.precision].dtype)
+            width, looped = chunk(t)
         elif dot:
             width = max(16, min(width, _WIDEST))
-        plan = Plan(tuple(self.atoms), self.terms, arithmetic, same, width, dot, looped)
-        able = same and self.symmetric and not gradient
-        return replace(plan, halves=able and (halves_pay(plan) if route is None else route == "halves"))
+        return Plan(tuple(self.atoms), self.terms, arithmetic.plan, same, width, dot, looped)
 
     def vectors(self, x: Tensor, plan: Plan) -> Packed:
         return pack_matrix(x, plan.width, self.precision) if plan.dot else pack_vectors(x, plan.width)
@@ -202,38 +191,21 @@ def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _
 
 
 def _possible(precision: Precision, device: torch.device) -> Precision:
-    """Float32 multiplications on devices whose tensor cores know neither tf32 nor bfloat16."""
+    """Float32 multiplications on devices whose tensor cores do not know tf32."""
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     return "ieee" if old else precision
 
 
 def _named(name: str, packed: Packed) -> dict[str, Any]:
-    values = {name: packed.high, f"{name}l": packed.low, f"{name}s": packed.least, f"{name}n": packed.norms}
+    values = {name: packed.high, f"{name}l": packed.low, f"{name}n": packed.norms}
     return {key: value for key, value in values.items() if value is not None}
 
 
 _TOO_LARGE: dict[tuple[Plan, bool], int] = {}  # how many of the blocks of a kernel turned out to need too much
 
 
-def _with_blocks(
-    run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: list[Blocks], device: torch.device, large: bool
-) -> T:
-    """``run`` with the blocks that were measured, where there are any, else the first that the device has shared memory
-    for.
-
-    :param large: whether it may be measured now.
-    """
-    best = kept(*key, device) if large else None
-    if best is not None:
-        try:
-            return run(best)
-        except Exception as error:
-            if not _too_large(error):
-                raise
-        forget(*key, device)  # of another device of the same name, say
-    elif large and tune_kernels.on():
-        every = more_blocks(key[0], _shared_memory(device), choices)
-        return measured(run, *key, device, every, _too_large)
+def _with_blocks(run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: list[Blocks]) -> T:
+    """Return ``run`` with the first blocks that the device has shared memory for."""
     for i in range(_TOO_LARGE.get(key, 0), len(choices) - 1):
         try:
             return run(choices[i])
@@ -269,7 +241,7 @@ class _Launch:
     def __init__(
         self, plan: Plan, blocks: Blocks, rows: int, columns: int, items: int, parts: int, device: torch.device
     ) -> None:
-        self.plan, self.blocks, self.device = replace(plan, quarters=blocks.quarters), blocks, device
+        self.plan, self.blocks, self.device = plan, blocks, device
         self.row_blocks, self.column_blocks = -(-rows // blocks.rows), -(-columns // blocks.columns)
         self.items, self.parts = items, parts
         self.strides = (padded(rows), padded(columns))
@@ -326,8 +298,7 @@ def _gradient_pass(problem: _Problem, plan: Plan, own: Side, other: Side, blocks
         return found
 
     choices = [blocks] if blocks else gradient_blocks(plan, _shared_memory(device))
-    large = blocks is None and worth_measuring(own.size, other.size)
-    return _with_blocks(run, (plan, True), choices, device, large)
+    return _with_blocks(run, (plan, True), choices)
 
 
 def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> list[Plan]:

@@ -16,16 +16,21 @@ from .plan import AtomPlan
 PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
 DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation
 KEPT = 1024  # bytes of a row's features, of all atoms, that fit into shared memory with a block of columns
-Precision = Literal["float32", "tf32", "bf16x6", "bf16x3", "bf16", "ieee"]
+Precision = Literal["float32", "tf32", "ieee"]
 
 
 class Arithmetic(NamedTuple):
-    """How products of matrices are computed: as in ``source.Plan``, and the type of what is multiplied."""
+    """Arithmetic of the matrix products.
+
+    :ivar parts: numbers that one value is split into; :ivar product: ``input_precision`` of ``tl.dot``;
+    :ivar mode: of ``kernels.high``; :ivar single: right-hand sides up to which a matrix product does not pay, counted
+        from the instruction throughputs of compute capabilities 8.0 and 9.0 (CUDA C++ programming guide).
+    """
 
     parts: int
     product: str
     mode: str
-    dtype: torch.dtype
+    single: int
 
     @property
     def plan(self) -> tuple[int, str, str]:
@@ -33,12 +38,9 @@ class Arithmetic(NamedTuple):
 
 
 ARITHMETIC: dict[str, Arithmetic] = {
-    "float32": Arithmetic(2, "tf32", "split tf32", torch.float32),
-    "tf32": Arithmetic(1, "tf32", "tf32", torch.float32),
-    "bf16x6": Arithmetic(3, "tf32", "bfloat16", torch.bfloat16),
-    "bf16x3": Arithmetic(2, "tf32", "bfloat16", torch.bfloat16),
-    "bf16": Arithmetic(1, "tf32", "bfloat16", torch.bfloat16),
-    "ieee": Arithmetic(1, "ieee", "float32", torch.float32),  # for devices without tensor cores for the others
+    "float32": Arithmetic(2, "tf32", "split tf32", 4),
+    "tf32": Arithmetic(1, "tf32", "tf32", 2),
+    "ieee": Arithmetic(1, "ieee", "float32", 8),  # for devices whose tensor cores do not know tf32
 }
 
 
@@ -47,13 +49,12 @@ class Packed:
     """One side of an atom, or of the vectors, as the kernels read it.
 
     :ivar high: ``(B, chunks, rows, k)`` for products, ``(B, features, rows)`` for differences.
-    :ivar low: the low parts, or None; :ivar least: what these leave, or None.
+    :ivar low: the low parts, or None.
     :ivar norms: ``(B, rows)``, half the squared norms, or None.
     """
 
     high: Tensor
     low: Tensor | None = None
-    least: Tensor | None = None
     norms: Tensor | None = None
 
 
@@ -82,21 +83,20 @@ def atom_plans(profiles: list[Profile], sizes: list[int], precision: Precision) 
         elif p <= DIRECT and precision in ("float32", "ieee"):
             plans.append(AtomPlan(profile.name, False, False, p, False, alpha))
         else:
-            k, looped = chunk(p, arithmetic.dtype)
+            k, looped = chunk(p)
             plans.append(AtomPlan(profile.name, True, False, k, looped, alpha))
-    kept = sum(plan.k for plan in plans if plan.dot and not plan.looped) * arithmetic.parts * arithmetic.dtype.itemsize
+    kept = sum(plan.k for plan in plans if plan.dot and not plan.looped) * arithmetic.parts * 4
     if kept > KEPT:
-        plans = [replace(p, looped=True, k=min(p.k, 128 // arithmetic.dtype.itemsize)) if p.dot else p for p in plans]
+        plans = [replace(p, looped=True, k=min(p.k, 32)) if p.dot else p for p in plans]
     return tuple(plans)
 
 
-def chunk(p: int, dtype: torch.dtype) -> tuple[int, bool]:
+def chunk(p: int) -> tuple[int, bool]:
     """Columns in a chunk of a matrix of p columns, and whether there are more chunks than one.
 
     A single chunk of the rows stays in shared memory while a program passes over the columns.
     """
-    most = 64 if dtype == torch.float32 else 128
-    return (max(power(p), 16), False) if p <= most else (most // 2, True)
+    return (max(power(p), 16), False) if p <= 64 else (32, True)
 
 
 def unit(profile: Profile, dot: bool) -> float:
@@ -122,13 +122,10 @@ def pack_features(x: Tensor, profile: Profile, plan: AtomPlan, precision: Precis
         more = count(plan, p) * plan.k - p
         return Packed(functional.pad(x.mT, (0, padded(n) - n, 0, more)).contiguous())
     packed = pack_matrix(x, plan.k, precision)
-    high = packed.high.float()
+    high = packed.high
     norms = (high * high).sum(dim=(1, 3), dtype=torch.float64)  # each product is exact in float32
     if packed.low is not None:
-        norms += 2 * (high * packed.low.float()).sum(dim=(1, 3), dtype=torch.float64)
-        if packed.least is not None:
-            norms += packed.low.double().square().sum(dim=(1, 3))
-            norms += 2 * (high * packed.least.float()).sum(dim=(1, 3), dtype=torch.float64)
+        norms += 2 * (high * packed.low).sum(dim=(1, 3), dtype=torch.float64)
     return replace(packed, norms=(norms / 2).float())
 
 
@@ -141,7 +138,7 @@ def pack_matrix(x: Tensor, k: int, precision: Precision) -> Packed:
     parts: list[Tensor] = []
     for _ in range(ARITHMETIC[precision].parts):
         parts.append(_rounded(x, precision))
-        x = x - parts[-1].float()
+        x = x - parts[-1]
     return Packed(*parts)
 
 
@@ -157,10 +154,8 @@ def count(plan: AtomPlan, p: int) -> int:
 
 
 def _rounded(x: Tensor, precision: Precision) -> Tensor:
-    """To the type that is multiplied; to tf32 by hand, as the device rounds towards zero."""
+    """Round to tf32 by hand, as the device rounds towards zero."""
     if precision == "ieee":
         return x
-    if precision in ("bf16", "bf16x3", "bf16x6"):
-        return x.to(torch.bfloat16)
     bits = (x.view(torch.int32) + 4096) & -8192  # 10 bits of the fraction are left
     return torch.where(x.isfinite(), bits.view(torch.float32), x)

@@ -30,15 +30,13 @@ class Plan:
     """What the source depends on.
 
     :ivar terms: the factors of each term, as of an ``Expression``.
-    :ivar arithmetic: parts of a number (1 to 3), ``input_precision`` of the products, the mode of ``high``.
+    :ivar arithmetic: parts of a number (1 or 2), ``input_precision`` of the products, the mode of ``high``.
     :ivar same: whether pairs on the diagonal are at distance 0.
     :ivar width: right-hand sides in a block.
     :ivar dot: whether they are multiplied by a matrix product, else one by one.
     :ivar looped: in a gradient, whether there may be more chunks of them than one.
     :ivar targets: in a gradient, atoms whose features get one, with the number of features in a block.
     :ivar sums: in a gradient, whether to compute those of coefficients and shape parameters.
-    :ivar quarters: of the entries, whose exponentials are computed by a polynomial (``kernels.polynomial``).
-    :ivar halves: whether a pair is evaluated once, for both of its rows (``half_source``).
     """
 
     atoms: tuple[AtomPlan, ...]
@@ -50,8 +48,6 @@ class Plan:
     looped: bool = False
     targets: tuple[tuple[int, int], ...] = ()
     sums: bool = False
-    quarters: int = 0
-    halves: bool = False
 
     @property
     def parts(self) -> int:
@@ -64,13 +60,12 @@ class Plan:
 
     @property
     def more(self) -> list[str]:
-        """What the names of the parts beside the high one end in."""
-        return ["l", "s"][: self.parts - 1]
+        """Suffix of the name of the low part, where there is one."""
+        return ["l"][: self.parts - 1]
 
-    def three(self, name: str) -> str:
-        """Three arguments, the parts of what has a name; of fewer parts the last one again."""
-        names = [name, *(f"{name}{end}" for end in self.more)]
-        return ", ".join([*names, *names[-1:] * 2][:3])
+    def both(self, name: str) -> str:
+        """Return the two arguments that hold the parts of ``name``; a single part is passed twice."""
+        return f"{name}, {name}{'l' if self.parts > 1 else ''}"
 
     def loads(self, name: str, load: str) -> list[str]:
         """Statements that load the parts.

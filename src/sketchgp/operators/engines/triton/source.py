@@ -4,8 +4,8 @@ An expression has any number of atoms and terms.  Writing its kernels out as tex
 own, keeps all structure out of the compiled code and needs nothing of Triton but its oldest features (it has no lists,
 and tuples only of late).  ``repr`` of a plan says all that its source depends on.
 
-Names in the text: ``x3``, ``z3`` the features of atom 3 for rows and columns (``x3l`` their low parts, ``x3s`` what
-these leave, ``x3n`` half their squared norms), ``d3`` a tile of distances, ``v3`` of values, ``s3`` of slopes; ``c3``
+Names in the text: ``x3``, ``z3`` the features of atom 3 for rows and columns (``x3l`` their low parts, ``x3n`` half
+their squared norms), ``d3`` a tile of distances, ``v3`` of values, ``s3`` of slopes; ``c3``
 chunks of features; ``row``, ``col`` where the tile starts; ``item`` the matrix of the batch, ``split`` the share of the
 columns, ``part`` the block of right-hand sides, or of features in a gradient.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from .plan import Plan
 
-_PARTS_OF = "{0}h, {0}l, {0}s"  # as :func:`_split` names them
+_PARTS_OF = "{0}h, {0}l"  # as :func:`_split` names them
 _NUMBERS = ("x_rows", "z_rows", "row_blocks", "column_blocks", "steps", "splits", "parts", "items")
 
 
@@ -28,16 +28,15 @@ def compiled(plan: Plan, gradient: bool) -> Any:
     """The kernel of a plan: a product, or a gradient."""
     from triton import jit
 
-    from . import half_source, kernels
+    from . import kernels
 
     name = "gradient" if gradient else "product"
-    make = _gradient if gradient else half_source.product if plan.halves else _product
-    text, counts = make(plan)
+    text, counts = (_gradient if gradient else _product)(plan)
     file = f"<sketchgp {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # where Triton reads the source
     namespace = {**vars(kernels), "__name__": "sketchgp.generated"}
     exec(compile(text, file, "exec"), namespace)
-    return jit(namespace[name], do_not_specialize=[*(half_source.NUMBERS if plan.halves else _NUMBERS), *counts])
+    return jit(namespace[name], do_not_specialize=[*_NUMBERS, *counts])
 
 
 def _product(plan: Plan) -> tuple[str, list[str]]:
@@ -55,7 +54,7 @@ def _product(plan: Plan) -> tuple[str, list[str]]:
     if plan.dot:
         start = f"(item * parts + part) * z_rows + col, BN, {plan.width}"
         loop += plan.loads("vh", f"block(v{{}}, {start})")
-        loop += [*_split("k", "k"), f"total += multiply({_PARTS_OF.format('k')}, {plan.three('vh')}, PARTS, INPUT)"]
+        loop += [*_split("k", "k"), f"total += multiply({_PARTS_OF.format('k')}, {plan.both('vh')}, PARTS, INPUT)"]
     else:
         loop += [f"r{i} = vector(v, (item * {plan.width} + {i}) * z_rows + col, BN)" for i in columns]
         loop += [f"total{i} += tl.sum(k * r{i}[None, :], 1)" for i in columns]
@@ -88,16 +87,16 @@ def _gradient(plan: Plan) -> tuple[str, list[str]]:
     loop = [*_columns(plan), *_distances(plan)]
     for a, atom in enumerate(plan.atoms):
         results = f"v{a}, s{a}, o{a}" if atom.alpha else f"v{a}, s{a}"
-        loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)}, QUARTERS)"]
+        loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)})"]
     if plan.looped:
         loop += [
-            f"w = cross_chunks({plan.three('l')}, item * cw * x_rows + row, x_rows, {plan.three('r')}, "
+            f"w = cross_chunks({plan.both('l')}, item * cw * x_rows + row, x_rows, {plan.both('r')}, "
             f"item * cw * z_rows + col, z_rows, cw, BM, BN, {plan.width}, PARTS, INPUT)"
         ]
     elif plan.dot:
         start = f"z_start, BN, {plan.width}"
         loop += plan.loads("rb", f"block(r{{}}, {start})")
-        loop += [f"w = cross({plan.three('lb')}, {plan.three('rb')}, PARTS, INPUT)"]
+        loop += [f"w = cross({plan.both('lb')}, {plan.both('rb')}, PARTS, INPUT)"]
     else:
         loop += [f"r{i} = vector(r, (item * {plan.width} + {i}) * z_rows + col, BN)" for i in range(plan.width)]
         loop += ["w = " + " + ".join(f"l{i}[:, None] * r{i}[None, :]" for i in range(plan.width))]
@@ -133,22 +132,14 @@ def _gradient(plan: Plan) -> tuple[str, list[str]]:
 
 def _split(value: str, name: str) -> list[str]:
     """Statements that make the parts of a tile in registers."""
-    lines = [f"{name}h = high({value}, MODE)", f"{name}l = low({value}, {name}h, PARTS)"]
-    return [*lines, f"{name}s = least({value}, {name}h, {name}l, PARTS)"]
+    return [f"{name}h = high({value}, MODE)", f"{name}l = low({value}, {name}h, PARTS)"]
 
 
-def _function(
-    name: str,
-    plan: Plan,
-    pointers: list[str],
-    counts: list[str],
-    body: list[str],
-    numbers: tuple[str, ...] = _NUMBERS,
-) -> str:
-    arguments = [*pointers, *numbers, *counts, "BM: tl.constexpr", "BN: tl.constexpr"]
+def _function(name: str, plan: Plan, pointers: list[str], counts: list[str], body: list[str]) -> str:
+    arguments = [*pointers, *_NUMBERS, *counts, "BM: tl.constexpr", "BN: tl.constexpr"]
     parts, product, mode = plan.arithmetic
     constants = [f"PARTS: tl.constexpr = {parts}", f"INPUT: tl.constexpr = {product!r}"]
-    constants += [f"MODE: tl.constexpr = {mode!r}", f"QUARTERS: tl.constexpr = {plan.quarters}"]
+    constants += [f"MODE: tl.constexpr = {mode!r}"]
     return "\n".join([f"def {name}({', '.join(arguments)}):", *_indented(constants + body), ""])
 
 
@@ -204,10 +195,10 @@ def _once(plan: Plan) -> list[str]:
 def _side(plan: Plan, side: str) -> list[str]:
     """The norms, and the features that are one chunk, of a tile's rows (side "x") or columns ("z")."""
     lines: list[str] = []
-    norm, features, size = ("n", "b", "BM") if side == "x" else ("m", "e", "BN")
+    features, size = ("b", "BM") if side == "x" else ("e", "BN")
     for a, atom in enumerate(plan.atoms):
-        if atom.dot and (side == "x" or plan.halves):
-            lines += [f"{norm}{a} = vector({side}{a}n, {side}_start, {size})"]
+        if atom.dot and side == "x":
+            lines += [f"n{a} = vector(x{a}n, x_start, BM)"]
         if atom.dot and not atom.looped:
             lines += plan.loads(f"{features}{a}", f"block({side}{a}{{}}, {side}_start, {size}, {atom.k})")
     return lines
@@ -233,20 +224,19 @@ def _distances(plan: Plan) -> list[str]:
             continue
         if atom.looped:
             lines += [
-                f"d{a} = cross_chunks({plan.three(f'x{a}')}, item * c{a} * x_rows + row, x_rows, "
-                f"{plan.three(f'z{a}')}, item * c{a} * z_rows + col, z_rows, c{a}, BM, BN, {atom.k}, PARTS, INPUT)"
+                f"d{a} = cross_chunks({plan.both(f'x{a}')}, item * c{a} * x_rows + row, x_rows, "
+                f"{plan.both(f'z{a}')}, item * c{a} * z_rows + col, z_rows, c{a}, BM, BN, {atom.k}, PARTS, INPUT)"
             ]
         else:
-            lines += [f"d{a} = cross({plan.three(f'b{a}')}, {plan.three(f'e{a}')}, PARTS, INPUT)"]
+            lines += [f"d{a} = cross({plan.both(f'b{a}')}, {plan.both(f'e{a}')}, PARTS, INPUT)"]
         # what a program passes over is loaded late, and takes registers for a short time
-        norms = f"m{a}" if plan.halves else f"vector(z{a}n, z_start, BN)"
-        lines += [f"d{a} = n{a}[:, None] + {norms}[None, :] - d{a}"]
+        lines += [f"d{a} = n{a}[:, None] + vector(z{a}n, z_start, BN)[None, :] - d{a}"]
     return lines + _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
 
 
 def _values(plan: Plan) -> list[str]:
     """The tile ``k``, but for the coefficient of a single term."""
-    lines = [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)}, QUARTERS)" for a, atom in enumerate(plan.atoms)]
+    lines = [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)})" for a, atom in enumerate(plan.atoms)]
     return [*lines, f"k = {_sum(plan)}"]
 
 
@@ -318,11 +308,11 @@ def _add_gradient(plan: Plan, a: int, width: int) -> list[str]:
     lines += _zero_diagonal(plan, [f"h{a}"])  # what these entries add cancels, but for rounding
     lines += _split(f"h{a}", f"h{a}")
     # with one part, rows are summed as they are multiplied: the gradient is then of differences, without cancellation
-    lines += [f"h{a}_sum += tl.sum({f'h{a}' if plan.parts > 1 else f'h{a}h.to(tl.float32)'}, 1)"]
+    lines += [f"h{a}_sum += tl.sum(h{a}{'' if plan.parts > 1 else 'h'}, 1)"]
     if atom.looped:
         chunk = f"item * c{a} * z_rows + col, z_rows, part * {width // atom.k}, c{a}, BN, {width}, {atom.k}"
         lines += plan.loads(f"e{a}", f"wide_block(z{a}{{}}, {chunk})")
-    return [*lines, f"acc{a} += multiply({_PARTS_OF.format(f'h{a}')}, {plan.three(f'e{a}')}, PARTS, INPUT)"]
+    return [*lines, f"acc{a} += multiply({_PARTS_OF.format(f'h{a}')}, {plan.both(f'e{a}')}, PARTS, INPUT)"]
 
 
 def _own(plan: Plan, a: int, width: int) -> list[str]:
@@ -330,7 +320,7 @@ def _own(plan: Plan, a: int, width: int) -> list[str]:
     atom = plan.atoms[a]
     if atom.looped:
         chunk = f"item * c{a} * x_rows + row, x_rows, part * {width // atom.k}, c{a}, BM, {width}, {atom.k}"
-        lines = [f"own{a} = wide_block(x{a}, {chunk}).to(tl.float32)"]
-        return [*lines, *(f"own{a} += wide_block(x{a}{end}, {chunk}).to(tl.float32)" for end in plan.more)]
-    lines = [f"own{a} = b{a}.to(tl.float32)"]
-    return [*lines, *(f"own{a} += b{a}{end}.to(tl.float32)" for end in plan.more)]
+        lines = [f"own{a} = wide_block(x{a}, {chunk})"]
+        return [*lines, *(f"own{a} += wide_block(x{a}{end}, {chunk})" for end in plan.more)]
+    lines = [f"own{a} = b{a}"]
+    return [*lines, *(f"own{a} += b{a}{end}" for end in plan.more)]
