@@ -12,8 +12,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from gpytorch.constraints import Positive
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.kernels import InducingPointKernel, MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import InducingPointKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 from gpytorch.mlls import ExactMarginalLogLikelihood
@@ -22,6 +23,7 @@ from problems import normal, points, relative, set_scales
 from sketchgp import (
     KRILL,
     QR,
+    ConvergenceWarning,
     EigenPro3,
     EigenPro4,
     Falkon,
@@ -635,3 +637,56 @@ def test_a_forward_of_ones_own():
 def test_fantasies_are_refused():
     with pytest.raises(InputError, match="no fantasies"):
         _model()[0].eval().get_fantasy_model(TEST, TEST[:, 0])
+
+
+POLYNOMIALS = {
+    "quadratic": lambda: PolynomialKernel(2),
+    "linear": lambda: PolynomialKernel(1),
+    "quadratic and RBF": lambda: PolynomialKernel(2) + RBFKernel(),
+    "cubic by RBF": lambda: PolynomialKernel(3) * RBFKernel(),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("kernel", POLYNOMIALS)
+def test_float32_is_only_the_dtype_of_the_data(kernel, size):
+    """Terms of the bound, of its gradient and of variances cancel: 1e9 in k(x, x), against a noise of 0.01."""
+    x, z, test = (size * (points(n, 2, seed=seed) - 0.5).float() for n, seed in ((120, 0), (12, 1), (9, 2)))
+    y = (4 * x.sum(dim=1) / size).sin() + 0.1 * normal(120, seed=3).float()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        likelihood, covar = GaussianLikelihood(), ScaleKernel(POLYNOMIALS[kernel]())
+        likelihood.noise = 0.01
+        model = InducingPointGP(*(t.to(dtype) for t in (x, y)), likelihood.to(dtype), ZeroMean(), covar.to(dtype),
+                                z.to(dtype))  # fmt: skip
+        model.inducing_points.requires_grad_()
+        model.train()
+        bound = ExactMarginalLogLikelihood(likelihood, model)(model(*model.train_inputs), model.train_targets)
+        bound.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        prediction = predict(model, test.to(dtype))
+        found.append((bound, prediction.mean, prediction.variance, *gradients))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5, check_dtype=False)
+
+
+def test_variances_beyond_float64_are_warned_of():
+    x, y = 1e4 * points(60, 2), normal(60)
+    likelihood = GaussianLikelihood().double()
+    likelihood.noise = 0.01
+    model = InducingPointGP(x, y, likelihood, ZeroMean(), PolynomialKernel(2).double(), x[:12])
+    with pytest.warns(ConvergenceWarning, match="met the limits of float64") as seen:
+        assert bool((model.eval()(x).variance > 0).all())
+    assert "inducing points may raise them by" in str(seen[-1].message)
+
+
+@pytest.mark.parametrize("columns", [None, 2])
+def test_small_variances_are_not_raised(columns):
+    """GPyTorch's distributions give none below 1e-6 in float32."""
+    x, y = _data(torch.float32, columns)
+    likelihood, kernel = GaussianLikelihood(noise_constraint=Positive()), set_scales(KERNELS["rbf-ard"](), 1e-4, 0.6)
+    likelihood.noise = 1e-8
+    model = InducingPointGP(x, 0.01 * y, likelihood, ConstantMean(), kernel, x[:M])
+    expected = _reference(model, TEST)[1].diagonal()
+    found = predict(model, TEST.float()).variance
+    assert float(expected.median()) < 1e-7
+    assert all(relative(one, expected) < 1e-3 for one in found.reshape(11, -1).unbind(dim=1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, found, instance, refusal, tensor, word
-from .errors import InputError
+from .errors import ConvergenceWarning, InputError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
@@ -40,6 +40,7 @@ from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
 
 _STATISTICS_BYTES = 56  # times m^2
+_ROUNDED = 0.01  # of the least noise: what rounding may add to a variance without a warning
 _VARIANCES = ("auto", "dtc", "samples")
 
 
@@ -254,7 +255,16 @@ class InducingPointGP(gpytorch.models.ExactGP):
                         "predict(model, x, variance=None)."
                     )
                 noise = self.noise().to(torch.float64)
-                self._kept["statistics"] = self._collapse(noise, self._residual())
+                statistics, least = self._collapse(noise, self._residual()), float(noise.amin())
+                if statistics.shift > _ROUNDED * least:
+                    warn(
+                        "Variances of DTC met the limits of float64: rounding of the kernel matrix of the inducing "
+                        f"points may raise them by {statistics.shift:.1e}, where the noise is {least:.1e}. Scale the "
+                        "inputs down, use fewer inducing points, or raise the noise.",
+                        ConvergenceWarning,
+                        see="limits-of-float64",
+                    )
+                self._kept["statistics"] = statistics
             return self._kept["statistics"]
 
     def _collapse(self, noise: Tensor, residual: Tensor) -> Collapsed:

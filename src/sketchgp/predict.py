@@ -289,7 +289,10 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
             posterior = model(x[part])  # whose variance is computed where it is looked at
             means.append(posterior.mean)
             if variance is not None:
-                variances.append(posterior.variance)
+                diagonal = posterior.lazy_covariance_matrix.diagonal(
+                    dim1=-1, dim2=-2
+                )  # GPyTorch's variance has a floor
+                variances.append(diagonal.reshape(posterior.mean.shape))
         mean = torch.cat(means)
         if variance is None:
             return Prediction(mean, None, None, "none", None, report)

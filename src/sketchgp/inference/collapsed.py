@@ -18,56 +18,63 @@ from ..distributed import in_force
 from ..errors import InputError, NumericalError
 from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
+from ..operators.centre import Centre
 from ..operators.shared import summed
 from ..operators.tall import TallMatrix, constant
 from ..operators.tiles import spans
 
 _ENTRIES = 2**21  # of a tile in the backward pass
+_ROWS = 2**16  # whose diagonal is computed at once
 
 
 class _Statistics(torch.autograd.Function):
     """``(S, C)`` from L, the precisions, R, z and the kernel's parameters: two sweeps by tiles, nothing n x m kept.
 
-    Where ranks work together, each goes through its own rows of x."""
+    Where ranks work together, each goes through its own rows of x.
+
+    :param tall: ``k(x, z)`` with float64 entries.
+    :param x: ``(n, d)``, with the kernel's active dimensions selected.
+    :param matrix: an operator of the same kernel, whose ``x2`` and parameters are the last arguments, in float64.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, kernel: Any, x: Tensor, root: Tensor, precision: Tensor, residual: Tensor, z: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        m = len(z)
+        ctx: Any, tall: TallMatrix, x: Tensor, matrix: KernelMatrix, root: Tensor, precision: Tensor, residual: Tensor,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        m = len(root)
         s, c = root.new_zeros(m, m), root.new_zeros(m, residual.shape[1])
-        tall = TallMatrix(kernel, x, z, accurate=True)
         for span, tile in tall.own_tiles():
             half = torch.linalg.solve_triangular(root, tile.mT, upper=False)
             weighted = half * precision[span]
             s.addmm_(weighted, half.mT)
             c.addmm_(weighted, residual[span])
         s, c = tall.total(s), tall.total(c)
-        ctx.kernel, ctx.shards = kernel, in_force()
-        ctx.save_for_backward(x, root, precision, residual, z, s, c)
+        ctx.matrix, ctx.shards = matrix.detach(), in_force()
+        ctx.save_for_backward(x, root, precision, residual, s, c, *inputs)
         return s, c
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_s: Tensor, grad_c: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, root, precision, residual, z, s, c = ctx.saved_tensors
+        x, root, precision, residual, s, c, *inputs = ctx.saved_tensors
         both = grad_s + grad_s.mT
         # dL/dA = (both A + grad_c R^T) D^-1, and L^-T of it times A^T is what reaches L
         grad_root = -torch.linalg.solve_triangular(root.mT, both @ s + grad_c @ c.mT, upper=True).tril()
-        parameters = list(ctx.kernel.parameters())
         grad_precision, grad_residual = torch.zeros_like(precision), torch.zeros_like(residual)
-        with torch.enable_grad():
-            z = z.detach().requires_grad_(ctx.needs_input_grad[5])
-        wanted = [z, *parameters]
+        needed = ctx.needs_input_grad[-len(inputs) :]
+        wanted = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed, strict=True)]
+        z, *parameters = wanted
+        options = {**ctx.matrix._options(), "same": False, "centre": Centre(z)}
         live = [i for i, t in enumerate(wanted) if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanted)
         shards = ctx.shards if ctx.shards is not None and ctx.shards.open else None
         own = slice(0, len(x)) if shards is None else shards.span(len(x))
         for i in () if shards is None else live:
             grads[i] = torch.zeros_like(wanted[i])
-        for span in spans(own.stop, max(16, _ENTRIES // len(z)), own.start):
+        for span in spans(own.stop, max(16, _ENTRIES // len(root)), own.start):
             with torch.enable_grad():
-                tile = KernelMatrix.of(ctx.kernel, x[span], z, engine="tiled").double().to_dense()
+                tile = KernelMatrix(x[span].to(z.dtype), z, *parameters, **options).to_dense()
             half = torch.linalg.solve_triangular(root, tile.detach().mT, upper=False)
             grad_precision[span] = (half * (grad_s @ half)).sum(dim=0)
             projected = half.mT @ grad_c
@@ -84,7 +91,7 @@ class _Statistics(torch.autograd.Function):
         if shards is not None:
             grad_precision = shards.gather(grad_precision[own], len(x), dim=-1)
             grad_residual, grads = shards.gather(grad_residual[own], len(x)), list(summed(shards, tuple(grads)))
-        return (None, None, grad_root, grad_precision, grad_residual, *grads)
+        return (None, None, None, grad_root, grad_precision, grad_residual, *grads)
 
 
 class Collapsed:
@@ -96,6 +103,8 @@ class Collapsed:
     :param x: ``(n, d)``; :param z: ``(m, d)`` inducing points.
     :param noise: ``(n,)`` variances.
     :param residual: ``(n, t)``, targets less prior means.
+
+    :ivar shift: what the diagonal of Kzz was raised by to be factorized; variances are raised by as much at the most.
     """
 
     def __init__(self, kernel: Any, x: Tensor, z: Tensor, noise: Tensor, residual: Tensor) -> None:
@@ -103,9 +112,16 @@ class Collapsed:
             raise InputError("The bound has no gradient with respect to the training inputs; pass them detached.")
         self.kernel, self.z = kernel, z
         self.noise, self.residual = noise.to(torch.float64), residual.to(torch.float64)
-        core = KernelMatrix.of(kernel, z, engine="tiled").double().to_dense()
+        given = KernelMatrix.of(kernel, x, z, engine="tiled")
+        # The terms of the bound cancel: float32 parameters are converted once, so that gradients are summed in float64.
+        matrix = given._with(given.x1[:1], given.x2, False).double()
+        core = matrix._with(matrix.x2, matrix.x2, True).to_dense()
         self.root = shifted_cholesky(core, torch.finfo(torch.float64).eps)
-        self.s, c = _Statistics.apply(kernel, x, self.root, 1 / self.noise, self.residual, z, *kernel.parameters())
+        self.shift = float((self.root.detach().square().sum() - core.detach().trace()) / len(z))
+        tall, precision = TallMatrix(kernel, x, z, accurate=True), 1 / self.noise
+        self.s, c = _Statistics.apply(
+            tall, given.x1, matrix, self.root, precision, self.residual, matrix.x2, *matrix.parameters
+        )
         inner = self.s + torch.eye(len(z), dtype=torch.float64, device=z.device)
         self.inner_root, failed = torch.linalg.cholesky_ex(inner)
         if int(failed) or not bool(torch.isfinite(self.inner_root.diagonal()).all()):
@@ -113,7 +129,8 @@ class Collapsed:
                 "The statistics of the inducing points hold NaN or infinity; check data, kernel, noise.", see="nan"
             )
         self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
-        self._diagonal = KernelMatrix.of(kernel, x, engine="tiled").diagonal(dim1=-1, dim2=-2)
+        parts = (given.x1[rows].to(torch.float64) for rows in spans(len(x), _ROWS))
+        self._diagonal = torch.cat([matrix._with(part, part, True).diagonal(dim1=-1, dim2=-2) for part in parts])
 
     def inv_quad(self) -> Tensor:
         """``residual^T (Q + diag(noise))^-1 residual``, the sum over columns."""
@@ -125,7 +142,7 @@ class Collapsed:
 
     def trace_gap(self) -> Tensor:
         """``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, what the inducing points leave unexplained."""
-        return (self._diagonal.to(torch.float64) / self.noise).sum() - self.s.diagonal().sum()
+        return (self._diagonal / self.noise).sum() - self.s.diagonal().sum()
 
     def half(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``L^-1 k(z, x)`` and ``LB^-1`` of it, ``(m, p)``, differentiable in x: the posterior covariance is

@@ -168,7 +168,7 @@ class SparsePosterior(_Posterior):
     def _diagonal(self) -> Tensor:
         prior = self._prior().diagonal(dim1=-1, dim2=-2)
         parts = [inner.square().sum(dim=0) - half.square().sum(dim=0) for _, half, inner in self._parts()]
-        least = torch.finfo(self.dtype).eps * prior
+        least = torch.finfo(prior.dtype).eps * prior
         return torch.maximum(prior + torch.cat(parts), least).to(self.dtype)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
