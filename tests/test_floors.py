@@ -21,6 +21,7 @@ FLOORS = {
     "devices": 0,
     "fingerprint": 0,
     "interactive": 0,
+    "keops_import": 0,
     "random_streams": 0,
     "report": 0,
     "row_sources": 0,

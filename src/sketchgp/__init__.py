@@ -3,7 +3,7 @@
 ``sketchgp.accelerate(model)`` makes an existing model converge; see the README for the rest.
 """
 
-from . import settings
+from . import keops_import, settings  # noqa: F401  # the first before GPyTorch
 from .accelerate import accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
 from .exact_gp import ExactGP

@@ -187,6 +187,11 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: A
     if any(x.shape[-2] == 0 for x in inputs):
         raise InputError("accelerate expects a model with at least one training point.")
     for number, x in enumerate(inputs):
+        if x.layout != torch.strided or x.is_complex():
+            raise InputError(
+                f"The model's training inputs (number {number}) are expected to be dense and real, got {x.dtype}, "
+                f"{x.layout}."
+            )
         if x.is_floating_point() and not bool(torch.isfinite(x).all()):
             raise InputError(f"The model's training inputs (number {number}) hold NaN or infinity.")
     if bool(torch.isinf(model.train_targets).any()):

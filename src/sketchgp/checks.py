@@ -182,8 +182,7 @@ def tensor(owner: str, name: str, value: Any, dims: Sequence[int]) -> Tensor:
     shape = " or ".join(_SHAPES[d] for d in dims)
     if not torch.is_tensor(value):
         raise refusal(owner, name, f"a tensor of shape {shape}", value)
-    if value.layout != torch.strided:
-        raise InputError(f"{owner}: {name} expects a dense tensor, got {value.layout}; use {name}.to_dense().")
+    _dense(owner, name, value)
     if value.dim() not in dims:
         raise InputError(f"{owner}: {name} expects shape {shape}, got {tuple(value.shape)}.")
     if value.dtype not in (torch.float32, torch.float64):
@@ -200,23 +199,57 @@ def tensor(owner: str, name: str, value: Any, dims: Sequence[int]) -> Tensor:
 def array(owner: str, name: str, value: Any, kind: str = "a tensor, a numpy array or a pandas table") -> Tensor:
     """A tensor of numbers from what people keep them in: a tensor as it is, a copy of a numpy array or pandas object.
 
-    :raises InputError: for anything else, and for what holds no numbers.
+    Missing values of a pandas object become NaN.
+
+    :raises InputError: for anything else, for what holds no numbers, and for masked values, which an array would show.
     """
     if torch.is_tensor(value):
-        return value
+        return _dense(owner, name, value)
+    given = unmasked(owner, name, value)
     if hasattr(value, "to_numpy"):  # pandas, polars
-        value = value.to_numpy()
-    if not hasattr(value, "__array__"):
-        raise refusal(owner, name, kind, value)
-    values = np.asarray(value)
+        given = value.to_numpy()
+    if not hasattr(given, "__array__"):
+        hint = f" Use {name}.toarray()." if hasattr(given, "toarray") else ""  # a sparse matrix of scipy
+        raise refusal(owner, name, kind, value, hint=hint)
+    values = np.asarray(given)
     try:
-        if values.dtype.kind == "O":  # columns of several types
-            values = values.astype(np.float64)
+        if values.dtype.kind == "O":  # columns of several types, or with missing values
+            missing = value.isna().to_numpy() if hasattr(value, "isna") else False
+            values = np.where(missing, np.nan, values).astype(np.float64)
         if values.dtype.kind in "biufc":
-            return torch.tensor(values)
+            return copied(values)
     except (TypeError, ValueError):
         pass
     raise InputError(f"{owner}: {name} expects numbers, got {found(value)} of {values.dtype}.")
+
+
+def _dense(owner: str, name: str, value: Tensor) -> Tensor:
+    if value.layout != torch.strided:
+        raise InputError(f"{owner}: {name} expects a dense tensor, got {value.layout}; use {name}.to_dense().")
+    return value
+
+
+def unmasked(owner: str, name: str, value: Any) -> Any:
+    """The value, unless it is an array with masked entries: numpy converts those to the numbers under the mask.
+
+    :raises InputError: for those.
+    """
+    if np.ma.is_masked(value):
+        raise InputError(
+            f"{owner}: {name} expects no masked values, got {int(np.ma.count_masked(value))} of them; leave those rows "
+            f"out, or put numbers in their place: {name}.filled(...)."
+        )
+    return value
+
+
+def copied(values: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a numpy array as a contiguous tensor: torch takes neither negative strides, nor bytes in the order of
+    other machines, nor numbers wider than float64."""
+    values = np.asarray(values)
+    wide = {"f": np.float64, "c": np.complex128}.get(values.dtype.kind)
+    native = np.dtype(wide) if wide and values.dtype.itemsize > np.dtype(wide).itemsize else values.dtype
+    with np.errstate(over="ignore"):  # infinity is refused by those who ask for finite numbers
+        return torch.from_numpy(np.array(values, dtype=native.newbyteorder("="), order="C")).to(device, dtype)
 
 
 def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:
@@ -226,8 +259,13 @@ def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:
     :raises InputError: for other shapes, no rows, complex numbers, NaN or infinity, also where it is the others' dtype
         that cannot hold a number.
     """
+    if points.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"{owner}: the training inputs are {points.dtype}, where float32 or float64 is expected; convert the model "
+            "and its data: model.float() or model.double()."
+        )
     given = array(owner, name, value)
-    if given.layout == torch.strided and not given.is_complex() and not given.is_quantized:
+    if not given.is_complex() and not given.is_quantized:
         given = given.to(points.device, points.dtype)
     if given.dim() == 1 and points.shape[-1] == 1:
         given = given.unsqueeze(-1)

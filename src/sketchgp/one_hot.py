@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import array, found, refusal
+from .checks import array, found, refusal, unmasked
 from .checks import dtype as floating
 from .checks import labels as checked
 from .errors import InputError
@@ -105,6 +105,7 @@ class OneHot:
 def _array(owner: str, labels: Any) -> Any:
     """Labels of integers, texts or booleans as a numpy array, texts as numpy's."""
     kind = "integers, texts or booleans"
+    unmasked(owner, "labels", labels)
     try:
         values = np.asarray(labels)
     except (TypeError, ValueError):

@@ -156,7 +156,8 @@ def predict(
         if transforms is not None:
             raise InputError("predict: model expects one tensor of inputs for BoTorch's transforms; got several.")
         return _several(model, _inputs_like(x, model.train_inputs), variance, batch_size or _VARIANCE_ROWS, show)
-    x = points_like("predict", "x", x, model.train_inputs[0] if transforms is None else transforms.raw)
+    like = model.train_inputs[0] if transforms is None else transforms.raw
+    x = _like_training("x", x, like)
     _into_eval_mode(model)
     if isinstance(model, InducingPointGP):
         return _sparse(model, x, variance, batch_size or _MEAN_ROWS, show)
@@ -232,20 +233,25 @@ def _inputs_like(x: Any, train: tuple[Tensor, ...]) -> list[Tensor]:
     """A tensor for each of a model's inputs, of as many rows."""
     if not isinstance(x, tuple | list) or len(x) != len(train):
         raise refusal("predict", "x", f"a tuple of {len(train)}, one for each input of the model", x)
-    found = []
-    for number, (given, like) in enumerate(zip(x, train, strict=True)):
-        name = f"x[{number}]"
-        if like.is_floating_point():
-            found.append(points_like("predict", name, given, like))
-            continue
-        values = array("predict", name, given)  # task numbers
-        values = values.unsqueeze(-1) if values.dim() == 1 else values
-        if values.is_floating_point() or values.dim() != 2 or values.shape[-1] != like.shape[-1]:
-            raise refusal("predict", name, f"integers of shape (m, {like.shape[-1]}), as the training inputs", given)
-        found.append(values.to(like))
+    found = [_like_training(f"x[{number}]", *pair) for number, pair in enumerate(zip(x, train, strict=True))]
     if len({len(part) for part in found}) > 1:
         raise InputError(f"predict: x expects as many rows of each input; got {[len(part) for part in found]}.")
     return found
+
+
+def _like_training(name: str, x: Any, like: Tensor) -> Tensor:
+    """Test inputs ``(m, d)`` as the training inputs are; integers, such as numbers of tasks, stay integers."""
+    if like.is_floating_point():
+        return points_like("predict", name, x, like)
+    values = array("predict", name, x)
+    values = values.unsqueeze(-1) if values.dim() == 1 else values
+    if values.is_floating_point() or values.is_complex() or values.dim() != 2 or values.shape[-1] != like.shape[-1]:
+        hint = (
+            " Where they are numbers rather than indices, make the training inputs floating-point: "
+            "model.set_train_data(model.train_inputs[0].double(), strict=False)."
+        )
+        raise refusal("predict", name, f"integers of shape (m, {like.shape[-1]}), as the training inputs", x, hint=hint)
+    return values.to(like)
 
 
 def _several(model: Any, inputs: list[Tensor], variance: str | None, rows: int, show: bool) -> Prediction:
@@ -351,7 +357,7 @@ def _exact_variance(
     model: Any, conditioning: Conditioning | None, x: Tensor, rows: int, show: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Latent variances, and what they are off at the most where it is known."""
-    parts, bounds, dim = [], [], -1
+    parts, bounds, dim, dtype = [], [], -1, model.train_targets.dtype
     if conditioning is not None:
         conditioning.expect(len(x))
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show, leave=False):
@@ -362,8 +368,8 @@ def _exact_variance(
         else:
             found, off = conditioning.exact_variance(x[part])
             dim = len(conditioning.noisy.batch_shape) - found.dim()
-            parts.append(found.to(x.dtype))
-            bounds += [] if off is None else [off + torch.finfo(x.dtype).eps * found]
+            parts.append(found.to(dtype))
+            bounds += [] if off is None else [off + torch.finfo(dtype).eps * found]
     return torch.cat(parts, dim=dim), torch.cat(bounds) if len(bounds) == len(parts) > 0 else None
 
 
@@ -373,18 +379,19 @@ def _approximate_variance(
     """Low-rank variances or those by samples, how they compare with exact ones at a few of the points if that is to be
     looked at, and their relative standard error."""
     approximate, inputs, parts = conditioning.approximate, conditioning.inputs(x), []
+    dtype = conditioning.model.train_targets.dtype
     approximate.prepare(inputs)
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show or len(x) <= rows, leave=False):
         parts.append(approximate(inputs[part], method))
     latent = torch.cat(parts)
     if not looked:
-        return latent.to(x.dtype), None, approximate.error(method)
+        return latent.to(dtype), None, approximate.error(method)
     some, exact = approximate.check(inputs, latent, method)
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, [x[some]], latent[some])
     if of_new is not None:
         check |= _ratios(latent[some] + of_new, exact + of_new, "observation_")
-    return latent.to(x.dtype), check, approximate.error(method)
+    return latent.to(dtype), check, approximate.error(method)
 
 
 def _ratios(found: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:

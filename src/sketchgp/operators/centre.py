@@ -49,8 +49,10 @@ def near_and_far(mask: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _some(x: Tensor) -> Tensor:
-    """Of many rows some, in float32 at least."""
+    """Of many rows some, in float32 at least; integers in float64."""
     some = x[..., :: max(1, -(-x.shape[-2] // _ROWS)), :]
+    if not some.is_floating_point():
+        return some.double()
     return some.float() if some.dtype.itemsize < 4 else some
 
 

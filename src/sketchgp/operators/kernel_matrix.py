@@ -124,6 +124,8 @@ class KernelMatrix(LinearOperator):
     def assemble(cls, kernel: Kernel, x1: Tensor, x2: Tensor, engine: str, same: bool, precision: str) -> KernelMatrix:
         named = parameters_of(kernel)
         names = tuple(named)
+        if recognise(kernel) is not None:  # integers are numbers to such a kernel, and indices to some others
+            x1, x2 = (x if x.is_floating_point() else x.to(next(iter(named.values())).dtype) for x in (x1, x2))
         matrix = cls(x1, x2, *named.values(), kernel=kernel, names=names, engine=engine, same=same, precision=precision)
         check_able(matrix)
         if matrix.expression is None:

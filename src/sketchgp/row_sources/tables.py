@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..checks import refusal, unmasked
 from ..errors import InputError
 
 _NEAR = 2**16  # bytes between two rows that are read along with them, where single rows cannot be picked
@@ -79,6 +80,9 @@ class Array:
     def __init__(self, data: Any, columns: Sequence[str | int] | None) -> None:
         if hasattr(data, "detach"):
             data = data.detach().numpy()
+        if hasattr(data, "toarray"):  # a sparse matrix of scipy
+            raise refusal("RowSource", "data", "a dense table", data, hint=" Use data.toarray().")
+        data = unmasked("RowSource", "data", data)
         shape = tuple(getattr(data, "shape", ()))
         if len(shape) != 2:
             raise InputError(f"RowSource: data expects a table of shape (n, d), got {type(data).__name__} of {shape}.")

@@ -83,18 +83,18 @@ def seed_of(random_state: Any) -> int:
     return int(check_random_state(random_state).randint(2**31 - 1))
 
 
-def numbers(owner: str, X: Any) -> Any:
-    """X, unless it holds dates or times, whose numbers would hang on the unit that they are stored in.
+def numbers(owner: str, values: Any, name: str = "X") -> Any:
+    """The values as scikit-learn's validation takes them: a tensor detached and on the CPU.
 
-    :raises InputError: for those.
+    :raises InputError: for dates and times, whose numbers depend on the unit that they are stored in, for masked
+        values, and for sparse tensors.
     """
-    dtypes = X.dtypes if hasattr(X, "dtypes") else [getattr(X, "dtype", None)]
+    if torch.is_tensor(values):
+        return checks.array(owner, name, values).detach().cpu()
+    dtypes = values.dtypes if hasattr(values, "dtypes") else [getattr(values, "dtype", None)]
     for dtype in dtypes if hasattr(dtypes, "__iter__") else [dtypes]:
         if getattr(dtype, "kind", "") in ("M", "m"):
-            raise InputError(f"{owner}: X expects numbers, got {dtype}; days since the first one, say, are numbers.")
-    return X
-
-
-def tensor_of(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of a numpy array."""
-    return torch.tensor(np.asarray(values), device=device, dtype=dtype)
+            raise InputError(
+                f"{owner}: {name} expects numbers, got {dtype}; days since the first one, say, are numbers."
+            )
+    return checks.unmasked(owner, name, values)

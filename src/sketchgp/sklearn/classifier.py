@@ -18,7 +18,7 @@ from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.losses import CLASSIFICATION
-from .choices import TYPES, device_of, numbers, seed_of, tensor_of
+from .choices import TYPES, device_of, numbers, seed_of
 from .kernels import ridge_kernel
 from .ridge import solve
 
@@ -90,14 +90,14 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         :raises InputError: a ``ValueError``, for what does not fit.
         """
         checks.word(_OWNER, "loss", self.loss, _LOSSES)
-        X, y = validate_data(self, numbers(_OWNER, X), y, dtype=TYPES)
+        X, y = validate_data(self, numbers(_OWNER, X), checks.unmasked(_OWNER, "y", y), dtype=TYPES)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise InputError(f"{_OWNER}: y expects labels of at least two classes, got one class, {self.classes_[0]}.")
-        x = tensor_of(X, device_of(_OWNER, self.device))
+        x = checks.copied(X, device_of(_OWNER, self.device))
         self._codes = OneHot(torch.arange(len(self.classes_), device=x.device))
-        return (self._fit_squares if self.loss == "squared" else self._fit_features)(x, tensor_of(labels, x.device))
+        return (self._fit_squares if self.loss == "squared" else self._fit_features)(x, checks.copied(labels, x.device))
 
     def _fit_squares(self, x: Tensor, labels: Tensor) -> KernelClassifier:
         targets = self._codes.encode(labels, x.dtype)
@@ -153,4 +153,4 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
 
     def _like_training(self, X: Any) -> Tensor:
         parameter = next(self.model_.covar_module.parameters())
-        return tensor_of(X, parameter.device, parameter.dtype)
+        return checks.copied(X, parameter.device, parameter.dtype)

@@ -26,7 +26,7 @@ from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
 from ..solvers import Cholesky
-from .choices import DIRECT, TYPES, choose, device_of, inducing_points, numbers, seed_of, tensor_of
+from .choices import DIRECT, TYPES, choose, device_of, inducing_points, numbers, seed_of
 from .kernels import tuned_kernel
 
 _OWNER = "GaussianProcessRegressor"
@@ -124,8 +124,8 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         """
         checks.word(_OWNER, "optimizer", self.optimizer, _OPTIMIZERS, optional=True)
         most = checks.count(_OWNER, "tuning_rows", self.tuning_rows, optional=True)
-        X, y = validate_data(self, numbers(_OWNER, X), y, dtype=TYPES, y_numeric=True)
-        x = tensor_of(X, device_of(_OWNER, self.device))
+        X, y = validate_data(self, numbers(_OWNER, X), numbers(_OWNER, y, "y"), dtype=TYPES, y_numeric=True)
+        x = checks.copied(X, device_of(_OWNER, self.device))
         targets = self._normalised(np.asarray(y, dtype=np.float64), x)
         seed = seed_of(self.random_state)
         chosen = choose(_OWNER, self.method, self.n_inducing, len(x), x.device)
@@ -162,7 +162,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         if self.normalize_y:
             self._y_mean, deviation = float(y.mean()), float(y.std())
             self._y_std = deviation if deviation > 0 else 1.0
-        return tensor_of((y - self._y_mean) / self._y_std, x.device, x.dtype)
+        return checks.copied((y - self._y_mean) / self._y_std, x.device, x.dtype)
 
     def _given_noise(self, n: int) -> Any:
         """Of normalised targets: None, a number or ``(n,)``, as numpy has them."""
@@ -175,7 +175,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
 
     def _likelihood(self, noise: Any, x: Tensor, size: float) -> Any:
         if noise is not None and noise.ndim:
-            return FixedNoiseGaussianLikelihood(tensor_of(noise, x.device, x.dtype)).to(x)
+            return FixedNoiseGaussianLikelihood(checks.copied(noise, x.device, x.dtype)).to(x)
         value = _NOISE * size if noise is None else float(noise)
         least = _LEAST_NOISE * size if noise is None else value / 2
         likelihood = GaussianLikelihood(noise_constraint=GreaterThan(least)).to(x)
@@ -269,7 +269,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
         train = self.model_.train_inputs[0]
-        return tensor_of(X, train.device, train.dtype)
+        return checks.copied(X, train.device, train.dtype)
 
     @staticmethod
     def _numpy(values: Tensor) -> Any:

@@ -15,7 +15,7 @@ from ..preconditioners import RPCholesky
 from ..solvers import Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_solver
 from ..solvers.inducing.automatic import automatic_inducing_solver
-from .choices import DIRECT, TYPES, Chosen, choose, device_of, inducing_points, numbers, seed_of, tensor_of
+from .choices import DIRECT, TYPES, Chosen, choose, device_of, inducing_points, numbers, seed_of
 from .kernels import ridge_kernel
 
 
@@ -77,12 +77,14 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
+        y = numbers("KernelRidge", y, "y")
         X, y = validate_data(self, numbers("KernelRidge", X), y, dtype=TYPES, y_numeric=True, multi_output=True)
-        x = tensor_of(X, device_of("KernelRidge", self.device))
-        targets, weights = tensor_of(y, x.device, x.dtype), None
+        x = checks.copied(X, device_of("KernelRidge", self.device))
+        targets, weights = checks.copied(y, x.device, x.dtype), None
         if sample_weight is not None:
-            found = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-            weights = tensor_of(found, x.device)
+            given = numbers("KernelRidge", sample_weight, "sample_weight")
+            found = _check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=True)
+            weights = checks.copied(found, x.device)
             kept = weights > 0
             if not bool(kept.any()):
                 raise InputError("KernelRidge: sample_weight expects at least one that is positive.")

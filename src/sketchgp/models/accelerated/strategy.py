@@ -116,7 +116,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         weights = torch.where(weights.isnan(), 0, weights) if missing else weights
         weights = weights.to(torch.float64).unsqueeze(-1)
         product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
-        return (product + test_mean.to(torch.float64)).to(test_mean.dtype)
+        return (product + test_mean.to(torch.float64)).to(self.train_labels.dtype)
 
     def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
         """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
