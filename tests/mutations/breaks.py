@@ -2085,7 +2085,7 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/strategy.py",
-        "return (product + test_mean.to(torch.float64)).to(test_mean.dtype)",
+        "return (product + test_mean.to(torch.float64)).to(self.train_labels.dtype)",
         "return product.to(test_mean.dtype)",
         ("test_posteriors.py", "test_accelerate_models.py", "test_accelerate_lifecycle.py"),
         "the prior mean of test points is lost in float32",
