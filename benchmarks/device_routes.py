@@ -47,7 +47,7 @@ def product_by(problem: Problem, route: Any, n: int) -> Callable[[], torch.Tenso
     from sketchgp.operators.engines.triton.launch import multiply
 
     matrix = problem.operator("triton", n, "square").detach()
-    prepared, v = matrix.prepared(), problem.v[:n]
+    prepared, v = matrix.pairs.prepared(), problem.v[:n]
     return lambda: multiply(matrix.expression, prepared, n, v, True, "float32", route=route)
 
 
@@ -55,7 +55,7 @@ def _chosen(problem: Problem) -> str:
     from sketchgp.operators.engines.triton.launch import _Problem
 
     matrix = problem.operator("triton", 2, "square").detach()
-    plan = _Problem(matrix.expression, matrix.prepared(), "float32").plan(True, problem.cell.t)
+    plan = _Problem(matrix.expression, matrix.pairs.prepared(), "float32").plan(True, problem.cell.t)
     return "matrix" if plan.dot else "columns"
 
 

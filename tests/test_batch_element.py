@@ -126,7 +126,7 @@ def test_an_element_follows_the_operators_tensors():
     before = matrix.to_dense()[1]
     with torch.no_grad():
         copies = [p.clone() for p in matrix.parameters]
-        copy = KernelMatrix(matrix.x1, matrix.x2, *copies, **matrix._options())
+        copy = matrix.with_parameters(copies)
         kernel.outputscale = 7.0
     assert relative(copy.element((1,)).to_dense(), before) < 1e-14
 

@@ -40,13 +40,13 @@ def test_auto_stores_a_square_matrix_that_fits():
     kernel, x = make("sum"), points(50)
     square, right = KernelMatrix.of(kernel, x), KernelMatrix.of(kernel, x, x.clone())
     with settings.memory_budget(50 * 50 * 8):
-        assert choose(square) is DENSE
-        assert choose(KernelMatrix.of(make("sum").float(), points(70, dtype=torch.float32))) is DENSE
-        assert choose(right) is TILED  # each of its products is the only one
+        assert choose(square.pairs) is DENSE
+        assert choose(KernelMatrix.of(make("sum").float(), points(70, dtype=torch.float32)).pairs) is DENSE
+        assert choose(right.pairs) is TILED  # each of its products is the only one
     with settings.memory_budget(50 * 50 * 8 - 1):
-        assert choose(square) is TILED
-        assert choose(KernelMatrix.of(kernel, x.expand(2, 50, 3))) is TILED
-    assert choose(KernelMatrix.from_lazy(kernel(x, x.clone()))) is DENSE  # equal inputs are the same points
+        assert choose(square.pairs) is TILED
+        assert choose(KernelMatrix.of(kernel, x.expand(2, 50, 3)).pairs) is TILED
+    assert choose(KernelMatrix.from_lazy(kernel(x, x.clone())).pairs) is DENSE  # equal inputs are the same points
 
 
 def test_a_stored_matrix_stays_in_use(monkeypatch):
@@ -55,17 +55,17 @@ def test_a_stored_matrix_stays_in_use(monkeypatch):
     monkeypatch.setattr(settings, "available_memory", lambda device: 4 * 50 * 50 * 8)
     operator._matmul(normal(50, 1))
     monkeypatch.setattr(settings, "available_memory", lambda device: 3 * 50 * 50 * 8)
-    assert choose(operator) is DENSE
-    assert choose(KernelMatrix.of(make("rbf"), points(50))) is TILED
+    assert choose(operator.pairs) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), points(50)).pairs) is TILED
 
 
 def test_named_engines_are_taken():
     x = points(10)
-    assert choose(KernelMatrix.of(make("rbf"), x, engine="dense")) is DENSE
-    assert choose(KernelMatrix.of(make("rbf"), x, x.clone(), engine="dense")) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), x, engine="dense").pairs) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), x, x.clone(), engine="dense").pairs) is DENSE
     with settings.memory_budget(1):
-        assert choose(KernelMatrix.of(make("rbf"), x, engine="dense")) is DENSE
-    assert choose(KernelMatrix.of(make("rbf"), x, engine="tiled")) is TILED
+        assert choose(KernelMatrix.of(make("rbf"), x, engine="dense").pairs) is DENSE
+    assert choose(KernelMatrix.of(make("rbf"), x, engine="tiled").pairs) is TILED
 
 
 def test_a_variant_that_a_named_engine_cannot_take_goes_by_tiles():
@@ -78,7 +78,7 @@ def test_a_variant_that_a_named_engine_cannot_take_goes_by_tiles():
         assert relative(AccurateProduct(operator)(normal(40, 2)), wanted @ normal(40, 2)) < 1e-12
     triton = KernelMatrix(x, x, *kernel.parameters(), engine="triton", **options)
     assert TRITON.missing(triton.type(torch.float64)) is not None
-    assert choose(triton.type(torch.float64)) is TILED
+    assert choose(triton.type(torch.float64).pairs) is TILED
 
 
 def test_stored_and_tiled_agree_for_every_kernel():
@@ -261,7 +261,7 @@ def test_a_whole_operator_in_half_precision(name, engine):
         exact = KernelMatrix.of(rounded, x.to(dtype).float(), engine="tiled") @ rhs.float()
         assert relative(product, exact) < torch.finfo(dtype).eps  # of the result
         everything = KernelMatrix.of(rounded, x.to(dtype).float(), engine="tiled").to_dense()
-        assert relative(TILED.dense(operator), everything) < 1e-6  # before it is rounded
+        assert relative(TILED.dense(operator.pairs), everything) < 1e-6  # before it is rounded
     half = KernelMatrix.of(kernel, x, engine=engine).half()
     assert half.dtype == torch.float16
     assert relative(half @ normal(60, 2, dtype=torch.float16), operator.float() @ normal(60, 2).float()) < 0.05

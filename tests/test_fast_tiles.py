@@ -35,6 +35,7 @@ from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.distances import Distances
+from sketchgp.operators.engines import DENSE
 from sketchgp.operators.expression import recognise
 from test_kernel_matrix import check_bilinear_derivative, evaluate, pytestmark, separate  # noqa: F401
 
@@ -280,9 +281,9 @@ def test_a_matrix_repeated_along_a_batch_is_one_matrix():
     wanted, rhs = reference(kernel, x, x), normal(3, 40, 2)
     assert relative(operator._matmul(rhs), wanted @ rhs) < 1e-12
     assert relative(operator._matmul(2 * rhs), wanted @ (2 * rhs)) < 1e-12
-    single = operator.memo["single"]
+    single = operator.pairs.remember("the repeated matrix", lambda: None)
     assert single.shape == (40, 40)
-    assert single._stored is not None  # and it is evaluated once, not for each product
+    assert DENSE.holds(single)  # and it is evaluated once, not for each product
     with torch.no_grad():
         kernel.kernels[0].raw_outputscale.add_(1.0)
     assert relative(operator._matmul(rhs), reference(kernel, x, x) @ rhs) < 1e-12
@@ -374,7 +375,7 @@ def test_near_pairs_are_few_at_short_lengthscales(many_tiles):
     kernel.lengthscale = 0.03
     x = points(300, 5, dtype=torch.float32)
     operator = KernelMatrix.of(kernel, x, engine="tiled").detach()
-    distances = Distances(operator.expression.atoms[0].profile, operator.prepared().features[0])
+    distances = Distances(operator.expression.atoms[0].profile, operator.pairs.prepared().features[0])
     everything = slice(0, 300)
     distances.tile(everything, everything, torch.empty(300, 300), lambda: None)
     assert 300 <= len(distances.near[0]) < 0.05 * 300**2

@@ -88,7 +88,7 @@ def check_gradients(kernel: Kernel, x1: Tensor, x2: Tensor | None, t: int) -> No
     left = points(x1.shape[-2], t, *x1.shape[:-2], dtype=dtype, seed=4)
     right = points(inputs[-1].shape[-2], t, *x1.shape[:-2], dtype=dtype, seed=5)
     matrix = KernelMatrix.of(kernel.to(dtype), inputs[0], inputs[-1], engine="keops")
-    found = KEOPS.derivative(matrix, left, right)
+    found = KEOPS.derivative(matrix.pairs, left, right)
     copies = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     value = (left.double() * (dense(kernel, copies[0], copies[-1]) @ right.double())).sum()
     tensors = [t for t in (*copies, *kernel.parameters()) if t.requires_grad]
@@ -200,7 +200,9 @@ def test_coincident_points_have_slope_zero() -> None:
     x1, x2 = x1.requires_grad_(), x2.requires_grad_()
     matrix = KernelMatrix.of(rough(), x1, x2, engine="keops")
     left, right = points(30, 2, seed=2), points(21, 2, seed=3)
-    for found, other in zip(KEOPS.derivative(matrix, left, right), TILED.derivative(matrix, left, right), strict=True):
+    for found, other in zip(
+        KEOPS.derivative(matrix.pairs, left, right), TILED.derivative(matrix.pairs, left, right), strict=True
+    ):
         assert found is not None and other is not None
         assert error(found, other) < 1e-9
 
@@ -219,7 +221,7 @@ def test_backward_through_the_operator() -> None:
 
 def test_fixed_parameters_need_no_formula(formulas: list[str]) -> None:
     matrix = KernelMatrix.of(mixture().requires_grad_(False), points(9, 3), engine="keops")
-    assert all(gradient is None for gradient in KEOPS.derivative(matrix, points(9, 1), points(9, 1)))
+    assert all(gradient is None for gradient in KEOPS.derivative(matrix.pairs, points(9, 1), points(9, 1)))
     assert not formulas
 
 

@@ -24,6 +24,8 @@ from torch.func import functional_call
 from problems import GENERIC, RADIAL, dense, normal, points, radial, relative, set_scales
 from sketchgp import InputError, settings
 from sketchgp.operators import KernelMatrix
+from sketchgp.operators.engines import DENSE
+from sketchgp.operators.engines.tiled import Tiled
 
 # Other libraries' warnings, which pyproject makes errors: linear_operator's about its Lanczos, torch's about sparse.
 pytestmark = [
@@ -222,8 +224,8 @@ def test_dense_and_tiled_engines_agree(name, many_tiles):
     x, rhs = points(200), normal(200, 4)
     stored, tiled = (KernelMatrix.of(kernel, x, engine=engine) for engine in ("dense", "tiled"))
     assert relative(stored._matmul(rhs), tiled._matmul(rhs)) < 1e-13
-    assert stored._stored is not None
-    assert tiled._stored is None
+    assert DENSE.holds(stored.pairs)
+    assert not DENSE.holds(tiled.pairs)
 
 
 def test_auto_engine_follows_the_memory_budget():
@@ -231,11 +233,11 @@ def test_auto_engine_follows_the_memory_budget():
     with settings.memory_budget(50 * 50 * 8):
         operator = KernelMatrix.of(RBFKernel().double(), x)
         operator._matmul(x)
-        assert operator._stored is not None
+        assert DENSE.holds(operator.pairs)
     with settings.memory_budget(50 * 50 * 8 - 1):
         operator = KernelMatrix.of(RBFKernel().double(), x)
         operator._matmul(x)
-        assert operator._stored is None
+        assert not DENSE.holds(operator.pairs)
 
 
 @pytest.mark.parametrize("name", ["rbf", "matern12", "matern32", "matern52", "rational-quadratic"])
@@ -421,10 +423,10 @@ def test_tiled_passes_stay_far_below_the_matrix(name, what):
 
 @pytest.mark.slow
 def test_a_large_tiled_product_never_makes_the_matrix(monkeypatch):
-    def refuse(self):
+    def refuse(self, pairs):
         raise AssertionError("the whole matrix was evaluated")
 
-    monkeypatch.setattr(KernelMatrix, "_evaluate", refuse)
+    monkeypatch.setattr(Tiled, "dense", refuse)
     kernel = set_scales(RADIAL["rbf-ard"]())
     x = points(20_000, dtype=torch.float32)
     rhs = normal(20_000, 1, dtype=torch.float32)

@@ -130,7 +130,9 @@ def test_a_wrong_engine_that_was_named_is_an_error(use, flaw):
         with pytest.raises(
             InputError, match=r"matmul='tampered' cannot be used here: a product .*Use matmul='tiled'"
         ) as e:
-            KernelMatrix(*_auto()._args, **{**_auto()._options(), "asked": True}) @ normal(N, 2, dtype=torch.float32)
+            KernelMatrix(*_auto().pairs.tensors, **{**_auto().pairs.options, "asked": True}) @ normal(
+                N, 2, dtype=torch.float32
+            )
     assert ("ptxas fatal" in str(e.value)) == (flaw == "raises")
     assert engine.rows == [150]
 
@@ -231,7 +233,7 @@ def test_a_sound_engine_passes_and_a_wrong_one_does_not(name, data, use):
                 if "lengthscale" in key:
                     value.data += 0.01 * (1 + value.data.abs())
             values = [v.detach() for v in other.parameters()]
-            changed = KernelMatrix(matrix.x1, matrix.x2, *values, **{**matrix._options(), "kernel": other})
+            changed = matrix.of([matrix.x1, matrix.x2, *values], kernel=other)
             return TILED.product(changed, rhs)
 
     use(Wrong())
@@ -279,7 +281,7 @@ def test_a_preview_is_what_is_chosen():
         matrix = KernelMatrix.of(_kernel(dtype), x, None if square else x.clone())
         with sketchgp.settings.memory_budget(budget):
             found = preview_engine(_kernel(), N, 3, dtype=dtype, device="cpu", square=square)
-            assert engines.choose(matrix).name == found.engine
+            assert engines.choose(matrix.pairs).name == found.engine
     absent = {"device": "cuda", "memory": 100 * GIB}
     assert preview_engine(_kernel(), 10_000, 3, **absent).engine == "dense"
     assert preview_engine(_kernel(), 100_000, 3, **absent).engine == "triton"

@@ -92,5 +92,5 @@ def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:
     :param a: ``(..., p, d)`` and :param b: ``(..., q, d)``, as the kernel sees them.
     """
     if b is None:
-        return matrix._with(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-    return matrix._with(a, b, False).type(torch.float64).to_dense()
+        return matrix.at(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
+    return matrix.at(a, b).type(torch.float64).to_dense()

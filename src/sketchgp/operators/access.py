@@ -222,7 +222,7 @@ def accurate_terms(operator: LinearOperator) -> list[Term]:
     found: list[Term] = []
     for scale, part in terms(operator):
         if isinstance(part, KernelMatrix):
-            part = KernelMatrix(*part.type(torch.float64)._args, **{**part._options(), "engine": "tiled"})
+            part = part.double().by("tiled")
         elif not isinstance(part, DenseLinearOperator):
             part = part.type(torch.float64)
         found.append((scale, part))
@@ -249,7 +249,7 @@ def _in_float64(operator: LinearOperator, engine: str) -> LinearOperator:
             _in_float64(operator.base_linear_op, engine), operator._constant.to(torch.float64)
         )
     assert isinstance(operator, KernelMatrix)
-    return KernelMatrix(*operator.type(torch.float64)._args, **{**operator._options(), "engine": engine})
+    return operator.double().by(engine)
 
 
 class AccurateProduct:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .pairs import Pairs
+
 
 class _FirstOrder(torch.autograd.Function):
     @staticmethod
@@ -50,17 +52,18 @@ class Evaluate(torch.autograd.Function):
     """The dense block of a kernel matrix with a backward pass by tiles: nothing but the block itself is kept for it."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: Any, derivative: Any, *args: Tensor) -> Tensor:
-        ctx.type, ctx.options, ctx.coincident = type(matrix), matrix._options(), matrix.coincident
-        ctx.derivative = derivative
-        ctx.save_for_backward(*args)
-        return matrix._evaluate()
+    def forward(ctx: Any, pairs: Pairs, tiles: Any, *tensors: Tensor) -> Tensor:
+        ctx.options, ctx.coincident, ctx.tiles = pairs.options, pairs.coincident, tiles
+        ctx.save_for_backward(*tensors)
+        if 0 in pairs.batch_shape:
+            return pairs.x1.new_zeros(pairs.shape, dtype=pairs.dtype)
+        return tiles.dense(pairs).to(pairs.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        args = ctx.saved_tensors
+        tensors = ctx.saved_tensors  # torch raises where one was changed in place since
         with torch.no_grad():
-            matrix = ctx.type(*args, **ctx.options)
-            matrix.coincident = ctx.coincident
-            found = ctx.derivative(matrix, grad)
-        return (None, None, *first_order(found, grad, *args))
+            pairs = Pairs(tensors[0], tensors[1], tensors[2:], **ctx.options)
+            pairs.coincident = ctx.coincident
+            found = ctx.tiles.dense_derivative(pairs, grad)
+        return (None, None, *first_order(found, grad, *tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,24 +12,18 @@ from linear_operator.operators import DenseLinearOperator, LinearOperator
 from linear_operator.utils.broadcasting import _matmul_broadcast_shape
 from torch import Tensor
 
-from ..distributed import Shards, in_force
+from ..distributed import Shards
 from ..errors import InputError
-from .batch_element import element
-from .batches import derivative_of_batch, repeats, single
+from .batches import derivative_of_batch, element, product_of_batch
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
-from .expression import Expression, Known, Prepared, recognise
-from .far_rows import pass_on
+from .expression import Expression, Known
 from .first_order import Evaluate, first_order
-from .generic_tiles import diagonal, evaluate, is_plain, parameters_as, parameters_of, real, settle
-from .shapes import check_operands, columns_to_leading, convert, index_rows, leading_to_columns, take_rows
-from .shared import product
-from .streamed_tiles import sources
-from .unchanged import State
+from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
+from .pairs import Pairs
+from .parts import part
+from .shapes import check_operands, convert, index_rows
 from .without_keops import without_keops
-
-_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked")
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class KernelMatrix(LinearOperator):
@@ -75,15 +69,18 @@ class KernelMatrix(LinearOperator):
         shards: Shards | None = None,
         asked: bool | None = None,
     ) -> None:
-        self.x1, self.x2, self.parameters = x1, x2, parameters
-        self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
-        self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
-        self.asked = engine != "auto" if asked is None else asked
-        super().__init__(x1, x2, *parameters, **self._options())
-        self.expression: Expression | None = recognise(kernel)
-        self.coincident: Tensor | None = None  # (2, p) rows and columns of pairs that are one point
-        self.memo: dict[str, Any] = {}  # what engines keep from product to product
-        self._stored: Tensor | None = None
+        self.pairs = Pairs(
+            x1, x2, parameters, kernel=kernel, names=names, engine=engine, same=same, precision=precision,
+            centre=centre, shards=shards, asked=asked,
+        )  # fmt: skip
+        super().__init__(x1, x2, *parameters, **self.pairs.options)
+
+    @classmethod
+    def on(cls, pairs: Pairs) -> KernelMatrix:
+        """Return the operator of given pairs, with what they remember."""
+        matrix = cls(*pairs.tensors, **pairs.options)
+        matrix.pairs = pairs
+        return matrix
 
     @classmethod
     def of(
@@ -127,77 +124,63 @@ class KernelMatrix(LinearOperator):
         if recognise(kernel) is not None:  # integers are numbers to such a kernel, and indices to some others
             x1, x2 = (x if x.is_floating_point() else x.to(next(iter(named.values())).dtype) for x in (x1, x2))
         matrix = cls(x1, x2, *named.values(), kernel=kernel, names=names, engine=engine, same=same, precision=precision)
-        check_able(matrix)
+        check_able(matrix.pairs)
         if matrix.expression is None:
             settle(kernel, x1, x2)
         return matrix
 
-    def _with(self, x1: Tensor, x2: Tensor, same: bool, centre: Centre | None = None) -> KernelMatrix:
-        return self.__class__(x1, x2, *self.parameters, **{**self._options(), "same": same, "centre": centre})
-
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS}
-
-    # --- what engines compute from --------------------------------------------------------------------------
+    # --- the pairs ------------------------------------------------------------------------------------------
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the arithmetic: float32 for half-precision inputs and parameters."""
-        return torch.float32 if self.dtype in _HALF else self.dtype
+    def x1(self) -> Tensor:
+        return self.pairs.x1
+
+    @property
+    def x2(self) -> Tensor:
+        return self.pairs.x2
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.pairs.parameters
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.pairs.kernel
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters in ``kernel.named_parameters()``."""
+        return self.pairs.names
+
+    @property
+    def expression(self) -> Expression | None:
+        """The kernel as a sum of products of profiles; None where it is called as it is."""
+        return self.pairs.expression
+
+    @property
+    def same(self) -> bool:
+        return self.pairs.same
+
+    @property
+    def engine(self) -> str:
+        return self.pairs.engine
 
     def ranks(self) -> Shards | None:
-        """Those that products are shared out to, now."""
-        return self.shards if self.shards is not None and self.shards.open else in_force()
+        """Return the ranks that products are shared out to now; None for this process alone."""
+        return self.pairs.ranks()
 
-    @property
-    def flat_batch(self) -> torch.Size:
-        """``()``, or the number of matrices in the batch ``(B,)``."""
-        return torch.Size((self.batch_shape.numel(),)) if len(self.batch_shape) else torch.Size()
+    def at(self, x1: Tensor, x2: Tensor, same: bool = False, centre: Centre | None = None) -> KernelMatrix:
+        """Return the operator of other points ``(..., n, d)`` and ``(..., m, d)`` with the same kernel, whose active
+        dimensions were selected; centre: what inputs are counted from, None for the median of x2."""
+        return KernelMatrix.on(self.pairs.at(x1, x2, same, centre))
 
-    def evaluator(self, parameters: Sequence[Tensor]) -> Callable[..., Tensor]:
-        """The kernel as a function of two blocks of rows, with copies of ``parameters`` in place of its own."""
-        values = [real(p) for p in parameters]
+    def by(self, engine: str) -> KernelMatrix:
+        """Return the same operator computed by another engine, remembering nothing."""
+        return KernelMatrix.on(self.pairs.of(self.pairs.tensors, engine=engine))
 
-        def call(x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
-            with parameters_as(self.kernel, self.names, [value.clone() for value in values]):
-                return evaluate(self.kernel, x1, x2, self.centre, **options)
-
-        return call
-
-    def prepare(self, tensors: list[Tensor], same: bool, known: Known | None = None) -> Prepared:
-        """Features and coefficients of the recognised kernel, from x1, x2 and parameters given as ``tensors``."""
-        assert self.expression is not None
-        with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            known = self.memo.get("known") if known is None else known
-            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), known)
-            return self.expression.prepare(tensors[0], tensors[1], *options)
-
-    @torch.no_grad()
-    def prepared(self) -> Prepared:
-        """The same from the operator's own tensors, kept until one of them changes; without autograd."""
-        kept = self.memo.get("prepared")
-        if kept is None or not self._unchanged(kept[0]):
-            kept = self.memo["prepared"] = (self._state(), self.prepare([t.detach() for t in self._args], self.same))
-        return kept[1]
-
-    def stored(self) -> Tensor:
-        """The dense matrix in the dtype of the arithmetic, kept until one of the operator's tensors changes."""
-        if self._stored is None or not self._unchanged(self.memo["stored state"]):
-            self._stored = None  # two of them may not fit
-            self._stored, self.memo["stored state"] = TILED.dense(self), self._state()
-        return self._stored
-
-    def _state(self) -> State:
-        return State((self.x1, self.x2), self.parameters)
-
-    def _unchanged(self, state: State) -> bool:
-        return state.holds((self.x1, self.x2), self.parameters)
-
-    def _evaluate(self) -> Tensor:
-        """The dense matrix, without autograd."""
-        if 0 in self.batch_shape:
-            return self.x1.new_zeros(self.shape, dtype=self.dtype)
-        return TILED.dense(self).to(self.dtype)
+    def with_parameters(self, parameters: Sequence[Tensor]) -> KernelMatrix:
+        """Return the operator with other values of the kernel's parameters."""
+        return KernelMatrix.on(self.pairs.of([self.x1, self.x2, *parameters]))
 
     # --- products and derivatives ---------------------------------------------------------------------------
 
@@ -224,87 +207,63 @@ class KernelMatrix(LinearOperator):
             return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         if rhs.shape[-2] != self.shape[-1]:
             raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
-        batch = self.batch_shape if rhs.dim() == 2 else torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
-        if 0 in self.batch_shape:
-            return rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
-        if self.batch_shape and repeats(self):
-            if "single" not in self.memo:
-                self.memo["single"] = single(self)
-            return self.memo["single"]._matmul(rhs.expand(*batch, *rhs.shape[-2:]))
-        more = len(batch) - len(self.batch_shape)
-        if batch[more:] != self.batch_shape:
-            return self._expand_batch(batch[more:])._matmul(rhs)
-        flat = leading_to_columns(rhs, batch, more).reshape(
-            *self.flat_batch, rhs.shape[-2], batch[:more].numel() * rhs.shape[-1]
-        )
-        value = product(self, flat.to(self.compute_dtype)).to(rhs.dtype)
-        value = value.reshape(*self.batch_shape, self.shape[-2], *batch[:more], rhs.shape[-1])
-        return value if not more else value.permute(*columns_to_leading(value.dim(), len(self.batch_shape), more))
+        return product_of_batch(self.pairs, rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._transpose_nonbatch()._matmul(rhs)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        return first_order(self._derivative(left_vecs, right_vecs), left_vecs, right_vecs, *self._args)
+        return first_order(self.derivative(left_vecs, right_vecs), left_vecs, right_vecs, *self._args)
 
     @torch.no_grad()
-    def _derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        return derivative_of_batch(self, left_vecs, right_vecs)
+    def derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of ``sum_t left_t^T K right_t`` for x1, x2 and each parameter, without autograd."""
+        return derivative_of_batch(self.pairs, left_vecs, right_vecs)
 
     # --- parts of the matrix --------------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
         """The whole matrix ``(..., n, m)``, differentiable; the backward pass goes by tiles."""
         if self._differentiated():
-            return Evaluate.apply(self, TILED.dense_derivative, *self._args)
-        return self._evaluate()
+            return Evaluate.apply(self.pairs, TILED, *self._args)
+        if 0 in self.batch_shape:
+            return self.x1.new_zeros(self.shape, dtype=self.dtype)
+        return TILED.dense(self.pairs).to(self.dtype)
 
     def columns(self, indices: Tensor) -> Tensor:
         """``k(x1, x2[indices])``, dense and differentiable: ``(..., n, r)`` for ``indices`` of shape (..., r)."""
-        part = self._part(None, indices)
+        some = part(self.pairs, None, indices)
         if self.same and indices.dim() == 1:
-            part.coincident = torch.stack([indices, torch.arange(len(indices), device=indices.device)])
-        return part.to_dense()
+            some.coincident = torch.stack([indices, torch.arange(len(indices), device=indices.device)])
+        return KernelMatrix.on(some).to_dense()
 
     def block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """``k(x1[rows], x2[columns])``, dense and differentiable; indices as in :meth:`columns`."""
-        part = self._part(rows, columns)
-        if self.same and not part.same and rows.dim() == columns.dim() == 1:
-            part.coincident = (rows.unsqueeze(1) == columns).nonzero().mT
-        return part.to_dense()
+        some = part(self.pairs, rows, columns)
+        if self.same and not some.same and rows.dim() == columns.dim() == 1:
+            some.coincident = (rows.unsqueeze(1) == columns).nonzero().mT
+        return KernelMatrix.on(some).to_dense()
 
     def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
-        return self._part(rows, columns)
+        return KernelMatrix.on(part(self.pairs, rows, columns))
 
     def against(self, x1: Tensor, x2: Tensor, centre: Centre, known: Known | None) -> KernelMatrix:
         """``k(x1, x2)`` of the same kernel for other points, with the kernel's active dimensions selected; ``known`` is
         which of them are far from the centre, None where nobody has looked."""
-        matrix = self._with(x1, x2, False, centre)
-        matrix.memo["known"] = known
-        return matrix
-
-    def _part(self, rows: Tensor | None, columns: Tensor | None) -> KernelMatrix:
-        x1, x2 = (x if i is None else take_rows(x, i) for x, i in ((self.x1, rows), (self.x2, columns)))
-        part = self._with(x1, x2, self.same and rows is columns, self.centre)
-        part.memo["part"] = True
-        flat = all(i is None or i.dim() == 1 for i in (rows, columns))
-        if flat:
-            part.memo["size"] = torch.Size((*self.shape[:-2], x1.shape[-2], x2.shape[-2]))
-            pass_on(self, part, rows, columns)
-        if self.expression is not None and flat and not sources(self):
-            part.memo["prepared"] = (part._state(), self.prepared().part(rows, columns))
-        return part
+        pairs = self.pairs.at(x1, x2, False, centre)
+        pairs.known = known
+        return KernelMatrix.on(pairs)
 
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
         """One matrix of the batch, without gradients; a kernel that is not recognised is called for the whole batch.
 
         :raises InputError: for a kernel that gives no batch; :raises NumericalError: if it differs from the batch's.
         """
-        return element(self, index)
+        return KernelMatrix.on(element(self.pairs, index))
 
     def _diagonal(self) -> Tensor:
-        value = diagonal(self.evaluator(self.parameters), real(self.x1), real(self.x2), self.batch_shape)
+        value = diagonal(self.pairs.evaluator(self.parameters), real(self.x1), real(self.x2), self.batch_shape)
         return value.to(self.dtype).expand(self.shape[:-1])
 
     def evaluate_kernel(self) -> KernelMatrix:
@@ -313,18 +272,11 @@ class KernelMatrix(LinearOperator):
     # --- what a LinearOperator must offer -------------------------------------------------------------------
 
     def _size(self) -> torch.Size:
-        size: torch.Size | None = self.memo.get("size")  # asked for dozens of times in a solve
-        if size is None:
-            batch = torch.broadcast_shapes(self.x1.shape[:-2], self.x2.shape[:-2], self.kernel.batch_shape)
-            size = self.memo["size"] = torch.Size((*batch, self.x1.shape[-2], self.x2.shape[-2]))
-        return size
+        return self.pairs.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype = self.x1.dtype
-        for parameter in self.parameters:
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        return dtype
+        return self.pairs.dtype
 
     @property
     def device(self) -> torch.device:
@@ -333,7 +285,7 @@ class KernelMatrix(LinearOperator):
     def to(self, *args: Any, **kwargs: Any) -> KernelMatrix:
         """The operator with its tensors converted; the kernel, which belongs to the user, is left alone."""
         tensors = [convert(t, *args, **kwargs) if t.is_floating_point() else t for t in self._args]
-        return self.__class__(*tensors, **self._options())
+        return KernelMatrix(*tensors, **self.pairs.options)
 
     def type(self, dtype: torch.dtype) -> KernelMatrix:
         return self.to(dtype)
@@ -354,17 +306,17 @@ class KernelMatrix(LinearOperator):
         return self.to("cuda" if device_id is None else device_id)
 
     def _transpose_nonbatch(self) -> KernelMatrix:
-        return self._with(self.x2, self.x1, self.same, self.centre)
+        return self.at(self.x2, self.x1, self.same, self.pairs.centre)
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
         x1, x2 = (x.expand(*batch_shape, *x.shape[-2:]) for x in (self.x1, self.x2))
-        return self._with(x1, x2, self.same, self.centre)
+        return self.at(x1, x2, self.same, self.pairs.centre)
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         if len(self.kernel.batch_shape):
             return DenseLinearOperator(self.to_dense())._unsqueeze_batch(dim)
         x1, x2 = (x.expand(*self.batch_shape, *x.shape[-2:]).unsqueeze(dim) for x in (self.x1, self.x2))
-        return self._with(x1, x2, self.same)
+        return self.at(x1, x2, self.same)
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
         return DenseLinearOperator(self.to_dense())._permute_batch(*dims)
@@ -375,12 +327,12 @@ class KernelMatrix(LinearOperator):
         same = self.same and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
         if torch.is_tensor(row_index) and torch.is_tensor(col_index):
             same = self.same and row_index.shape == col_index.shape and bool((row_index == col_index).all())
-        centre = self.centre if same else None  # of test and training points, that of the latter
-        return self._with(index_rows(self.x1, row_index), index_rows(self.x2, col_index), same, centre)
+        centre = self.pairs.centre if same else None  # of test and training points, that of the latter
+        return self.at(index_rows(self.x1, row_index), index_rows(self.x2, col_index), same, centre)
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         if self.batch_shape:
             index = (*batch_indices, row_index, col_index)
             return self.to_dense()[index]
         x1, x2 = real(self.x1[row_index]), real(self.x2[col_index])
-        return diagonal(self.evaluator(self.parameters), x1, x2, self.batch_shape).to(self.dtype)
+        return diagonal(self.pairs.evaluator(self.parameters), x1, x2, self.batch_shape).to(self.dtype)

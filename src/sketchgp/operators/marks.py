@@ -67,7 +67,7 @@ def kernel_mark(kernel: Any, points: Tensor) -> str:
 
 def _matrix_mark(matrix: KernelMatrix) -> str:
     """The same of the kernel of a matrix, whose inputs are those of the kernel's active dimensions already."""
-    return _mark(module_mark(matrix.kernel, matrix.parameters), lambda x: matrix._with(x, x, True), matrix.x1)
+    return _mark(module_mark(matrix.kernel, matrix.parameters), lambda x: matrix.at(x, x, True), matrix.x1)
 
 
 @torch.no_grad()

@@ -145,7 +145,7 @@ class FactorOfColumns(MovingFactor):
 
         def add(rows: Tensor, gradient: Tensor) -> None:
             part = x.detach()[rows].requires_grad_(x.requires_grad)
-            block = KernelMatrix(part, chosen, *parameters, kernel=matrix.kernel, names=matrix.names, engine="tiled")
+            block = matrix.pairs.of([part, chosen, *parameters], engine="tiled", same=False, centre=None)
             block.coincident = (rows.unsqueeze(1) == pivots).nonzero().mT
             of_rows, of_chosen, *found = TILED.dense_derivative(block, gradient)
             for total, value in zip(totals, found, strict=True):
@@ -202,12 +202,12 @@ class FactorOfSketch(MovingFactor):
             of_sketch[rows.start - blocks[0].start : rows.stop - blocks[0].start] = 2 * rows_of(rows)
         of_sketch += test @ self._of_core(core, whole)
         if isinstance(self.test, Tensor):
-            return matrix._derivative(of_sketch, test)
+            return matrix.derivative(of_sketch, test)
         n, shards = matrix.shape[-1], self.test.shards
         totals: Gradients = (None,) * len(matrix._args)
         for some in spans(test.shape[-1], _TOGETHER):
             sides = (shards.gather(side[:, some], n) for side in (of_sketch, test))
-            found = matrix._derivative(*sides)
+            found = matrix.derivative(*sides)
             totals = tuple(b if a is None or b is None else a + b for a, b in zip(totals, found, strict=True))
         return totals
 

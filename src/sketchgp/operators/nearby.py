@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .distances import farthest
 from .expression import Expression, Prepared
+from .pairs import Pairs
 from .streamed_tiles import sources
 from .tiles import Shape, spans
-
-if TYPE_CHECKING:
-    from .kernel_matrix import KernelMatrix
 
 _LEAST = 4096  # rows, and columns, from which on an order is sought: it takes as long as some hundred products of a row
 _LEAF = 128  # points of a box,
@@ -64,12 +61,12 @@ class Layout:
 class Nearby:
     """A kernel matrix in the order of its trees.
 
-    :ivar matrix: of the sorted points, whose products are made of the tiles that matter.
+    :ivar pairs: the sorted points, whose products are made of the tiles that matter.
     :ivar left: ``(n,)`` and :ivar right: ``(m,)``: which points stand where.
     :ivar share: of all pairs, those of tiles that matter.
     """
 
-    matrix: KernelMatrix
+    pairs: Pairs
     left: Tensor
     right: Tensor
     share: float
@@ -79,33 +76,31 @@ class Nearby:
         return torch.empty_like(rows).index_copy_(-2, self.left if left else self.right, rows)
 
 
-def nearby(matrix: KernelMatrix) -> Nearby | None:
+def nearby(pairs: Pairs) -> Nearby | None:
     """The matrix in an order in which tiles can be left out; None where that would not save a quarter of the pairs.
 
     It is kept with the matrix until one of its tensors changes.
     """
-    n, m = matrix.shape[-2:]
-    if matrix.expression is None or matrix.batch_shape or min(n, m) < _LEAST or "layout" in matrix.memo:
+    n, m = pairs.shape[-2:]
+    if pairs.expression is None or pairs.batch_shape or min(n, m) < _LEAST or pairs.layout is not None:
         return None
-    if matrix.device.type != "cpu" or matrix.coincident is not None or sources(matrix):
+    if pairs.device.type != "cpu" or pairs.coincident is not None or sources(pairs):
         return None
-    kept = matrix.memo.get("nearby")
-    if kept is None or not matrix._unchanged(kept[0]):
-        with torch.inference_mode(False), torch.no_grad():
-            kept = matrix.memo["nearby"] = (matrix._state(), _sought(matrix))
-    found: Nearby | None = kept[1]
+    found = pairs.remember("nearby", lambda: _sought(pairs))
     if found is not None:
-        for own, theirs in ((found.matrix.x1, matrix.x1), (found.matrix.x2, matrix.x2)):
+        for own, theirs in ((found.pairs.x1, pairs.x1), (found.pairs.x2, pairs.x2)):
             own.requires_grad_(theirs.requires_grad)
     return found
 
 
-def _sought(matrix: KernelMatrix) -> Nearby | None:
-    expression, prepared, same = matrix.expression, matrix.prepared(), matrix.same
+@torch.inference_mode(False)
+@torch.no_grad()
+def _sought(pairs: Pairs) -> Nearby | None:
+    expression, prepared, same = pairs.expression, pairs.prepared(), pairs.same
     assert expression is not None
     if not expression.atoms or not all(f.left.shape[-1] for f in prepared.features):
         return None
-    least = torch.finfo(matrix.compute_dtype).eps / (_SLACK * max(matrix.shape[-2:]))
+    least = torch.finfo(pairs.compute_dtype).eps / (_SLACK * max(pairs.shape[-2:]))
     reach = [farthest(a.profile, f).double() for a, f in zip(expression.atoms, prepared.features, strict=True)]
     if not bool(_over_k0(expression, prepared, reach) <= least):
         return None
@@ -122,11 +117,11 @@ def _sought(matrix: KernelMatrix) -> Nearby | None:
         return None
     layout = Layout((leaves[0], leaves[-1]), *masks)
     left, right = orders[0], orders[-1]
-    x1, x2 = matrix.x1, matrix.x2
+    x1, x2 = pairs.x1, pairs.x2
     first = x1.detach().index_select(-2, left)
     second = first if x2 is x1 else x2.detach().index_select(-2, right)
-    ordered = matrix._with(first, second, same, matrix.centre)
-    ordered.memo["layout"] = layout
+    ordered = pairs.at(first, second, same, pairs.centre)
+    ordered.layout = layout
     return Nearby(ordered, left, right, share)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..distributed import in_force
 from .kernel_matrix import KernelMatrix
 from .tall import TallMatrix
+from .unchanged import Memory
 
 
 class NormalMatrix(LinearOperator):
@@ -33,11 +34,11 @@ class NormalMatrix(LinearOperator):
         tall: TallMatrix,
         level: float,
         preconditioner: Callable[[NormalMatrix], Any] | None = None,
-        memo: dict[str, Any] | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        memo = {} if memo is None else memo  # shared with the copies that linear_operator makes
-        super().__init__(kzz, tall=tall, level=level, preconditioner=preconditioner, memo=memo)
-        self.kzz, self.tall, self.level, self.make, self.memo = kzz, tall, level, preconditioner, memo
+        memory = Memory() if memory is None else memory  # shared with the copies that linear_operator makes
+        super().__init__(kzz, tall=tall, level=level, preconditioner=preconditioner, memory=memory)
+        self.kzz, self.tall, self.level, self.make, self.memory = kzz, tall, level, preconditioner, memory
 
     def accurate(self) -> NormalMatrix:
         """The same with float64 entries of T."""
@@ -60,9 +61,8 @@ class NormalMatrix(LinearOperator):
 
     def built(self) -> Any:
         """The preconditioner, made at the first call; None without."""
-        if self.make is not None and "built" not in self.memo:
-            self.memo["built"] = self.make(self)
-        return self.memo.get("built")
+        make = self.make
+        return None if make is None else self.memory.remember("preconditioner", lambda: make(self))
 
     def _preconditioner(self) -> tuple[Callable[[Tensor], Tensor] | None, None, None]:
         built = self.built()

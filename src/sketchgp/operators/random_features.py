@@ -83,9 +83,9 @@ class PriorPaths:
 
     def _prepare(self, x: Tensor) -> Prepared:
         """The features of x, counted from the origin, are on the left; differentiable in x only."""
-        matrix = constant(KernelMatrix.of(self.kernel, x, self.origin, engine="tiled")).double()
-        matrix.expression = self._expression
-        return matrix.prepare(list(matrix._args), False)
+        pairs = constant(KernelMatrix.of(self.kernel, x, self.origin, engine="tiled")).double().pairs
+        pairs.expression = self._expression
+        return pairs.prepare(pairs.tensors, False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The functions at x ``(p, d)``: ``(p, S)``, float64, differentiable in x.

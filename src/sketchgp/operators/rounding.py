@@ -45,14 +45,14 @@ def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
     unknown = torch.tensor(_UNKNOWN, dtype=torch.float64, device=matrix.device)
     if matrix.expression is None:
         return unknown, unknown
-    if sources(matrix):
+    if sources(matrix.pairs):
         sides = [
-            torch.cat([_of_kernel(matrix._with(rows, rows, True, matrix.centre))[0] for _, rows in blocks(x)])
+            torch.cat([_of_kernel(matrix.at(rows, rows, True, matrix.pairs.centre))[0] for _, rows in blocks(x)])
             for x in (matrix.x1, matrix.x2)
         ]
         return sides[0], sides[1]
     found = []
-    prepared = matrix.prepared().features
+    prepared = matrix.pairs.prepared().features
     batch = matrix.batch_shape
     for side, x in enumerate((matrix.x1, matrix.x2)):
         roundoffs = torch.full_like(x[..., 0], _PLAIN)

@@ -43,11 +43,11 @@ class RowProduct:
                 continue
             engine = next(named) if named is not None else _engine(part)
             self.engines.append(engine)
-            self.asked.append(part.asked)
-            if engine != part.engine and not (choose(part) is DENSE and engine == DENSE.name):
+            self.asked.append(part.pairs.asked)
+            if engine != part.engine and not (choose(part.pairs) is DENSE and engine == DENSE.name):
                 # named, so that free memory does not change it on the way; an operator that stores is kept as it is,
                 # since others may use what it has stored
-                self._terms[number] = (scale, KernelMatrix(*part._args, **{**part._options(), "engine": engine}))
+                self._terms[number] = (scale, part.by(engine))
 
     @torch.no_grad()
     def __call__(self, indices: Tensor, vectors: Tensor, columns: Tensor | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class RowProduct:
         total = vectors.new_zeros(len(indices), vectors.shape[-1])
         for scale, operator in self._terms:
             if isinstance(operator, KernelMatrix):
-                found = part_of_rows(operator, indices, vectors.to(operator.dtype), span)
+                found = part_of_rows(operator.pairs, indices, vectors.to(operator.dtype), span)
             elif isinstance(operator, DenseLinearOperator):
                 found = dense_product(operator.tensor[:, span].index_select(0, indices), vectors)
             else:
@@ -108,21 +108,21 @@ def _stored(operator: LinearOperator) -> Tensor | None:
         return operator.tensor
     if not isinstance(operator, KernelMatrix) or operator.ranks() is not None:
         return None
-    return DENSE.kept(operator) if choose(operator) is DENSE else None
+    return DENSE.kept(operator.pairs) if choose(operator.pairs) is DENSE else None
 
 
 def _engine(matrix: KernelMatrix) -> str:
     """The engine for rows of the matrix: rows of a cheap kernel are evaluated faster than gathered from memory."""
-    chosen = choose(matrix)
+    chosen = choose(matrix.pairs)
     if matrix.engine != "auto" or chosen is not DENSE or matrix.expression is None:
         return chosen.name
     work = sum(
         features.left.shape[-1] * (_L1_WORK if atom.profile.l1 else 1)
-        for atom, features in zip(matrix.expression.atoms, matrix.prepared().features, strict=True)
+        for atom, features in zip(matrix.expression.atoms, matrix.pairs.prepared().features, strict=True)
     )
     if work > _CHEAP:
         return chosen.name
-    return "triton" if matrix.device.type == "cuda" and TRITON.missing(matrix) is None else "tiled"
+    return "triton" if matrix.device.type == "cuda" and TRITON.missing(matrix.pairs) is None else "tiled"
 
 
 def _gathered(matrix: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:

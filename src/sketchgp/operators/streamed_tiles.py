@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..devices import here, sent
 from ..row_sources import RowSource, ahead
+from .pairs import Pairs
 from .tiles import Shape
-
-if TYPE_CHECKING:
-    from .kernel_matrix import KernelMatrix
 
 Piece = tuple[slice, slice, bool]
 Make = Callable[[Tensor, Tensor, slice, slice], Any]
 
 
-def sources(matrix: KernelMatrix) -> list[RowSource]:
+def sources(pairs: Pairs) -> list[RowSource]:
     """Those of x1 and x2 that are read as they are needed; none where both are tensors."""
-    sides: tuple[Any, ...] = (matrix.x1, matrix.x2)
+    sides: tuple[Any, ...] = (pairs.x1, pairs.x2)
     return [x for x in sides if isinstance(x, RowSource)]
 
 
-def within_blocks(matrix: KernelMatrix, shape: Shape) -> Shape:
+def within_blocks(pairs: Pairs, shape: Shape) -> Shape:
     """A tile's rows and columns, no more of a source than it reads at once."""
     height, width = (
         min(size, x.block_rows) if isinstance(x, RowSource) else size
-        for size, x in zip(shape, (matrix.x1, matrix.x2), strict=True)
+        for size, x in zip(shape, (pairs.x1, pairs.x2), strict=True)
     )
     return height, width
 
@@ -47,10 +45,10 @@ class StreamedTiles:
     :param make: from rows of x1 and x2, and which they are, to their tiles.
     """
 
-    def __init__(self, matrix: KernelMatrix, order: Iterable[Piece], make: Make) -> None:
-        self._matrix, self._make = matrix, make
-        most = min(source.block_rows for source in sources(matrix))
-        reader = _Reader(matrix.x1, matrix.x2)
+    def __init__(self, pairs: Pairs, order: Iterable[Piece], make: Make) -> None:
+        self._matrix, self._make = pairs, make
+        most = min(source.block_rows for source in sources(pairs))
+        reader = _Reader(pairs.x1, pairs.x2)
         self._groups = ahead(partial(reader.read, *group) for group in _groups(order, most))
         self._place: tuple[slice, slice] | None = None
         self._tiles: Any = None
@@ -107,12 +105,12 @@ def _inside(part: slice, whole: slice) -> bool:
     return whole.start <= part.start and part.stop <= whole.stop
 
 
-def coincident(matrix: KernelMatrix, rows: slice, columns: slice) -> Tensor | int | None:
+def coincident(pairs: Pairs, rows: slice, columns: slice) -> Tensor | int | None:
     """The pairs at distance exactly 0 in a part of the matrix, as :class:`.FastTiles` has them."""
-    if matrix.same:
+    if pairs.same:
         return rows.start - columns.start
-    if matrix.coincident is None:
+    if pairs.coincident is None:
         return None
-    i, j = here(matrix.coincident)
+    i, j = here(pairs.coincident)
     inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
-    return sent(torch.stack([i[inside] - rows.start, j[inside] - columns.start]), matrix.device)
+    return sent(torch.stack([i[inside] - rows.start, j[inside] - columns.start]), pairs.device)

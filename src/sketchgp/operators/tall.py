@@ -30,7 +30,7 @@ _INPUTS = 2**22  # numbers of x that are prepared, and z anew beside them, for s
 
 def constant(matrix: KernelMatrix) -> KernelMatrix:
     """The same with the kernel's parameters as constants: differentiable in the inputs only."""
-    return KernelMatrix(matrix.x1, matrix.x2, *(p.detach() for p in matrix.parameters), **matrix._options())
+    return matrix.with_parameters([p.detach() for p in matrix.parameters])
 
 
 def tile_rows(m: int, device: torch.device) -> int:
@@ -112,7 +112,7 @@ class TallMatrix:
             self._first = matrix.double() if self._accurate else matrix
             self._near = self._box_is_near(self._first)
             if not self._near and self.device.type != "cpu":
-                self._sides = far_sides(self._first, self._selected(self.x), self._selected(self.z))
+                self._sides = far_sides(self._first.pairs, self._selected(self.x), self._selected(self.z))
         return self._first
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class TallMatrix:
         least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
         most = torch.stack([side.amax(dim=0) for side in sides]).amax(dim=0)
         corners = torch.stack([least, most]).to(matrix.dtype)
-        return surely_near(matrix.against(corners, corners, self._centre, None).prepared())
+        return surely_near(matrix.against(corners, corners, self._centre, None).pairs.prepared())
 
     def _known(self, rows: slice | Tensor | None) -> Known | None:
         """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for other points, which are
@@ -137,7 +137,7 @@ class TallMatrix:
             return None
         if rows is not None:
             rows = here(rows) if torch.is_tensor(rows) else rows
-            return known_of(self._like(), [mask[rows] for mask in self._sides[0]], self._sides[1])
+            return known_of(self._like().pairs, [mask[rows] for mask in self._sides[0]], self._sides[1])
         return None if any(bool(mask.any()) for mask in self._sides[0]) else none_is
 
     def _matrix(self, x: Tensor, rows: slice | Tensor) -> KernelMatrix:

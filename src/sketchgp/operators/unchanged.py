@@ -1,14 +1,16 @@
-"""Whether the tensors of a kernel matrix still are what they were when something was made of them."""
+"""Values that are remembered until the tensors they were made of change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 _block: ContextVar[object | None] = ContextVar("sketchgp_parameters_held", default=None)
 
 
@@ -53,3 +55,27 @@ class State:
 
 def _versions(inputs: Sequence[Tensor]) -> list[int]:
     return [0 if x.is_inference() else x._version for x in inputs]
+
+
+class Memory:
+    """Values by name, each with the state of the tensors that it was made of."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, tuple[State, Any]] = {}
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._values
+
+    def remember(
+        self, name: Hashable, make: Callable[[], T], inputs: Sequence[Tensor] = (), parameters: Sequence[Tensor] = ()
+    ) -> T:
+        """Return the value of that name; make it where there is none, or where a tensor has changed since.
+
+        :param inputs: tensors whose changes torch counts; :param parameters: tensors that are compared by value.
+        """
+        found = self._values.get(name)
+        if found is None or not found[0].holds(inputs, parameters):
+            self._values.pop(name, None)  # an old and a new matrix need not both fit into memory
+            found = self._values[name] = (State(inputs, parameters), make())
+        value: T = found[1]
+        return value

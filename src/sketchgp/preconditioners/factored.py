@@ -52,6 +52,5 @@ class TriangularFactors:
 
 def root_of(matrix: NormalMatrix) -> Tensor:
     """L ``(m, m)``, upper triangular: ``L^T L`` is Kzz with the unit roundoff times its trace added to the diagonal."""
-    if "root" not in matrix.memo:
-        matrix.memo["root"] = shifted_cholesky(matrix.kzz, torch.finfo(torch.float64).eps).mT
-    return matrix.memo["root"]
+    eps = torch.finfo(torch.float64).eps
+    return matrix.memory.remember("root of Kzz", lambda: shifted_cholesky(matrix.kzz, eps).mT)

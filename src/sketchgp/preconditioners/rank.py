@@ -92,7 +92,9 @@ class Costs:
     def _stored(self, part: Any) -> float:
         """An entry of a product with a stored matrix; 0 for one that is not stored."""
         kept = (
-            choose(part) is DENSE if isinstance(part, KernelMatrix) else torch.is_tensor(getattr(part, "tensor", None))
+            choose(part.pairs) is DENSE
+            if isinstance(part, KernelMatrix)
+            else torch.is_tensor(getattr(part, "tensor", None))
         )
         return self.prices.stored * part.dtype.itemsize / 8 if kept else 0.0
 
@@ -113,9 +115,9 @@ class Costs:
 
 def _share(part: Any) -> float:
     """Of all pairs of points, those whose entries a product computes; several ranks share out all of them."""
-    if not isinstance(part, KernelMatrix) or choose(part) is not TILED or part.ranks() is not None:
+    if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.ranks() is not None:
         return 1.0
-    near = nearby(part)
+    near = nearby(part.pairs)
     return 1.0 if near is None else near.share
 
 

@@ -357,7 +357,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         diagonal = DiagLinearOperator(self._noise_vector()[..., mask])
         linear_op = self._linear_op.evaluate_kernel()
         if isinstance(linear_op, KernelMatrix):
-            kept = linear_op._with(linear_op.x1[..., mask, :], linear_op.x2[..., mask, :], linear_op.same)
+            kept = linear_op.at(linear_op.x1[..., mask, :], linear_op.x2[..., mask, :], linear_op.same)
             return self._rebuilt(kept, diagonal)
         if isinstance(linear_op, DenseLinearOperator):
             return self._rebuilt(DenseLinearOperator(linear_op.tensor[..., mask, :][..., mask]), diagonal)

@@ -232,7 +232,7 @@ class PlainConditioning(Conditioning):
     def _cross_rounding(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Errors of the entries of ``k(X, x)`` in float64 by rows ``(n,)`` and columns ``(m,)``: see
         :func:`entry_rounding`.  x is as the kernel sees it."""
-        rounding = entry_rounding(self.matrix._with(self.matrix.x1, x, False))
+        rounding = entry_rounding(self.matrix.at(self.matrix.x1, x))
         assert rounding is not None  # of a kernel matrix it is known
         return rounding
 

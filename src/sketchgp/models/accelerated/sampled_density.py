@@ -115,8 +115,7 @@ class Samples:
 def _kept(system: System) -> System:
     """With copies of what an optimiser changes in place."""
     matrix = system.operator
-    parameters = (p.detach().clone() for p in matrix.parameters)
-    return System(type(matrix)(matrix.x1, matrix.x2, *parameters, **matrix._options()), system.noise.clone())
+    return System(matrix.with_parameters([p.detach().clone() for p in matrix.parameters]), system.noise.clone())
 
 
 _samples: ContextVar[Samples | None] = ContextVar("sketchgp_samples", default=None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ...checks import word
 from ...errors import InputError
+from ..pairs import Pairs
 from ..streamed_tiles import sources
 from .automatic import Situation, automatic
 from .base import Engine
@@ -15,9 +14,6 @@ from .dense import Dense
 from .keops import KeOps
 from .tiled import Tiled
 from .triton import Triton
-
-if TYPE_CHECKING:
-    from ..kernel_matrix import KernelMatrix
 
 DENSE, TILED, KEOPS, TRITON = Dense(), Tiled(), KeOps(), Triton()
 _NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, TILED, KEOPS, TRITON)}
@@ -46,11 +42,11 @@ def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None
         _refuse(engine, _NAMED[engine].absent(device, dtype))
 
 
-def check_able(matrix: KernelMatrix) -> None:
+def check_able(pairs: Pairs) -> None:
     """:raises InputError: if the engine that was named cannot take this matrix."""
-    if matrix.engine != "auto":
-        streamed = "it needs all rows in memory" if sources(matrix) and matrix.engine != TILED.name else None
-        _refuse(matrix.engine, streamed or _NAMED[matrix.engine].missing(matrix))
+    if pairs.engine != "auto":
+        streamed = "it needs all rows in memory" if sources(pairs) and pairs.engine != TILED.name else None
+        _refuse(pairs.engine, streamed or _NAMED[pairs.engine].missing(pairs))
 
 
 def _refuse(engine: str, reason: str | None) -> None:
@@ -58,17 +54,17 @@ def _refuse(engine: str, reason: str | None) -> None:
         raise InputError(f"matmul={engine!r} cannot be used here: {reason}. Use matmul='auto'.")
 
 
-def choose(matrix: KernelMatrix) -> Engine:
+def choose(pairs: Pairs) -> Engine:
     """The engine of a product: the one that was named, else the fastest that applies.
 
     A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
     """
-    if sources(matrix):
+    if sources(pairs):
         return TILED
-    if matrix.engine != "auto":
-        engine = _NAMED[matrix.engine]
-        return engine if engine.missing(matrix) is None else TILED
-    square = matrix.same  # a rectangular block is used once: storing it would gain nothing
-    fits = square and DENSE.fits(matrix)
-    fused = None if fits or matrix.device.type != "cuda" else TRITON.missing(matrix)
-    return _NAMED[automatic(Situation(matrix.device.type, square, fits, fused))[0]]
+    if pairs.engine != "auto":
+        engine = _NAMED[pairs.engine]
+        return engine if engine.missing(pairs) is None else TILED
+    square = pairs.same  # a rectangular block is used once: storing it would gain nothing
+    fits = square and DENSE.fits(pairs)
+    fused = None if fits or pairs.device.type != "cuda" else TRITON.missing(pairs)
+    return _NAMED[automatic(Situation(pairs.device.type, square, fits, fused))[0]]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..kernel_matrix import KernelMatrix
+from ..pairs import Pairs
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -27,11 +26,11 @@ class Engine:
         """Why this engine can take no matrix of this device and dtype at all, as half a sentence; None where it can."""
         return None
 
-    def missing(self, matrix: KernelMatrix) -> str | None:
+    def missing(self, pairs: Pairs) -> str | None:
         """Why this engine cannot take ``matrix``, as half a sentence; None where it can."""
-        return self.absent(matrix.device, matrix.dtype)
+        return self.absent(pairs.device, pairs.dtype)
 
-    def resolution(self, matrix: KernelMatrix) -> float | None:
+    def resolution(self, pairs: Pairs) -> float | None:
         """c, where the squared distance of features a and b is wrong by ``c (|a|^2 + |b|^2)`` at most; None for an
         engine made of torch's own operations, which need no check (:mod:`.self_check`).
         """
@@ -41,14 +40,14 @@ class Engine:
         """A number that is the same for so many right-hand sides as are multiplied by the same code."""
         return min(1 << max(columns - 1, 0).bit_length(), 256)
 
-    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
         """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.
 
         Here and below ``b`` is () for one matrix, and (B,) for a batch of B, however many dimensions it has.
         """
         raise NotImplementedError
 
-    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
         """The gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, x1, x2 and parameters.
 
         :param left: ``(*b, n, t)``.
@@ -58,11 +57,11 @@ class Engine:
         raise NotImplementedError
 
 
-def folds(matrix: KernelMatrix) -> bool:
+def folds(pairs: Pairs) -> bool:
     """Whether a derivative may take both sides of the matrix for one: K is symmetric, and x1 and x2 are one tensor
     or need no gradient.
     """
-    return matrix.same and (matrix.x1 is matrix.x2 or not (matrix.x1.requires_grad or matrix.x2.requires_grad))
+    return pairs.same and (pairs.x1 is pairs.x2 or not (pairs.x1.requires_grad or pairs.x2.requires_grad))
 
 
 class Live:
@@ -73,19 +72,19 @@ class Live:
     :ivar same: whether left and right features may be taken for one.
     """
 
-    def __init__(self, matrix: KernelMatrix) -> None:
+    def __init__(self, pairs: Pairs) -> None:
         copies: dict[int, Tensor] = {}
-        for tensor in matrix._args:
+        for tensor in pairs.tensors:
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        self.tensors = [copies[id(tensor)] for tensor in matrix._args]
+        self.tensors = [copies[id(tensor)] for tensor in pairs.tensors]
         self.wanted = [t for t in copies.values() if t.requires_grad]
         self.needs_inputs = self.tensors[0].requires_grad or self.tensors[1].requires_grad
-        self.same = folds(matrix)
+        self.same = folds(pairs)
         self.prepared = None
-        if matrix.expression is not None and self.wanted:
+        if pairs.expression is not None and self.wanted:
             with torch.enable_grad():
-                self.prepared = matrix.prepare(self.tensors, self.same)
+                self.prepared = pairs.prepare(self.tensors, self.same)
 
     def pull_back(self, pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
         """Gradients for the operator's tensors, from gradients for values that depend on the copies."""

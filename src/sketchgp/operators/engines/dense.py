@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from ...memory import out_of_memory
 from ...settings import memory_budget
+from ..pairs import Pairs
 from ..thin import thin_product
 from ..tiles import logger
 from .base import Engine, Gradients
 from .tiled import Tiled
 
-if TYPE_CHECKING:
-    from ..kernel_matrix import KernelMatrix
+_STORED = "stored matrix"
 
 
 class Dense(Engine):
@@ -25,34 +23,38 @@ class Dense(Engine):
 
     name = "dense"
 
-    def fits(self, matrix: KernelMatrix) -> bool:
+    def fits(self, pairs: Pairs) -> bool:
         """Whether the matrix fits the memory budget, or is stored already."""
-        size = matrix.shape.numel() * matrix.compute_dtype.itemsize
-        ranks = matrix.ranks()
+        size = pairs.shape.numel() * pairs.compute_dtype.itemsize
+        ranks = pairs.ranks()
         size = size if ranks is None else -(-size // ranks.count)  # each stores its own rows
-        return matrix._stored is not None or size <= memory_budget.value(matrix.device)
+        return self.holds(pairs) or size <= memory_budget.value(pairs.device)
 
-    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
-        stored = self.kept(matrix)
+    def holds(self, pairs: Pairs) -> bool:
+        """Return whether the matrix has been stored."""
+        return pairs.remembers(_STORED)
+
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        stored = self.kept(pairs)
         if stored is None:
-            return Tiled().product(matrix, rhs)
+            return Tiled().product(pairs, rhs)
         return (
-            stored.reshape(*matrix.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else thin_product(stored, rhs)
+            stored.reshape(*pairs.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else thin_product(stored, rhs)
         )
 
-    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
-        return Tiled().derivative(matrix, left, right)
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
+        return Tiled().derivative(pairs, left, right)
 
-    def kept(self, matrix: KernelMatrix) -> Tensor | None:
+    def kept(self, pairs: Pairs) -> Tensor | None:
         """The stored matrix; None where there turned out to be no memory for it."""
-        if matrix.memo.get("dense refused"):
+        if not pairs.stores:
             return None
         try:
-            return matrix.stored()
+            return pairs.remember(_STORED, lambda: Tiled().dense(pairs))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-        gigabytes = matrix.shape.numel() * matrix.compute_dtype.itemsize / 2**30
-        logger.warning("No memory for the kernel matrix (%.1f GiB) on %s; going on by tiles", gigabytes, matrix.device)
-        matrix.memo["dense refused"] = True
+        gigabytes = pairs.shape.numel() * pairs.compute_dtype.itemsize / 2**30
+        logger.warning("No memory for the kernel matrix (%.1f GiB) on %s; going on by tiles", gigabytes, pairs.device)
+        pairs.stores = False
         return None

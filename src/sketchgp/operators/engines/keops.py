@@ -12,23 +12,21 @@ import operator
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..expression import Expression, Prepared
+from ..pairs import Pairs
 from ..profiles import Profile
 from .base import Engine, Gradients, Live
-
-if TYPE_CHECKING:
-    from ..kernel_matrix import KernelMatrix
 
 _WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)  # of right-hand sides; wider ones are cut into chunks of the last
 _LOCK = threading.Lock()  # KeOps writes, loads and remembers formulas without one
 
 Symbol = Any  # a pykeops.torch.LazyTensor: a formula of one pair of points
-Pairs = list[tuple[Tensor, Tensor]]
+Gradient = list[tuple[Tensor, Tensor]]  # tensors, each with its gradient
 Key = tuple[str, int]  # a tensor of Prepared: "coefficients", or "left", "right", "alpha" of one atom
 
 
@@ -55,26 +53,26 @@ class KeOps(Engine):
             return "KeOps found no CUDA toolkit on this machine"
         return None
 
-    def missing(self, matrix: KernelMatrix) -> str | None:
-        if matrix.expression is None:
+    def missing(self, pairs: Pairs) -> str | None:
+        if pairs.expression is None:
             return "the kernel is not a sum of products of kernels that it knows"
-        return self.absent(matrix.device, matrix.dtype)
+        return self.absent(pairs.device, pairs.dtype)
 
-    def resolution(self, matrix: KernelMatrix) -> float:
-        return 16 * torch.finfo(matrix.compute_dtype).eps
+    def resolution(self, pairs: Pairs) -> float:
+        return 16 * torch.finfo(pairs.compute_dtype).eps
 
     def width_class(self, columns: int) -> int:
         return _width(columns)
 
-    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
-        assert matrix.expression is not None
-        return multiply(matrix.expression, matrix.prepared(), rhs, matrix.shape[-2])
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        assert pairs.expression is not None
+        return multiply(pairs.expression, pairs.prepared(), rhs, pairs.shape[-2])
 
-    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
-        live = Live(matrix)
-        if live.prepared is None or matrix.expression is None:
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
+        live = Live(pairs)
+        if live.prepared is None or pairs.expression is None:
             return live.pull_back([])
-        return live.pull_back(differentiate(matrix.expression, live.prepared, left, right))
+        return live.pull_back(differentiate(pairs.expression, live.prepared, left, right))
 
 
 @torch.no_grad()
@@ -95,7 +93,7 @@ def multiply(expression: Expression, prepared: Prepared, rhs: Tensor, rows: int)
 
 
 @torch.no_grad()
-def differentiate(expression: Expression, prepared: Prepared, left: Tensor, right: Tensor) -> Pairs:
+def differentiate(expression: Expression, prepared: Prepared, left: Tensor, right: Tensor) -> Gradient:
     """Each tensor of ``prepared`` that requires a gradient, with that of ``sum_t left_t^T K right_t``.
 
     :param left: ``(*b, n, t)``; :param right: ``(*b, m, t)``; ``b`` is () or (B,).

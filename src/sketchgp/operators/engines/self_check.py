@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from gpytorch.kernels import PeriodicKernel
@@ -24,11 +24,9 @@ from ...memory import out_of_memory
 from ...random_streams import generator
 from ..centre import Centre, near_and_far
 from ..expression import Features, Prepared
+from ..pairs import Pairs
 from .base import Engine, Gradients
 from .tiled import Tiled
-
-if TYPE_CHECKING:
-    from ..kernel_matrix import KernelMatrix
 
 _SIZE = (150, 140)  # rows and columns: more than one block of any engine, and no multiple of one
 _WIDEST = 160  # columns of a right-hand side
@@ -46,29 +44,29 @@ class _Undecided(Exception):
     """Nothing could be compared: values of the kernel that are no numbers, or no memory."""
 
 
-def trusted(engine: Engine, matrix: KernelMatrix, columns: int, gradient: bool = False) -> Engine:
+def trusted(engine: Engine, pairs: Pairs, columns: int, gradient: bool = False) -> Engine:
     """The engine, after its check; tiles where it failed and was the library's own choice, with one warning.
 
     :param columns: of the right-hand sides.
     :param gradient: whether a product is to be differentiated, not computed.
     :raises InputError: where it failed and was asked for by name.
     """
-    c = engine.resolution(matrix)
-    if c is None or matrix.expression is None or not (columns and matrix.x1.numel() and matrix.x2.numel()):
+    c = engine.resolution(pairs)
+    if c is None or pairs.expression is None or not (columns and pairs.x1.numel() and pairs.x2.numel()):
         return engine
-    kind = (engine.name, *_kind(matrix, engine.width_class(columns), gradient))
+    kind = (engine.name, *_kind(pairs, engine.width_class(columns), gradient))
     with _LOCK:
         if kind not in _VERDICTS:
             try:
-                _VERDICTS[kind] = _fault(engine, c, matrix, min(columns, _WIDEST), gradient)
+                _VERDICTS[kind] = _fault(engine, c, pairs, min(columns, _WIDEST), gradient)
             except _Undecided:
                 return engine
     fault = _VERDICTS[kind]
     if fault is None:
         return engine
-    if matrix.asked:
+    if pairs.asked:
         raise InputError(f"matmul={engine.name!r} cannot be used here: {fault}. Use matmul='tiled'.")
-    _say(engine, matrix.device, fault)
+    _say(engine, pairs.device, fault)
     return _TILED
 
 
@@ -91,28 +89,28 @@ def _say(engine: Engine, device: torch.device, fault: str) -> None:
         _logger.info(message)
 
 
-def _kind(matrix: KernelMatrix, width: int, gradient: bool) -> tuple[Hashable, ...]:
-    assert matrix.expression is not None
-    d = matrix.x1.shape[-1]
+def _kind(pairs: Pairs, width: int, gradient: bool) -> tuple[Hashable, ...]:
+    assert pairs.expression is not None
+    d = pairs.x1.shape[-1]
     atoms = []
-    for atom in matrix.expression.atoms:
+    for atom in pairs.expression.atoms:
         sizes = [(d if dims is None else len(dims)) * (1 + isinstance(k, PeriodicKernel)) for k, dims in atom.leaves]
         atoms.append((atom.profile.name, sum(sizes)))
-    tensors = (matrix.x1, matrix.x2, *matrix.parameters)
-    differentiated = (matrix.x1 is matrix.x2, *[t.requires_grad for t in tensors]) if gradient else None
-    types = (matrix.precision, matrix.same, *[(t.dtype, t.dim() > 2) for t in tensors])
-    return (matrix.device, tuple(atoms), matrix.expression.terms, types, width, differentiated)
+    tensors = (pairs.x1, pairs.x2, *pairs.parameters)
+    differentiated = (pairs.x1 is pairs.x2, *[t.requires_grad for t in tensors]) if gradient else None
+    types = (pairs.precision, pairs.same, *[(t.dtype, t.dim() > 2) for t in tensors])
+    return (pairs.device, tuple(atoms), pairs.expression.terms, types, width, differentiated)
 
 
-def _fault(engine: Engine, c: float, matrix: KernelMatrix, columns: int, gradient: bool) -> str | None:
+def _fault(engine: Engine, c: float, pairs: Pairs, columns: int, gradient: bool) -> str | None:
     """What is wrong with an engine, as half a sentence; None where nothing is.
 
     :raises _Undecided: where it cannot be told.
     """
     what = f"{'a gradient' if gradient else 'a product'} with {columns} column{'s' * (columns > 1)}"
     with torch.inference_mode(False), torch.no_grad():
-        few = max(8, int(_SIZE[0] * max(1, matrix.batch_shape.numel()) ** -0.5))
-        block = _block(matrix, min(_SIZE[0], few), min(_SIZE[1], few), own=not gradient)
+        few = max(8, int(_SIZE[0] * max(1, pairs.batch_shape.numel()) ** -0.5))
+        block = _block(pairs, min(_SIZE[0], few), min(_SIZE[1], few), own=not gradient)
         stream = generator(0, "vectors by which an engine checks itself")
         left, right = (
             torch.rand(size, columns, dtype=torch.float64, generator=stream).to(block.device, block.compute_dtype)
@@ -153,35 +151,35 @@ def _few_large(numbers: Tensor) -> Tensor:
 # --- the block --------------------------------------------------------------------------------------------------------
 
 
-def _block(matrix: KernelMatrix, rows: int, columns: int, own: bool) -> KernelMatrix:
+def _block(pairs: Pairs, rows: int, columns: int, own: bool) -> Pairs:
     """A matrix of the same kind, of few points, moved to around 0: kernels that engines know depend on differences.
 
     :param own: whether some are rows of the user's as they are, however far apart they lie.
     """
-    steps = _steps(matrix, matrix.x2, rows if matrix.same else columns, 1)
-    origin = Centre(torch.zeros_like(matrix.centre.value()))
-    scales = _scales(matrix, steps, origin)
+    steps = _steps(pairs, pairs.x2, rows if pairs.same else columns, 1)
+    origin = Centre(torch.zeros_like(pairs.centre.value()))
+    scales = _scales(pairs, steps, origin)
     if own:
         scales = torch.cat([scales.new_ones(1), scales])
-    x2 = _points(matrix.x2, steps, scales)
-    if not matrix.same:
-        x1 = _points(matrix.x1, _steps(matrix, matrix.x1, rows, 2), scales)
-    elif matrix.x1 is matrix.x2:
+    x2 = _points(pairs.x2, steps, scales)
+    if not pairs.same:
+        x1 = _points(pairs.x1, _steps(pairs, pairs.x1, rows, 2), scales)
+    elif pairs.x1 is pairs.x2:
         x1 = x2
     else:
-        x1 = x2.detach().clone().requires_grad_(matrix.x1.requires_grad)
-    return matrix._with(x1, x2, matrix.same, origin)
+        x1 = x2.detach().clone().requires_grad_(pairs.x1.requires_grad)
+    return pairs.at(x1, x2, pairs.same, origin)
 
 
-def _steps(matrix: KernelMatrix, x: Tensor, count: int, seed: int) -> Tensor:
+def _steps(pairs: Pairs, x: Tensor, count: int, seed: int) -> Tensor:
     """``(..., count, d)`` in float64: every other one leads from the centre to a row of x ``(..., n, d)``, the others
     lead to random points of the same spread."""
     some = torch.linspace(0, x.shape[-2] - 1, min(x.shape[-2], 4 * count), device=x.device).long()
     candidates = x.detach().index_select(-2, some)
     candidates = candidates if candidates.dtype.itemsize >= 4 else candidates.float()
-    parts = near_and_far(matrix.centre.far(candidates).cpu())
+    parts = near_and_far(pairs.centre.far(candidates).cpu())
     near = candidates if parts is None else candidates.index_select(-2, parts[0].to(candidates.device))
-    near = near.to(torch.float64) - matrix.centre.value()
+    near = near.to(torch.float64) - pairs.centre.value()
     near = near.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     spread = near.abs().mean(dim=-2, keepdim=True)
     spread = torch.where(spread > 0, spread, 1.0)
@@ -193,13 +191,13 @@ def _steps(matrix: KernelMatrix, x: Tensor, count: int, seed: int) -> Tensor:
     return steps
 
 
-def _scales(matrix: KernelMatrix, steps: Tensor, origin: Centre) -> Tensor:
+def _scales(pairs: Pairs, steps: Tensor, origin: Centre) -> Tensor:
     """For each atom, what the steps are multiplied by to make its typical distance 1."""
-    assert matrix.expression is not None
-    close = (_CLOSE * steps).to(matrix.x2.dtype)
-    scales = [steps.new_ones(())] * (not matrix.expression.atoms)
-    features = matrix._with(close, close, True, origin).prepared().features
-    for atom, f in zip(matrix.expression.atoms, features, strict=True):
+    assert pairs.expression is not None
+    close = (_CLOSE * steps).to(pairs.x2.dtype)
+    scales = [steps.new_ones(())] * (not pairs.expression.atoms)
+    features = pairs.at(close, close, True, origin).prepared().features
+    for atom, f in zip(pairs.expression.atoms, features, strict=True):
         x = f.left.to(torch.float64)
         step = x - x.roll(1, dims=-2)
         scales.append(_CLOSE / torch.linalg.vector_norm(step, 1 if atom.profile.l1 else 2, dim=-1).median())
@@ -224,7 +222,7 @@ class _Exact:
 
     compute_dtype = torch.float64
 
-    def __init__(self, block: KernelMatrix) -> None:
+    def __init__(self, block: Pairs) -> None:
         self._block = block
 
     def __getattr__(self, name: str) -> Any:
@@ -247,13 +245,13 @@ def _double(prepared: Prepared) -> Prepared:
     return Prepared(tuple(features), prepared.coefficients.to(torch.float64))
 
 
-def _excess(block: KernelMatrix, c: float, found: Tensor, right: Tensor) -> float:
+def _excess(block: Pairs, c: float, found: Tensor, right: Tensor) -> float:
     """The largest error of an entry of a product over its bound.
 
     :raises _Undecided: where the product is no number.
     """
     right = right.to(torch.float64)
-    exact = _TILED.product(cast("KernelMatrix", _Exact(block)), right)
+    exact = _TILED.product(cast("Pairs", _Exact(block)), right)
     if not bool(exact.isfinite().all()):
         raise _Undecided
     if found.shape != exact.shape:
@@ -263,7 +261,7 @@ def _excess(block: KernelMatrix, c: float, found: Tensor, right: Tensor) -> floa
     return float(excess.max())
 
 
-def _entry_errors(block: KernelMatrix, c: float) -> Tensor:
+def _entry_errors(block: Pairs, c: float) -> Tensor:
     """How far the entries may be off, for the errors of their distances, where they and the vectors are rounded by 2 c
     each."""
     assert block.expression is not None
@@ -295,13 +293,13 @@ def _of_distances(c: float, eps: float, features: int) -> float:
     return c + (8 + features / 8) * eps
 
 
-def _gradient_excess(block: KernelMatrix, c: float, found: Gradients, left: Tensor, right: Tensor) -> float:
+def _gradient_excess(block: Pairs, c: float, found: Gradients, left: Tensor, right: Tensor) -> float:
     """The largest error of the gradients of inputs, and of those of parameters, over its bound: relative to their norm.
 
     :raises _Undecided: where a gradient is no number.
     """
     left, right = left.to(torch.float64), right.to(torch.float64)
-    exact = _TILED.derivative(cast("KernelMatrix", _Exact(block)), left, right)
+    exact = _TILED.derivative(cast("Pairs", _Exact(block)), left, right)
     bound = _relative_error(block, c)
     worst = 0.0
     for part in (slice(0, 2), slice(2, None)):
@@ -322,7 +320,7 @@ def _gradient_excess(block: KernelMatrix, c: float, found: Gradients, left: Tens
     return worst
 
 
-def _relative_error(block: KernelMatrix, c: float) -> float:
+def _relative_error(block: Pairs, c: float) -> float:
     """Of gradients: what an error of the distances changes in them, with a root where slopes are steepest at 0."""
     assert block.expression is not None
     eps = torch.finfo(block.compute_dtype).eps

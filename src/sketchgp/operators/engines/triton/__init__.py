@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
+from ...pairs import Pairs
 from ..base import Engine, Gradients, Live
 from .launch import differentiate, multiply
 from .layout import Precision
-
-if TYPE_CHECKING:
-    from ...kernel_matrix import KernelMatrix
-
 
 _DOUBLE = "it computes in float32, and the inputs are float64"
 # c of the table below
@@ -69,30 +66,30 @@ class Triton(Engine):
             return f"{type(kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
         return _DOUBLE if dtype == torch.float64 else None
 
-    def missing(self, matrix: KernelMatrix) -> str | None:
-        reason = self.unsuited(matrix.kernel, matrix.expression is not None, matrix.dtype)
+    def missing(self, pairs: Pairs) -> str | None:
+        reason = self.unsuited(pairs.kernel, pairs.expression is not None, pairs.dtype)
         if reason is not None:
             return reason
-        if matrix.coincident is not None:
+        if pairs.coincident is not None:
             return "it cannot be told which points of two sets coincide"
-        return self.absent(matrix.device, matrix.dtype)
+        return self.absent(pairs.device, pairs.dtype)
 
-    def resolution(self, matrix: KernelMatrix) -> float:
-        return _ERRORS[matrix.precision]
-
-    @torch.no_grad()
-    def product(self, matrix: KernelMatrix, rhs: Tensor) -> Tensor:
-        assert matrix.expression is not None
-        precision = cast(Precision, matrix.precision)
-        return multiply(matrix.expression, matrix.prepared(), matrix.shape[-2], rhs, matrix.same, precision)
+    def resolution(self, pairs: Pairs) -> float:
+        return _ERRORS[pairs.precision]
 
     @torch.no_grad()
-    def derivative(self, matrix: KernelMatrix, left: Tensor, right: Tensor) -> Gradients:
-        live = Live(matrix)
-        if live.prepared is None or matrix.expression is None:
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        assert pairs.expression is not None
+        precision = cast(Precision, pairs.precision)
+        return multiply(pairs.expression, pairs.prepared(), pairs.shape[-2], rhs, pairs.same, precision)
+
+    @torch.no_grad()
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
+        live = Live(pairs)
+        if live.prepared is None or pairs.expression is None:
             return live.pull_back([])
-        precision = cast(Precision, matrix.precision)
-        return live.pull_back(differentiate(matrix.expression, live.prepared, left, right, matrix.same, precision))
+        precision = cast(Precision, pairs.precision)
+        return live.pull_back(differentiate(pairs.expression, live.prepared, left, right, pairs.same, precision))
 
 
 @functools.lru_cache(maxsize=1)
