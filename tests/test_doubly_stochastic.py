@@ -685,7 +685,6 @@ def test_bad_choices():
     for wrong, said in (
         ({"num_features": 7}, "even number"),
         ({"num_features": None}, "expects preconditioned=False"),
-        ({"features": "good"}, "features expects"),
         ({"step_scale": 0}, "step_scale expects"),
     ):
         with pytest.raises(InputError, match=said):

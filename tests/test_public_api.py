@@ -161,7 +161,6 @@ SIGNATURES = {
         "checkpoint": None,
         "every": 60.0,
         "num_features": "auto",
-        "features": "random",
         "block_size": None,
         "batch_size": None,
         "preconditioned": True,

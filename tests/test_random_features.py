@@ -9,11 +9,10 @@ import torch
 from gpytorch.kernels import LinearKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 
 from problems import points, relative, set_scales
-from sketchgp import ArcCosineKernel, InputError, LaplaceKernel
+from sketchgp import ArcCosineKernel, InputError
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.feature_map import RandomFeatures
-from sketchgp.operators.uniforms import Philox, Sobol, philox
-from sketchgp.random_streams import salted
+from sketchgp.operators.uniforms import Philox, philox
 from test_pathwise_variance import KERNELS as STATIONARY
 from test_pathwise_variance import _kernel
 
@@ -33,8 +32,8 @@ def kernel_of(name):
     return (_kernel(name) if name in STATIONARY else set_scales(INNER[name](), 1.3, 0.5).double()).requires_grad_(False)
 
 
-def features_of(name, kind="random", seed=3):
-    return RandomFeatures(kernel_of(name), points(1, seed=2), seed, kind)
+def features_of(name, seed=3):
+    return RandomFeatures(kernel_of(name), points(1, seed=2), seed)
 
 
 # --- numbers by their place ---------------------------------------------------------------------------------------
@@ -64,27 +63,16 @@ def test_numbers_hang_on_their_place_alone(monkeypatch):
     assert Philox(1, "a")(rows[:0], 3).shape == (0, 3)
 
 
-def test_sobol_points_by_their_number():
-    source = Sobol(5, 7, "a")
-    engine = torch.quasirandom.SobolEngine(5, scramble=True, seed=salted(7, "a"))
-    wanted = engine.draw(300, dtype=torch.float64)
-    assert float((source(torch.arange(1, 300), 5) - wanted[1:]).abs().max()) < 2**-29
-    assert torch.equal(source(torch.tensor([299, 8]), 2), source(torch.arange(300), 5)[[299, 8], :2])
-    with pytest.raises(InputError, match="at most 21201"):
-        Sobol(30_000, 0, "a")
-
-
 # --- features -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["random", "quasi"])
 @pytest.mark.parametrize("name", [*STATIONARY, *INNER])
-def test_features_make_the_kernel(name, kind):
+def test_features_make_the_kernel(name):
     """Mean over 24 seeds of 512 features, within five of its standard errors."""
     kernel, count = kernel_of(name), 512
     wanted, found = kernel(X).to_dense(), []
     for seed in range(24):
-        phi = features_of(name, kind, seed)(X, 0, count // 2)
+        phi = features_of(name, seed)(X, 0, count // 2)
         assert phi.shape == (6, count) and phi.dtype == torch.float64
         found.append(phi @ phi.mT / count)
     found = torch.stack(found)
@@ -93,41 +81,13 @@ def test_features_make_the_kernel(name, kind):
     assert float(found.std(dim=0).max() / wanted.abs().max()) < 0.35
 
 
-@pytest.mark.parametrize("name", ["rbf-ard", "matern32-ard", "rational-quadratic", "sum", "product", "periodic"])
-def test_orthogonal_features_make_the_kernel(name):
-    wanted = kernel_of(name)(X).to_dense()
-    found = []
-    for seed in range(24):
-        phi = features_of(name, "orthogonal", seed)(X, 0, 256)
-        found.append(phi @ phi.mT / 512)
-    found = torch.stack(found)
-    assert bool(((found.mean(dim=0) - wanted).abs() <= 5 * found.std(dim=0) / math.sqrt(24) + 1e-12).all())
-
-
-def test_what_orthogonal_and_quasi_random_features_gain():
-    """In many dimensions and at near points the former, in few the latter."""
-
-    def error(kind, kernel, x):
-        wanted, total = kernel(x).to_dense(), 0.0
-        for seed in range(10):
-            phi = RandomFeatures(kernel, x[:1], seed, kind)(x, 0, 256)
-            total += float((phi @ phi.mT / 512 - wanted).square().mean())
-        return math.sqrt(total / 10)
-
-    few = set_scales(RBFKernel(), 1.0, 0.5).double().requires_grad_(False)
-    assert error("quasi", few, points(20, 2)) < 0.5 * error("random", few, points(20, 2))
-    many, x = set_scales(RBFKernel(), 1.0, 3.0).double().requires_grad_(False), points(20, 32)
-    assert error("orthogonal", many, x) < 0.8 * error("random", many, x)
-
-
-@pytest.mark.parametrize("kind", ["random", "orthogonal", "quasi"])
 @pytest.mark.parametrize("name", ["matern12", "sum", "product", "periodic", "inner-sum"])
-def test_features_are_the_same_for_any_split(name, kind):
+def test_features_are_the_same_for_any_split(name):
     """Also where frequencies were kept, and where they were not."""
-    whole = features_of(name, kind)
+    whole = features_of(name)
     first, second = whole.pairs(whole.prepare(X), 0, 700)
     for cuts in ((0, 1, 2, 255, 256, 257, 700), (0, 300, 700)):
-        parts = features_of(name, kind)
+        parts = features_of(name)
         parts._kept_bytes = 2**40  # nothing more is kept
         made = parts.prepare(X)
         found = [parts.pairs(made, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -161,8 +121,6 @@ def test_gradients_of_features():
 
 
 def test_what_has_no_features_is_refused():
-    with pytest.raises(InputError, match="Orthogonal features are known of RBF"):
-        RandomFeatures(LaplaceKernel(), points(1).float(), 0, "orthogonal")
     with pytest.raises(InputError, match="has no random features here"):
         RandomFeatures(RBFKernel() + MyKernel(), points(1).float(), 0)
 

@@ -1796,20 +1796,6 @@ BREAKS = (
         "random numbers are not those of Philox",
     ),
     Break(
-        "operators/uniforms.py",
-        "gray = self._directions[:columns].to(rows.device), rows ^ (rows >> 1)",
-        "gray = self._directions[:columns].to(rows.device), rows",
-        ("test_random_features.py",),
-        "points of the Sobol sequence are in another order",
-    ),
-    Break(
-        "operators/spectrum.py",
-        "directions = directions * triangles.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)",
-        "directions = directions * 1.1",
-        ("test_random_features.py",),
-        "orthogonal frequencies are too long",
-    ),
-    Break(
         "operators/feature_map.py",
         "share = _PATTERN / len(term.slots)",
         "share = 1.0",

@@ -170,7 +170,7 @@ class Streamed:
 
     def _mark(self) -> str:
         solver = self.solver
-        choices = (solver.num_features, solver.features, solver.preconditioned, solver.seed, solver.block_size)
+        choices = (solver.num_features, solver.preconditioned, solver.seed, solver.block_size)
         return " ".join([*(module_mark(part) for part in self._parts()), repr(choices)])
 
     # --- the function ---------------------------------------------------------------------------------------

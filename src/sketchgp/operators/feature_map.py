@@ -14,10 +14,9 @@ from ..errors import InputError
 from .expression import Expression, Prepared, recognise
 from .profiles import RAYS
 from .rays import ray_numbers, ray_values, ray_weights
-from .spectrum import ISOTROPIC_HINT, frequencies, heavy, isotropic, numbers
-from .uniforms import Philox, Sobol, Uniforms
+from .spectrum import frequencies, heavy, numbers
+from .uniforms import Philox
 
-KINDS = ("random", "orthogonal", "quasi")
 KNOWN = (
     "RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine, constant, linear, polynomial "
     "and ArcCosineKernel, scaled, added and multiplied"
@@ -64,7 +63,7 @@ class _Term(NamedTuple):
     waves: tuple[tuple[int, int, int], ...]
     rays: tuple[tuple[int, int, int], ...]
     slots: Tensor
-    uniforms: Uniforms
+    uniforms: Philox
     columns: int
 
 
@@ -82,13 +81,11 @@ class RandomFeatures:
 
     :param kernel: a GPyTorch kernel without batch, of which a copy is kept.
     :param origin: ``(1, d)``, where phases are counted from; amid the points.
-    :param kind: ``"random"``; ``"orthogonal"``, frequencies of orthogonal directions; ``"quasi"``, of a scrambled Sobol
-        sequence.
-    :raises InputError: for a kernel without random features, or without any that could be orthogonal.
+    :raises InputError: for a kernel without random features.
     """
 
-    def __init__(self, kernel: Any, origin: Tensor, seed: int, kind: str = "random") -> None:
-        self.origin, self.seed, self.kind = origin.detach(), seed, kind
+    def __init__(self, kernel: Any, origin: Tensor, seed: int) -> None:
+        self.origin, self.seed = origin.detach(), seed
         expression = recognise(kernel, waves=True, rays=True)
         if expression is not None:  # of parameters that nobody changes, and that are constants
             self.kernel = copy.deepcopy(kernel).requires_grad_(False)
@@ -105,10 +102,6 @@ class RandomFeatures:
 
     def _make_terms(self, widths: list[int], shares: Tensor) -> list[_Term]:
         expression, terms = self._expression, []
-        every = {index for term in expression.terms for index in term}
-        directed = any(isotropic(expression, i) for i in every)
-        if self.kind == "orthogonal" and not directed:
-            raise InputError(f"Orthogonal features are known of {ISOTROPIC_HINT}, which this kernel has none of.")
         for number, (term, slots) in enumerate(zip(expression.terms, _shares(shares), strict=True)):
             waves, lines = [], []
             for index in term:
@@ -118,10 +111,7 @@ class RandomFeatures:
                 else:
                     waves.append((index, widths[index], numbers(expression, index, widths[index])))
             columns = sum(count for *_, count in waves) + (1 if waves else 2) * sum(count for *_, count in lines)
-            purpose = f"random features of term {number}"
-            uniforms: Uniforms = Philox(self.seed, purpose)
-            if self.kind == "quasi" and columns:
-                uniforms = Sobol(columns, self.seed, purpose)
+            uniforms = Philox(self.seed, f"random features of term {number}")
             terms.append(_Term(tuple(waves), tuple(lines), slots, uniforms, columns))
         return terms
 
@@ -217,14 +207,8 @@ class RandomFeatures:
         rows = torch.arange(chunk, chunk + _CHUNK, device=like.device)
         uniforms, found, column = term.uniforms(rows, term.columns), [], 0
         for index, width, count in term.waves:
-            own, which = uniforms[:, column : column + count], slice(None)
-            orthogonal = self.kind == "orthogonal" and isotropic(self._expression, index)
-            if orthogonal:  # whole groups of as many as there are dimensions
-                begin = chunk // width * width
-                end = -(-(chunk + _CHUNK) // width) * width
-                own = term.uniforms(torch.arange(begin, end, device=like.device), term.columns)
-                own, which = own[:, column : column + count], slice(chunk - begin, chunk - begin + _CHUNK)
-            drawn = frequencies(self._expression, index, width, own, self._alphas[index], orthogonal)[which]
+            own = uniforms[:, column : column + count]
+            drawn = frequencies(self._expression, index, width, own, self._alphas[index])
             dtype = torch.float64 if heavy(self._expression, index) else like.dtype
             found.append(drawn.div(2 * math.pi).to(dtype))
             column += count

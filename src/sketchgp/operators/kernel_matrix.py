@@ -17,7 +17,7 @@ from ..errors import InputError
 from .batches import derivative_of_batch, element, product_of_batch
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
-from .expression import Expression, Known
+from .expression import Expression, Known, recognise
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
 from .pairs import Pairs

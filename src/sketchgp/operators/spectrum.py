@@ -8,8 +8,7 @@ for each dimension).  A periodic kernel is a Gaussian of points on circles.  A s
 means of its components, in each dimension for itself; a cosine has one.  Frequencies of factors add, functions of terms
 are independent.
 
-A row of uniform numbers makes a frequency, by monotone functions of them, so that rows that fill the cube evenly
-(:class:`~sketchgp.operators.uniforms.Sobol`) make frequencies that fill the spectrum evenly.
+A row of uniform numbers makes a frequency, by monotone functions of them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from ..errors import InputError
 from .expression import Expression
 from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, RAYS, WAVES
 
-ISOTROPIC_HINT = "RBF, Matern, rational quadratic and periodic kernels"
-
 
 def numbers(expression: Expression, index: int, width: int) -> int:
     """Uniform numbers that a frequency of the factor of this index takes; :param width: of its features."""
@@ -39,26 +36,16 @@ def numbers(expression: Expression, index: int, width: int) -> int:
     return width + 1
 
 
-def isotropic(expression: Expression, index: int) -> bool:
-    """Whether the directions of the factor's frequencies are uniform on the sphere."""
-    return expression.atoms[index].profile not in (LAPLACE, WAVES, RAYS)
-
-
 def heavy(expression: Expression, index: int) -> bool:
     """Whether frequencies are far larger than usual now and then, so that phases need float64."""
     return expression.atoms[index].profile not in (GAUSS, WAVES, RAYS)
 
 
-def frequencies(
-    expression: Expression, index: int, width: int, uniforms: Tensor, alpha: Tensor | None, orthogonal: bool = False
-) -> Tensor:
+def frequencies(expression: Expression, index: int, width: int, uniforms: Tensor, alpha: Tensor | None) -> Tensor:
     """``(count, width)`` frequencies of the factor ``phi(q)`` of this index, float64 on the device of the uniforms.
 
     :param uniforms: ``(count, numbers(...))`` in (0, 1).
     :param alpha: of a rational quadratic factor, as :class:`~.expression.Features` have it.
-    :param orthogonal: each ``width`` rows, from the first on, get orthogonal directions and keep their lengths
-        (Yu, Suresh, Choromanski, Holtmann-Rice, Kumar, "Orthogonal random features", NeurIPS 2016); count is then a
-        multiple of the width.
     """
     atom = expression.atoms[index]
     if atom.profile is LAPLACE:
@@ -66,11 +53,6 @@ def frequencies(
     if atom.profile is WAVES:
         return _waves_of(expression, atom.leaves[0].kernel, uniforms, width)
     normal = torch.special.ndtri(uniforms[:, :width])
-    if orthogonal:
-        groups = normal.reshape(-1, width, width)
-        directions, triangles = torch.linalg.qr(groups.mT)
-        directions = directions * triangles.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-        normal = (directions.mT * groups.norm(dim=-1, keepdim=True)).reshape(-1, width)
     if atom.profile is GAUSS:
         return normal
     if atom.profile is RATIONAL_QUADRATIC:

@@ -1,18 +1,14 @@
 """Uniform random numbers by their place: number (l, j) of a seed is the same whichever others are asked for.
 
-Two sources, each ``source(rows, columns) -> (rows, columns)`` float64 in (0, 1): :class:`Philox` for independent
-numbers, :class:`Sobol` for points that fill the cube evenly.  Neither has a state: rows can be asked for in any order,
-in any portions, on any device, and are made of integer operations alone, so that they are the same bits everywhere.
+:class:`Philox` has no state.  Rows can be asked for in any order, in any portions, on any device.  They are
+made of integer operations alone, so that they are the same bits everywhere.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from ..random_streams import salted
 
 _MASK = 0xFFFFFFFF
@@ -21,14 +17,6 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _NUMBERS = 2**15  # made at once, in the cache of a processor; ten times as fast as all at once
 _CUDA_NUMBERS = 2**24
-
-
-class Uniforms(Protocol):
-    """A source of numbers by their place."""
-
-    def __call__(self, rows: Tensor, columns: int) -> Tensor:
-        """:param rows: ``(r,)`` int64, at least 0; the numbers ``(r, columns)`` are float64 on their device."""
-        ...
 
 
 class Philox:
@@ -43,6 +31,7 @@ class Philox:
         self._key = key & _MASK, key >> 32
 
     def __call__(self, rows: Tensor, columns: int) -> Tensor:
+        """Return numbers ``(r, columns)`` in (0, 1), float64, for int64 ``rows`` ``(r,)``, at least 0."""
         fours = -(-columns // 4)
         most = _CUDA_NUMBERS if rows.device.type == "cuda" else _NUMBERS
         place = torch.arange(fours, device=rows.device)
@@ -74,35 +63,3 @@ def philox(
         )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return x0, x1, x2, x3
-
-
-class Sobol:
-    """Points of the scrambled Sobol sequence of ``torch.quasirandom.SobolEngine``, by their numbers.
-
-    The l-th point is the sum modulo 2 of the direction numbers of those bits that the Gray code of l has (Antonov and
-    Saleev, 1979), so that no point needs those before it.
-
-    :param columns: the dimensions of the points; :param seed: of the scrambling, :param purpose: as for Philox.
-    :raises InputError: for more dimensions than torch has direction numbers of.
-    """
-
-    _BITS = torch.quasirandom.SobolEngine.MAXBIT
-
-    def __init__(self, columns: int, seed: int, purpose: str) -> None:
-        most = torch.quasirandom.SobolEngine.MAXDIM
-        if columns > most:
-            raise InputError(
-                f"Quasi-random features expect at most {most} random numbers for each, and this kernel takes {columns} "
-                "for its inputs; use independent ones."
-            )
-        engine = torch.quasirandom.SobolEngine(columns, scramble=True, seed=salted(seed, purpose))
-        self._directions, self._shift = engine.sobolstate.clone(), engine.shift.clone()
-
-    def __call__(self, rows: Tensor, columns: int) -> Tensor:
-        if len(rows) and int(rows.max()) >= 2**self._BITS:
-            raise InputError(f"There are {2**self._BITS} quasi-random features, and more were asked for.")
-        directions, gray = self._directions[:columns].to(rows.device), rows ^ (rows >> 1)
-        found = self._shift[:columns].to(rows.device).expand(len(rows), columns).clone()
-        for bit in range(int(gray.max()).bit_length() if len(rows) else 0):
-            found ^= ((gray >> bit) & 1).unsqueeze(1) * directions[:, bit]
-        return found.to(torch.float64).add_(0.5).mul_(2.0**-self._BITS)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...checks import count, flag, number, settle, word
+from ...checks import count, flag, number, settle
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...memory import available_memory
-from ...operators.feature_map import KINDS, RandomFeatures
+from ...operators.feature_map import RandomFeatures
 from ...operators.marks import kernel_mark
 from ...random_streams import generator
 from ...report import Reason, SolveReport, conclude
@@ -77,8 +77,6 @@ class DoublyStochastic(Budgeted):
 
     :param num_features: N; None for new features at every step, without end.  ``"auto"`` is ``32 n^1/2`` as a power of
         2, from 2,048 to 16,384 and as memory allows, 8,192 for a stream of unknown length.
-    :param features: ``"random"``, ``"orthogonal"`` or ``"quasi"``
-        (:class:`~sketchgp.operators.feature_map.RandomFeatures`).
     :param block_size: features of a step, at most; None is 1,024 (on CUDA 2,048; 256 without preconditioner).
     :param batch_size: the most rows of a batch of tensors, which are made of even size; None is four times
         ``block_size``.  A stream comes in its own.
@@ -96,7 +94,6 @@ class DoublyStochastic(Budgeted):
     _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "epochs", "max_iterations")
 
     num_features: int | Literal["auto"] | None = "auto"
-    features: Literal["random", "orthogonal", "quasi"] = "random"
     block_size: int | None = None
     batch_size: int | None = None
     preconditioned: bool = True
@@ -112,7 +109,6 @@ class DoublyStochastic(Budgeted):
             settle(self, count, "num_features", optional=True, least=2)
         settle(self, count, "block_size", optional=True, least=2)
         settle(self, count, "batch_size", "epochs", "max_iterations", "patience", optional=True)
-        settle(self, word, "features", allowed=KINDS)
         settle(self, flag, "preconditioned", "averaging")
         settle(self, number, "step_scale", above=0, finite=True)
         settle(self, checks.seed, "seed")
@@ -168,7 +164,7 @@ class DoublyStochastic(Budgeted):
 
     def learner_about(self, problem: RandomFeatureProblem, origin: Tensor, rows: int | None, columns: int) -> Learner:
         """:param origin: ``(1, d)``; :param rows: n, where it is known; :param columns: of the function."""
-        features = RandomFeatures(problem.kernel, origin, self.seed, self.features)
+        features = RandomFeatures(problem.kernel, origin, self.seed)
         total = self.num_features
         if total == "auto":
             total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
@@ -186,7 +182,7 @@ class DoublyStochastic(Budgeted):
         self, kernel: Any, origin: Tensor, loss: str, pairs: int, total: int | None, average: Tensor
     ) -> Learner:
         """A learner with an average ``(pairs, 2, c)`` that was saved."""
-        features = RandomFeatures(kernel, origin, self.seed, self.features)
+        features = RandomFeatures(kernel, origin, self.seed)
         learner = Learner(features, LOSSES[loss], self._steps(pairs, total), average.shape[2])
         learner.average = average
         return learner
