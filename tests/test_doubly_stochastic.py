@@ -10,6 +10,7 @@ import math
 import pickle
 import signal
 
+import pandas
 import pytest
 import torch
 from gpytorch.kernels import ConstantKernel, LinearKernel, MaternKernel, RBFKernel, ScaleKernel
@@ -415,6 +416,45 @@ def test_saved_and_loaded(variance):
     other.load_state_dict(model.state_dict())
     with pytest.raises(InputError, match="learned with another kernel, mean, likelihood or solver"):
         other(TEST)
+
+
+LABELS = (Y > 0.8).long()
+KINDS = {  # the same labels as people have them, and the classes then
+    "list": (lambda some: some.tolist(), [0, 1]),
+    "numpy": (lambda some: some.int().numpy(), [0, 1]),
+    "texts": (lambda some: ["no" if one == 0 else "yes" for one in some.tolist()], ["no", "yes"]),
+    "column": (lambda some: pandas.Series(["no" if one == 0 else "yes" for one in some.tolist()]), ["no", "yes"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_as_people_have_them(kind, tmp_path):
+    """From tensors, in batches, held out, saved and loaded: as with a tensor of integers."""
+    made, classes = KINDS[kind]
+    model, plain, later = (RandomFeatureClassifier(a_kernel(), solver=SMALL) for _ in range(3))
+    report = model.learn(X, made(LABELS), held_out=(X, made(LABELS)))
+    assert report.held_out[-1].error == plain.learn(X, LABELS, held_out=(X, LABELS)).held_out[-1].error
+    assert torch.equal(model.scores(TEST), plain.scores(TEST)) and model.classes.tolist() == classes
+    assert list(model.predict(TEST)) == [classes[one] for one in plain.predict(TEST)]
+    torch.save(model.state_dict(), tmp_path / "state")
+    later.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for one, change in ((later, made), (plain, lambda some: some)):
+        one.partial_fit(X[:40], change(LABELS[:40]))
+        one.learn([(X[:30], change(LABELS[:30])), (X[30:], change(LABELS[30:]))])
+    assert torch.equal(later.scores(TEST), plain.scores(TEST)) and later.classes.tolist() == classes
+    declared = RandomFeatureClassifier(a_kernel(), classes=["perhaps", *made(LABELS[:9])] if kind == "texts" else
+                                       made(LABELS), solver=SMALL)  # fmt: skip
+    assert declared.classes.tolist() == ["no", "perhaps", "yes"] if kind == "texts" else classes
+    mixed = LABELS if isinstance(classes[0], str) else KINDS["texts"][0](LABELS)
+    with pytest.raises(InputError, match=r"RandomFeatureClassifier\.learn: y expects (texts|integers), as before"):
+        model.learn(X, mixed)
+
+
+def test_errors_name_what_was_called():
+    for model in (RandomFeatureClassifier(a_kernel(), solver=SMALL), gp()):
+        for name in ("learn", "partial_fit"):
+            with pytest.raises(InputError, match=rf"^{type(model).__name__}\.{name}: y expects"):
+                getattr(model, name)(X, [0.5] * N)
 
 
 def test_saved_and_loaded_classifiers():

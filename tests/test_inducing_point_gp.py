@@ -621,8 +621,10 @@ def test_probabilities_of_classes():
     assert float(towards.max()) < 1e-12  # what a projection on a convex set is
     right = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     torch.testing.assert_close(classes.probabilities(right), right)
-    with pytest.raises(InputError, match="NaN"):
-        classes.probabilities(scores * math.nan)
+    for ask in (classes.probabilities, classes.decode):
+        for wrong in (math.nan, math.inf):
+            with pytest.raises(InputError, match="expects finite numbers, got NaN or infinity"):
+                ask(torch.cat([scores, torch.full((1, 4), wrong)]))
 
 
 def test_a_forward_of_ones_own():

@@ -301,6 +301,27 @@ def labels(owner: str, name: str, value: Any) -> Tensor:
     return value
 
 
+def label_array(owner: str, name: str, value: Any) -> Any:
+    """Labels that are no tensor, integers, texts or booleans, at least one, as a numpy array; texts as numpy's."""
+    kind = "integers, texts or booleans"
+    unmasked(owner, name, value)
+    try:
+        values = np.asarray(value)
+    except (TypeError, ValueError):
+        raise refusal(owner, name, kind, value) from None
+    if values.dtype.kind == "U" and not hasattr(value, "dtype"):  # a list, of which numpy makes texts if one is
+        values = np.asarray(value, dtype=object)
+    if values.dtype.kind in "OT":  # of pandas
+        if not all(isinstance(label, str) for label in values.reshape(-1)):
+            raise InputError(f"{owner}: {name} expects {kind}, all of one kind; got {found(value)} of objects.")
+        values = values.astype(np.str_)
+    if values.dtype.kind not in "biuU" or not values.ndim:
+        raise refusal(owner, name, kind, value)
+    if not values.size:
+        raise InputError(f"{owner}: {name} expects at least one label, got none.")
+    return values
+
+
 def dtype(owner: str, name: str, value: Any) -> torch.dtype:
     """A floating-point type of torch."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:

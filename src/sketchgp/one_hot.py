@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import array, found, refusal, unmasked
+from .checks import array, label_array, refusal
 from .checks import dtype as floating
 from .checks import labels as checked
 from .errors import InputError
-
-_KINDS = "biuU"  # of numpy: booleans, integers, text
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +39,7 @@ class OneHot:
         if torch.is_tensor(labels):
             object.__setattr__(self, "classes", checked("OneHot", "labels", labels).unique())
         else:
-            object.__setattr__(self, "classes", np.unique(_array("OneHot", labels)))
+            object.__setattr__(self, "classes", np.unique(label_array("OneHot", "labels", labels)))
 
     def encode(self, labels: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         """``(n,)`` labels as targets ``(n, c)``: on the device of a tensor, on the CPU for what is none.
@@ -55,7 +53,7 @@ class OneHot:
         else:
             device = labels.device if torch.is_tensor(labels) else None
             labels = labels.cpu().numpy() if torch.is_tensor(labels) else labels
-            known, labels = np.asarray(self.classes), _array(owner, labels).reshape(-1)
+            known, labels = np.asarray(self.classes), label_array(owner, "labels", labels).reshape(-1)
             if (known.dtype.kind == "U") != (labels.dtype.kind == "U"):
                 raise InputError(f"{owner}: labels expects one of {known.tolist()[:20]}, got {labels[0].item()!r}.")
             hot = torch.tensor(labels[:, None] == known, device=device)
@@ -68,7 +66,7 @@ class OneHot:
     def decode(self, scores: Any) -> Any:
         """Means ``(..., c)`` as labels ``(...)``: the class of the largest; a tensor or an array, as ``classes`` is.
 
-        :raises InputError: where there is not one column a class.
+        :raises InputError: where there is not one column a class, or for NaN and infinity.
         """
         best = self._checked("decode", scores).argmax(dim=-1)
         return self.classes.to(best.device)[best] if torch.is_tensor(self.classes) else self.classes[best.cpu().numpy()]
@@ -86,8 +84,6 @@ class OneHot:
         :raises InputError: where there is not one column a class, or for NaN and infinity.
         """
         scores = self._checked("probabilities", scores)
-        if not bool(torch.isfinite(scores).all()):
-            raise InputError("OneHot.probabilities: scores holds NaN or infinity.")
         falling = scores.sort(dim=-1, descending=True).values
         count = torch.arange(1, scores.shape[-1] + 1, dtype=scores.dtype, device=scores.device)
         shifts = (falling.cumsum(dim=-1) - 1) / count
@@ -99,25 +95,8 @@ class OneHot:
         scores = array(owner, "scores", scores, f"a tensor of {count} columns, one a class")
         if not scores.dim() or scores.shape[-1] != count or scores.is_complex():
             raise refusal(owner, "scores", f"a tensor of {count} columns, one a class", scores)
+        if not bool(torch.isfinite(scores).all()):
+            raise InputError(
+                f"{owner}: scores expects finite numbers, got NaN or infinity; look at the data and the fit."
+            )
         return scores if scores.is_floating_point() else scores.to(torch.float64)
-
-
-def _array(owner: str, labels: Any) -> Any:
-    """Labels of integers, texts or booleans as a numpy array, texts as numpy's."""
-    kind = "integers, texts or booleans"
-    unmasked(owner, "labels", labels)
-    try:
-        values = np.asarray(labels)
-    except (TypeError, ValueError):
-        raise refusal(owner, "labels", kind, labels) from None
-    if values.dtype.kind == "U" and not hasattr(labels, "dtype"):  # a list, of which numpy makes texts if one is
-        values = np.asarray(labels, dtype=object)
-    if values.dtype.kind == "O" or values.dtype.kind == "T":  # of pandas
-        if not all(isinstance(label, str) for label in values.reshape(-1)):
-            raise InputError(f"{owner}: labels expects {kind}, all of one kind; got {found(labels)} of objects.")
-        values = values.astype(np.str_)
-    if values.dtype.kind not in _KINDS or not values.ndim:
-        raise refusal(owner, "labels", kind, labels)
-    if not values.size:
-        raise InputError(f"{owner}: labels expects at least one label, got none.")
-    return values

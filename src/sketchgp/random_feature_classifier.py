@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import gpytorch
+import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import found, labels, number, word
+from .checks import number, refusal, word
 from .errors import InputError
 from .models.streamed import Streamed
 from .solvers.problem import check_kernel
@@ -48,7 +49,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
         kernel: Any,
         loss: Literal["multinomial", "logistic", "hinge"] = "multinomial",
         noise: float = 1.0,
-        classes: Tensor | Iterable[int] | None = None,
+        classes: Tensor | Iterable[int] | Iterable[str] | None = None,
         solver: DoublyStochastic | None = None,
     ) -> None:
         super().__init__()
@@ -57,20 +58,22 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
         self.covar_module = kernel
         self.loss = word(owner, "loss", loss, tuple(CLASSIFICATION))
         self.noise = number(owner, "noise", noise, least=0, finite=True)
-        if classes is not None and not torch.is_tensor(classes):
-            try:
-                classes = torch.tensor(list(classes))
-            except (TypeError, ValueError, RuntimeError):
-                raise InputError(f"{owner}: classes expects integers, or None, got {found(classes)}.") from None
-        self._given = [] if classes is None else labels(owner, "classes", classes).unique().tolist()
+        if isinstance(classes, str) or not (classes is None or isinstance(classes, Iterable)):
+            raise refusal(owner, "classes", "integers or texts", classes, optional=True)
+        self._given = classes if classes is None or torch.is_tensor(classes) else list(classes)
         self._labels = self._fresh()
         self._begin(solver)
 
     def _fresh(self) -> Labels:
-        return Labels(0.0 if self.loss == "multinomial" else -1.0, self._given)
+        labels = Labels(0.0 if self.loss == "multinomial" else -1.0)
+        if self._given is not None:
+            cpu = torch.device("cpu")
+            labels.classes = labels.codes(type(self).__name__, "classes", self._given, cpu).unique().tolist()
+        return labels
 
-    def _problem(self, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
         self._known()
+        self._labels.owner = owner
         return RandomFeatureProblem(self.covar_module, x, y, self.noise, self.loss, rows, self._labels)
 
     def _loss(self) -> str:
@@ -84,10 +87,14 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
         return super().forget()
 
     @property
-    def classes(self) -> Tensor:
-        """``(c,)`` the labels that are known, in the order of the columns of scores."""
+    def classes(self) -> Any:
+        """``(c,)`` the labels that are known, in the order of the columns of scores: an int64 tensor, or a numpy array
+        of texts."""
         self._known()
-        return torch.tensor(self._labels.classes, dtype=torch.int64)
+        labels = self._labels
+        if labels.names:
+            return np.array([labels.names[code] for code in labels.classes])
+        return torch.tensor(labels.classes, dtype=torch.int64)
 
     # --- predictions ----------------------------------------------------------------------------------------
 
@@ -114,15 +121,16 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
         logs = torch.nn.functional.logsigmoid(scores)
         return logs.softmax(dim=-1)  # each class against the rest, and then one of them
 
-    def predict(self, x: Tensor) -> Tensor:
-        """Labels ``(..., p)`` int64 at x ``(..., p, d)``."""
+    def predict(self, x: Tensor) -> Any:
+        """Labels ``(..., p)`` at x ``(..., p, d)``: an int64 tensor, or a numpy array of texts."""
         with torch.no_grad():
-            return self.classes.to(x.device)[self.scores(x).argmax(dim=-1)]
+            best, classes = self.scores(x).argmax(dim=-1), self.classes
+            return classes.to(x.device)[best] if torch.is_tensor(classes) else classes[best.cpu().numpy()]
 
     # --- saving ---------------------------------------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
-        return {"classes": list(self._labels.classes)}
+        return {"classes": list(self._labels.classes), "names": list(self._labels.names)}
 
     def _set_own_state(self, own: dict[str, Any]) -> None:
-        self._labels.classes = list(own["classes"])
+        self._labels.classes, self._labels.names = list(own["classes"]), list(own.get("names", []))

@@ -110,9 +110,9 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
 
     # --- learning -------------------------------------------------------------------------------------------
 
-    def _problem(self, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
         self._known()
-        noise, targets = float(self.likelihood.noise.detach()), Targets(self._outputs)
+        noise, targets = float(self.likelihood.noise.detach()), Targets(self._outputs, owner)
         if torch.is_tensor(x):
             problem = RandomFeatureProblem(self.covar_module, x, y, noise, rows=rows, targets=targets)
             assert torch.is_tensor(problem.x) and problem.y is not None

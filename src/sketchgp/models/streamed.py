@@ -44,7 +44,7 @@ class Streamed:
 
     # --- what differs between models ------------------------------------------------------------------------
 
-    def _problem(self, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
         raise NotImplementedError
 
     def _parts(self) -> tuple[Any, ...]:
@@ -66,10 +66,10 @@ class Streamed:
     def learn(
         self,
         x: Tensor | Iterable[Batch],
-        y: Tensor | None = None,
+        y: Any = None,
         *,
         rows: int | None = None,
-        held_out: tuple[Tensor, Tensor] | None = None,
+        held_out: tuple[Tensor, Any] | None = None,
         callback: Callable[[Progress], Any] | None = None,
         progress: bool | None = None,
     ) -> SolveReport:
@@ -79,7 +79,8 @@ class Streamed:
         batches before it taught is kept.  So it is when Ctrl-C ends the learning.
 
         :param x: ``(n, d)``; or an iterable of batches ``(x, y)`` of any sizes.
-        :param y: targets, or labels; None for a stream.
+        :param y: targets, or labels: a tensor of integers, or a list, numpy array or pandas column of integers or
+            texts; None for a stream.
         :param rows: n, where the data are a stream and it is known: the ridge is noise / n, and no more rows than these
             are taken for different ones.  Else n are the rows that were seen so far, and all are different, but for
             later epochs.  Tensors that come again are known.
@@ -92,7 +93,7 @@ class Streamed:
         """
         owner = f"{type(self).__name__}.learn"
         with torch.no_grad():
-            problem = self._problem(x, y, rows)
+            problem = self._problem(owner, x, y, rows)
             self.solver.validate(problem)
             learner = self._learner_for(problem)
             self.report, _ = self.solver.learn(
@@ -100,7 +101,7 @@ class Streamed:
             )
         return self.report
 
-    def partial_fit(self, x: Tensor, y: Tensor, rows: int | None = None) -> Any:
+    def partial_fit(self, x: Tensor, y: Any, rows: int | None = None) -> Any:
         """One step on one batch, ``(b, d)`` and its targets or labels; the model itself.
 
         :param rows: n, if it is known; else all rows that were seen are taken for different ones.  Give it where the
@@ -109,7 +110,7 @@ class Streamed:
         """
         owner = f"{type(self).__name__}.partial_fit"
         with torch.no_grad():
-            problem = self._problem(x, y, None)
+            problem = self._problem(owner, x, y, None)
             assert torch.is_tensor(problem.x) and problem.y is not None
             learner = self._learner_for(problem, rows, one=True)
             same_points(owner, problem.x, learner.features.origin)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -21,10 +22,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Targets:
-    """Targets of a regression as columns, ``(b, t)`` float64."""
+    """Targets of a regression as columns, ``(b, t)`` float64.
 
-    def __init__(self, columns: int | None = None) -> None:
-        self.columns = columns
+    :param owner: whom errors name.
+    """
+
+    def __init__(self, columns: int | None = None, owner: str = "RandomFeatureProblem") -> None:
+        self.columns, self.owner = columns, owner
 
     def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
         """Of a batch x, both as :meth:`RandomFeatureProblem.checked` has found them; as many columns as before.
@@ -42,15 +46,36 @@ class Labels:
     """Labels as columns, one a class, in the order in which classes first appeared: 1 for the class of a row, ``rest``
     for the others.
 
-    :param classes: that are known before.
+    :ivar classes: the known labels, integers; of texts their places in ``names``.
+    :ivar owner: whom errors name.
     """
 
-    def __init__(self, rest: float, classes: Iterable[int] = ()) -> None:
-        self.rest, self.classes = rest, [int(one) for one in classes]
+    def __init__(self, rest: float) -> None:
+        self.rest, self.owner = rest, "RandomFeatureProblem"
+        self.classes: list[int] = []
+        self.names: list[str] = []
 
     @property
     def columns(self) -> int:
         return len(self.classes)
+
+    def codes(self, owner: str, name: str, y: Any, device: torch.device) -> Tensor:
+        """Labels as a tensor of integers: themselves, or of texts their places in ``names``, which new ones join.
+
+        :raises InputError: for anything else, and for texts among integers.
+        """
+        values = checks.labels(owner, name, y) if torch.is_tensor(y) else checks.label_array(owner, name, y)
+        texts = not torch.is_tensor(values) and values.dtype.kind == "U"
+        if (self.classes or self.names) and texts != bool(self.names):
+            before, now = ("texts", "integers") if self.names else ("integers", "texts")
+            raise InputError(f"{owner}: {name} expects {before}, as before; got {now}.")
+        if torch.is_tensor(values):
+            return values
+        if texts:
+            different, places = np.unique(values, return_inverse=True)
+            self.names += [one for one in different.tolist() if one not in self.names]
+            values = np.array([self.names.index(one) for one in different.tolist()])[places.reshape(values.shape)]
+        return torch.as_tensor(values.astype(np.int64), device=device)
 
     def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
         """Of a batch x; a label that is new makes a new column.
@@ -73,7 +98,8 @@ class RandomFeatureProblem:
     :param kernel: a GPyTorch kernel without batch, of a kind that has random features
         (:class:`~sketchgp.operators.feature_map.RandomFeatures`).
     :param x: ``(n, d)`` float32 or float64; or an iterable of batches ``(x, y)``, which may differ in size: y is None.
-    :param y: targets ``(n,)`` or ``(n, t)`` for the squared loss, integer labels ``(n,)`` for the others.
+    :param y: targets ``(n,)`` or ``(n, t)`` for the squared loss, labels ``(n,)`` for the others: a tensor of integers,
+        or a list, numpy array or pandas column of integers or texts.
     :param noise: of the ridge; the noise variance for the squared loss.  0 for none.
     :param loss: ``"squared"``, ``"logistic"``, ``"multinomial"`` or ``"hinge"``.
     :param rows: n, where the data are a stream: what noise is divided by.  None divides by the rows that were seen so
@@ -90,7 +116,7 @@ class RandomFeatureProblem:
     targets: Targets | Labels = field(default_factory=Targets, repr=False)
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
+        owner = self.targets.owner
         check_kernel(owner, self.kernel)
         self.noise = checks.number(owner, "noise", self.noise, least=0, finite=True)
         checks.word(owner, "loss", self.loss, tuple(LOSSES))
@@ -145,7 +171,8 @@ class RandomFeatureProblem:
         if self.loss == "squared":
             checks.tensor(owner, "y", y, (1, 2))
         else:
-            checks.labels(owner, "y", y)
+            assert isinstance(self.targets, Labels)
+            y = self.targets.codes(owner, "y", y, x.device)
         if len(y) != len(x) or y.device != x.device:
             raise InputError(f"{owner}: y expects {len(x)} rows on {x.device}, got {len(y)} on {y.device}.")
         return x, y
