@@ -562,7 +562,28 @@ def test_quick_demo(tmp_path, capsys):
     assert "tuned on a random subset of 500 of the 1,800 training rows" in out
     assert (tmp_path / "sketchgp-demo.png").read_text() == "mine"
     assert (tmp_path / "sketchgp-demo-2.png").read_bytes()[:4] == b"\x89PNG"
-    assert "Result:" in out
+    result = out[out.index("Result:") :]
+    seconds = [float(part.split()[0]) for part in result.split("iterations and ")[1:]]
+    assert (seconds[1] > seconds[0]) == ("On so few rows" in result) or seconds[0] == seconds[1]
+
+
+@pytest.mark.slow
+def test_demo_without_the_side_of_gpytorch(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sketchgp.cli.demo.evaluate_defaults", None)
+    monkeypatch.setattr("sketchgp.cli.demo.EVERY", 0.05)
+    code, out, _ = run(capsys, "demo", "--quick", "--skip-gpytorch", "--output", tmp_path)
+    assert code == 0 and (tmp_path / "sketchgp-demo.png").exists()
+    assert "GPyTorch's defaults" not in out and "see --skip-gpytorch" not in out
+    for step in ("fits to fewer rows", "step 5 done, loss", "the mean", "variances"):
+        assert f"  ... {step}" in out  # a line now and then, before the first step of the fit too
+
+
+def test_the_usual_demo_is_of_fewer_rows_than_the_full_one(tmp_path, capsys, monkeypatch):
+    sizes = []
+    monkeypatch.setattr("sketchgp.cli.demo._run", lambda size, *rest: sizes.append(size.rows))
+    for words in ([], ["--full"], ["--quick"]):
+        assert run(capsys, "demo", *words, "--output", tmp_path)[0] == 0
+    assert sizes == [16_000, 53_940, 2_000]
 
 
 def test_demo_needs_a_folder(tmp_path, capsys):

@@ -201,3 +201,15 @@ def test_picture(tmp_path):
     assert width > 1000 and height > 500
     with pytest.raises(InputError, match="cannot be written"):
         plot_convergence(tmp_path / "absent" / "picture.png", curves, "title", {})
+
+
+def test_labels_of_like_tolerances_are_not_written_over_one_another(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    names = {"one's\ntolerance 0.01": 0.01, "other's\ntolerance 0.01": 0.01, "third": 0.009, "far": 1e-4}
+    plot_convergence(tmp_path / "picture.png", [curve("one", 20)], "title", names)
+    texts = [text for text in drawn[0].axes[1].texts if text.get_text() in names]
+    boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.y0)
+    assert len(boxes) == 4
+    assert all(lower.y1 <= upper.y0 for lower, upper in zip(boxes, boxes[1:], strict=False))

@@ -171,7 +171,8 @@ def test_the_reference_has_every_public_name():
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [("demo", ["--quick"]), ("fit", ["--target", "--kernel", "--save"]), ("predict", [])]
+    ("command", "words"),
+    [("demo", ["--full", "--skip-gpytorch"]), ("fit", ["--target", "--kernel", "--save"]), ("predict", [])],
 )
 def test_help_of_the_command_line_has_what_the_readme_shows(command, words, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "spectrum",
 ]
 
+_LINE = 0.05  # of the height of the axes, that a line of text takes
 _RING: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2}
 
 
@@ -114,9 +116,13 @@ def plot_convergence(
             axis.spines[side].set_visible(False)
     lowest = min([*tolerances.values(), *(min(curve.residuals) for curve in curves)])
     axes[0].set_ylim(lowest / 2, max(max(curve.residuals) for curve in curves) * 2)
-    for name, tolerance in tolerances.items():
-        where = {"xy": (1.01, tolerance), "xycoords": ("axes fraction", "data"), "annotation_clip": False}
-        axes[1].annotate(name, **where, va="center", color="0.35", fontsize=9)
+    low, high = (math.log(end) for end in axes[0].get_ylim())
+    free = -math.inf  # from where on no label is written yet: those of like tolerances lie above one another
+    for name, tolerance in sorted(tolerances.items(), key=lambda item: item[1]):
+        half = _LINE * (name.count("\n") + 1) / 2
+        middle = max(free + half, (math.log(tolerance) - low) / (high - low))
+        axes[1].text(1.01, middle, name, transform=axes[1].transAxes, va="center", color="0.35", fontsize=9)
+        free = middle + half
     axes[0].set_xlabel("iterations of conjugate gradients")
     axes[1].set_xlabel("seconds, building the preconditioner included")
     axes[0].set_ylabel("relative residual  ||(K + noise I) w - y|| / ||y||")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +22,7 @@ from .model_file import SavedModel
 from .regression import Regression, negative_log_density, rmse
 from .results import PeakMemory, Row
 
-__all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tune"]
-
-_SILENT = 30  # seconds without a word
+__all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tune", "working"]
 
 
 def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,14 @@ def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]
 
 
 def tune(
-    x: Tensor, y: Tensor, kernel: str, subset: int, iterations: int, seed: int, lengthscale: float | None = None
+    x: Tensor,
+    y: Tensor,
+    kernel: str,
+    subset: int,
+    iterations: int,
+    seed: int,
+    lengthscale: float | None = None,
+    every: float = 30.0,
 ) -> Regression:
     """A regression on all rows, its hyperparameters tuned on a random subset of them.
 
@@ -44,6 +51,7 @@ def tune(
     :param iterations: the most steps of L-BFGS.
     :param seed: of the subset and of the probes.
     :param lengthscale: to start from, as of :class:`Regression`.
+    :param every: seconds between two lines of progress.
     :returns: the model, accelerated, in eval mode and conditioned on all rows.
     """
     n = x.shape[0]
@@ -51,10 +59,15 @@ def tune(
     model = Regression(x[rows], y[rows], kernel, lengthscale)
     accelerate(model)
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
-    print(f"tuning the hyperparameters by marginal likelihood on {which} (seconds to minutes) ...")
+    print(f"tuning the hyperparameters by marginal likelihood on {which} ...")
     start = time.perf_counter()
-
-    history = fit(model, iterations=iterations, seed=seed, callback=_told(start))
+    with working("fits to fewer rows, from several starts", every) as say:
+        history = fit(
+            model,
+            iterations=iterations,
+            seed=seed,
+            callback=lambda step, loss: say(f"step {step} done, loss {loss:.3f} per row"),
+        )
     print(
         f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
@@ -65,20 +78,30 @@ def tune(
     return model.eval()
 
 
-def _told(start: float) -> Callable[[int, float], None]:
-    """A line every half minute where no progress bar is seen: in a log, or through a pipe.
+@contextmanager
+def working(what: str, every: float) -> Iterator[Callable[[str], None]]:
+    """Print a line every so many seconds of the block, where no progress bar is seen: in a log, or through a pipe.
 
-    :param start: when the tuning began, by ``time.perf_counter``.
+    :param what: the text of the line.
+    :param every: seconds.
+    :returns: what replaces the text.
     """
-    seen = [start]
+    if shows_progress(None):
+        yield lambda text: None
+        return
+    texts, done, start = [what], threading.Event(), time.perf_counter()
 
-    def tell(step: int, loss: float) -> None:
-        now = time.perf_counter()
-        if now - seen[0] >= _SILENT and not shows_progress(None):
-            seen[0] = now
-            print(f"  step {step}, loss {loss:.3f} per row, {now - start:.0f} s")
+    def tell() -> None:
+        while not done.wait(every):
+            print(f"  ... {texts[-1]}, {time.perf_counter() - start:.0f} s")
 
-    return tell
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield lambda text: texts.__setitem__(0, text)
+    finally:
+        done.set()
+        thread.join()
 
 
 @dataclass(frozen=True)
@@ -104,6 +127,7 @@ def evaluate(
     what: str,
     variance: Variance = "auto",
     rows_for_nll: int | None = None,
+    every: float = 30.0,
 ) -> Outcome:
     """Mean and variance of test rows by an accelerated model, and the row of the table.
 
@@ -114,11 +138,13 @@ def evaluate(
     :param variance: as in ``sketchgp.predict``; low-rank variances are compared with exact ones at a few
         rows.
     :param rows_for_nll: use only the first so many test rows for the NLL (for a comparison on the same rows).
+    :param every: seconds between two lines of progress.
     """
-    with PeakMemory() as memory, record_solves() as solves:
+    with PeakMemory() as memory, record_solves() as solves, working("the mean", every) as say:
         start = time.perf_counter()
         predict(model, x, variance=None)
         middle = time.perf_counter()
+        say("variances")
         prediction = predict(model, x, variance=variance)
         end = time.perf_counter()
     solve = solves[0] if solves else None
