@@ -65,7 +65,7 @@ class _Statistics(torch.autograd.Function):
         needed = ctx.needs_input_grad[-len(inputs) :]
         wanted = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed, strict=True)]
         z, *parameters = wanted
-        options = {**ctx.matrix._options(), "same": False, "centre": Centre(z)}
+        centre = Centre(z)
         live = [i for i, t in enumerate(wanted) if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanted)
         shards = ctx.shards if ctx.shards is not None and ctx.shards.open else None
@@ -74,7 +74,8 @@ class _Statistics(torch.autograd.Function):
             grads[i] = torch.zeros_like(wanted[i])
         for span in spans(own.stop, max(16, _ENTRIES // len(root)), own.start):
             with torch.enable_grad():
-                tile = KernelMatrix(x[span].to(z.dtype), z, *parameters, **options).to_dense()
+                tensors = [x[span].to(z.dtype), z, *parameters]
+                tile = KernelMatrix.on(ctx.matrix.pairs.of(tensors, same=False, centre=centre)).to_dense()
             half = torch.linalg.solve_triangular(root, tile.detach().mT, upper=False)
             grad_precision[span] = (half * (grad_s @ half)).sum(dim=0)
             projected = half.mT @ grad_c
@@ -114,8 +115,8 @@ class Collapsed:
         self.noise, self.residual = noise.to(torch.float64), residual.to(torch.float64)
         given = KernelMatrix.of(kernel, x, z, engine="tiled")
         # The terms of the bound cancel: float32 parameters are converted once, so that gradients are summed in float64.
-        matrix = given._with(given.x1[:1], given.x2, False).double()
-        core = matrix._with(matrix.x2, matrix.x2, True).to_dense()
+        matrix = given.at(given.x1[:1], given.x2, False).double()
+        core = matrix.at(matrix.x2, matrix.x2, True).to_dense()
         self.root = shifted_cholesky(core, torch.finfo(torch.float64).eps)
         self.shift = float((self.root.detach().square().sum() - core.detach().trace()) / len(z))
         tall, precision = TallMatrix(kernel, x, z, accurate=True), 1 / self.noise
@@ -130,7 +131,7 @@ class Collapsed:
             )
         self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
         parts = (given.x1[rows].to(torch.float64) for rows in spans(len(x), _ROWS))
-        self._diagonal = torch.cat([matrix._with(part, part, True).diagonal(dim1=-1, dim2=-2) for part in parts])
+        self._diagonal = torch.cat([matrix.at(part, part, True).diagonal(dim1=-1, dim2=-2) for part in parts])
 
     def inv_quad(self) -> Tensor:
         """``residual^T (Q + diag(noise))^-1 residual``, the sum over columns."""
