@@ -26,6 +26,7 @@ from sketchgp.distributed.exchange import Exchange
 from sketchgp.operators import shared
 from sketchgp.operators.engines import TILED, Engine, self_check
 from sketchgp.report import _TROUBLES, _WITHOUT_TOLERANCE, Reason
+from sketchgp.sklearn import GaussianProcessRegressor
 from test_batch_element import Mixing
 from test_floors import SOURCE
 from test_products import _model as product_of_covariances
@@ -257,6 +258,7 @@ RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "variances-off": _variances_off,
     "product-of-covariances": _product,
     "lengthscales": lambda patch: sketchgp.fit(_gp(1e-6), start="model", iterations=1),
+    "constant-targets": lambda patch: GaussianProcessRegressor().fit(torch.rand(5, 2).numpy(), [3.0] * 5),
     "interrupted": _interrupted,
     "checkpoint": _checkpoint,
     "engine": _engine,

@@ -143,25 +143,84 @@ def test_inducing_points_and_rows_to_tune_on(monkeypatch: pytest.MonkeyPatch, ca
         np.testing.assert_array_equal(again.predict(test), fitted.predict(test))
 
 
+COMMON = [
+    {"kernel": "gauss"},
+    {"kernel": RBF()},
+    {"kernel": None},
+    {"method": "sparse"},
+    {"method": None},
+    {"n_inducing": 0},
+    {"n_inducing": 1.5},
+    {"n_inducing": True},
+    {"solver": "cg"},
+    {"solver": None},
+    {"solver": sketchgp.Cholesky},
+    {"solver": sketchgp.KRILL(), "method": "exact"},
+    {"device": "moon"},
+    {"device": 1.5},
+    {"random_state": "a"},
+    {"random_state": 1.5},
+    {"random_state": -1},
+    {"verbose": "x"},
+    {"alpha": -1.0},
+    {"alpha": 0},
+    {"alpha": "a"},
+    {"alpha": np.nan},
+    {"alpha": np.inf},
+    {"alpha": True},
+    {"alpha": np.ones(3)},
+]
+OF_REGRESSOR = [
+    {"optimizer": "fmin"},
+    {"optimizer": True},
+    {"tuning_rows": 1.5},
+    {"tuning_rows": 0},
+    {"tuning_rows": True},
+    {"normalize_y": "x"},
+    {"normalize_y": None},
+    {"alpha": ["a"] * 60},
+]
+OF_RIDGE = [{"alpha": None}, {"gamma": 0}, {"gamma": "x"}, {"gamma": True}]
+
+
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("kind", "options"),
     [
-        ({"kernel": "gauss"}, "kernel expects"),
-        ({"kernel": RBF()}, "kernel expects"),
-        ({"alpha": -1.0}, "alpha expects"),
-        ({"alpha": np.ones(3)}, "alpha expects"),
-        ({"optimizer": "fmin"}, "optimizer expects"),
-        ({"method": "sparse"}, "method expects"),
-        ({"n_inducing": 0}, "n_inducing expects"),
-        ({"tuning_rows": 1.5}, "tuning_rows expects"),
-        ({"device": "moon"}, "device expects"),
-        ({"solver": "cg"}, "solver expects"),
+        *((GaussianProcessRegressor, options) for options in (*COMMON, *OF_REGRESSOR)),
+        *((KernelRidge, options) for options in (*COMMON, *OF_RIDGE)),
+        *((KernelClassifier, options) for options in (*COMMON, *OF_RIDGE, {"loss": "zero-one"}, {"loss": None})),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
-def test_arguments_that_do_not_fit(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        GaussianProcessRegressor(**options).fit(*data())
+def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any]) -> None:
+    """Each is refused at ``fit``, by its name, and nothing is computed."""
+    x, y = data()
+    name = next(iter(options))
+    with pytest.raises(sketchgp.InputError, match=rf"'{name}' parameter|{name} expects"):
+        kind(**options).fit(x, y > 3 if kind is KernelClassifier else y)
+
+
+def test_every_parameter_has_its_constraint() -> None:
+    for kind in (GaussianProcessRegressor, KernelRidge, KernelClassifier):
+        assert set(kind._parameter_constraints) == set(kind().get_params())
+
+
+@pytest.mark.filterwarnings("ignore:GaussianProcessRegressor. all targets")
+@pytest.mark.parametrize("value", [3.0, 0.0, 0.1, -1e-9, 1e9])
+@pytest.mark.parametrize("n", [1, 60])
+def test_targets_that_are_all_the_same(n: int, value: float) -> None:
+    """The likelihood has no maximum: what is predicted is of the size of the targets, whatever their unit."""
+    x, size = data(n)[0], abs(value) or 1.0
+    far = x[:1] + 1e3
+    for normalize in (True, False):
+        model = GaussianProcessRegressor(normalize_y=normalize).fit(x, np.full(n, value))
+        mean, std = model.predict(np.concatenate([x, far]), return_std=True)
+        np.testing.assert_allclose(mean, value, rtol=1e-7)
+        assert 0.05 * size < std[0] < size and std[-1] == pytest.approx(size, rel=1e-6)
+        assert model.history_ is None and 0.05 * size**2 < model.noise_ < size**2
+    with pytest.warns(UserWarning, match="constant-targets"):
+        GaussianProcessRegressor().fit(x, np.full(n, value))
+    GaussianProcessRegressor(optimizer=None).fit(x, np.full(n, value))  # nothing is said: nothing was to be tuned
 
 
 @pytest.mark.parametrize("estimator", [GaussianProcessRegressor(optimizer=None), KernelRidge(), KernelClassifier()])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, ClassVar
 
+import gpytorch
 import numpy as np
 import torch
 from sklearn.utils import check_random_state
+from sklearn.utils._param_validation import HasMethods, Interval, InvalidParameterError, StrOptions
 from torch import Tensor
 
 from .. import checks
@@ -19,12 +22,33 @@ from ..preconditioners import RPCholesky
 from ..solvers import ConjugateGradients
 from ..solvers.automatic import automatic_solver
 
-TYPES = [np.float64, np.float32]  # of inputs; others are converted to the first
 METHODS = ("auto", "exact", "inducing")
+COMMON: dict[str, Any] = {  # what the parameters that all estimators have may be, in scikit-learn's words
+    "kernel": [str, gpytorch.kernels.Kernel],
+    "method": [StrOptions(set(METHODS))],
+    "n_inducing": [Interval(Integral, 1, None, closed="left"), None],
+    "solver": [StrOptions({"auto"}), HasMethods("solve")],
+    "device": [str, torch.device, Integral, None],
+    "random_state": ["random_state"],
+    "verbose": ["boolean"],
+}
+TYPES = [np.float64, np.float32]  # of inputs; others are converted to the first
 DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
 _LEAST, _MOST = 500, 5000  # inducing points by default: 5 n^1/2 between these, and what memory holds
 _BYTES = 100  # times m^2
+
+
+class Checked:
+    """A base class of the estimators that makes parameters that scikit-learn refuses errors of sketchgp, too."""
+
+    _parameter_constraints: ClassVar[dict[str, Any]]
+
+    def _validate_params(self) -> None:
+        try:
+            super()._validate_params()  # type: ignore[misc]
+        except InvalidParameterError as error:
+            raise InputError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -38,7 +62,6 @@ class Chosen:
 
 def choose(owner: str, method: Any, n_inducing: Any, n: int, device: torch.device) -> Chosen:
     """:raises InputError: for arguments that do not fit."""
-    checks.word(owner, "method", method, METHODS)
     asked = checks.count(owner, "n_inducing", n_inducing, optional=True)
     most = _EXACT.get(device.type, _EXACT["cuda"])
     why = f"{n:,} rows, of at most {most:,} that are solved for exactly by default"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -18,9 +19,9 @@ from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.losses import CLASSIFICATION
-from .choices import TYPES, device_of, numbers, seed_of
+from .choices import COMMON, TYPES, Checked, device_of, numbers, seed_of
 from .kernels import ridge_kernel
-from .ridge import solve
+from .ridge import RIDGE, solve
 
 _OWNER = "KernelClassifier"
 _LOSSES = ("squared", *CLASSIFICATION)
@@ -32,7 +33,7 @@ def _has_probabilities(estimator: Any) -> bool:
     return True
 
 
-class KernelClassifier(ClassifierMixin, BaseEstimator):
+class KernelClassifier(Checked, ClassifierMixin, BaseEstimator):
     """Classification by a function a class, whose largest value is the label.
 
     - ``loss="squared"``: kernel ridge regression on one column a class, less its share of the rows
@@ -55,6 +56,8 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
     :ivar classes_: ``(c,)`` the labels, ascending.
     :ivar method_: ``"exact"``, ``"inducing"`` or ``"features"``; :ivar choice_: a sentence on it.
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {**COMMON, **RIDGE, "loss": [StrOptions(set(_LOSSES))]}
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class KernelClassifier(ClassifierMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
-        checks.word(_OWNER, "loss", self.loss, _LOSSES)
+        self._validate_params()
         X, y = validate_data(self, numbers(_OWNER, X), checks.unmasked(_OWNER, "y", y), dtype=TYPES)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)

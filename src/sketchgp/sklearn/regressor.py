@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal
 
 import gpytorch
 import numpy as np
@@ -13,12 +14,13 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from .. import checks
 from ..accelerate import accelerate
-from ..errors import InputError
+from ..errors import InputError, warn
 from ..fit import FitHistory, fit
 from ..inducing_point_gp import InducingPointGP
 from ..models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
@@ -26,13 +28,13 @@ from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
 from ..solvers import Cholesky
-from .choices import DIRECT, TYPES, choose, device_of, inducing_points, numbers, seed_of
+from .choices import COMMON, DIRECT, TYPES, Checked, choose, device_of, inducing_points, numbers, seed_of
 from .kernels import tuned_kernel
 
 _OWNER = "GaussianProcessRegressor"
-_OPTIMIZERS = ("auto", "lbfgs", "adam")
 _LEAST_NOISE = 1e-5  # over the variance of the targets, as scikit-learn's WhiteKernel has it
 _NOISE = 0.1  # the same, to begin with
+_ROUNDING = 4 * np.finfo(np.float64).eps  # deviation over the largest target, up to which targets are constant
 _JOINT = 1000  # points up to which samples are drawn from their joint distribution
 
 
@@ -47,7 +49,7 @@ class _Exact(gpytorch.models.ExactGP):
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
+class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
     """Gaussian process regression with the interface of scikit-learn's class of this name.
 
     Hyperparameters maximise the marginal likelihood (:func:`sketchgp.fit`), on all rows or on random ones; the
@@ -79,11 +81,20 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
     :ivar kernel_: its kernel with the hyperparameters found; lengthscales are in units of X, its output scale in those
         of normalised targets.
     :ivar noise_: variance of the noise in units of y squared: a number, or ``(n,)`` where ``alpha`` was.
-    :ivar history_: :class:`sketchgp.FitHistory`; None with ``optimizer=None``.
+    :ivar history_: :class:`sketchgp.FitHistory`; None with ``optimizer=None``, and where all targets
+        are the same, of which nothing can be learned.
     :ivar method_: ``"exact"`` or ``"inducing"``.
     :ivar choice_: a sentence on the method and the rows tuned on.
     :ivar n_features_in_: d; ``feature_names_in_``: names of a pandas table's columns.
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        **COMMON,
+        "alpha": [Interval(Real, 0, None, closed="neither"), "array-like", None],
+        "optimizer": [StrOptions({"auto", "lbfgs", "adam"}), None],
+        "normalize_y": ["boolean"],
+        "tuning_rows": [Interval(Integral, 1, None, closed="left"), None],
+    }
 
     def __init__(
         self,
@@ -122,18 +133,27 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
-        checks.word(_OWNER, "optimizer", self.optimizer, _OPTIMIZERS, optional=True)
+        self._validate_params()
         most = checks.count(_OWNER, "tuning_rows", self.tuning_rows, optional=True)
         X, y = validate_data(self, numbers(_OWNER, X), numbers(_OWNER, y, "y"), dtype=TYPES, y_numeric=True)
         x = checks.copied(X, device_of(_OWNER, self.device))
         targets = self._normalised(np.asarray(y, dtype=np.float64), x)
         seed = seed_of(self.random_state)
         chosen = choose(_OWNER, self.method, self.n_inducing, len(x), x.device)
-        size = 1.0 if self.normalize_y else max(float(targets.double().square().mean()), 1e-30)
+        size = 1.0 if self.normalize_y else float(targets.double().square().mean()) or 1.0
         kernel, mean = tuned_kernel(_OWNER, self.kernel, x, size), gpytorch.means.ConstantMean().to(x)
+        tuned = self.optimizer is not None and not self._constant
+        if self.optimizer is not None and self._constant:
+            mean.constant.data.fill_(float(targets.double().mean()))
+            warn(
+                f"{_OWNER}: all targets are {y[0]:g}, which says nothing about the hyperparameters. They stay as they "
+                "start, and deviations are of the size of the targets: look at y, or choose kernel and alpha with "
+                "optimizer=None.",
+                see="constant-targets",
+            )
         self.history_, self.method_, self.choice_ = None, chosen.method, chosen.why
         noise, rows = self._given_noise(len(x)), None
-        if self.optimizer is not None and most is not None and len(x) > most:
+        if tuned and most is not None and len(x) > most:
             rows = torch.randperm(len(x), generator=generator(seed, "rows of an estimator"))[:most].to(x.device)
             self.choice_ += f"; hyperparameters tuned on {most:,} random rows"
         if self.verbose:
@@ -151,7 +171,7 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
         else:
             points = inducing_points(kernel, x, chosen.points, seed)
             model = InducingPointGP(x, targets, likelihood, mean, kernel, points, solver=self.solver)
-        if rows is None and self.optimizer is not None:
+        if rows is None and tuned:
             self.history_ = self._tuned(model, seed)
         self.model_, self.kernel_ = model.eval(), model.covar_module
         self.noise_ = self._noise(likelihood)
@@ -159,16 +179,20 @@ class GaussianProcessRegressor(RegressorMixin, BaseEstimator):
 
     def _normalised(self, y: Any, x: Tensor) -> Tensor:
         self._y_mean, self._y_std = 0.0, 1.0
+        deviation, largest = float(y.std()), float(np.abs(y).max())
+        self._constant = deviation <= _ROUNDING * largest
         if self.normalize_y:
-            self._y_mean, deviation = float(y.mean()), float(y.std())
-            self._y_std = deviation if deviation > 0 else 1.0
+            self._y_mean, self._y_std = float(y.mean()), (largest if self._constant else deviation) or 1.0
         return checks.copied((y - self._y_mean) / self._y_std, x.device, x.dtype)
 
     def _given_noise(self, n: int) -> Any:
         """Of normalised targets: None, a number or ``(n,)``, as numpy has them."""
         if self.alpha is None:
             return None
-        noise = np.asarray(self.alpha, dtype=np.float64)
+        noise = np.asarray(self.alpha)
+        if noise.dtype.kind not in "fiu":  # of the entries of an array; a number has been looked at
+            raise checks.refusal(_OWNER, "alpha", "numbers", self.alpha, optional=True)
+        noise = noise.astype(np.float64)
         if noise.ndim > 1 or (noise.ndim == 1 and len(noise) != n) or not (np.isfinite(noise) & (noise > 0)).all():
             raise InputError(f"{_OWNER}: alpha expects a positive number, {n} of them, one for each row, or None.")
         return noise / self._y_std**2

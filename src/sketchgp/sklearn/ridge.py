@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
+from sklearn.utils._param_validation import Interval
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
 from .. import checks
 from ..errors import InputError
 from ..preconditioners import RPCholesky
-from ..solvers import Cholesky, FullProblem, InducingPointProblem, Solution
+from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_solver
 from ..solvers.inducing.automatic import automatic_inducing_solver
-from .choices import DIRECT, TYPES, Chosen, choose, device_of, inducing_points, numbers, seed_of
+from ..solvers.solver import check_solver
+from .choices import COMMON, DIRECT, TYPES, Checked, Chosen, choose, device_of, inducing_points, numbers, seed_of
 from .kernels import ridge_kernel
 
+RIDGE: dict[str, Any] = {
+    "alpha": [Interval(Real, 0, None, closed="neither")],
+    "gamma": [Interval(Real, 0, None, closed="neither"), None],
+}
 
-class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
+
+class KernelRidge(Checked, MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Kernel ridge regression: ``f = sum_i w_i k(., x_i)`` with ``(K + alpha) w = y``, as scikit-learn's class.
 
     The system is solved by a factorization up to 2,000 rows, and beyond by conjugate gradients, or ASkotch where no
@@ -44,6 +52,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
     :ivar solution_: the :class:`sketchgp.Solution`, with the report of the solve.
     :ivar method_: ``"exact"`` or ``"inducing"``; :ivar choice_: a sentence on it.
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {**COMMON, **RIDGE}
 
     def __init__(
         self,
@@ -77,6 +87,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
+        self._validate_params()
         y = numbers("KernelRidge", y, "y")
         X, y = validate_data(self, numbers("KernelRidge", X), y, dtype=TYPES, y_numeric=True, multi_output=True)
         x = checks.copied(X, device_of("KernelRidge", self.device))
@@ -113,8 +124,7 @@ def solve(owner: str, choices: Any, x: Tensor, targets: Tensor, weights: Tensor 
     if choices.verbose:
         print(f"{owner}: {chosen.why}")
     solver, auto = choices.solver, isinstance(choices.solver, str)
-    if auto:
-        checks.word(owner, "solver", solver, ("auto",))
+    check_solver(owner, solver, FULL_SOLVERS if chosen.method == "exact" else INDUCING_POINT_SOLVERS)
     if chosen.method == "exact":
         problem = FullProblem(kernel, x, targets, noise)
         if auto:
