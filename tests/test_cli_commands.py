@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 import sketchgp
 from sketchgp.cli import main
 from sketchgp.cli.model_file import load_model
-from sketchgp.errors import warn
+from sketchgp.errors import NumericalError, warn
+from sketchgp.saved_model import LoadedModel
 
 N = 240
 
@@ -99,14 +101,13 @@ def test_fit_then_predict_a_csv(tmp_path, data, capsys):
 
 def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
     """The saved weights give the mean; the variance is exact at this size: both against dense float64."""
-    from sketchgp.cli.steps import predict_saved
-
     model = tmp_path / "model.pt"
     assert run(capsys, "fit", data, "--target", "price", "--save", model, "--float64", *QUICK)[0] == 0
-    saved = load_model(model)
+    scaling, gp = load_model(model).scaling, load_model(model).model
     x = torch.randn(7, 2, dtype=torch.float64)
-    mean, variance = predict_saved(saved, x)
-    gp = load_model(model).model
+    prediction = sketchgp.load_model(model).predict(x * scaling.x_std + scaling.x_mean)
+    mean = scaling.scale_y(prediction.mean, torch.float64)
+    variance = prediction.observation_variance / scaling.y_std**2
     train_x, train_y = gp.train_inputs[0], gp.train_targets
     noise = gp.likelihood.noise.item()
     with torch.no_grad():
@@ -121,19 +122,14 @@ def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
 
 
 def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
-    from dataclasses import replace
-
-    from sketchgp.cli.steps import predict_saved
-
     model = tmp_path / "model.pt"
     run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
-    saved = load_model(model)
-    x = torch.randn(7, 2)
-    mean, _ = predict_saved(saved, x)
-    other, _ = predict_saved(replace(load_model(model), weights=torch.zeros_like(saved.weights)), x)
-    constant = saved.model.mean_module.constant.item()
-    torch.testing.assert_close(other, torch.full((7,), constant), atol=1e-6, rtol=0)
-    assert (mean - constant).abs().max() > 0.1
+    saved, x = load_model(model), torch.randn(7, 2) * 3
+    mean = sketchgp.load_model(model).predict(x).mean
+    without = replace(load_model(model), weights=torch.zeros_like(saved.weights))
+    constant = saved.scaling.unscale_mean(saved.model.mean_module.constant.detach())
+    torch.testing.assert_close(LoadedModel(without).predict(x).mean, constant.expand(7), atol=1e-4, rtol=0)
+    assert (mean - constant).abs().max() > 1
 
 
 @pytest.mark.parametrize("kernel", ["matern12", "matern32", "rbf"])
@@ -184,7 +180,7 @@ def test_files_are_not_destroyed(tmp_path, data, capsys, monkeypatch):
     os.link(model, hard)
     monkeypatch.setattr("sketchgp.cli.fit.tune", None)
     with monkeypatch.context() as patch:
-        patch.setattr("sketchgp.cli.predict.predict_saved", None)
+        patch.setattr("sketchgp.cli.predict.predict_rows", None)
         for force in ([], ["--force"]):
             for words in (
                 [*fit, "--save", data],
@@ -209,17 +205,17 @@ def test_files_are_not_destroyed(tmp_path, data, capsys, monkeypatch):
 
 
 def test_a_file_that_appears_while_the_work_goes_on_is_kept(tmp_path, data, capsys, monkeypatch):
-    from sketchgp.cli import steps
+    from sketchgp.cli import inputs
 
     model, output = tmp_path / "model.pt", tmp_path / "out.csv"
     run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
-    original = steps.predict_saved
+    original = inputs.predict_rows
 
     def slow(*words):
         output.write_text("mine")
         return original(*words)
 
-    monkeypatch.setattr("sketchgp.cli.predict.predict_saved", slow)
+    monkeypatch.setattr("sketchgp.cli.predict.predict_rows", slow)
     error = fails(capsys, "predict", model, data, "--output", output)
     assert output.read_text() == "mine"
     with open(error.split(" is in ")[1].strip()) as kept:
@@ -271,15 +267,19 @@ def test_fit_faults_in_the_data(tmp_path, capsys):
     assert "1 row(s) of data; at least 2" in error({"a": [1], "y": [2]})
     assert "'y': the target has one value (2)" in error({"a": range(30), "y": [2] * 30})
     assert "every feature is constant" in error({"a": [1] * 30, "y": range(30)})
-    assert "line 4, column 'a': 'x'" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
+    assert "column 'a' holds numbers in 2 rows and 'x' in line 4" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
     names = [f"stone {number}" for number in range(30)]
     many = error({"name": names, "y": range(30)})
     assert "'name' is text with 30 different values in 30 rows" in many
     assert all(remedy in many for remedy in ("--drop name", "--id name", "--categorical name"))
-    assert "'y': '2024-05-06' is a date" in error({"a": [1, 2], "y": ["2024-05-06", 3]})
-    assert "'y': 'dear' is text" in error({"a": [1, 2], "y": ["dear", "cheap"]})
+    assert "'y' holds '2024-05-06' in line 2: a date" in error({"a": [1, 2], "y": ["2024-05-06", 3]})
+    dear = error({"a": [1, 2], "y": ["dear", "cheap"]})
+    assert "'y' holds 'dear' in line 2, 'cheap' in line 3" in dear and "--categorical" not in dear
     lacking = {"a": [1, None, 3], "b": [None, 2, 3], "y": [1, 2, 3]}
-    assert "line 2, column 'b': the cell is empty" in (found := error(lacking))
+    path = write_csv(tmp_path / "data.csv", lacking)
+    code, _, found = run(capsys, "fit", path, "--target", "y")
+    assert code == 2 and "2 faults" in found and "column 'a' lacks a value: no value in line 3" in found
+    assert "column 'b' lacks a value: no value in line 2" in found
     assert all(remedy in found for remedy in ("--missing drop", "--missing mean", "--drop b"))
     lacking["b"][2] = None
     path = write_csv(tmp_path / "data.csv", lacking)
@@ -294,7 +294,7 @@ def test_predict_faults(tmp_path, data, capsys):
     rows = make_rows(n=5)
     del rows["width"]
     error = fails(capsys, "predict", model, write_csv(tmp_path / "new.csv", rows))
-    assert "1 column(s) that are not there: width" in error
+    assert "columns of the model: no column 'width'; the columns are length, price" in error
     assert "not a model saved by sketchgp" in fails(capsys, "predict", data, data)
     assert "cannot be written" in fails(capsys, "predict", model, data, "--output", tmp_path / "no" / "p.csv")
 
@@ -391,7 +391,7 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     np.testing.assert_allclose(std, [float(row["std"]) for row in found[:10]], rtol=1e-3)
     ten["carat"][3] = None
     assert loaded.predict(ten, missing="drop").mean.isnan().tolist() == [row == 3 for row in range(10)]
-    with pytest.raises(sketchgp.InputError, match=r"row 3, column 'carat'.*missing='drop'"):
+    with pytest.raises(sketchgp.InputError, match=r"column 'carat' lacks a value: no value in row 3.*missing='drop'"):
         loaded.predict(ten, missing="error")
     with pytest.raises(sketchgp.InputError, match=r"not seen.*with unknown='missing'"):
         loaded.predict({**ten, "cut": ["Superb"] * 10}, missing="mean")
@@ -401,32 +401,34 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     fresh["carat"][0], fresh["cut"][1] = None, "NA"
     lacking = write_csv(tmp_path / "lacking.csv", fresh)
     code, out, _ = run(capsys, "predict", model, lacking, "--output", output, "--force", "--missing", "drop")
-    assert code == 0 and "missing in 2 row(s), which get no prediction" in out
+    assert code == 0 and "2 row(s) lack a value ('NA' among them), and get no prediction" in out
     dropped = predictions(output)
     assert dropped[0] == {"name": "stone 0", "mean": "", "std": ""} and dropped[1]["mean"] == ""
     for row, one in zip(dropped[2:], found[2:], strict=True):
         assert float(row["mean"]) == pytest.approx(float(one["mean"]), rel=1e-4)
     code, out, _ = run(capsys, "predict", model, lacking, "--output", output, "--force")  # as fit was told
-    assert code == 0 and "are taken to be the mean of the training rows" in out
+    assert code == 0 and "2 row(s) lack a value ('NA' among them), and are filled with the mean" in out
     assert float(predictions(output)[0]["std"]) > 0
-    assert "line 2, column 'carat': the cell is empty" in fails(capsys, "predict", model, lacking, "--missing", "error")
+    code, _, error = run(capsys, "predict", model, lacking, "--missing", "error")
+    assert code == 2 and "column 'carat' lacks a value: no value in line 2" in error
+    assert "column 'cut' lacks a value: 'NA' in line 3" in error
     fresh["carat"][0] = 1.0
-    lacking = write_csv(tmp_path / "lacking.csv", fresh)
-    error = fails(capsys, "predict", model, lacking, "--missing", "error")
-    assert "line 3, column 'cut': the value is missing" in error
 
     fresh["cut"][1] = "Superb"
     strange = write_csv(tmp_path / "strange.csv", fresh)
     error = fails(capsys, "predict", model, strange)
-    assert "line 3, column 'cut': 'Superb'" in error and "'Fair', 'Good', 'Ideal'" in error and "--unknown" in error
+    assert (
+        "column 'cut' holds 'Superb' in line 3" in error and "'Fair', 'Good', 'Ideal'" in error and "--unknown" in error
+    )
     words = ["predict", model, strange, "--unknown", "missing", "--output", output, "--force", "--missing"]
-    assert "line 3, column 'cut': 'Superb' is taken for missing" in fails(capsys, *words, "error")
+    error = fails(capsys, *words, "error")
+    assert "column 'cut' holds 'Superb' in line 3" in error and "--missing drop or mean" in error
     code, out, _ = run(capsys, *words, "drop")
     assert code == 0 and "'cut' has categories that the model has not seen in 1 row(s)" in out
     assert [row["mean"] == "" for row in predictions(output)[:3]] == [False, True, False]
     fresh["cut"][1], fresh["certified"][2] = "Fair", "perhaps"
     error = fails(capsys, "predict", model, write_csv(tmp_path / "strange.csv", fresh))
-    assert "line 4, column 'certified': 'perhaps' is neither yes nor no" in error
+    assert "column 'certified' holds 'perhaps' in line 4: neither yes nor no" in error
 
 
 def test_missing_means_are_those_of_the_training_rows(tmp_path, capsys):
@@ -498,6 +500,42 @@ def test_a_warning_is_a_line(data, capsys, monkeypatch):
     monkeypatch.setattr("sketchgp.cli.fit.tune", tune)
     _, _, error = run(capsys, "fit", data, "--target", "price")
     assert error == "warning: the solve fell short. [troubleshooting: out-of-budget]\nstopped\n"
+
+
+def test_a_solve_that_fails_is_no_success(tmp_path, data, capsys, monkeypatch):
+    """Whatever error of ours ends the work, its message is a line, nothing is saved and the exit status is not 0."""
+
+    def fail(*words, **more):
+        raise NumericalError("the solve for the mean failed.", see="out-of-budget")
+
+    model, output = tmp_path / "model.pt", tmp_path / "out.csv"
+    assert run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)[0] == 0
+    monkeypatch.setattr("sketchgp.cli.steps.predict", fail)
+    monkeypatch.setattr("sketchgp.cli.inputs.predict", fail)
+    error = fails(capsys, "fit", data, "--target", "price", "--save", tmp_path / "other.pt", *QUICK)
+    assert error == "error: the solve for the mean failed. [troubleshooting: out-of-budget]\n"
+    assert fails(capsys, "predict", model, data, "--output", output) == error
+    assert not (tmp_path / "other.pt").exists() and not output.exists()
+
+
+def test_marks_of_missing_values_are_remembered(tmp_path, capsys):
+    """A category may be called none, and the model knows; predict takes other marks where it is told."""
+    model, output, rows = tmp_path / "model.pt", tmp_path / "out.csv", make_rows()
+    pool = list(np.where(rows["width"] > 0, "none", "small"))
+    columns = {"pool": pool, **{name: list(values) for name, values in rows.items()}}
+    columns["length"][3] = "n.d."
+    path = write_csv(tmp_path / "data.csv", columns)
+    words = ["--target", "price", "--save", model, "--missing", "drop", "--missing-marks", "n.d.,NULL", *QUICK]
+    code, out, _ = run(capsys, "fit", path, *words)
+    assert code == 0 and "pool (2)" in out and "1 of 240 rows are left out" in out
+    assert "taken for missing values, as empty cells are: 'n.d.'" in out
+    new = {"pool": ["none", "null", "small"], "length": [12, 12, "N.D."], "width": [0.5, 0.5, 0.5]}
+    path = write_csv(tmp_path / "new.csv", new)
+    assert run(capsys, "predict", model, path, "--output", output)[0] == 0
+    assert [row["mean"] == "" for row in predictions(output)] == [False, True, True]
+    assert sketchgp.load_model(model).predict(new).mean.isnan().tolist() == [False, True, True]
+    error = fails(capsys, "predict", model, path, "--missing-marks", "null")
+    assert "column 'length' holds numbers in 2 rows and 'N.D.' in line 4" in error
 
 
 def test_info_and_version(capsys):

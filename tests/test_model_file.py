@@ -13,6 +13,7 @@ import torch
 import sketchgp
 from sketchgp import tensor_file
 from sketchgp.cli import main
+from sketchgp.cli.columns import MARKS
 from sketchgp.cli.features import Feature
 from sketchgp.cli.model_file import FORMAT, VERSION, SavedModel, load_model, save_model
 from sketchgp.cli.regression import KERNELS, Regression, Scaling
@@ -32,7 +33,7 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
     features = (Feature("a"), Feature("b, or c", "category", ("no", "other")))
     fill = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
-    return SavedModel(model, weights, kernel, features, "price", scaling, 1e-4, fill, "mean", "row")
+    return SavedModel(model, weights, kernel, features, "price", scaling, 1e-4, fill, "mean", "row", ("n.d.",))
 
 
 @pytest.mark.parametrize("kernel", list(KERNELS))
@@ -43,7 +44,7 @@ def test_round_trip(tmp_path, kernel, dtype):
     save_model(path, saved)
     loaded = load_model(path)
     assert (loaded.kernel, loaded.features, loaded.target) == (kernel, saved.features, "price")
-    assert (loaded.missing, loaded.id) == ("mean", "row")
+    assert (loaded.missing, loaded.id, loaded.marks) == ("mean", "row", ("n.d.",))
     assert (loaded.scaling.y_mean, loaded.scaling.y_std, loaded.residual) == (3.5, 0.25, 1e-4)
     for one, other in [
         (loaded.weights, saved.weights),
@@ -80,9 +81,9 @@ def test_public_loader(tmp_path):
     for same in (raw, torch.from_numpy(raw), {name: list(table[name]) for name in loaded.features}):
         assert torch.equal(loaded.predict(same).mean, found.mean)
     raw[3, 1] = np.nan  # rows are counted from 0, whatever they are given as
-    with pytest.raises(InputError, match=r"first in row 3\."):
+    with pytest.raises(InputError, match="column 'b' lacks a value: no value in row 3"):
         loaded.predict(raw)
-    with pytest.raises(InputError, match="row 3, column 'b'"):
+    with pytest.raises(InputError, match="column 'b' lacks a value: no value in row 3"):
         loaded.predict({name: raw[:, number] for number, name in enumerate(loaded.features)})
     with pytest.raises(InputError, match="no column 'b'"):
         loaded.predict(table.drop(columns="b"))
@@ -169,19 +170,20 @@ def _described(name, kind="number", categories=()):
     [
         ("version", VERSION + 1, "newer sketchgp"),
         ("version", "1", "version"),
-        ("kernel", "cubic", "unknown kernel 'cubic'"),
+        ("kernel", "cubic", "'kernel' is str 'cubic'"),
         ("kernel", None, "'kernel'"),
-        ("version", VERSION - 1, "older sketchgp .*command fit"),
-        ("features", [_described("a"), _described("a"), _described("b")], "different names"),
+        ("version", 2, "older sketchgp .*command fit"),
+        ("features", [_described("a"), _described("a"), _described("b")], "all different"),
         ("features", [_described("a"), _described("b")], "train_x"),
         ("features", ["a", "b", "c"], "names, kinds and categories"),
         ("features", [_described("a", "date")], "names, kinds and categories"),
-        ("features", [_described("a"), _described("b", "category", ["no", "no"])], "different texts"),
-        ("features", [_described("a"), _described("b", "category", [])], "different texts"),
+        ("features", [_described("a"), _described("b", "category", ["no", "no"])], "all different"),
+        ("features", [_described("a"), _described("b", "category", [])], "all different"),
         ("missing", "guess", "'missing'"),
-        ("fill", torch.zeros(2, dtype=torch.float64), r"'fill' has shape \(2,\)"),
+        ("marks", ["NA", 3], "'marks'"),
+        ("fill", torch.zeros(2, dtype=torch.float64), r"'fill' has .*shape \(2,\), expected \(3,\)"),
         ("target", 3, "'target'"),
-        ("train_y", torch.zeros(11), r"'train_y' has shape \(11,\)"),
+        ("train_y", torch.zeros(11), r"'train_y' has .*shape \(11,\)"),
         ("train_y", torch.zeros(12, dtype=torch.float64), "'train_y' has type"),
         ("train_x", torch.zeros(12, 3, dtype=torch.int64), "'train_x' has type"),
         ("weights", torch.full((12,), float("nan"), dtype=torch.float64), "'weights' holds values that are not finite"),
@@ -231,10 +233,21 @@ def test_weights_have_to_solve_the_training_data(tmp_path):
             load_model(path)
 
 
+def test_files_of_the_version_before(tmp_path):
+    """They knew no marks of missing values, and had those that are usual."""
+    path = tmp_path / "model.pt"
+    save_model(path, make())
+    described, tensors = tensor_file.load(path)
+    assert described.pop("marks") == ["n.d."]
+    tensor_file.save(path, {**described, "version": 3}, tensors)
+    assert load_model(path).marks == MARKS
+    assert load_model(path).features == make().features
+
+
 def test_the_format_without_a_digest(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"format": FORMAT, "version": 1, "weights": torch.zeros(3)}, path)
-    with pytest.raises(InputError, match=r"older sketchgp .*command fit"):
+    with pytest.raises(InputError, match=r"before digests .*command fit"):
         load_model(path)
 
 

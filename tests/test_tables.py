@@ -1,220 +1,287 @@
-"""Reading tables: right values from good files; from bad ones, an error with file, row and column."""
+"""Reading tables by the command and by ``load_model``: what a person would say that a file holds, or an error.
 
-import builtins
+The command ``fit`` is stopped before it tunes; what it read is in the lines that it has printed by then.
+"""
+
+import datetime
+import decimal
+import pickle
+import re
+import sys
 
 import numpy as np
 import pytest
+import torch
 
-from sketchgp.cli import npz_reader
-from sketchgp.cli.cells import Cells
-from sketchgp.cli.tables import open_table, suggest
-from sketchgp.errors import InputError
+import sketchgp
+from sketchgp.cli import main
 
-
-def write(tmp_path, text, name="data.csv"):
-    path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
+pandas = pytest.importorskip("pandas")
+pyarrow = pytest.importorskip("pyarrow")
 
 
-def read_all(path, columns=None, cells=None, **options):
-    source = open_table(path, **options)
-    return source.read(columns or list(source.default_features), cells)
+@pytest.fixture
+def read(tmp_path, capsys, monkeypatch):
+    """Exit code and output of ``fit`` on a file of this content."""
+
+    def stop(*words):
+        raise KeyboardInterrupt
+
+    def read(content, *options, target="y", name="data.csv", encoding="utf-8"):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode(encoding))
+        monkeypatch.setattr("sketchgp.cli.fit.tune", stop)
+        capsys.readouterr()
+        code = main(["fit", str(path), "--target", target, "--test-fraction", "0", *map(str, options)])
+        out, error = capsys.readouterr()
+        assert code in (2, 130) and (code == 2) == error.startswith(f"error: {path}")
+        return code, out + error
+
+    return read
 
 
-def values(table):
-    """All columns beside each other."""
-    return np.stack([column.values for column in table.columns.values()], axis=1)
+def check(result, kind, values, name="x"):
+    """The column became what it should, and the target has the mean and the deviation of these values."""
+    code, text = result
+    assert code == 130, text
+    line = {"number": "numbers, standardised", "boolean": "yes or no", "category": "categories"}[
+        kind
+    ]  # as the command says it
+    assert re.search(rf"{line}.*: .*\b{name}\b", text), text
+    mean, deviation = map(float, re.search(r"its mean is (\S+), its deviation (\S+)", text).groups())
+    np.testing.assert_allclose([mean, deviation], [np.mean(values), np.std(values, ddof=1)], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("text", "names", "expected"),
-    [
-        ("a,b\n1,2\n3,4.5\n", ("a", "b"), [[1, 2], [3, 4.5]]),
-        ("\ufeffa,b\r\n1,2\r\n3,4\r\n", ("a", "b"), [[1, 2], [3, 4]]),
-        ("a;b\n1;2\n", ("a", "b"), [[1, 2]]),
-        ("a\tb\n1\t-2e3\n", ("a", "b"), [[1, -2000]]),
-        ('"a, large","b"\n"1",2\n', ("a, large", "b"), [[1, 2]]),
-        ("a,b\n1,2\n\n3,4\n", ("a", "b"), [[1, 2], [3, 4]]),
-        (",a\n0,5\n1,6\n", ("a",), [[5], [6]]),
-        (" a , b \n 1 , 2 \n", ("a", "b"), [[1, 2]]),
-    ],
-)
-def test_csv_values(tmp_path, text, names, expected):
-    table = read_all(write(tmp_path, text))
-    assert tuple(table.columns) == names
-    np.testing.assert_array_equal(values(table), expected)
+NAMED = ["--missing", "drop", "--missing-marks"]
+GOOD = {
+    "plain": ("x,y\n1,2\n3,4.5\n", [], "number", [2, 4.5]),
+    "mark of bytes, CRLF": ("\ufeffx,y\r\n1,2\r\n3,4\r\n", [], "number", [2, 4]),
+    "old Macintosh": ("x,y\r1,2\r3,4\r", [], "number", [2, 4]),
+    "semicolons": ("x;y\n1;2\n3;4\n", [], "number", [2, 4]),
+    "tabs, exponents": ("x\ty\n1\t-2e3\n3\t+4E3\n", [], "number", [-2000, 4000]),
+    "bars": ("x|y\n1|2\n3|4\n", [], "number", [2, 4]),
+    "separators in quotes": ('"a;b;c;d",x,y\n1,1,2\n5,3,4\n', [], "number", [2, 4]),
+    "more commas than semicolons": ('x;y;"a,b,c"\n1;2;"p,q,r"\n3;4;"s,t"\n', [], "number", [2, 4]),
+    "quotes": ('"x","y"\n"1",2\n3,"4"\n', [], "number", [2, 4]),
+    "quotes in quotes, lines in cells": ('z,x,y\n"a ""b""\nc",1,2\nd,3,4\n', [], "number", [2, 4]),
+    "blanks": (" x , y \n 1 , 2 \n 3, 4\n", [], "number", [2, 4]),
+    "empty lines": ("x,y\n1,2\n\n3,4\n\n\n", [], "number", [2, 4]),
+    "no last end of line": ("x,y\n1,2\n3,4", [], "number", [2, 4]),
+    "separator at the end": ("x,y,\n1,2,\n3,4,\n", [], "number", [2, 4]),
+    "row numbers without a name": (",x,y\n0,1,2\n1,7,4\n", [], "number", [2, 4]),
+    "decimal commas": ("x;y\n1,5;2,5\n3;4,25\n", ["--decimal", ","], "number", [2.5, 4.25]),
+    "the option's former name": ("x;y\n1,5;2,5\n3;4,25\n", ["--decimal-comma"], "number", [2.5, 4.25]),
+    "decimal commas without names": ("1,5;2,5\n3,1;4,25\n", ["--decimal", ",", "--no-header"], "number", [2.5, 4.25]),
+    "German thousands": ("x;y\n1;1.234,5\n2;12.000\n", ["--thousands", "."], "number", [1234.5, 12000]),
+    "English thousands": ('x,y\n1,"1,234.5"\n2,999\n', ["--thousands", ","], "number", [1234.5, 999]),
+    "French thousands": ("x;y\n1;1\u202f234,5\n2;9\n", ["--thousands", " ", "--decimal", ","], "number", [1234.5, 9]),
+    "Swiss thousands": ("x;y\n1;1'234.5\n2;9\n", ["--thousands", "'"], "number", [1234.5, 9]),
+    "points are decimals": ("x;y\n1;1.234\n2;12.000\n", ["--decimal", "."], "number", [1.234, 12]),
+    "other columns have decimals": ("x;y\n1.25;1.234\n2;12.000\n", [], "number", [1.234, 12]),
+    "fixed decimals": ("x,y\n1,1.234\n2,12.500\n", [], "number", [1.234, 12.5]),
+    "zero before the point": ("x;y\n1;0.234\n2;1.500\n", [], "number", [0.234, 1.5]),
+    "words": ("x,y\nred,2\nblue,4\n", [], "category", [2, 4]),
+    "ages": ("x,y\n18-25,2\n26-35,4\n", [], "category", [2, 4]),
+    "ordinals": ("x,y\n1st,2\n2nd,4\n", [], "category", [2, 4]),
+    "true and false": ("x,y\nTRUE,2\nfalse,4\n", [], "boolean", [2, 4]),
+    "yes and no": ("x,y\nYes,2\nno,4\n", [], "boolean", [2, 4]),
+    "postal codes": ("x,y\n01234,2\n10115,4\n", ["--categorical", "x"], "category", [2, 4]),
+    "numbers with zeros": ("x,y\n007,2\n012,4\n", ["--numeric", "x"], "number", [2, 4]),
+    "years": ("x,y\n2019,2\n2020,4\n", [], "number", [2, 4]),
+    "numbers like dates": ("x,y\n20240131,2\n20240201,4\n", ["--numeric", "x"], "number", [2, 4]),
+    "large numbers": ("x,y\n12345678901234567890,2\n1,4\n", ["--numeric", "x"], "number", [2, 4]),
+    "none is a category": ("x,y\nnone,2\none,4\n", ["--missing-marks", "NA,?"], "category", [2, 4]),
+    "marks that are named": ("x,y\n1,2\n3,4\nn.d.,7\n", [*NAMED, "n.d."], "number", [2, 4]),
+    "a number that is a mark": ("x,y\n1,2\n3,4\n-999,7\n", [*NAMED, "-999"], "number", [2, 4]),
+    "marks of spreadsheets": ("x,y\n1,2\n3,4\n#N/A,7\n<NA>,8\n", ["--missing", "drop"], "number", [2, 4]),
+    "preamble": ("Report, 2024\n\nx,y\n1,2\n3,4\n", ["--skip-lines", "1-2"], "number", [2, 4]),
+    "preamble and units": ("Report\nx,y\nm,kg\n1,2\n3,4\n", ["--skip-lines", "1,3"], "number", [2, 4]),
+    "a separator that is named": ("x y\n1 2\n3 4\n", ["--separator", " "], "number", [2, 4]),
+}  # fmt: skip
 
 
-def test_csv_fast_and_careful_readers_agree(tmp_path):
-    numbers = np.random.default_rng(0).standard_normal((500, 3)) * 10.0 ** np.arange(-3, 3, 2)
-    rows = [",".join(map(repr, row)) for row in numbers.tolist()]
-    fast = read_all(write(tmp_path, "a,b,c\n" + "\n".join(rows)), ["c", "a"])
-    rows[7] += "\n"  # an empty line, and a cell that numpy's reader does not take
-    slow = read_all(write(tmp_path, "a,b,c\n" + "\n".join([*rows, "1,x,2"])), ["c", "a"])
-    np.testing.assert_array_equal(values(fast), numbers[:, [2, 0]])
-    np.testing.assert_array_equal(values(slow)[:-1], values(fast))
-    assert (fast.place(8), slow.place(8)) == ("row 9", "line 11")
+@pytest.mark.parametrize("case", GOOD)
+def test_what_a_text_file_holds(read, case):
+    content, options, kind, values = GOOD[case]
+    names = {"target": "c2", "x": "c1"} if "--no-header" in options else {"target": "y", "x": "x"}
+    check(read(content, *options, target=names["target"]), kind, values, names["x"])
 
 
-def test_text_columns_can_be_left_out(tmp_path):
-    path = write(tmp_path, "a,colour,b\n1,red,2\n3,blue,4\n")
-    np.testing.assert_array_equal(values(read_all(path, ["b", "a"])), [[2, 1], [4, 3]])
+BAD = {
+    "text that is no known mark": ("x,y\nn.d.,1\n1,2\n2,3\nn.d.,4\n", ["'n.d.' in line 2 and 1 more", "in 2 rows"]),
+    "text among marks": ("x,y\n1,1\nNA,2\nn.d.,3\n", ["--missing-marks NA,n.d.", "--categorical x", "--drop x"]),
+    "a limit": ("x,y\n<0.5,1\n1,2\n", ["'<0.5' in line 2"]),
+    "units": ("x,y\nm,kg\n1,2\n2,3\n", ["2 faults", "column 'x'", "'m' in line 2", "column 'y'", "--skip-lines 2"]),
+    "codes and numbers": ("x,y\nA1,1\n7,2\nB2,3\n", ["'A1' in line 2, 'B2' in line 4", "--categorical x"]),
+    "true and one": ("x,y\ntrue,1\n0,2\n", ["'true' in line 2", "plain numbers"]),
+    "two separators": ("a,x;y\n1,2;5\n3,4;6\n", ["',', ';'", "--separator"]),
+    "German thousands": ("x;y\n1.234,5;1\n2,0;2\n", ["'1.234,5' in line 2", "--decimal , or --thousands"]),
+    "thousands or decimals": ("x;y\n1.234;1\n12.000;2\n", ["'1.234' in line 2", "--decimal . or --thousands ."]),
+    "thousands among small numbers": ("x,y\n999,1\n1.234,2\n12.000,3\n", ["decimals or thousands"]),
+    "English thousands": ('x,y\n"1,234",1\n"2,500",2\n', ["'1,234'", "--thousands"]),
+    "other thousands": ("x,y\n1 234,1\n2'500,2\n", ["'1 234'", "--thousands"]),
+    "decimal commas": ("x;y\n1,5;1\n2,5;2\n", ["'1,5' in line 2", "--decimal ,"]),
+    "underscores": ("x,y\n1_000,1\n2_000,2\n", ["'1_000'"]),
+    "percent": ("x,y\n12%,1\n13 %,2\n", ["'12%' in line 2, '13 %' in line 3"]),
+    "currency": ("x,y\n$12,1\n-€1.50,2\n", ["'$12'"]),
+    "minus signs of typography": ("x,y\n−5,1\n−6,2\n", ["'−5'"]),
+    "unit behind": ("x,y\n12 kg,1\n13.5 kg,2\n", ["'12 kg'", "unit"]),
+    "leading zeros": ("x,y\n01234,1\n10115,2\n", ["'01234' in line 2", "--numeric x", "--categorical x", "--id x"]),
+    "huge whole numbers": ("x,y\n9007199254740993,1\n1,2\n", ["'9007199254740993' in line 2", "lose", "--id x"]),
+    "infinite": ("x,y\ninf,1\n-Infinity,2\n", ["'inf' in line 2, '-Infinity' in line 3: not finite"]),
+    "too large": ("x,y\n1e999,1\n2,2\n", ["'1e999' in line 2: not finite"]),
+    "slashed dates": ("x,y\n01/02/2024,1\n02/02/2024,2\n", ["'01/02/2024'", "a date", "days since", "--drop x"]),
+    "German dates": ("x,y\n1.2.2024 10:30,1\n2.2.2024 11:00,2\n", ["a date"]),
+    "months": ("x,y\n3 Feb 2024,1\nMarch 2024,2\n", ["a date"]),
+    "compact dates": ("x,y\n20240131,1\n20240201,2\n", ["'20240131'", "a date", "--numeric x"]),
+    "compact months": ("x,y\n202401,1\n202402,2\n", ["a date", "--numeric x"]),
+    "compact times": ("x,y\n20240131093000,1\n20240201120000,2\n", ["a date"]),
+    "weeks": ("x,y\n2024-W05,1\n2024-W06,2\n", ["a date"]),
+    "times of day": ("x,y\n01:00 PM,1\n11:30 am,2\n", ["'01:00 PM'", "a date or a time"]),
+    "time zones": ("x,y\n2024-05-06T10:00+02:00,1\n2024-05-06 08:00Z,2\n", ["a date or a time"]),
+    "dates among words": ("x,y\nsoon,1\n2024-05-06,2\n", ["'2024-05-06' in line 3: a date"]),
+    "missing": ("x,y\n1,1\n,2\nNA,3\n-,4\n", ["no value in line 3, 'NA' in line 4, '-' in line 5", "--missing drop"]),
+    "marks that may be categories": ("x,y\nnone,1\none,2\n", ["'none' in line 2", "--missing-marks"]),
+    "all faults": ("x,z,y\n1,inf,1\n,2,n.d.\nb,3,4\n", ["4 faults", "'x' holds", "'x' lacks", "'z'", "'y'"]),
+    "a column of one value": ("x,y\n1,1\n1,2\n", ["every feature is constant"]),
+    "an empty line in the only column": ("y\n1\n\n3\n", ["no columns are left"]),
+    "too many words": ("x,y\n" + "".join(f"n{i},{i}\n" for i in range(20)), ["20 different values", "--id x"]),
+    "lines of other lengths": ("x,y\n1,2\n3\n4,5,6\n7,8\n", ["line 1 has 2 cells, but line 3 has 1, line 4 has 3;"]),
+    "short lines": ("x,y\n1,2\n3\n7,8\n", ["line 1 has 2 cells, but line 3 has 1;"]),
+    "preamble": ("Report 2024\n\nx,y\n1,2\n", ["line 1 has 1 cells, but line 3 has 2", "--skip-lines"]),
+    "names that occur twice": ("x,x,y\n1,2,3\n", ["more than once: 'x'"]),
+    "no names": ("5.1,3.5\n4.9,3.0\n", ["no column 'y'", "--no-header"]),
+    "equal numbers as names": ("0.2,0.2,y\n1,2,3\n", ["'0.2'", "more than once", "--no-header"]),
+    "an empty line first": ("\nx,y\n1,2\n", ["line 1", "empty line", "--skip-lines"]),
+    "nothing": ("", ["the file is empty"]),
+    "no rows": ("x,y\n", ["no rows"]),
+    "an open quote": ('x,y\n1,2\n"3,4\n', ["cannot be read"]),
+    "bytes of another encoding": ("größe,y\n1,2\n".encode("latin-1"), ["utf-8", "--encoding cp1252"]),
+    "UTF-16 without its mark": ("x,y\n1,2\n".encode("utf-16-le"), ["zero bytes", "--encoding utf-16-le"]),
+}  # fmt: skip
 
 
-def test_text_and_missing_values(tmp_path):
-    """Of every kind of file the same: text as text, the usual marks as missing, numbers as text where that is asked."""
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(
-        {"a": [1.5, np.nan, 2.0], "cut": ["Good", " Ideal ", None], "code": [3, 1, 3], "on": [True, False, True]}
-    )
-    frame.to_parquet(tmp_path / "data.parquet")
-    frame.assign(cut=frame["cut"].astype("category")).to_parquet(tmp_path / "again.parquet")
-    np.savez(tmp_path / "data.npz", **{**frame, "cut": np.array(["Good", "Ideal", "NA"])})
-    write(tmp_path, "a,cut,code,on\n1.5,Good,3,1\n,Ideal,1,0\n2,?,3,1\n")
-    wanted = ["on", "cut", "a", "code"]
-    for name in ("data.csv", "data.parquet", "again.parquet", "data.npz"):
-        table = read_all(tmp_path / name, wanted, Cells(may_lack=("a", "cut"), text=("code",)))
-        found = {key: column.values.tolist() for key, column in table.columns.items()}
-        assert found["cut"] == ["Good", "Ideal", None]
-        assert found["code"] == ["3", "1", "3"]
-        assert found["on"] == [1, 0, 1]
-        np.testing.assert_array_equal(found["a"], [1.5, np.nan, 2])
-        np.testing.assert_array_equal(table.missing(["a", "cut"]), [False, True, True])
-        with pytest.raises(InputError, match=r"'cut'.*missing.*--drop cut"):
-            read_all(tmp_path / name, wanted, Cells(may_lack=("a",), text=("code",)))
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(read, case):
+    """Nothing that could be read in two ways is read in one of them."""
+    content, parts = BAD[case]
+    code, text = read(content)
+    assert code == 2, text
+    assert [part for part in parts if part not in text] == [], text
 
 
 @pytest.mark.parametrize(
     ("encoding", "told"),
     [("utf-8", None), ("utf-8-sig", "utf-8"), ("utf-16", None), ("latin-1", "latin-1"), ("utf-16-le", "utf-16-le")],
 )
-@pytest.mark.parametrize("text", ["größe;y\n1;2\n3;4\n", "größe;y\nklein;2\nüber;4\n"], ids=["numbers", "text"])
-def test_encodings(tmp_path, encoding, told, text):
-    path = write(tmp_path, text.encode(encoding))
-    table = read_all(path, encoding=told)
-    assert list(table.columns) == ["größe", "y"]
-    np.testing.assert_array_equal(table.numbers("y"), [2, 4])
-    if told not in (None, "utf-8"):
-        with pytest.raises(InputError, match=r"UTF-8.*--encoding"):
-            read_all(path)
+def test_encodings(read, encoding, told):
+    options = [] if told is None else ["--encoding", told]
+    code, text = read("größe;y\nklein;2\nüber;4\n", *options, encoding=encoding)
+    assert code == 130 and "y by 1 feature(s) (größe)" in text and "größe (2)" in text
+    for wrong in ("latin-99", "rot13"):
+        assert f"--encoding {wrong}: not an encoding" in main_error(read, "x,y\n1,2\n", "--encoding", wrong)
 
 
-def test_encodings_that_are_none(tmp_path):
-    path = write(tmp_path, "a,b\n1,2\n")
-    for encoding in ("latin-99", "rot13"):
-        with pytest.raises(InputError, match=f"--encoding {encoding}: not an encoding"):
-            read_all(path, encoding=encoding)
-    with pytest.raises(InputError, match=r"utf-16.*truncated|utf-16.*BOM"):
-        read_all(write(tmp_path, b"\xff\xfea"), encoding="utf-16")
-    for option in ({"encoding": "latin-1"}, {"header": False}, {"comma": True}):
-        with pytest.raises(InputError, match="is for text files"):
-            read_all(npz(tmp_path / "data.npz", a=np.zeros(3)), **option)
+def main_error(read, content, *options, **more):
+    code, text = read(content, *options, **more)
+    assert code == 2
+    return text
 
 
-def test_a_header_that_is_missing(tmp_path):
-    path = write(tmp_path, "5.1,3.5,1.4\n4.9,3.0,1.3\n")
-    assert "all numbers (5.1, 3.5, 1.4)" in open_table(path).suspicion
-    with pytest.raises(InputError, match=r"--target: no column 'y'.*--no-header"):
-        open_table(path).require(["y"], "--target")
-    with pytest.raises(InputError, match=r"'0.2' occurs more than once.*--no-header"):
-        open_table(write(tmp_path, "0.2,0.2\n1,2\n", "twice.csv"))
-    table = read_all(path, header=False)
-    assert list(table.columns) == ["c1", "c2", "c3"]
-    np.testing.assert_array_equal(values(table), [[5.1, 3.5, 1.4], [4.9, 3.0, 1.3]])
-    assert not open_table(write(tmp_path, "a,2019\n1,2\n", "named.csv")).suspicion
-    mixed = open_table(write(tmp_path, "7,red,5.1\n4,blue,3.0\n", "mixed.csv")).suspicion
-    assert "decimals among them (5.1): if this is data" in mixed and "--no-header" in mixed
+def test_lines_are_those_of_the_file(read):
+    """Empty lines, skipped ones and line ends in cells count."""
+    content = 'Report\n\nz,x,y\n"a\nb",1,2\n\nc,oops,3\nd,4,5\n'
+    assert "'oops' in line 7" in main_error(read, content, "--skip-lines", "1-2")
 
 
-def test_decimals_with_a_comma(tmp_path):
-    path = write(tmp_path, "a;b;c\n1,5;-2;red\n+,25e1;7;1,5 m\n")
-    table = read_all(path, comma=True)
-    a, b, c = (list(column.values) for column in table.columns.values())
-    assert (a, b, c) == ([1.5, 2.5], [-2, 7], ["red", "1,5 m"])
-    assert "(0,2): if this is data" in open_table(write(tmp_path, "0,2;red\n1,5;blue\n"), comma=True).suspicion
-    for cell in ("1.5", "1.234,5"):
-        with pytest.raises(InputError, match=f"'{cell}' is text, .* decimals with a comma, and thousands without"):
-            read_all(write(tmp_path, f"a;b\n{cell};2\n"), comma=True)
+def test_rows_beyond_the_first_chunk(read):
+    """pandas reads long files in pieces; the last lines count as the first do."""
+    rows = "".join(f"{i},{i % 7}\n" for i in range(300_000))
+    assert "'oops' in line 300002" in main_error(read, "x,y\n" + rows + "oops,2\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("", ["empty"]),
-        ("\n1,2\n", ["line 1", "header"]),
-        ("a,b\n", ["no rows"]),
-        ("a,b,a\n1,2,3\n", ["'a'", "more than once"]),
-        ("a,b\n1,2\n3\n", ["line 3", "1 cells", "2 column names"]),
-        ("a,b\n1,2\n3,4,5\n", ["line 3", "3 cells", "2 column names"]),
-        ("a,b\n1,2\n3,\n", ["line 3", "'b'", "empty"]),
-        ("a,b\n1,2\nNA,4\n", ["line 3", "'a'", "'NA'", "missing"]),
-        ("a,b\n1,2\n3,nan\n", ["line 3", "'b'", "'nan'"]),
-        ("a,b\n1,2\n3,-inf\n", ["line 3", "'b'", "'-inf'"]),
-        ("a,b\n1,2\n\n3,twelve\n", ["line 4", "'b'", "'twelve'", "not a number", "--categorical b", "--drop b"]),
-        ("a,day\n1,2024-05-06\n", ["line 2", "'day'", "'2024-05-06' is a date", "days since", "--drop day"]),
-        ("a,day\n1,6.5.2024 10:30\n", ["'6.5.2024 10:30' is a date"]),
-        ("a,b\n1,2\n3,10:30\n", ["line 3", "'10:30' is a date or a time"]),
-        ("a,b\n1,2\n3,1_000\n", ["line 3", "'b'", "'1_000'"]),
-        ("a;b\n1,5;2\n", ["line 2", "'a'", "'1,5'", "point (or say --decimal-comma)"]),
-        ('a,b\n"1,234.5",2\n', ["line 2", "'a'", "'1,234.5'", "thousands"]),
-        ('a,b\n1,2\n"3,4\n', ["line 3"]),
-        (b"a,b\n1,2\n3,\xff\n", ["UTF-8", "byte 10"]),
-        (b"a\x00,\x00b\x00\n\x00", ["UTF-8", "zero bytes", "--encoding utf-16-le"]),
-    ],
-)
-def test_csv_faults(tmp_path, text, parts):
-    path = write(tmp_path, text)
-    with pytest.raises(InputError) as raised:
-        read_all(path)
-    for part in [str(path), *parts]:
-        assert part in str(raised.value)
+def test_wrong_words_of_options(read, capsys):
+    for words in (["--skip-lines", "0"], ["--skip-lines", "a"], ["--separator", "ab"], ["--decimal", ";"]):
+        with pytest.raises(SystemExit):
+            read("x,y\n1,2\n3,4\n", *words)
+    for words, said in (
+        (["--numeric", "z"], "--numeric: no column 'z'"),
+        (["--numeric", "x", "--drop", "x"], "'x' is not among the features"),
+        (["--numeric", "x", "--categorical", "x"], "'x' is in --categorical, too"),
+    ):
+        assert main(["fit", str(write(read)), "--target", "y", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
-def test_columns_that_have_to_hold_numbers(tmp_path):
-    path = write(tmp_path, "a,price\n1,dear\n")
-    with pytest.raises(InputError, match=r"line 2, column 'price': 'dear' is text, not a number; only numbers"):
-        read_all(path, cells=Cells(numbers=("price",)))
+def write(read):
+    """The path of a small file."""
+    _, text = read("x,y,u\n1,2,0\n3,4,1\n")
+    return re.search(r"reading (\S+)", text)[1]
 
 
-def test_missing_file_folder_and_extension(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        open_table(tmp_path / "absent.csv")
-    with pytest.raises(InputError, match="folder"):
-        open_table(tmp_path)
-    with pytest.raises(InputError, match=r"'\.xls'.*\.csv.*save the sheet as CSV"):
-        open_table(write(tmp_path, "x", "data.xls"))
+# --- Parquet ----------------------------------------------------------------------------------------------------
 
 
-def test_unknown_column_is_named_with_the_nearest(tmp_path):
-    source = open_table(write(tmp_path, "Price,weight\n1,2\n"))
-    with pytest.raises(InputError, match=r"--target: no column 'pricee' \(did you mean 'Price'\?\).*Price, weight"):
-        source.require(["pricee"], "--target")
-    assert suggest("zzzz", ["price"]) == ""
+def parquet(columns, path):
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path)
 
 
-def test_npz_with_x_and_other_arrays(tmp_path):
-    path = tmp_path / "data.npz"
-    x, y = np.arange(6, dtype=np.uint8).reshape(3, 2), np.array([1.5, 2.5, 3.5], dtype=np.float32)
-    np.savez(path, X=x, y=y, other=np.zeros(7), mask=np.array([True, False, True]))
-    source = open_table(path)
-    assert source.default_features == ("x0", "x1")
-    assert set(source.names) == {"x0", "x1", "y", "mask"}
-    np.testing.assert_array_equal(values(source.read(["x1", "y", "mask"])), [[1, 1.5, 1], [3, 2.5, 0], [5, 3.5, 1]])
+def test_parquet_keeps_its_types(read, tmp_path):
+    path = tmp_path / "data.parquet"
+    y = pyarrow.array([2, 4], pyarrow.int32())
+    for x, kind in (
+        (pyarrow.array([1, 3], pyarrow.uint8()), "number"),
+        (pyarrow.array([True, False]), "number"),
+        (pyarrow.array([decimal.Decimal("1.5"), decimal.Decimal("2.5")]), "number"),
+        (pyarrow.array([7, 12]).dictionary_encode(), "category"),
+        (pyarrow.array(["u", "v"]).dictionary_encode(), "category"),
+        (pyarrow.array(["10115", "20095"]).dictionary_encode(), "category"),
+        (pyarrow.array(["yes", "no"], pyarrow.large_string()), "boolean"),
+    ):
+        parquet({"x": x, "y": y}, path)
+        check(read(None, name=path.name), kind, [2, 4])
+    for x, parts in (
+        (pyarrow.array([0, 1], pyarrow.date32()), ["a date", "--drop x"]),
+        (pyarrow.array([0, 1], pyarrow.timestamp("ns", tz="UTC")), ["a date"]),
+        (pyarrow.array([0, 1], pyarrow.duration("s")), ["a date or a time"]),
+        (pyarrow.array([20240131, 20240201]), ["a date", "--numeric x"]),
+        (pyarrow.array([2**53 + 1, None]), ["row 1: whole numbers", "no value in row 2"]),
+        (pyarrow.array(["10115", "20095"]), ["numbers as text, '10115' in row 1", "--numeric x", "--categorical x"]),
+        (pyarrow.array(["1.5", "n.d."]), ["'n.d.' in row 2", "plain numbers"]),
+        (pyarrow.array([0.5, None]), ["no value in row 2"]),
+        (pyarrow.array([float("nan"), 1.0]), ["no value in row 1"]),
+        (pyarrow.array([1.0, float("inf")]), ["inf in row 2: not finite"]),
+        (pyarrow.array([[1], [2]]), ["type"]),
+    ):
+        parquet({"x": x, "y": y}, path)
+        code, text = read(None, name=path.name)
+        assert code == 2 and [part for part in parts if part not in text] == [], text
+    path.write_bytes(path.read_bytes()[:60])
+    assert "damaged" in main_error(read, None, name=path.name)
 
 
-def test_npz_takes_names_of_features(tmp_path):
-    path = tmp_path / "data.npz"
-    np.savez(path, X=np.zeros((3, 2)), y=np.zeros(3), features=np.array(["length", "width"]))
-    assert open_table(path).default_features == ("length", "width")
+def test_parquet_of_pandas(read, tmp_path):
+    """The numbers of rows that pandas adds are no column; an index with a name is one."""
+    frame = pandas.DataFrame({"x": [1.5, 2.5, 3.5], "y": [2, 4, 6]})
+    frame[frame["y"] > 2].to_parquet(tmp_path / "data.parquet")
+    check(read(None, name="data.parquet"), "number", [4, 6])
+    assert "y by 1 feature(s) (x)" in read(None, name="data.parquet")[1]
+    frame.set_index("x").to_parquet(tmp_path / "data.parquet")
+    check(read(None, name="data.parquet"), "number", [2, 4, 6])
 
 
-def test_npz_with_one_array_a_column(tmp_path):
-    path = tmp_path / "data.npz"
-    np.savez_compressed(path, a=np.arange(3), b=np.arange(3) / 2)
-    source = open_table(path)
-    assert source.default_features == ("a", "b")
-    np.testing.assert_array_equal(values(source.read(["b"])), [[0], [0.5], [1]])
+@pytest.mark.parametrize("name", ["data.csv", "data.parquet"])
+def test_what_to_install_is_said(read, monkeypatch, name):
+    for module in [one for one in sys.modules if one.split(".")[0] in ("pandas", "pyarrow")]:
+        monkeypatch.setitem(sys.modules, module, None)
+    error = main_error(read, "x,y\n1,2\n3,4\n", name=name)
+    assert "pandas reads it: python -m pip install 'sketchgp[cli]'" in error and error.count("\n") == 1
+
+
+# --- NPZ --------------------------------------------------------------------------------------------------------
 
 
 def npz(path, **arrays):
@@ -222,92 +289,167 @@ def npz(path, **arrays):
     return path
 
 
-def test_npz_faults(tmp_path):
-    path = tmp_path / "data.npz"
-    cases = [
-        (lambda: npz(path, a=np.zeros(3), b=np.zeros(4)), ["different lengths", "a 3", "b 4"]),
-        (lambda: npz(path, m=np.zeros((2, 2))), ["m (2, 2)"]),
-        (lambda: npz(path, X=np.zeros(3), y=np.zeros(3)), ["'X'", "(3,)"]),
-        (lambda: npz(path, X=np.zeros((0, 2)), y=np.zeros(0)), ["no rows"]),
-        (lambda: npz(path, a=np.array([b"u", b"v"])), ["'a'", "--drop a"]),
-        (lambda: npz(path, a=np.array(["2024-05-06"], dtype="datetime64[D]")), ["'a'", "is a date", "--drop a"]),
-        (lambda: npz(path, X=np.array([["u", "v"]])), ["'X'", "not numbers"]),
-        (lambda: npz(path, a=np.array([1.0, np.nan])), ["row 2", "'a'", "missing"]),
-        (lambda: npz(path, a=np.array([1.0, -np.inf])), ["row 2", "'a'", "-inf is not finite"]),
-        (lambda: npz(path, a=np.array([{}, 1], dtype=object)), ["'a'", "Python objects"]),
-        (lambda: path.write_bytes(b"not an archive"), ["not an NPZ"]),
-    ]
-    for make, parts in cases:
-        make()
-        with pytest.raises(InputError) as raised:
-            read_all(path)
-        for part in [str(path), *parts]:
-            assert part in str(raised.value)
+def test_npz(read, tmp_path, monkeypatch):
+    """Without pandas."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    path, y = tmp_path / "data.npz", np.array([1.5, 2.5, 3.5], dtype=np.float32)
+    matrix = np.arange(6, dtype=np.uint8).reshape(3, 2)
+    npz(path, X=matrix, y=y, other=np.zeros(7), mask=np.array([True, False, True]))
+    assert "y by 2 feature(s) (x0, x1)" in read(None, name=path.name)[1]
+    assert "y by 1 feature(s) (mask)" in read(None, "--features", "mask", name=path.name)[1]
+    npz(path, X=matrix, y=y, features=np.array(["length", "width"]))
+    assert "y by 2 feature(s) (length, width)" in read(None, name=path.name)[1]
+    npz(path, x=np.array(["u", "v", "u"]), y=y)
+    check(read(None, name=path.name), "category", y)
+    npz(path, x=np.arange(3) / 2, y=y)
+    check(read(None, name=path.name), "number", y)
+    for arrays, parts in (
+        ({"x": np.zeros(3), "y": np.zeros(4)}, ["one length", "x (3,), y (4,)"]),
+        ({"m": np.zeros((2, 2))}, ["m (2, 2)"]),
+        ({"X": np.zeros(3), "y": np.zeros(3)}, ["'X'", "(3,)"]),
+        ({"X": np.zeros((0, 2)), "y": np.zeros(0)}, ["no rows"]),
+        ({"x": np.array([b"u", b"v"]), "y": y[:2]}, ["'x'", "bytes", "--drop x"]),
+        ({"x": np.array(["2024-05-06"] * 3, dtype="datetime64[D]"), "y": y}, ["'x' holds '2024-05-06'", "a date"]),
+        ({"X": np.array([["u", "v"]]), "y": y[:1]}, ["'X'", "expected numbers"]),
+        ({"x": np.array([1.0, np.nan, 2]), "y": y}, ["no value in row 2"]),
+        ({"x": np.array([1.0, 2, -np.inf]), "y": y}, ["-inf in row 3: not finite"]),
+        ({"x": np.array([{}, 1, 2], dtype=object), "y": y}, ["Python objects"]),
+    ):
+        npz(path, **arrays)
+        code, text = read(None, name=path.name)
+        assert code == 2 and [part for part in parts if part not in text] == [], text
+    assert "is for text files only" in main_error(read, None, "--encoding", "latin-1", name=path.name)
 
 
-def test_npz_cut_short(tmp_path):
-    path = npz(tmp_path / "data.npz", a=np.arange(1000.0))
-    path.write_bytes(path.read_bytes()[:4000])
-    with pytest.raises(InputError, match="damaged"):
-        read_all(path)
+def test_npz_that_is_damaged(read, tmp_path):
+    whole = npz(tmp_path / "data.npz", x=np.arange(1000.0), y=np.arange(1000.0)).read_bytes()
+    flipped = bytearray(whole)
+    flipped[4000] ^= 0xFF
+    for content in (b"not an archive", whole[:4000], bytes(flipped)):
+        assert "damaged" in main_error(read, content, name="data.npz")
 
 
-def test_npz_with_a_flipped_byte(tmp_path):
-    path = npz(tmp_path / "data.npz", a=np.arange(1000.0))
-    content = bytearray(path.read_bytes())
-    content[4000] ^= 0xFF
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="damaged"):
-        read_all(path)
-
-
-def test_npz_never_unpickles(tmp_path, monkeypatch):
-    import pickle
-
-    path = npz(tmp_path / "data.npz", a=np.array([{}], dtype=object))
+def test_npz_never_unpickles(read, tmp_path, monkeypatch):
+    npz(tmp_path / "data.npz", x=np.array([{}], dtype=object), y=np.zeros(1))
     monkeypatch.setattr(pickle, "load", lambda *a, **k: pytest.fail("unpickled"))
-    with pytest.raises(InputError):
-        npz_reader.open_npz(path)
+    main_error(read, None, name="data.npz")
 
 
-def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "data.parquet"
-    columns = {
-        "a": pyarrow.array([1, 2], pyarrow.int32()),
-        "b": pyarrow.array([0.5, None]),
-        "c": pyarrow.array(["u", "v"]),
-        "d": pyarrow.array([True, False]),
-        "e": pyarrow.array([1.0, float("nan")]),
-        "f": pyarrow.array([0, 1], pyarrow.date32()),
-    }
-    parquet.write_table(pyarrow.table(columns), path)
-    source = open_table(path)
-    np.testing.assert_array_equal(values(source.read(["d", "a"])), [[1, 1], [0, 2]])
-    with pytest.raises(InputError, match="row 2, column 'b': the value is missing"):
-        source.read(["a", "b"])
-    with pytest.raises(InputError, match="column 'c' is of type string"):
-        source.read(["c"], Cells(numbers=("c",)))
-    with pytest.raises(InputError, match=r"column 'f': its type, date32.*, is a date"):
-        source.read(["f"])
-    with pytest.raises(InputError, match="row 2, column 'e'"):
-        source.read(["e"])
-    path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(InputError, match="damaged"):
-        open_table(path)
+def test_files_that_are_not_there(read, tmp_path):
+    assert "no such file" in main_error(read, None, name="absent.csv")
+    assert "is a folder" in main_error(read, None, name=".")
+    assert "'.xls'; the known ones are .csv" in main_error(read, b"x", name="data.xls")
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
-    path = write(tmp_path, b"PAR1", "data.parquet")
-    original = builtins.__import__
+def test_an_unknown_column_is_named_with_the_nearest(read):
+    text = main_error(read, "Price,weight\n1,2\n", target="pricee")
+    assert "--target: no column 'pricee' (did you mean 'Price'?); the columns are Price, weight" in text
+    assert "did you mean" not in main_error(read, "Price,weight\n1,2\n", target="zzzz")
 
-    def refuse(name, *rest, **options):
-        if name.split(".")[0] in ("pyarrow", "pandas"):
-            raise ImportError(name)
-        return original(name, *rest, **options)
 
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(InputError, match="pip install pyarrow"):
-        open_table(path)
+# --- load_model(...).predict ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A model of a number, codes and yes or no."""
+    generator = np.random.default_rng(0)
+    x, code, sold = generator.uniform(0, 3, 40), generator.choice([3, 7], 40), generator.choice(["yes", "no"], 40)
+    folder = tmp_path_factory.mktemp("model")
+    frame = pandas.DataFrame({"x": x, "code": code, "sold": sold, "y": np.sin(x) + (code == 3) + 2 * (sold == "no")})
+    frame.to_csv(folder / "data.csv", index=False)
+    words = ["--target", "y", "--categorical", "code", "--iterations", "20", "--test-fraction", "0"]
+    assert main(["fit", str(folder / "data.csv"), *words, "--save", str(folder / "model.pt")]) == 0
+    return sketchgp.load_model(folder / "model.pt")
+
+
+PLAIN = {"x": [1.0, 2.0], "code": ["3", "7"], "sold": ["no", "yes"]}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"x": np.array([1, 2], dtype=">i4")},
+        {"x": torch.tensor([1.0, 2.0], requires_grad=True)},
+        {"x": torch.tensor([1, 2], dtype=torch.bfloat16)},
+        {"x": ["1", " 2.0 "]},
+        {"x": [decimal.Decimal("1.0"), np.float32(2)]},
+        {"x": pandas.array([1, 2], dtype="Int64")},
+        {"x": pandas.Categorical([1.0, 2.0])},
+        {"x": pandas.Series([1.0, 2.0], index=[7, 3])},
+        {"code": [3, 7]},
+        {"code": np.array([3.0, 7.0])},
+        {"code": pandas.Categorical([3, 7])},
+        {"code": pandas.array(["3", "7"], dtype="string")},
+        {"sold": [False, True]},
+        {"sold": np.array([0, 1])},
+        {"sold": pandas.array([False, True], dtype="boolean")},
+        {"sold": ["NO", "Yes"]},
+    ],
+    ids=repr,
+)
+def test_columns_in_memory(loaded, columns):
+    expected = loaded.predict(PLAIN).mean
+    assert torch.equal(loaded.predict({**PLAIN, **columns}).mean, expected)
+    assert torch.equal(loaded.predict(pandas.DataFrame({**PLAIN})).mean, expected)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [None, pandas.NA, float("nan"), pandas.NaT, np.float64("nan"), "NA", "", decimal.Decimal("nan")],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["x", "code", "sold"])
+def test_missing_values_in_memory(loaded, name, missing):
+    """Whatever says so, in every kind of column; and as columns of pandas."""
+    lacking = {**PLAIN, name: [PLAIN[name][0], missing]}
+    for table in (lacking, pandas.DataFrame(lacking).astype({name: object}), pandas.DataFrame(lacking)):
+        with pytest.raises(sketchgp.InputError, match=rf"column '{name}' lacks a value: .* in row 1; .*missing='drop'"):
+            loaded.predict(table)
+        assert loaded.predict(table, missing="drop").mean.isnan().tolist() == [False, True]
+        assert loaded.predict(table, missing="mean").mean.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"x": pandas.to_datetime(["2024-05-06", "2024-05-07"])}, "column 'x' holds '2024-05-06.*a date"),
+        ({"x": np.array(["2024-05-06", "2024-05-07"], dtype="datetime64[ns]")}, "column 'x' holds '2024-05-06.*a date"),
+        ({"x": np.array([1, 2], dtype="timedelta64[ns]")}, "column 'x' holds .*a date or a time"),
+        ({"x": pandas.to_datetime(["2024-05-06", "2024-05-07"], utc=True)}, "column 'x' holds .*a date"),
+        ({"x": [datetime.date(2024, 5, 6), None]}, "column 'x' holds .*a date"),
+        ({"x": pandas.period_range("2024-01", periods=2, freq="M")}, "column 'x' holds values of type Period"),
+        ({"code": np.array(["2024-05-06", "2024-05-07"], dtype="datetime64[D]")}, "column 'code' holds .*a date"),
+        ({"x": ["1.5", "<2"]}, "column 'x' holds numbers in 1 rows and '<2' in row 1"),
+        ({"x": ["1,5", "2,5"]}, "column 'x' holds '1,5' in row 0"),
+        ({"x": [1, np.inf]}, "column 'x' holds inf in row 1: not finite"),
+        ({"x": [1, 1j]}, "column 'x' holds values of type complex"),
+        ({"x": [[1], [2]]}, r"column 'x': expected one value a row, got shape \(2, 1\)"),
+        ({"x": [[1], [2, 3]]}, "column 'x': expected one value a row"),
+        ({"x": 1.0}, "column 'x': expected one value a row"),
+        ({"x": [1.0]}, r"columns of lengths \{'x': 1, 'code': 2"),
+        ({"code": ["3", "9"], "sold": ["no", "perhaps"]}, "2 faults\n.*'9' in row 1.*not seen.*\n.*'perhaps' in row 1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_in_memory(loaded, columns, said):
+    with pytest.raises(sketchgp.InputError, match=said) as raised:
+        loaded.predict({**PLAIN, **columns})
+    assert "--" not in str(raised.value)
+
+
+def test_masked_arrays_and_rows_without_names(loaded):
+    masked = np.ma.MaskedArray([1.0, 2.0], mask=[False, True])
+    assert loaded.predict({**PLAIN, "x": masked}, missing="drop").mean.isnan().tolist() == [False, True]
+    rows = np.array([[1.0, 3, 0], [2.0, 7, 1]])
+    expected = loaded.predict(PLAIN).mean
+    for same in (
+        rows,
+        torch.from_numpy(rows),
+        rows.tolist(),
+        np.array([[1.0, "3", "no"], [2.0, 7, "yes"]], dtype=object),
+    ):
+        assert torch.equal(loaded.predict(same).mean, expected)
+    for wrong in (rows[:, :2], rows[0], 1.0):
+        with pytest.raises(sketchgp.InputError, match=r"rows of 3 values \(x, code, sold\)"):
+            loaded.predict(wrong)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from . import checks
 from .accelerate import accelerate
 from .errors import InputError
-from .predict import Prediction, predict, use_weights
+from .predict import Prediction, use_weights
 from .settings import Variance
 
 
@@ -53,7 +53,8 @@ class LoadedModel:
         """Mean and variances of rows, in the target's own units, float64.
 
         :param table: a pandas table or a dictionary of columns, which are found by name, or ``(m, d)`` numbers in the
-            order of ``features``: a tensor or a numpy array.  Further columns of a table do not matter.
+            order of ``features``: a tensor or a numpy array.  Further columns of a table do not matter.  Columns hold
+            what they held in the file: numbers, or text; dates are refused.
         :param variance: as in :func:`sketchgp.predict`.
         :param missing: of rows that lack a value: ``"error"``, ``"drop"`` (NaN is predicted) or ``"mean"`` of the
             training rows; None is what ``fit`` was told.
@@ -64,50 +65,27 @@ class LoadedModel:
         """
         from .cli.arguments import MISSING
         from .cli.features import UNKNOWN
-        from .cli.inputs import expected, inputs
-        from .cli.tables import table_of
+        from .cli.inputs import expected, predict_rows
+        from .cli.tables import in_memory
 
         owner = "LoadedModel.predict"
         policy = checks.word(owner, "missing", missing, MISSING, optional=True) or self._saved.missing
         checks.word(owner, "unknown", unknown, UNKNOWN)
-        advice = ", or say what to do with missing='drop' or missing='mean'"
-        rows = table_of(self._columns(table), self.features, expected(self._saved, policy, advice))
-        x, complete, *_ = inputs(self._saved, rows, policy, unknown, advice, "unknown='missing'")
-        if not len(x):
-            raise InputError(f"{owner}: table expects a row that lacks no value; use missing='mean' to predict others.")
-        scaling = self._saved.scaling
-        found = predict(self.model, scaling.scale_x(x, self.model.train_targets.dtype), variance=variance)
-        unit = scaling.y_std
-
-        def whole(value: Tensor | None, by: float = 1.0) -> Tensor | None:
-            """Of all rows, NaN where nothing is predicted."""
-            if value is None:
-                return None
-            values = torch.full((len(complete), *value.shape[1:]), torch.nan, dtype=torch.float64)
-            values[complete] = value.detach().to("cpu", torch.float64) * by
-            return values
-
-        mean = whole(scaling.unscale_mean(found.mean))
-        assert mean is not None
-        return Prediction(
-            mean,
-            whole(found.variance, unit**2),
-            whole(found.observation_variance, unit**2),
-            found.variance_method,
-            found.variance_check,
-            found.report,
-            found.variance_standard_error,
-            whole(found.mean_error_bound, unit),
-            whole(found.mean_error_bound_deviations),
-            whole(found.variance_error_bound, unit**2),
-        )
+        rules = expected(self._saved, policy, "python")
+        rows = in_memory(self._columns(table), self.features, rules)
+        return predict_rows(self._saved, rows, policy, unknown, rules, variance).prediction
 
     def _columns(self, table: Any) -> Any:
-        """Columns by name."""
+        """Return the columns by name."""
         if isinstance(table, Mapping) or hasattr(table, "columns"):
             return table
-        numbers = checks.points_like("LoadedModel.predict", "table", table, torch.empty(1, len(self.features)).double())
-        return dict(zip(self.features, numbers.numpy().T, strict=True))
+        rows = table if isinstance(table, torch.Tensor) else np.asarray(table)
+        if rows.ndim != 2 or rows.shape[1] != len(self.features):
+            raise InputError(
+                f"LoadedModel.predict: table expects a table with names of columns, or rows of {len(self.features)} "
+                f"values ({', '.join(self.features)}), got {tuple(rows.shape)}."
+            )
+        return {name: rows[:, column] for column, name in enumerate(self.features)}
 
     def __repr__(self) -> str:
         rows, kernel = f"{len(self.model.train_targets):,}", self._saved.kernel

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InputError
-from .cells import is_missing
-from .tables import Table
+from .columns import Table, refuse, some
 
 __all__ = ["KINDS", "UNKNOWN", "Feature", "encode", "learn", "summary"]
 
@@ -18,7 +17,7 @@ UNKNOWN = ("error", "missing")
 _MOST = 50  # categories of a column that was not said to be one of categories
 _FEW = 10  # rows up to which all values of such a column may differ
 _WORDS = ({"false", "true"}, {"no", "yes"}, {"f", "t"}, {"n", "y"})  # false first
-_TRUTH = {word: float(value) for words in _WORDS for value, word in enumerate(sorted(words))}
+_TRUTH = {word: float(value) for words in (*_WORDS, {"0", "1"}) for value, word in enumerate(sorted(words))}
 
 
 @dataclass(frozen=True)
@@ -46,51 +45,20 @@ class Feature:
     def standardised(self) -> bool:
         return self.kind != "category"
 
-    def encode(self, table: Table, unknown: str, way: str) -> tuple[np.ndarray, int]:
-        """The inputs ``(rows, width)`` in float64, NaN where the value is missing, and how many rows are of no known
-        category.
-
-        :param unknown: ``"error"`` to refuse a category that the model does not know, ``"missing"`` to take it for a
-            missing value.
-        :raises InputError: for a value that the feature cannot have; the message names its row.
+    def encode(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs ``(rows, width)`` in float64, NaN where the value is missing, and which rows have a value that
+        the feature does not know, ``(rows,)`` boolean; their inputs are NaN, too.
         """
-        column = table.columns[self.name]
+        values = table.columns[self.name]
         if self.kind == "number":
-            return table.numbers(self.name)[:, None], 0
-        if self.kind == "boolean":
-            return self._truth(table)[:, None], 0
-        index = {category: position for position, category in enumerate(self.categories)}
-        encoded = np.zeros((table.rows, self.width))
-        strangers = 0
-        for row, value in enumerate(column.values):
-            if value in index:
-                encoded[row, index[value]] = 1.0
-            elif value is None or is_missing(value):
-                encoded[row] = np.nan
-            elif unknown == "missing":
-                encoded[row] = np.nan
-                strangers += 1
-            else:
-                raise InputError(
-                    f"{table.where(row, self.name)} {value!r} is a category that the model has not seen; it knows "
-                    f"{_some(self.categories)}. Mend the cell, fit with such rows, or take it for a missing value with "
-                    + way
-                )
-        return encoded, strangers
-
-    def _truth(self, table: Table) -> np.ndarray:
-        column = table.columns[self.name]
-        values = column.values
-        if column.is_text:
-            values = np.array([_TRUTH.get(str(v).lower(), 2.0) if v is not None else np.nan for v in values])
-        wrong = ~np.isnan(values) & ~np.isin(values, (0.0, 1.0))
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise InputError(
-                f"{table.where(row, self.name)} {column.values[row]!r} is neither yes nor no, which is all that this "
-                "column had when the model was fitted"
-            )
-        return values
+            return values[:, None], np.zeros(table.rows, dtype=bool)
+        codes = _TRUTH if self.kind == "boolean" else {one: float(code) for code, one in enumerate(self.categories)}
+        folded = [one.lower() if self.kind == "boolean" and isinstance(one, str) else one for one in values]
+        encoded = np.array([codes.get(one, np.nan) for one in folded])
+        unknown = np.isnan(encoded) & ~table.lacking([self.name])
+        if self.kind == "category":
+            encoded = np.where(np.isnan(encoded)[:, None], np.nan, encoded[:, None] == np.arange(self.width))
+        return encoded.reshape(table.rows, self.width), unknown
 
 
 def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> list[Feature]:
@@ -100,23 +68,28 @@ def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> lis
     :param categorical: columns that were said to hold categories, however many.
     :raises InputError: for a column of text that can be no categories.
     """
-    return [_learn(table, name, name in categorical) for name in names]
+    found = [_learn(table, name, name in categorical) for name in names]
+    faults = [one for one in found if isinstance(one, str)]
+    if faults:
+        raise refuse(table.path, faults)
+    return [one for one in found if isinstance(one, Feature)]
 
 
-def _learn(table: Table, name: str, told: bool) -> Feature:
-    column = table.columns[name]
-    if not column.is_text:
+def _learn(table: Table, name: str, told: bool) -> Feature | str:
+    """Return the feature, or why there is none."""
+    values = table.columns[name]
+    if values.dtype != object:
         return Feature(name)
-    present = column.values[~column.missing()]
+    present = [value for value in values if value is not None]
     found = sorted(set(present))
     if not told and {word.lower() for word in found} in _WORDS:
         return Feature(name, "boolean")
-    many = len(found) > _MOST or (len(found) == len(present) > _FEW)
-    if many and not told:
-        raise InputError(
-            f"{table.path}: column {name!r} is text with {len(found):,} different values in {len(present):,} rows, "
-            f"such as {_some(found, 3)}: too many to be categories. Leave it out with --drop {name}, keep it as the "
-            f"name of each row with --id {name}, or insist with --categorical {name}"
+    if not told and (len(found) > _MOST or (len(found) == len(present) > _FEW)):
+        quoted = shlex.quote(name)
+        return (
+            f"column {name!r} is text with {len(found):,} different values in {len(present):,} rows, such as "
+            f"{some(found, 3)}: too many to be categories. Leave it out with --drop {quoted}, keep it as the name of "
+            f"each row with --id {quoted}, or insist with --categorical {quoted}"
         )
     return Feature(name, "category", tuple(found))
 
@@ -124,16 +97,35 @@ def _learn(table: Table, name: str, told: bool) -> Feature:
 def encode(
     features: Sequence[Feature], table: Table, unknown: str = "error", way: str = "--unknown missing"
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """The inputs of all features beside each other, ``(rows, d)``, and the rows of unknown category of each column.
+    """Return the inputs of all features beside each other, ``(rows, d)``, and for each column with categories that the
+    model does not know, in how many rows.
 
-    :param unknown: as for :meth:`Feature.encode`.
+    :param unknown: ``"error"`` to refuse a category that the model does not know, ``"missing"`` to take it for a
+        missing value; :param way: how the latter is said.
+    :raises InputError: for values that features cannot have; the message names them all.
     """
-    parts, strangers = [], {}
+    parts, strangers, faults = [], {}, []
     for feature in features:
-        part, count = feature.encode(table, unknown, way)
+        part, rows = feature.encode(table)
         parts.append(part)
-        if count:
-            strangers[feature.name] = count
+        if not rows.any():
+            continue
+        values = table.columns[feature.name]
+        first = {value: row for row, value in reversed([*enumerate(values)]) if rows[row]}
+        where = ", ".join(f"{value!r} in {table.place(row)}" for value, row in [*first.items()][::-1][:4])
+        if feature.kind == "boolean":
+            faults.append(f"column {feature.name!r} holds {where}: neither yes nor no, which is all that it had when "
+                          "the model was fitted")  # fmt: skip
+        elif unknown == "error":
+            faults.append(
+                f"column {feature.name!r} holds {where}: categories that the model has not seen; it knows "
+                f"{some(feature.categories)}. Mend the cells, fit with such rows, or take them for missing values with "
+                + way
+            )
+        else:
+            strangers[feature.name] = int(rows.sum())
+    if faults:
+        raise refuse(table.path, faults)
     return np.concatenate(parts, axis=1), strangers
 
 
@@ -150,7 +142,3 @@ def summary(features: Sequence[Feature]) -> list[str]:
     if categories:
         lines.append(f"categories, one 0/1 input for each: {', '.join(categories)}")
     return lines
-
-
-def _some(values: Sequence[str], most: int = 8) -> str:
-    return ", ".join(map(repr, values[:most])) + (", ..." if len(values) > most else "")

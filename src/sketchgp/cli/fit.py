@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from ..accelerate import accelerate
 from ..errors import InputError
 from ..preconditioners import RPCholesky
 from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
-from .arguments import MISSING, add_table, fraction, names, positive
-from .cells import Cells
+from .arguments import MISSING, add_table, fraction, names, notation, opened, positive
+from .columns import MARKS, Rules, Table
 from .features import Feature, learn, summary
 from .held_out import calibration, draw
 from .model_file import SavedModel, save_model, weights_residual
@@ -27,7 +28,7 @@ from .prepare import training_inputs, without_missing
 from .regression import KERNELS, Regression, Scaling, rmse
 from .results import Row, format_table
 from .steps import Outcome, describe, evaluate, split_rows, tune
-from .tables import Source, Table, open_table
+from .tables import Source
 
 SOLVERS: dict[str, Solver[FullProblem] | str] = {
     "auto": "auto",
@@ -58,10 +59,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--categorical", type=names, default=[], metavar="A,B,C", help="columns of categories, as those of text are"
     )
     parser.add_argument(
+        "--numeric", type=names, default=[], metavar="A,B,C", help="columns of numbers, where that is not certain"
+    )
+    parser.add_argument(
         "--missing",
         choices=MISSING,
         default="error",
-        help="empty cells: end with an error (the default), leave the row out, or take the column's mean",
+        help="missing values: end with an error (the default), leave the row out, or take the column's mean",
     )
     add_table(parser)
     parser.add_argument("--kernel", choices=list(KERNELS), default="matern52", help="(%(default)s)")
@@ -74,13 +78,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--float64", action="store_true", help="compute in float64: slower, more digits")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the model, for the command predict")
     parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="PNG",
-        help="draw predictions and calibration of the held-out rows",
+        "--picture", type=Path, metavar="PNG", help="draw predictions and calibration of the held-out rows"
     )
     add_force(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, missing_marks=MARKS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,6 +132,7 @@ def run(options: argparse.Namespace) -> int:
             fill=inputs.fill,
             missing=options.missing,
             id=options.id,
+            marks=tuple(options.missing_marks),
         )
         save_model(saving.path, saved, saving.overwrite)
         print(f"saved: {options.save} ({options.save.stat().st_size / 1e6:.1f} MB)")
@@ -175,39 +177,43 @@ def _about(n: int) -> str:
 def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
     """The rows that are used, and what the columns to predict from are."""
     began = time.perf_counter()
-    source = open_table(options.data, options.encoding, options.header, options.decimal_comma)
-    columns = _choose_features(source, options)
-    if source.suspicion:
-        print(f"note: {source.suspicion}")
+    source = opened(options)
+    rules = Rules(
+        numbers=(options.target, *options.numeric),
+        text=dict.fromkeys(options.categorical, ()),
+        marks=tuple(options.missing_marks),
+        **notation(options),
+    )
+    columns = _choose_features(source, options, rules)
+    if doubt := source.suspicion(rules):
+        print(f"note: {doubt}")
     print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
     wanted = [*columns, options.target]
-    cells = Cells(
-        may_lack=() if options.missing == "error" else tuple(wanted),
-        numbers=(options.target,),
-        text=tuple(options.categorical),
-        missing=", or say what to do with --missing drop or --missing mean",
-    )
-    table = source.read(wanted, cells)
+    table = source.read(wanted, replace(rules, may_lack=() if options.missing == "error" else wanted))
     rows = table.rows
     table = without_missing(table, options.missing, columns, options.target)
     if table.rows < 2:
         raise InputError(f"{options.data}: {table.rows} row(s) of data; at least 2 are needed")
     features = learn(table, columns, options.categorical)
     for name in (feature.name for feature in features if feature.kind == "number"):
-        if rows > 2 and (np.diff(table.numbers(name)) == 1).all():
+        if rows > 2 and (np.diff(table.columns[name]) == 1).all():
             print(f"note: column {name!r} counts the rows; if it is no feature, leave it out with --id {name}")
     print(f"  {rows:,} rows and {len(wanted)} columns in {time.perf_counter() - began:.1f} s")
     return table, features
 
 
-def _choose_features(source: Source, options: argparse.Namespace) -> list[str]:
+def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) -> list[str]:
     target, features, drop = options.target, options.features, options.drop
     apart = [] if options.id is None else [options.id]
-    source.require([target], "--target")
-    source.require(features or [], "--features")
-    source.require(drop, "--drop")
-    source.require(apart, "--id")
-    source.require(options.categorical, "--categorical")
+    told = {"--numeric": options.numeric, "--categorical": options.categorical}
+    for option, named in {
+        "--target": [target],
+        "--features": features or [],
+        "--drop": drop,
+        "--id": apart,
+        **told,
+    }.items():
+        source.require(named, option, rules)
     for option, named in (("--features", features or []), ("--drop", drop), ("--id", apart)):
         if target in named:
             raise InputError(f"{option}: {target!r} is the target")
@@ -224,9 +230,13 @@ def _choose_features(source: Source, options: argparse.Namespace) -> list[str]:
     chosen = [name for name in (features or source.default_features) if name not in (target, *drop, *apart)]
     if not chosen:
         raise InputError(f"{source.path}: no columns are left to predict {target!r} from")
-    unused = [name for name in options.categorical if name not in chosen]
-    if unused:
-        raise InputError(f"--categorical: {unused[0]!r} is not among the features")
+    for option, named in told.items():
+        unused = [name for name in named if name not in (*chosen, target)]
+        if unused:
+            raise InputError(f"{option}: {unused[0]!r} is not among the features")
+    both = [name for name in options.numeric if name in options.categorical]
+    if both:
+        raise InputError(f"--numeric: {both[0]!r} is in --categorical, too")
     return chosen
 
 

@@ -1,52 +1,97 @@
-"""The inputs of a saved model, from the columns of a table: what they should hold, and the numbers they become."""
+"""Predictions of a saved model for the rows of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .cells import Cells, is_missing
+from ..predict import Prediction, predict
+from ..settings import Variance
+from .columns import Rules, Table
 from .features import encode
 from .model_file import SavedModel
-from .tables import Table
+
+__all__ = ["Predicted", "expected", "predict_rows"]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of all rows of a table, in the target's units, NaN where a row gets none.
+
+    :param complete: which rows are predicted, ``(rows,)`` boolean.
+    :param lacking: number of rows that lack a value.
+    :param strangers: by column, the number of rows with a category that the model does not know.
+    """
+
+    prediction: Prediction
+    complete: Tensor
+    lacking: int
+    strangers: dict[str, int]
 
 
 def expected(
-    saved: SavedModel, missing: str, advice: str, known: Sequence[str] = (), text: Sequence[str] = ()
-) -> Cells:
-    """What the columns of a table that is predicted should hold.
+    saved: SavedModel, missing: str, caller: str, numbers: Sequence[str] = (), names: Sequence[str] = (), **more: Any
+) -> Rules:
+    """Return what a table that is predicted has to hold.
 
-    :param missing: what is done about missing values; :param advice: what could be, the end of a sentence.
-    :param known: columns of numbers beside the features, :param text: and of text, which may all lack values.
+    :param missing: what is done about missing values.
+    :param numbers: columns of numbers beside the features, :param names: and of names of rows; both may lack values.
+    :param more: of :class:`Rules`.
     """
     features = [feature.name for feature in saved.features]
-    return Cells(
-        may_lack=(*(features if missing != "error" else ()), *known, *text),
-        numbers=(*(feature.name for feature in saved.features if feature.kind == "number"), *known),
-        text=(*(feature.name for feature in saved.features if feature.kind == "category"), *text),
-        missing=advice,
-        options=False,
+    return Rules(
+        numbers=(*(feature.name for feature in saved.features if feature.kind == "number"), *numbers),
+        text={feature.name: feature.categories for feature in saved.features if feature.kind != "number"},
+        names=names,
+        may_lack=(*(features if missing != "error" else ()), *numbers, *names),
+        caller=caller,
+        **{"marks": saved.marks, **more},
     )
 
 
-def inputs(
-    saved: SavedModel, table: Table, missing: str, unknown: str, advice: str, way: str = "--unknown missing"
-) -> tuple[Tensor, Tensor, int, dict[str, int]]:
-    """Inputs ``(m, d)`` of the rows that can be predicted, and which rows of the table these are, ``(rows,)`` boolean;
-    how many rows lack a value; and in how many rows each column had a category that the model does not know."""
-    encoded, strangers = encode(saved.features, table, unknown, way)
+def predict_rows(
+    saved: SavedModel, table: Table, missing: str, unknown: str, rules: Rules, variance: Variance | None = "auto"
+) -> Predicted:
+    """Return the predictions of a table's rows; the saved model has to be accelerated and to know its weights.
+
+    :raises InputError: for categories that the model does not know, and where no row can be predicted.
+    """
+    python, refused = rules.caller == "python", missing == "error"
+    way = ("unknown='missing'" + " and missing='drop' or 'mean'" * refused) if python else (
+        "--unknown missing" + " and --missing drop or mean" * refused)  # fmt: skip
+    encoded, strangers = encode(saved.features, table, "error" if refused else unknown, way)
     x = torch.from_numpy(encoded)
     lacking = x.isnan().any(1)
-    if missing == "error" and bool(lacking.any()):  # a mark such as NA in a column of categories, or an unknown one
-        row = int(lacking.nonzero()[0])
-        parts = np.split(encoded[row], np.cumsum([feature.width for feature in saved.features])[:-1])
-        name = next(f.name for f, part in zip(saved.features, parts, strict=True) if np.isnan(part).any())
-        value = table.columns[name].values[row]
-        what = "the value is missing" if value is None or is_missing(value) else f"{value!r} is taken for missing"
-        raise InputError(f"{table.where(row, name)} {what}; remove the row or fill the value in{advice}")
     complete = ~lacking if missing == "drop" else torch.ones_like(lacking)
-    return torch.where(x.isnan(), saved.fill, x)[complete], complete, int(lacking.sum()), strangers
+    if not complete.any():
+        mean = "missing='mean'" if python else "--missing mean"
+        raise InputError(f"{table.path}: a value is missing in every row; {mean} predicts them nonetheless")
+    scaling, dtype = saved.scaling, saved.model.train_targets.dtype
+    inputs = scaling.scale_x(torch.where(x.isnan(), saved.fill, x)[complete], dtype)
+    found = predict(saved.model, inputs, variance=variance)
+
+    def whole(value: Any, unit: float = 1.0) -> Any:
+        """Return values of all rows, NaN where nothing is predicted."""
+        if not isinstance(value, Tensor):
+            return value
+        values = torch.full((len(complete), *value.shape[1:]), torch.nan, dtype=torch.float64)
+        values[complete] = value.detach().to("cpu", torch.float64) * unit
+        return values
+
+    unit = scaling.y_std
+    prediction = replace(
+        found,
+        mean=whole(scaling.unscale_mean(found.mean)),
+        variance=whole(found.variance, unit**2),
+        observation_variance=whole(found.observation_variance, unit**2),
+        mean_error_bound=whole(found.mean_error_bound, unit),
+        mean_error_bound_deviations=whole(found.mean_error_bound_deviations),
+        variance_standard_error=whole(found.variance_standard_error),
+        variance_error_bound=whole(found.variance_error_bound, unit**2),
+    )
+    return Predicted(prediction, complete, int(lacking.sum()), strangers)

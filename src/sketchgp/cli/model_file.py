@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from .. import tensor_file
 from ..errors import InputError
 from .arguments import MISSING
+from .columns import MARKS
 from .features import KINDS, Feature
 from .outputs import Output
 from .regression import KERNELS, Regression, Scaling
@@ -21,12 +24,11 @@ from .results import true_residual
 __all__ = ["SavedModel", "load_model", "save_model", "weights_residual"]
 
 FORMAT = "sketchgp regression"
-VERSION = 3  # 1 was a pickled dictionary without a digest, 2 knew numbers only
+VERSION = 4  # 1 was a pickled dictionary without a digest, 2 knew numbers only, 3 no other marks than MARKS
 _HYPERPARAMETER = "hyperparameter."
 _ENTRIES = 2**24  # of the kernel matrix, evaluated to check the weights
 _LEAST_ROWS = 16
 _RESIDUAL_SLACK = 1e-4  # what the rounding of another machine may change a residual by
-_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class SavedModel:
     :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
     :param missing: what is done about missing values, one of ``arguments.MISSING``.
     :param id: the column that names the rows, if there is one.
+    :param marks: texts that stand for a missing value.
     """
 
     model: Regression
@@ -55,6 +58,7 @@ class SavedModel:
     fill: Tensor
     missing: str = "error"
     id: str | None = None
+    marks: tuple[str, ...] = MARKS
 
 
 def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> None:
@@ -75,6 +79,7 @@ def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> N
         "residual": saved.residual,
         "missing": saved.missing,
         "id": saved.id or "",
+        "marks": list(saved.marks),
     }
     tensors = {
         "x_mean": saved.scaling.x_mean,
@@ -111,12 +116,10 @@ def load_model(path: str | Path) -> SavedModel:
     except (OSError, MemoryError) as error:
         raise InputError(f"{path}: cannot be read now ({error})") from error
     except ValueError as error:
-        if _is_of_version_1(path):
-            raise InputError(
-                f"{path}: written by an older sketchgp (format 1), without the digest that shows whether it is whole; "
-                "make it anew with the command fit"
-            ) from error
-        raise InputError(f"{path}: not a model saved by sketchgp, or damaged ({error})") from error
+        raise InputError(
+            f"{path}: not a model saved by sketchgp, or damaged, or of a version before digests ({error}); make it "
+            "anew with the command fit"
+        ) from error
     if described.get("format") != FORMAT:
         raise InputError(f"{path}: not a model saved by sketchgp")
     version = described.get("version")
@@ -126,12 +129,15 @@ def load_model(path: str | Path) -> SavedModel:
         raise InputError(
             f"{path}: written by a newer sketchgp (format {version}; this one reads {VERSION}): upgrade sketchgp"
         )
-    if version < VERSION:
+    if version < 3:
         raise InputError(
             f"{path}: written by an older sketchgp (format {version}; this one reads {VERSION}); make it anew with the "
             "command fit"
         )
-    saved = _Checked(path, {**described, **tensors}).saved_model()
+    contents = {**described, **tensors}
+    if version == 3:
+        contents["marks"] = list(MARKS)
+    saved = _saved_model(path, contents)
     found = weights_residual(saved.model, saved.weights)
     if not found <= 2 * saved.residual + _RESIDUAL_SLACK:
         raise InputError(
@@ -148,119 +154,68 @@ def weights_residual(model: Regression, weights: Tensor) -> float:
     return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())
 
 
-def _is_of_version_1(path: Path) -> bool:
-    try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # torch and pickle share no base class for a damaged file
-        return False
-    return isinstance(contents, dict) and contents.get("format") == FORMAT
+def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
+    """Return the model of a file's fields, each of which has its type, its shape and its dtype checked."""
 
+    def fail(what: str) -> InputError:
+        return InputError(f"{path}: damaged: {what}")
 
-class _Checked:
-    """Takes the fields of a file one by one, each with its type and shape checked."""
-
-    def __init__(self, path: Path, contents: dict[str, Any]):
-        self.path = path
-        self.contents = contents
-
-    def fail(self, what: str) -> InputError:
-        return InputError(f"{self.path}: damaged: {what}")
-
-    def take(self, name: str, kind: type) -> Any:
-        if name not in self.contents:
-            raise self.fail(f"the field {name!r} is missing")
-        value = self.contents[name]
-        if not isinstance(value, kind):
-            raise self.fail(f"the field {name!r} is a {type(value).__name__}, expected {kind.__name__}")
+    def take(name: str, kind: type, good: Callable[[Any], bool] = lambda value: True) -> Any:
+        value = contents.get(name)
+        if not isinstance(value, kind) or not good(value):
+            shown = f"{type(value).__name__} {value!r}"[:80] if name in contents else "missing"
+            raise fail(f"the field {name!r} is {shown}, expected {kind.__name__}")
         return value
 
-    def number(self, name: str) -> float:
-        value = float(self.take(name, float))
-        if value - value != 0.0:
-            raise self.fail(f"the field {name!r} is {value}")
+    def tensor(name: str, *shape: int, dtypes: Sequence[torch.dtype] = (torch.float64,)) -> Tensor:
+        value: Tensor = take(name, Tensor)
+        if value.layout != torch.strided or value.dtype not in dtypes or value.shape != shape:
+            raise fail(f"the tensor {name!r} has type {value.dtype} and shape {tuple(value.shape)}, expected {shape}")
+        if not bool(value.isfinite().all()):
+            raise fail(f"the tensor {name!r} holds values that are not finite")
         return value
 
-    def tensor(self, name: str, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        value: Tensor = self.take(name, Tensor)
-        self.check_tensor(name, value, dtypes)
-        matches = value.dim() == len(shape) and all(
-            expected is None or size == expected for size, expected in zip(value.shape, shape, strict=True)
-        )
-        if not matches:
-            raise self.fail(f"the tensor {name!r} has shape {tuple(value.shape)}, expected {shape}")
-        return value
+    kernel = take("kernel", str, KERNELS.__contains__)
+    described = take("features", list)
+    features = tuple(feature for feature in map(_feature, described) if feature is not None)
+    if not 0 < len(described) == len({feature.name for feature in features}):
+        raise fail("the field 'features' does not hold names, kinds and categories that are all different")
+    width = sum(feature.width for feature in features)
+    rows = len(take("weights", Tensor, lambda one: one.dim() == 1))
+    train_x = tensor("train_x", rows, width, dtypes=(torch.float32, torch.float64))
+    y_mean, y_std = (take(name, float, math.isfinite) for name in ("y_mean", "y_std"))
+    scaling = Scaling(tensor("x_mean", width), tensor("x_std", width), y_mean, y_std)
+    if rows < 2 or y_std <= 0 or bool((scaling.x_std <= 0).any()):
+        raise fail("no training rows, or a deviation that is not positive")
+    model = Regression(train_x, tensor("train_y", rows, dtypes=(train_x.dtype,)), kernel)
+    expected = model.state_dict()
+    state = {name: take(_HYPERPARAMETER + name, Tensor) for name in expected}
+    for name, value in state.items():  # a bound of a constraint may be infinite, as it is in every model
+        if value.shape != expected[name].shape or not (value.isfinite() | (value == expected[name])).all():
+            raise fail(f"the hyperparameter {name!r} is not {tuple(expected[name].shape)} finite numbers")
+    model.load_state_dict(state)
+    return SavedModel(
+        model=model.eval(),
+        weights=tensor("weights", rows),
+        kernel=kernel,
+        features=features,
+        target=take("target", str),
+        scaling=scaling,
+        residual=take("residual", float, math.isfinite),
+        fill=tensor("fill", width),
+        missing=take("missing", str, MISSING.__contains__),
+        id=take("id", str) or None,
+        marks=tuple(take("marks", list, lambda ones: all(isinstance(one, str) for one in ones))),
+    )
 
-    def check_tensor(self, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        if value.layout != torch.strided or value.dtype not in dtypes:
-            raise self.fail(f"the tensor {name!r} has type {value.dtype}, expected one of {dtypes}")
-        if not bool(torch.isfinite(value).all()):
-            raise self.fail(f"the tensor {name!r} holds values that are not finite")
 
-    def saved_model(self) -> SavedModel:
-        kernel = self.take("kernel", str)
-        if kernel not in KERNELS:
-            raise self.fail(f"unknown kernel {kernel!r}; the known ones are {', '.join(KERNELS)}")
-        features = self.features()
-        width = sum(feature.width for feature in features)
-        missing = self.take("missing", str)
-        if missing not in MISSING:
-            raise self.fail(f"the field 'missing' is {missing!r}, expected one of {', '.join(MISSING)}")
-        train_x = self.tensor("train_x", (None, width), _DTYPES)
-        dtype = (train_x.dtype,)
-        train_y = self.tensor("train_y", (train_x.shape[0],), dtype)
-        weights = self.tensor("weights", (train_x.shape[0],), (torch.float64,))
-        scaling = Scaling(
-            x_mean=self.tensor("x_mean", (width,), (torch.float64,)),
-            x_std=self.tensor("x_std", (width,), (torch.float64,)),
-            y_mean=self.number("y_mean"),
-            y_std=self.number("y_std"),
-        )
-        if train_x.shape[0] < 2 or scaling.y_std <= 0 or bool((scaling.x_std <= 0).any()):
-            raise self.fail("no training rows, or a deviation that is not positive")
-        return SavedModel(
-            model=self.model(train_x, train_y, kernel),
-            weights=weights,
-            kernel=kernel,
-            features=features,
-            target=self.take("target", str),
-            scaling=scaling,
-            residual=self.number("residual"),
-            fill=self.tensor("fill", (width,), (torch.float64,)),
-            missing=missing,
-            id=self.take("id", str) or None,
-        )
-
-    def features(self) -> tuple[Feature, ...]:
-        found = []
-        for one in self.take("features", list):
-            parts = (one.get("name"), one.get("kind"), one.get("categories")) if isinstance(one, dict) else (None,) * 3
-            name, kind, categories = parts
-            if not isinstance(name, str) or kind not in KINDS or not isinstance(categories, list):
-                raise self.fail("the field 'features' is not a list of names, kinds and categories")
-            texts = [category for category in categories if isinstance(category, str)]
-            if len(set(texts)) < len(categories) or bool(texts) != (kind == "category"):
-                raise self.fail(f"the categories of {name!r} are not different texts")
-            found.append(Feature(name, kind, tuple(texts)))
-        if not found or len({feature.name for feature in found}) < len(found):
-            raise self.fail("the field 'features' is not a list of different names")
-        return tuple(found)
-
-    def model(self, train_x: Tensor, train_y: Tensor, kernel: str) -> Regression:
-        model = Regression(train_x, train_y, kernel)
-        state = {
-            name.removeprefix(_HYPERPARAMETER): value
-            for name, value in self.contents.items()
-            if name.startswith(_HYPERPARAMETER)
-        }
-        expected = model.state_dict()
-        if set(state) != set(expected):
-            different = ", ".join(sorted(set(map(str, state)) ^ set(expected)))
-            raise self.fail(f"other hyperparameters than a {kernel} model has: {different}")
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != expected[name].shape:
-                raise self.fail(f"the hyperparameter {name!r} is not a tensor of shape {tuple(expected[name].shape)}")
-            # The bounds of a constraint are infinite by nature; all else must be a finite number.
-            if not bool(torch.isfinite(value).all()) and not torch.equal(value, expected[name]):
-                raise self.fail(f"the hyperparameter {name!r} holds values that are not finite")
-        model.load_state_dict(state)
-        return model.eval()
+def _feature(described: Any) -> Feature | None:
+    """Return a feature of its name, kind and categories; None where these are none."""
+    if not isinstance(described, dict) or set(described) != {"name", "kind", "categories"}:
+        return None
+    name, kind, categories = described["name"], described["kind"], described["categories"]
+    texts = isinstance(categories, list) and all(isinstance(one, str) for one in categories)
+    if not isinstance(name, str) or kind not in KINDS or not texts:
+        return None
+    different = len(set(categories)) == len(categories) and bool(categories) == (kind == "category")
+    return Feature(name, kind, tuple(categories)) if different else None

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .columns import Table, some
 from .features import Feature, encode
 from .regression import Scaling
-from .tables import Table
 
 __all__ = ["Inputs", "training_inputs", "without_missing"]
 
@@ -40,9 +40,9 @@ def without_missing(table: Table, policy: str, columns: Sequence[str], target: s
     :param columns: the features.
     :raises InputError: no row is left.
     """
-    untold = table.missing([target])
-    lacking = table.missing([*columns, target]) if policy == "drop" else untold
-    where = ", ".join(name for name in (*columns, target) if table.columns[name].missing().any())
+    untold = table.lacking([target])
+    lacking = table.lacking([*columns, target]) if policy == "drop" else untold
+    where = ", ".join(name for name in (*columns, target) if table.lacking([name]).any())
     if not where:
         return table
     if lacking.all():
@@ -50,8 +50,10 @@ def without_missing(table: Table, policy: str, columns: Sequence[str], target: s
             f"{table.path}: no row is without a missing value (in {where}); use --missing mean, or leave columns out "
             "with --drop"
         )
-    features = ", ".join(name for name in columns if table.columns[name].missing().any())
-    filled = int((table.missing(columns) & ~lacking).sum())
+    features = ", ".join(name for name in columns if table.lacking([name]).any())
+    filled = int((table.lacking(columns) & ~lacking).sum())
+    if table.marks:
+        print(f"note: taken for missing values, as empty cells are: {some(table.marks)}")
     if lacking.any():
         why = f"a value is missing in them ({where})" if policy == "drop" else f"{target!r} is missing in them"
         print(f"note: {int(lacking.sum()):,} of {table.rows:,} rows are left out: {why}")
@@ -67,7 +69,7 @@ def training_inputs(table: Table, features: list[Feature], target: str, train: T
     :raises InputError: every column is constant in them, or the target is.
     """
     encoded, _ = encode(features, table)
-    x, y = torch.from_numpy(encoded), torch.from_numpy(np.array(table.numbers(target)))
+    x, y = torch.from_numpy(encoded), torch.from_numpy(np.array(table.columns[target]))
     fill = x[train].nanmean(0).nan_to_num()  # of a column without a value, which is constant and left out
     x = torch.where(x.isnan(), fill, x)
     varies = (x[train] != x[train[0]]).any(0)

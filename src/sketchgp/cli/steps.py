@@ -14,15 +14,14 @@ from torch import Tensor
 from ..accelerate import accelerate
 from ..fit import fit
 from ..interactive import shows_progress
-from ..predict import predict, use_weights
+from ..predict import predict
 from ..random_streams import generator
 from ..report import SolveReport, record_solves
 from ..settings import Variance
-from .model_file import SavedModel
 from .regression import Regression, negative_log_density, rmse
 from .results import PeakMemory, Row
 
-__all__ = ["Outcome", "describe", "evaluate", "predict_saved", "split_rows", "tune", "working"]
+__all__ = ["Outcome", "describe", "evaluate", "split_rows", "tune", "working"]
 
 
 def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -183,16 +182,3 @@ def describe(outcome: Outcome) -> str:
             f"median {median:.2f}, from {smallest:.2f} to {largest:.2f}"
         )
     return "\n".join(lines)
-
-
-def predict_saved(saved: SavedModel, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (noise included) ``(m,)`` of standardised rows ``x`` ``(m, d)``, from saved weights.
-
-    The model of ``saved`` is accelerated in place. The weights go where GPyTorch keeps the solution of
-    ``(K + noise I) w = y - mean``, so the mean needs no solve.
-    """
-    model = accelerate(saved.model)
-    use_weights(model, saved.weights)
-    prediction = predict(model, x)
-    assert prediction.observation_variance is not None
-    return prediction.mean, prediction.observation_variance
