@@ -331,6 +331,29 @@ def test_batch_targets_with_one_set_of_inputs() -> None:
     assert gradient_error(found_gradient, gradient) < 3e-2
 
 
+@pytest.mark.parametrize("name", ["scale-rbf-ard", "lcm"])
+def test_the_prior_at_test_points_is_asked_for_once(name: str) -> None:
+    """A subclass may compute it as it likes; 16 of its rows tell the solve for the mean how exact it has to be."""
+    model, test = SOLVED[name].build()
+    asked = []
+
+    class Counting(type(model)):  # type: ignore[misc]
+        def _get_test_prior_mean_and_covariances(self, train_inputs: Any, test_inputs: Any, **kwargs: Any) -> Any:
+            asked.append(len(test_inputs[0]))
+            return super()._get_test_prior_mean_and_covariances(train_inputs, test_inputs, **kwargs)
+
+    expected, _ = posterior(model, test)
+    model.__class__ = Counting
+    sketchgp.accelerate(model)
+    with iterative(tol=0.01), torch.no_grad(), sketchgp.record_solves() as solves:
+        mean = model(*test).mean
+        assert asked == [len(test[0])]
+        assert solves[0].converged
+        model(*test)
+        assert asked == 2 * [len(test[0])]
+    assert relative(mean, expected) < 1e-2
+
+
 def test_zero_mean_problem_scale_does_not_matter() -> None:
     """Targets and outputs of 1e5 are solved as well as standardised ones."""
     model, test = case("scale-rbf-ard").build()

@@ -70,9 +70,9 @@ class Preconditioner:
 
     :param rank: columns of F, cut to n, with a note in the report; None chooses it by cost
         (:mod:`sketchgp.preconditioners.rank`): columns are added while the iterations that they are predicted to save,
-        from what is left of the trace over the noise and how fast it falls, cost more than the columns do; until
-        ``sum(residual / noise) <= 1`` (condition number at most 2) or the memory budget is full.  Nothing is timed: the
-        same problem gets the same rank.
+        from what is left of the trace over the noise and how fast it falls, cost more than the columns do; at least
+        10, until ``sum(residual / noise) <= 1`` (condition number at most 2) or the memory budget is full.  Nothing is
+        timed: the same problem gets the same rank.
     """
 
     rank: int | None = None

@@ -139,12 +139,13 @@ class RankByCost:
     def __call__(self, rank: int, left: float) -> bool:
         """:param rank: columns so far; :param left: ``sum(residual / noise)``, now that there are so many."""
         n = self.costs.n
+        if rank < min(_LEAST, n):  # which cost next to nothing, and leave less to the probes of a log determinant
+            self._seen.append((rank, left / (n - rank)))
+            return False
         if left <= 1 or rank >= max(_LEAST, _SHARE * n):  # the condition number is at most 2
             return True
         share = left / (n - rank)
         self._seen.append((rank, share))
-        if rank < _LEAST:
-            return False
         before, was = next((seen for seen in reversed(self._seen) if _BACK * seen[0] <= rank), self._seen[0])
         if not 0 < before < rank:
             return False

@@ -8,7 +8,6 @@ instead, and the tolerance is a context variable.
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,17 +17,18 @@ from gpytorch import settings
 from gpytorch.models import ExactGP
 from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy, prediction_strategy
 from gpytorch.utils.warnings import GPInputWarning
+from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, warn
 from ...fingerprint import module_key, tensor_key
+from ...operators.access import columns, evaluated_accurately, float64
 from ...operators.lazies import KERNELS
 from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating, predicting
-from .posterior_covariance import float64
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
@@ -104,32 +104,51 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
         mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
             train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
         )
-        with predicting(partial(_some, model, inputs, kwargs)):
+        with predicting(partial(_followed, covariance, cross)):
             mean, covariance = strategy.exact_prediction(
                 test_mean=mean, test_test_covar=covariance, test_train_covar=cross
             )
     return posterior(mean.view(*batch, *shape).contiguous(), covariance)
 
 
-def _some(model: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Of some of the points that are predicted: covariances with the training points ``(n, p)``, and prior variances
-    ``(p,)``, float64; None for several inputs, and for batches."""
-    if len(inputs) != 1 or inputs[0].dim() != 2:
+def _rows(m: int) -> Tensor:
+    """Some of m predicted points, the same ones each time."""
+    return torch.randperm(m, generator=generator(0, "points that are predicted"))[:_FOLLOWED]
+
+
+@torch.no_grad()
+def _followed(covariance: Any, cross: Any) -> tuple[Tensor, Tensor] | None:
+    """Covariances of the training points with at most 16 predicted points ``(n, p)``, and the prior variances of these
+    ``(p,)``, in float64; None for batches.
+
+    :param covariance: the prior covariance of the predicted points ``(m, m)``; :param cross: theirs with the training
+        points ``(m, n)``.
+    """
+    if cross.dim() != 2:
         return None
-    rows = torch.randperm(len(inputs[0]), generator=generator(0, "points that are predicted"))[:_FOLLOWED]
-    with torch.no_grad():
-        _, covariance, cross, *_ = model._get_test_prior_mean_and_covariances(
-            train_inputs=list(model.train_inputs), test_inputs=[inputs[0][rows.to(inputs[0].device)]], **kwargs
-        )
-        found = float64(cross)
-        return (found.mT, float64(covariance, diagonal=True)) if found.dim() == 2 else None
+    rows = _rows(cross.shape[0]).to(cross.device)
+    found = columns(evaluated_accurately(to_linear_operator(cross).mT), rows)
+    return found.to(torch.float64), float64(covariance, diagonal=True)[rows]
 
 
 def solve_for_mean(model: Any, x: Tensor | None) -> None:
-    """Have the strategy of a model in eval mode keep the weights behind its mean, which is wanted at x ``(m, d)``, if
-    that is known."""
+    """Have the strategy of a model in eval mode keep the weights behind its mean.
+
+    :param x: where the mean is wanted ``(m, d)``, if that is known.
+    """
     strategy = strategy_of(model)
-    with evaluating(), nullcontext() if x is None else predicting(partial(_some, model, [x], {})):
+
+    def points() -> tuple[Tensor, Tensor] | None:
+        if x is None or x.dim() != 2:
+            return None
+        some = x[_rows(len(x)).to(x.device)]
+        with torch.no_grad():
+            _, covariance, cross, *_ = model._get_test_prior_mean_and_covariances(
+                train_inputs=list(model.train_inputs), test_inputs=[some]
+            )
+        return _followed(covariance, cross)
+
+    with evaluating(), predicting(points):
         _ = strategy.mean_cache  # which other strategies than ours have, too
 
 
