@@ -1,4 +1,4 @@
-"""A pytest plugin: every exact model that a test calls is accelerated at its first call.
+"""A pytest plugin: every exact model that a test of GPyTorch's or BoTorch's calls is accelerated at its first call.
 
 It is loaded into a process of its own (``python -m pytest -p accelerating``), whose GPyTorch it may change.
 ``SKETCHGP_PEERS_MODE`` says how:
@@ -11,16 +11,17 @@ It is loaded into a process of its own (``python -m pytest -p accelerating``), w
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from typing import Any
 
-import gpytorch  # before any test, so that the installed one is tested and not the checkout's
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 
 import sketchgp
 from sketchgp.models.accelerated import added_diag, mixins
 
+_peer = importlib.import_module(os.environ["SKETCHGP_PEER"])  # the installed one, before a test finds the checkout's
 MODE = os.environ.get("SKETCHGP_PEERS_MODE", "plain")
 _plain_call = ExactGP.__call__
 _done = {"models": 0}
@@ -46,4 +47,4 @@ if MODE == "iterative":
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was tested."""
     counts = f"{_done['models']} models accelerated, {len(_solves)} solves"
-    terminalreporter.write_line(f"peers: mode {MODE}, gpytorch {gpytorch.__version__}, {counts}")
+    terminalreporter.write_line(f"peers: mode {MODE}, {_peer.__name__} {_peer.__version__}, {counts}")

@@ -1,4 +1,4 @@
-"""Tests of GPyTorch's that need not pass on accelerated models, and why each is not a fault."""
+"""Tests of GPyTorch's and BoTorch's that need not pass on accelerated models, and why each is not a fault."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ _FILL = (
     "Expects GPyTorch's warning that the fill policy makes the matrix dense, which sketchgp does not do: it solves for "
     "the rows that were observed, for the same mean."
 )
+_STALE = (
+    "Raises the noise after a prediction and expects the variance that the first one has cached; sketchgp gives "
+    "that of the present noise: 8% of it, where the test allows 5%."
+)
 
 DEFAULT = {
+    **{
+        f"test/examples/{file}::test_posterior_latent_gp_and_likelihood_fast_pred_var": _STALE
+        for file in (
+            "test_simple_gp_regression.py::TestSimpleGPRegression",
+            "test_white_noise_regression.py::TestWhiteNoiseGPRegression",
+        )
+    },
     "test/examples/test_missing_data.py::TestMissingData::test_single": _FILL,
     "test/examples/test_missing_data.py::TestMissingData::test_multitask": _FILL,
     "test/mlls/test_leave_one_out_pseudo_likelihood.py::TestLeaveOneOutPseudoLikelihood::test_check_bordered_system": (
@@ -41,4 +52,7 @@ ITERATIVE = {
         "Counts calls of torch's Cholesky factorization; the preconditioner makes one more."
     ),
 }
-DIFFERENCES = {"default": DEFAULT, "iterative": ITERATIVE}
+DIFFERENCES = {
+    "gpytorch": {"default": DEFAULT, "iterative": ITERATIVE},
+    "botorch": {"default": {}, "iterative": {}},
+}
