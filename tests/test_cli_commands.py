@@ -267,7 +267,7 @@ def test_fit_faults_in_the_data(tmp_path, capsys):
     assert "1 row(s) of data; at least 2" in error({"a": [1], "y": [2]})
     assert "'y': the target has one value (2)" in error({"a": range(30), "y": [2] * 30})
     assert "every feature is constant" in error({"a": [1] * 30, "y": range(30)})
-    assert "column 'a' holds numbers in 2 rows and 'x' in line 4" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
+    assert "column 'a' holds numbers in 2 row(s) and 'x' in line 4" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
     names = [f"stone {number}" for number in range(30)]
     many = error({"name": names, "y": range(30)})
     assert "'name' is text with 30 different values in 30 rows" in many
@@ -535,7 +535,7 @@ def test_marks_of_missing_values_are_remembered(tmp_path, capsys):
     assert [row["mean"] == "" for row in predictions(output)] == [False, True, True]
     assert sketchgp.load_model(model).predict(new).mean.isnan().tolist() == [False, True, True]
     error = fails(capsys, "predict", model, path, "--missing-marks", "null")
-    assert "column 'length' holds numbers in 2 rows and 'N.D.' in line 4" in error
+    assert "column 'length' holds numbers in 2 row(s) and 'N.D.' in line 4" in error
 
 
 def test_info_and_version(capsys):

@@ -97,6 +97,7 @@ GOOD = {
     "marks of spreadsheets": ("x,y\n1,2\n3,4\n#N/A,7\n<NA>,8\n", ["--missing", "drop"], "number", [2, 4]),
     "preamble": ("Report, 2024\n\nx,y\n1,2\n3,4\n", ["--skip-lines", "1-2"], "number", [2, 4]),
     "preamble and units": ("Report\nx,y\nm,kg\n1,2\n3,4\n", ["--skip-lines", "1,3"], "number", [2, 4]),
+    "units of two lines": ('"x",z,y\nm,"k\ng",kg\n1,5,2\n3,6,4\n', ["--skip-lines", "2,3"], "number", [2, 4]),
     "a separator that is named": ("x y\n1 2\n3 4\n", ["--separator", " "], "number", [2, 4]),
 }  # fmt: skip
 
@@ -109,7 +110,7 @@ def test_what_a_text_file_holds(read, case):
 
 
 BAD = {
-    "text that is no known mark": ("x,y\nn.d.,1\n1,2\n2,3\nn.d.,4\n", ["'n.d.' in line 2 and 1 more", "in 2 rows"]),
+    "text that is no known mark": ("x,y\nn.d.,1\n1,2\n2,3\nn.d.,4\n", ["'n.d.' in line 2 and 1 more", "in 2 row(s)"]),
     "text among marks": ("x,y\n1,1\nNA,2\nn.d.,3\n", ["--missing-marks NA,n.d.", "--categorical x", "--drop x"]),
     "a limit": ("x,y\n<0.5,1\n1,2\n", ["'<0.5' in line 2"]),
     "units": ("x,y\nm,kg\n1,2\n2,3\n", ["2 faults", "column 'x'", "'m' in line 2", "column 'y'", "--skip-lines 2"]),
@@ -118,6 +119,7 @@ BAD = {
     "two separators": ("a,x;y\n1,2;5\n3,4;6\n", ["',', ';'", "--separator"]),
     "German thousands": ("x;y\n1.234,5;1\n2,0;2\n", ["'1.234,5' in line 2", "--decimal , or --thousands"]),
     "thousands or decimals": ("x;y\n1.234;1\n12.000;2\n", ["'1.234' in line 2", "--decimal . or --thousands ."]),
+    "thousands beside a small number": ("x,y\n999,1\n1.234,2\n", ["decimals or thousands"]),
     "thousands among small numbers": ("x,y\n999,1\n1.234,2\n12.000,3\n", ["decimals or thousands"]),
     "English thousands": ('x,y\n"1,234",1\n"2,500",2\n', ["'1,234'", "--thousands"]),
     "other thousands": ("x,y\n1 234,1\n2'500,2\n", ["'1 234'", "--thousands"]),
@@ -234,7 +236,7 @@ def test_parquet_keeps_its_types(read, tmp_path):
     y = pyarrow.array([2, 4], pyarrow.int32())
     for x, kind in (
         (pyarrow.array([1, 3], pyarrow.uint8()), "number"),
-        (pyarrow.array([True, False]), "number"),
+        (pyarrow.array([True, False]), "boolean"),
         (pyarrow.array([decimal.Decimal("1.5"), decimal.Decimal("2.5")]), "number"),
         (pyarrow.array([7, 12]).dictionary_encode(), "category"),
         (pyarrow.array(["u", "v"]).dictionary_encode(), "category"),
@@ -377,6 +379,7 @@ PLAIN = {"x": [1.0, 2.0], "code": ["3", "7"], "sold": ["no", "yes"]}
         {"x": pandas.array([1, 2], dtype="Int64")},
         {"x": pandas.Categorical([1.0, 2.0])},
         {"x": pandas.Series([1.0, 2.0], index=[7, 3])},
+        {"sold": np.array([False, True], dtype=object)},
         {"code": [3, 7]},
         {"code": np.array([3.0, 7.0])},
         {"code": pandas.Categorical([3, 7])},
@@ -420,7 +423,7 @@ def test_missing_values_in_memory(loaded, name, missing):
         ({"x": [datetime.date(2024, 5, 6), None]}, "column 'x' holds .*a date"),
         ({"x": pandas.period_range("2024-01", periods=2, freq="M")}, "column 'x' holds values of type Period"),
         ({"code": np.array(["2024-05-06", "2024-05-07"], dtype="datetime64[D]")}, "column 'code' holds .*a date"),
-        ({"x": ["1.5", "<2"]}, "column 'x' holds numbers in 1 rows and '<2' in row 1"),
+        ({"x": ["1.5", "<2"]}, "column 'x' holds numbers in 1 row.s. and '<2' in row 1"),
         ({"x": ["1,5", "2,5"]}, "column 'x' holds '1,5' in row 0"),
         ({"x": [1, np.inf]}, "column 'x' holds inf in row 1: not finite"),
         ({"x": [1, 1j]}, "column 'x' holds values of type complex"),

@@ -20,7 +20,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
         "--missing-marks",
         type=names,
         metavar="A,B,C",
-        help=f"texts that stand for a missing value beside the empty cell ({','.join(MARKS)})",
+        help=f"texts that stand for a missing value beside the empty cell (the model's, or {','.join(MARKS)})",
     )
     text = parser.add_argument_group("text files")
     text.add_argument("--encoding", metavar="NAME", help="latin-1, cp1252, ... (UTF-8, or UTF-16 with its mark)")

@@ -189,14 +189,18 @@ class _Column:
         array = _array(name, values)
         self.whole = array.dtype.kind in "iu"
         self.is_text = name in rules.text or name in rules.names or (categories and name not in rules.numbers)
-        if array.dtype.kind in "iufb" and not self.is_text:
+        numbers = name in rules.numbers
+        if (array.dtype.kind in "iuf" or (array.dtype.kind == "b" and numbers)) and not self.is_text:
             self.cells = array.astype(np.float64)
             self.cells[np.isin(self.cells, list(rules.missing_numbers))] = np.nan
             self.kinds["infinite"] = np.unique(self.cells[np.isinf(self.cells)]).tolist()
             self.kinds["missing"] = [None] if np.isnan(self.cells).any() else []
             return
         dates = array.dtype.kind in "mM"
-        self.cells = [_value(cell) for cell in (array.astype(str) if dates else array).tolist()]
+        self.cells = [
+            str(cell) if isinstance(cell, bool | np.bool_) and not numbers else _value(cell)
+            for cell in (array.astype(str) if dates else array).tolist()
+        ]
         for cell in dict.fromkeys(self.cells):
             self.kinds["date" if dates else self._kind(cell)].append(cell)
 
@@ -264,13 +268,13 @@ class _Column:
             found.append(f"holds {self.where(kinds['date'])}: a date or a time; {advice}")
         elif not self.is_text and (kinds["almost"] or (kinds["text"] and (kinds["number"] or name in rules.numbers))):
             rows = sum(cell in self.numbers for cell in self.cells)
-            where = f"numbers in {rows:,} rows and {self.where(strange)}" if rows else self.where(strange)
+            where = f"numbers in {rows:,} row(s) and {self.where(strange)}" if rows else self.where(strange)
             advice = rules.advice(name, *self._remedies(marks), "categorical", "drop")
             found.append(f"holds {where}, where plain numbers are expected; {advice}")
         elif not self.is_text and name not in rules.numbers:
             found += self._doubts()
         pointed = [cell for cell in self.written if "." in cell]
-        if pointed and not certain and (self.separator != "," or 1 < len(pointed) < len(self.written)):
+        if pointed and not certain and (self.separator != "," or len(pointed) < len(self.written)):
             found.append(f"holds {self.where(pointed)}: decimals or thousands? Say --decimal . or --thousands .")
         if kinds["missing"] and name not in rules.may_lack:
             how = "missing='drop' or missing='mean'" if rules.caller == "python" else "--missing drop or --missing mean"

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -213,19 +214,21 @@ class _TextFile:
             remedy = f" as {self.text.encoding}{remedy}" if isinstance(error, UnicodeError) else ""
             raise InputError(f"{self.path}: cannot be read ({_first_line(error)}){remedy}") from error
 
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines that are not left out, each with its number."""
+        with open(self.path, newline="", encoding=self.text.encoding) as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if number not in self.text.skip)
+
     def records(self) -> Iterator[tuple[int, list[str]]]:
         """Yield the records of the file, each with the number of its last line."""
-        number = 0
+        last = [0]
 
-        def lines() -> Iterator[str]:
-            nonlocal number
-            for number, line in enumerate(file, 1):
-                if number not in self.text.skip:
-                    yield line
+        def texts() -> Iterator[str]:
+            for last[0], line in self.lines():
+                yield line
 
-        with open(self.path, newline="", encoding=self.text.encoding) as file:
-            for cells in csv.reader(lines(), delimiter=self.text.separator or ",", strict=True):
-                yield number, cells
+        for cells in csv.reader(texts(), delimiter=self.text.separator or ",", strict=True):
+            yield last[0], cells
 
     def separator(self) -> str:
         """Return the separator by which the first records have the same number of cells, more than one."""
@@ -246,10 +249,10 @@ class _TextFile:
 
     def frame(self, pandas: Any) -> Any:
         """Return the data frame of all cells, as text, without the names and without empty lines."""
-        text, skipped = self.text, [line - 1 for line in self.text.skip]
+        text, file = self.text, self.path if not self.text.skip else StringIO("".join(line for _, line in self.lines()))
         whole = {"header": None, "dtype": str, "keep_default_na": False, "skip_blank_lines": False}
         try:
-            frame = pandas.read_csv(self.path, sep=text.separator, encoding=text.encoding, skiprows=skipped, **whole)
+            frame = pandas.read_csv(file, sep=text.separator, encoding=text.encoding, **whole)
         except pandas.errors.ParserError:
             self.widths()  # names all lines with too many cells
             raise
