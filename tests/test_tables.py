@@ -98,6 +98,7 @@ GOOD = {
     "preamble": ("Report, 2024\n\nx,y\n1,2\n3,4\n", ["--skip-lines", "1-2"], "number", [2, 4]),
     "preamble and units": ("Report\nx,y\nm,kg\n1,2\n3,4\n", ["--skip-lines", "1,3"], "number", [2, 4]),
     "units of two lines": ('"x",z,y\nm,"k\ng",kg\n1,5,2\n3,6,4\n', ["--skip-lines", "2,3"], "number", [2, 4]),
+    "an empty column": ("x,z,y\n1,,2\n3,,4\n", ["--missing", "mean"], "number", [2, 4]),
     "a separator that is named": ("x y\n1 2\n3 4\n", ["--separator", " "], "number", [2, 4]),
 }  # fmt: skip
 

@@ -206,24 +206,18 @@ def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) 
     target, features, drop = options.target, options.features, options.drop
     apart = [] if options.id is None else [options.id]
     told = {"--numeric": options.numeric, "--categorical": options.categorical}
-    for option, named in {
-        "--target": [target],
-        "--features": features or [],
-        "--drop": drop,
-        "--id": apart,
-        **told,
-    }.items():
+    others = {"--features": features or [], "--drop": drop, "--id": apart}
+    for option, named in {"--target": [target], **others, **told}.items():
         source.require(named, option, rules)
-    for option, named in (("--features", features or []), ("--drop", drop), ("--id", apart)):
-        if target in named:
+        if target in named and option in others:
             raise InputError(f"{option}: {target!r} is the target")
+        if len(set(named)) < len(named):
+            raise InputError(f"{option}: a column is named twice")
     if target in options.categorical:
         raise InputError(
             f"--categorical: {target!r} is the target, and the command fits numbers; for classes there are "
             "sketchgp.OneHot and sketchgp.RandomFeatureClassifier in Python"
         )
-    if features is not None and len(set(features)) < len(features):
-        raise InputError("--features: a column is named twice")
     for name in source.names:
         if features is None and name not in source.default_features and name not in (target, *drop, *apart):
             print(f"note: column {name!r} is left out; name it in --features to use it")
@@ -234,9 +228,8 @@ def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) 
         unused = [name for name in named if name not in (*chosen, target)]
         if unused:
             raise InputError(f"{option}: {unused[0]!r} is not among the features")
-    both = [name for name in options.numeric if name in options.categorical]
-    if both:
-        raise InputError(f"--numeric: {both[0]!r} is in --categorical, too")
+    if both := set(options.numeric) & set(options.categorical):
+        raise InputError(f"--numeric: {min(both)!r} is in --categorical, too")
     return chosen
 
 

@@ -123,16 +123,11 @@ def load_model(path: str | Path) -> SavedModel:
     if described.get("format") != FORMAT:
         raise InputError(f"{path}: not a model saved by sketchgp")
     version = described.get("version")
-    if not isinstance(version, int) or version < 1:
-        raise InputError(f"{path}: damaged: the format version is {version!r}")
-    if version > VERSION:
+    if version not in (3, VERSION):
+        newer = isinstance(version, int) and version > VERSION
+        age, remedy = ("a newer", "upgrade sketchgp") if newer else ("an older", "make it anew with the command fit")
         raise InputError(
-            f"{path}: written by a newer sketchgp (format {version}; this one reads {VERSION}): upgrade sketchgp"
-        )
-    if version < 3:
-        raise InputError(
-            f"{path}: written by an older sketchgp (format {version}; this one reads {VERSION}); make it anew with the "
-            "command fit"
+            f"{path}: written by {age} sketchgp (format version {version!r}; this one reads {VERSION} and 3): {remedy}"
         )
     contents = {**described, **tensors}
     if version == 3:
