@@ -37,6 +37,20 @@ def reference(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return found.mean, found.variance
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_deviations_and_regions_are_those_of_gpytorch(dtype: torch.dtype) -> None:
+    model, x = build(dtype=dtype)
+    found, without = sketchgp.predict(model, x), sketchgp.predict(model, x, variance=None)
+    with torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(found.stddev, expected.stddev, rtol=1e-4, atol=1e-6)
+    for end, other in zip(found.confidence_region(), expected.confidence_region(), strict=True):
+        torch.testing.assert_close(end, other, rtol=1e-4, atol=1e-5)
+    for ask in (lambda: without.stddev, without.confidence_region):
+        with pytest.raises(sketchgp.InputError, match="stddev expects variances, got variance=None"):
+            ask()
+
+
 @pytest.mark.parametrize("variance", ["exact", "auto", None])
 @pytest.mark.parametrize("name", [n for n in PLAIN + STRUCTURED if n != "fixed-noise"])
 def test_gives_the_posterior(name: str, variance: str | None) -> None:

@@ -42,8 +42,10 @@ _STREAMED_ROWS = 1024
 
 @dataclass(repr=False)
 class Prediction(Shown):
-    """Posterior at m points.  ``variance`` is of the latent function; ``observation_variance`` has the noise added, and
-    is None where the likelihood knows no noise for new points (``FixedNoiseGaussianLikelihood`` without a learned one).
+    """Posterior at m points.  ``variance`` is that of the latent function, as ``model(x).variance``, and so are
+    ``stddev`` and ``confidence_region()``; ``observation_variance`` has the noise added, as
+    ``likelihood(model(x)).variance``, and is None where the likelihood knows no noise for new points
+    (``FixedNoiseGaussianLikelihood`` without a learned one).
 
     ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
     ``"low_rank"`` or ``"samples"`` (see :func:`sketchgp.accelerate`), ``"dtc"`` (of an
@@ -73,6 +75,24 @@ class Prediction(Shown):
     mean_error_bound: Tensor | None = None
     mean_error_bound_deviations: Tensor | None = None
     variance_error_bound: Tensor | None = None
+
+    @property
+    def stddev(self) -> Tensor:
+        """Square root of ``variance``: without the noise, like that of ``model(x)``.
+
+        :raises InputError: for a prediction without variances.
+        """
+        if self.variance is None:
+            raise InputError("Prediction: stddev expects variances, got variance=None; call predict with another one.")
+        return self.variance.clamp_min(0).sqrt()
+
+    def confidence_region(self) -> tuple[Tensor, Tensor]:
+        """Return ``mean - 2 stddev`` and ``mean + 2 stddev``, as GPyTorch's distributions do: without the noise.
+
+        :raises InputError: for a prediction without variances.
+        """
+        twice = 2 * self.stddev
+        return self.mean - twice, self.mean + twice
 
     def _card(self) -> Card:
         report, check, error = self.report, self.variance_check, self.variance_standard_error
