@@ -338,6 +338,30 @@ def test_acquisition_functions(kind: str) -> None:
     assert relative(gradients[1], gradients[0]) < 1e-3
 
 
+def test_an_acquisition_function_solves_once() -> None:
+    """BoTorch's call ``model.to(X)`` at each evaluation, which moves nothing."""
+    model, x = single()
+    sketchgp.accelerate(model).eval()
+    acquisition = LogExpectedImprovement(model, best_f=0.0)
+    with iterative():
+        values = [acquisition(x[:, None]).detach()]
+        with sketchgp.record_solves() as solves:
+            values.append(acquisition(x[:, None]).detach())
+            model.to(x).double().cpu()
+            sketchgp.predict(model, x, variance=None)
+        assert all(report.columns == len(x) for report in solves)  # variances alone, and no mean
+        assert torch.allclose(*values, rtol=1e-6)
+        mean = sketchgp.predict(model, x, variance=None).mean
+        with sketchgp.record_solves() as solves:
+            model.float()
+            found = sketchgp.predict(model, x.float(), variance=None).mean
+        assert len(solves) == 1 and relative(found.double(), mean) < 1e-3
+        with sketchgp.record_solves() as solves, torch.no_grad():
+            model._apply(lambda tensor: tensor.mul_(1.1) if tensor.is_floating_point() else tensor)
+            sketchgp.predict(model, x.float(), variance=None)
+        assert len(solves) == 1
+
+
 def task_marginal(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """As BoTorch does it: the likelihood is given the inputs, which name the tasks."""
     model.train()

@@ -49,8 +49,9 @@ class AcceleratedModel(_Accelerated):
     """A model whose prior covariance is a :class:`KernelMatrix` wherever its kernel is a plain one."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        before = _places(self)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        if is_accelerated(self):
+        if is_accelerated(self) and _places(self) != before:  # not so for model.to(x), as acquisition functions call it
             self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
             cache = self.__dict__[ATTRIBUTE].cache
             if cache is not None:
@@ -143,6 +144,13 @@ class AcceleratedDistribution(_Accelerated):
         if fast.on() or (not left_to_us(fast) and bound_in_force() is None):
             return super().log_prob(value)  # type: ignore[misc]
         return log_density(self, value)
+
+
+def _places(model: Any) -> list[tuple[Any, ...]]:
+    """Return where a model's parameters, buffers and data lie in memory, in which dtype, and how often they changed."""
+    data = [] if model.train_inputs is None else [*model.train_inputs, model.train_targets]
+    tensors = [*model.parameters(), *model.buffers(), *data]
+    return [(t.device, t.dtype, t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
 
 
 def accelerated_class(base: type, mixin: type) -> type:
