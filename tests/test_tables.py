@@ -77,6 +77,7 @@ GOOD = {
     "English thousands": ('x,y\n1,"1,234.5"\n2,999\n', ["--thousands", ","], "number", [1234.5, 999]),
     "French thousands": ("x;y\n1;1\u202f234,5\n2;9\n", ["--thousands", " ", "--decimal", ","], "number", [1234.5, 9]),
     "Swiss thousands": ("x;y\n1;1'234.5\n2;9\n", ["--thousands", "'"], "number", [1234.5, 9]),
+    "points beside blanks are decimals": ("x;y\n1;1 234\n2;9.125\n", ["--thousands", " "], "number", [1234, 9.125]),
     "points are decimals": ("x;y\n1;1.234\n2;12.000\n", ["--decimal", "."], "number", [1.234, 12]),
     "other columns have decimals": ("x;y\n1.25;1.234\n2;12.000\n", [], "number", [1.234, 12]),
     "fixed decimals": ("x,y\n1,1.234\n2,12.500\n", [], "number", [1.234, 12.5]),
@@ -205,10 +206,17 @@ def test_rows_beyond_the_first_chunk(read):
 
 
 def test_wrong_words_of_options(read, capsys):
-    for words in (["--skip-lines", "0"], ["--skip-lines", "a"], ["--separator", "ab"], ["--decimal", ";"]):
+    for words in (
+        ["--skip-lines", "0"],
+        ["--skip-lines", "a"],
+        ["--separator", "ab"],
+        ["--decimal", ";"],
+        ["--thousands", "1"],
+    ):
         with pytest.raises(SystemExit):
             read("x,y\n1,2\n3,4\n", *words)
     for words, said in (
+        (["--decimal", ".", "--thousands", "."], "this is the mark of decimals, too"),
         (["--numeric", "z"], "--numeric: no column 'z'"),
         (["--numeric", "x", "--drop", "x"], "'x' is not among the features"),
         (["--numeric", "x", "--categorical", "x"], "'x' is in --categorical, too"),

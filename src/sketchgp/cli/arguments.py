@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from ..errors import InputError
 from .columns import MARKS
 from .tables import Source, Text, open_table
 
@@ -33,9 +34,11 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--no-header", dest="header", action="store_false", help="no line of names; the columns are c1, c2, ..."
     )
-    text.add_argument("--decimal", choices=(".", ","), help="mark of decimals (a point)")
+    text.add_argument("--decimal", choices=(".", ","), metavar="MARK", help="mark of decimals: . or , (a point)")
     text.add_argument("--decimal-comma", dest="decimal", action="store_const", const=",", help="same as --decimal ,")
-    text.add_argument("--thousands", default="", metavar="MARK", help="between groups of three digits: , . ' or ' '")
+    text.add_argument(
+        "--thousands", choices=(",", ".", "'", " "), metavar="MARK", help="between groups of three digits: , . ' or ' '"
+    )
 
 
 def opened(options: argparse.Namespace) -> Source:
@@ -48,8 +51,11 @@ def opened(options: argparse.Namespace) -> Source:
 
 def notation(options: argparse.Namespace) -> dict[str, Any]:
     """Return how numbers are written, by the names of :class:`~sketchgp.cli.columns.Rules`."""
-    decimal = options.decimal or {".": ",", ",": "."}.get(options.thousands)
-    return {"decimal": decimal, "thousands": options.thousands}
+    thousands = options.thousands or ""
+    decimal = options.decimal or (None if not thousands else "," if thousands == "." else ".")
+    if decimal is not None and decimal == thousands:
+        raise InputError(f"--thousands {thousands}: this is the mark of decimals, too")
+    return {"decimal": decimal, "thousands": thousands}
 
 
 def names(text: str) -> list[str]:
