@@ -236,6 +236,13 @@ def _engine(patch: MONKEY) -> None:
     _solve(sketchgp.ConjugateGradients(), preconditioner=None)
 
 
+def _failed_mean(patch: MONKEY) -> Any:
+    model = sketchgp.accelerate(_gp(2.0, 300), solver=sketchgp.ConjugateGradients())
+    model.covar_module.outputscale, model.likelihood.noise = 1e11, 1.001e-4
+    with iterative(), sketchgp.settings.memory_budget(10_000):
+        return sketchgp.predict(model.eval(), model.train_inputs[0], variance=None)
+
+
 RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "nan": _nan,
     "not-definite": lambda patch: _solve(sketchgp.Cholesky(), noise=1e-30, kernel=_kernel(10.0)),
@@ -251,6 +258,7 @@ RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "log-determinant": _log_determinant,
     "stagnated": lambda patch: sketchgp.KRILL(tol=1e-17).solve(_inducing(12)),
     "limits-of-float64": _limits,
+    "failed-mean": _failed_mean,
     "stopped": lambda patch: _solve(
         sketchgp.ConjugateGradients(tol=1e-10), preconditioner=None, callback=lambda progress: True
     ),

@@ -119,18 +119,19 @@ def report_card(report: Any) -> Card:
         for name, count in report.work.items()
     )
     about = [] if report.max_deviations == float("inf") else [f"{report.max_deviations:.2g} (estimated)"]
-    about += [] if report.max_certain == float("inf") else [f"{report.max_certain:.2g} (certain)"]
+    about += [] if report.certainty == float("inf") else [f"{report.certainty:.2g} (certain)"]
     off = f"off by at most {', '.join(about)} posterior deviations" if about else ""
     if not off and report.judged == "predictions":
         off = "off by an unknown number of posterior deviations"
     held_out = report.held_out[-1].error if report.held_out else None
+    label, text = report.fit_in_words
     return Card.of(
         f"SolveReport: {report.solver}, {state}",
         outcome=None if report.reason is None else str(report.reason),
         system=f"{report.sizes}, {several(report.columns, 'column')}, {report.dtype} on {report.device}",
         preconditioner=None if report.preconditioner == "none" else report.preconditioner_and_rank,
         work=work,
-        residual=f"{report.max_residual:.2e}{aim if report.judged == 'residual' else ''}",
+        **{label: f"{text}{aim if report.judged == 'residual' else ''}"},
         predictions=off and off + ("" if report.judged == "residual" else aim),
         held_out=None if held_out is None else f"root mean square error {span(held_out)}",
         time=f"{seconds(report.seconds)} + {seconds(report.setup_seconds)} set-up",

@@ -106,19 +106,26 @@ class Prediction(Shown):
         solve = "factorized, or solved before"
         if report is not None:
             state = "converged" if report.converged else f"{report.reason}"
-            solve = f"{report.solver}, {state}, residual {report.max_residual:.1e}, {seconds(report.seconds)}"
+            solve = f"{report.solver}, {state}, {' '.join(report.fit_in_words)}, {seconds(report.seconds)}"
         return Card.of(
             f"Prediction: {shape(self.mean)} points, {tensor_kind(self.mean)}",
             mean=span(self.mean),
-            error_of_mean=None
-            if self.mean_error_bound is None
-            else f"certainly below {self.mean_error_bound.max():.1e}",
+            error_of_mean=self._error_of_mean(),
             deviation=deviations[0],
             with_noise=deviations[1],
             variances=self.variance_method + ("" if error is None else f", standard error {error:.0%}"),
             compared=compared,
             solve=solve,
         )
+
+    def _error_of_mean(self) -> str:
+        """The estimate, and the bound where it is below a deviation or was asked for."""
+        report, words = self.report, []
+        if report is not None and report.max_deviations < math.inf:
+            words.append(f"about {report.max_deviations:.1g} posterior deviations at the most")
+        if report is not None and self.mean_error_bound is not None and report.certainty < math.inf:
+            words.append(f"certainly below {self.mean_error_bound.max():.1e}")
+        return ", ".join(words)
 
 
 def predict(

@@ -53,6 +53,7 @@ class Reason(str, Enum):
 
 
 _FINAL = (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED, Reason.DIRECT, Reason.SINGULAR)
+_STOPPED = (Reason.CALLBACK, Reason.INTERRUPTED)
 _WITHOUT_TOLERANCE = (Reason.FINISHED, Reason.EARLY)  # as planned: how a solver ends that knows no tolerance
 
 _ADVICE = {
@@ -187,12 +188,35 @@ class SolveReport(Shown):
         return float(certain.max()) if certain is not None and certain.numel() else float("inf")
 
     @property
+    def certainty(self) -> float:
+        """``max_certain`` where it is worth showing: below a deviation, or asked for; else infinite."""
+        return self.max_certain if self.max_certain < 1 or self.judged == "bound" else float("inf")
+
+    @property
+    def fit_in_words(self) -> tuple[str, str]:
+        """What the residual is called, and how it is shown: of random features it is the root of a loss."""
+        if self.letter == "features":
+            return "loss", f"{self.max_residual**2:.1%} of that of f = 0"
+        return "residual", f"{self.max_residual:.2e}"
+
+    @property
     def max_residual(self) -> float:
         """The largest true relative residual over the columns (0 for a solve without columns)."""
         return float(self.residual.max()) if self.residual.numel() else 0.0
 
-    def advice(self) -> str:
-        """Why the solve ended short of its tolerance, and one thing to try."""
+    @property
+    def failed(self) -> bool:
+        """Whether the value is no answer: predictions are estimated to be more than a posterior deviation off.  Where
+        nothing is known of them, the residual must be less than that of zero."""
+        if self.converged or self.reason in _STOPPED:
+            return False
+        return self.max_deviations > 1 if self.judged == "predictions" else self.max_residual >= 1
+
+    def advice(self, named: bool = True) -> str:
+        """Why the solve ended short of its tolerance, and one thing to try.
+
+        :param named: end with the name of the row in the troubleshooting page.
+        """
         found = f"largest true relative residual {self.max_residual:.1e}"
         if self.tol < float("inf"):
             found += f", tolerance {self.tol:.0e}"
@@ -215,7 +239,7 @@ class SolveReport(Shown):
             remedy = f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
             if self.dtype == "float64":
                 remedy = "Rounding in float64 allows no less; raise tol or the noise, or use Cholesky()."
-        return marked(f"{head} {remedy}" if remedy else head, _TROUBLES.get(self.reason))
+        return marked(f"{head} {remedy}" if remedy else head, _TROUBLES.get(self.reason) if named else None)
 
     @property
     def sizes(self) -> str:
@@ -229,14 +253,14 @@ class SolveReport(Shown):
         endless = self.tol == float("inf")  # a solver that knows no tolerance
         state = "converged" if self.converged else "no tolerance" if endless else "NOT converged"
         tolerance = "" if endless else f" (tolerance {self.tol:.0e})"
-        residual, error = f"residual {self.max_residual:.2e}", ""
+        residual, error = " ".join(self.fit_in_words), ""
         if self.max_deviations < float("inf") or self.judged == "predictions":
             far = f"about {self.max_deviations:.2g}" if self.max_deviations < float("inf") else "an unknown number of"
             error = f", predictions within {far} posterior deviations"
         if self.judged == "predictions":
             error += tolerance
-        if self.max_certain < float("inf"):
-            certain = f"certainly within {self.max_certain:.2g}"
+        if self.certainty < float("inf"):
+            certain = f"certainly within {self.certainty:.2g}"
             error += f", {certain}" if error else f", predictions {certain} posterior deviations"
         if self.judged == "bound":
             error += tolerance
@@ -361,5 +385,18 @@ def conclude(report: SolveReport) -> None:
     """What every solve ends with: its report to the recorders, and a warning if it did not meet its tolerance, or
     where it knows none did not do all that it was to do."""
     record(report)
+    warn_of(report)
+
+
+def no_answer(report: SolveReport) -> str:
+    """Return the text of the error to raise in place of a mean by a solve that :attr:`SolveReport.failed`."""
+    return (
+        f"The mean could not be computed. {report.advice(named=False)} To take it as it is, limit the work: "
+        "solver=sketchgp.ConjugateGradients(max_iterations=1000)."
+    )
+
+
+def warn_of(report: SolveReport) -> None:
+    """Warn where a solve fell short, unless its shortfall is counted elsewhere."""
     if not report.converged and report.reason not in _WITHOUT_TOLERANCE and not _counted.get():
         warn(report.advice(), ConvergenceWarning)

@@ -1196,7 +1196,7 @@ BREAKS = (
     ),
     Break(
         "solvers/full/aim.py",
-        "self.ratios[k] = torch.maximum(self.ratios[k], ratio.reshape(-1) / _SAFETY)",
+        "self.ratios[k] = torch.maximum(self.ratios[k], ratio.reshape(-1) / SAFETY)",
         "pass",
         ("test_certificates.py",),
         "points alone are not looked at",
@@ -1945,8 +1945,8 @@ BREAKS = (
     ),
     Break(
         "models/accelerated/sample_solve.py",
-        "if report.max_residual <= wanted or not report.converged:",
-        "if report.max_residual <= 1e-3 or not report.converged:",
+        "if report.max_residual <= wanted or not report.converged or last:",
+        "if report.max_residual <= 1e-3 or not report.converged or last:",
         ("test_posterior_samples.py",),
         "samples stop at a residual that says nothing where the noise is small",
     ),
@@ -2094,8 +2094,8 @@ BREAKS = (
     ),
     Break(
         "inference/explained.py",
-        "fits = self._root is not None or needed <= memory_budget.value(system.noise.device)",
-        "fits = self._root is not None or needed > 0",
+        "return self.there or (not self._failed and needed <= memory_budget.value(system.noise.device))",
+        "return self.there or not self._failed",
         ("test_posteriors.py",),
         "a factor that does not fit the memory budget",
     ),

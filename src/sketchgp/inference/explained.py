@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..operators.substitution import cholesky_solve
+from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.certificate import Certificate
@@ -63,7 +64,7 @@ def solve(
     noise: Tensor | None = None,
     below_noise: bool = True,
     initial: Tensor | None = None,
-) -> Explained:
+) -> tuple[Explained, SolveReport]:
     """Solve ``A w = c`` to the solver's tolerance, and until no posterior variance ``prior - c^T A^-1 c`` is off by
     more than a hundredth of itself (a ten thousandth of the noise is always enough), as conjugate gradients estimate
     what they leave out; a solve that falls short warns.
@@ -78,8 +79,9 @@ def solve(
     goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
     weights, product, report = solver.explain(system, c, preconditioner, goal, name=name, below=below, initial=initial)
     if report.error_bound is None or report.quadratic_bounds is None or weights.dim() > 2:
-        return Explained(weights, product)
-    return Explained(weights, product, torch.stack([report.error_bound, *report.quadratic_bounds]).to(c.device))
+        return Explained(weights, product), report
+    certain = torch.stack([report.error_bound, *report.quadratic_bounds]).to(c.device)
+    return Explained(weights, product, certain), report
 
 
 class Factors:
@@ -123,11 +125,14 @@ class Factor:
         """Whether it was factorized."""
         return self._root is not None
 
-    def pays(self, system: System, more: int) -> bool:
-        """Whether to factorize: there are enough columns with ``more``, and it fits the memory budget."""
+    def fits(self, system: System) -> bool:
+        """Return whether a factorization exists, as far as is known, and fits the memory budget."""
         needed = factor_bytes(system.n, system.batch_shape.numel())
-        fits = self._root is not None or needed <= memory_budget.value(system.noise.device)
-        return fits and not self._failed and system.n <= _COLUMNS * (self.columns + more)
+        return self.there or (not self._failed and needed <= memory_budget.value(system.noise.device))
+
+    def pays(self, system: System, more: int) -> bool:
+        """Whether to solve by the factor: it is there, or it fits and there are enough columns with ``more``."""
+        return self.there or (system.n <= _COLUMNS * (self.columns + more) and self.fits(system))
 
     def solve(self, system: System, c: Tensor) -> Explained:
         """Of ``A w = c``, c ``(..., n, m)`` float64.

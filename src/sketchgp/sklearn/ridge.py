@@ -12,8 +12,9 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from .. import checks
-from ..errors import InputError
+from ..errors import InputError, NumericalError
 from ..preconditioners import RPCholesky
+from ..report import no_answer
 from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_solver
 from ..solvers.inducing.automatic import automatic_inducing_solver
@@ -129,7 +130,10 @@ def solve(owner: str, choices: Any, x: Tensor, targets: Tensor, weights: Tensor 
         problem = FullProblem(kernel, x, targets, noise)
         if auto:
             solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
-        return solver.solve(problem), chosen
+        solution = solver.solve(problem)
+        if solution.report.failed and not getattr(solver, "limited", False):
+            raise NumericalError(no_answer(solution.report), see="failed-mean")
+        return solution, chosen
     seed = seed_of(choices.random_state)
     few = InducingPointProblem(kernel, x, targets, noise, inducing_points(kernel, x, chosen.points, seed))
     return (automatic_inducing_solver(few) if auto else solver).solve(few), chosen

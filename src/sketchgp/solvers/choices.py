@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from ..checks import number, path, settle
 
+_LIMITS = ("max_iterations", "max_passes", "max_epochs", "max_seconds")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
@@ -39,6 +41,11 @@ class Budgeted:
     def name(self) -> str:
         """The method's name, as reports print it."""
         return type(self).__name__
+
+    @property
+    def limited(self) -> bool:
+        """Whether the user limited the work, which asks for the best that the limit allows."""
+        return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name in _LIMITS)
 
     def _described(self) -> str:
         """The choices that a checkpoint must be of."""

@@ -21,6 +21,7 @@ from ...solvers.automatic import automatic_solver
 from .mean_solve import gpytorch_tolerance
 from .warm import Left
 
+_GPYTORCHS_ITERATIONS = 1000  # its default, which limits nothing that the solver's own default does not
 _RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 
@@ -82,7 +83,8 @@ class Acceleration:
     def conjugate_gradients(self) -> ConjugateGradients:
         """Conjugate gradients with what the user left open taken from GPyTorch's settings in force; to a residual."""
         chosen = self.solver if isinstance(self.solver, ConjugateGradients) else ConjugateGradients()
-        limit = chosen.max_iterations or settings.max_cg_iterations.value()
+        allowed = settings.max_cg_iterations.value()
+        limit = chosen.max_iterations or (None if allowed == _GPYTORCHS_ITERATIONS else allowed)
         tol = chosen.tol if isinstance(chosen.tol, float) else self._tolerance()
         return dataclasses.replace(chosen, tol=tol, max_iterations=limit)
 
@@ -114,11 +116,6 @@ class Acceleration:
             return self.solver
         tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None
         return dataclasses.replace(self._gradients_of_mean(tol), max_seconds=None, checkpoint=None)
-
-    @property
-    def tolerance_left_open(self) -> bool:
-        """Whether the user named no tolerance of conjugate gradients."""
-        return not isinstance(self.solver, ConjugateGradients) or self.solver.tol is None
 
     def _gradients_of_mean(self, tol: float | Literal["posterior", "certified"] | None) -> ConjugateGradients:
         """Conjugate gradients for the mean: until predictions are right, where no residual was asked for."""

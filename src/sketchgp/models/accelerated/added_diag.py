@@ -26,14 +26,14 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ...errors import InputError, warn
+from ...errors import InputError, NumericalError, warn
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import evaluated_accurately
 from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
 from ...preconditioners import PreconditionerCache
 from ...random_streams import generator
-from ...report import SolveReport
+from ...report import SolveReport, no_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, FullProblem, Solver, System
 from ...solvers.full.another_matrix import LostToRoundingError
@@ -194,6 +194,15 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             built = preconditioner.built if isinstance(preconditioner, Inverse) else None
             value, matrices, _ = self.probed_solve(rhs, built, num_tridiag)
             return value, matrices.to(self.dtype)
+        with shortfall_counted():
+            value, report, limited = self._solved(acceleration, rhs, preconditioner)
+        if solving_for() != "other" and report.failed and not limited:
+            raise NumericalError(no_answer(report), see="failed-mean")
+        warn_of(report)
+        return value
+
+    def _solved(self, acceleration: Acceleration, rhs: Tensor, preconditioner: Any) -> tuple[Tensor, SolveReport, bool]:
+        """Solve for the present purpose; the value, the report, and whether the user limited the work."""
         system = System(self._linear_op, self._noise_vector())
         solver, why = self._solver(acceleration)
         name, below, seconds = self._known_of(acceleration.cache if isinstance(preconditioner, Inverse) else None)
@@ -201,7 +210,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             followed = None
             if solver.tol == "posterior":
                 points = None if system.batch_shape else predicted_points(system.n)
-                followed = Followed.of(system, points, spread=rhs if acceleration.tolerance_left_open else None)
+                followed = Followed.of(system, points)
             value, report, _ = solver.run(
                 system,
                 rhs,
@@ -216,7 +225,7 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             value, report = solve_from(solver, system, rhs, None if left is None else left.targets)
         asked = acceleration.preconditioner if report.rank else None
         self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
-        return value
+        return value, report, getattr(solver, "limited", False)
 
     def _known_of(self, cache: PreconditionerCache | None) -> tuple[str, bool, float]:
         """Of the preconditioner of a solve, or of none: its name, whether it is below the matrix, and what it took."""

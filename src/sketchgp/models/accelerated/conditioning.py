@@ -149,7 +149,7 @@ class Conditioning:
             system, solver = self._system, self._acceleration.column_solver()
             solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
             initial = None if type(self.noisy) in SUMS else self.noisy.solve(c)
-            found = explained.solve(system, c, prior, solver, noise=noise, initial=initial)
+            found, _ = explained.solve(system, c, prior, solver, noise=noise, initial=initial)
         return found
 
 

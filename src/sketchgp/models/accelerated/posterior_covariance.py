@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from ...operators.access import float64
 from ...operators.first_order import first_order, in_callers_context
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
-from ...report import SolveReport
+from ...report import SolveReport, shortfall_counted, warn_of
 from ...settings import memory_budget, variance
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
@@ -139,10 +140,11 @@ class TrainingSide:
             weights, report = solve_system(solver, self.system, b)
             return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)
-        weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
-            self.system, b, self.preconditioner, goal, name=self._name, below=self._below
-        )
-        return explained.Explained(weights, product), report
+        with shortfall_counted():
+            weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
+                self.system, b, self.preconditioner, goal, name=self._name, below=self._below
+            )
+        return self._finished(explained.Explained(weights, product), report, b), report
 
     @cached_property
     def kept(self) -> explained.Factor:
@@ -162,20 +164,29 @@ class TrainingSide:
         if isinstance(self.solver, Cholesky):
             return self.kept.solve(self.system, c)
         if self.factorizes(0):
-            try:
+            with suppress(NumericalError):  # by iterations then
                 return self.kept.solve(self.system, c)
-            except NumericalError:
-                pass  # by iterations then
-        return explained.solve(
-            self.system,
-            c,
-            prior,
-            self.solver,
-            self.preconditioner,
-            name=self._name,
-            below=self._below,
-            below_noise=below_noise,
-        )
+        with shortfall_counted():
+            found, report = explained.solve(
+                self.system,
+                c,
+                prior,
+                self.solver,
+                self.preconditioner,
+                name=self._name,
+                below=self._below,
+                below_noise=below_noise,
+            )
+        return self._finished(found, report, c)
+
+    def _finished(self, found: explained.Explained, report: SolveReport, c: Tensor) -> explained.Explained:
+        """Return what conjugate gradients found or, where they fell short, what a factorization that fits finds."""
+        limited = isinstance(self.solver, ConjugateGradients) and self.solver.limited
+        if not report.converged and not limited and self.kept.fits(self.system):
+            with suppress(NumericalError):
+                return self.kept.solve(self.system, c)
+        warn_of(report)
+        return found
 
     def explained(self, c: Tensor, prior: Tensor, diagonal: bool) -> Tensor:
         """``c^T A^-1 c`` ``(..., m, m)``, or its diagonal ``(..., m)``; differentiable in c and A's parts."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from linear_operator import settings
 from torch import Tensor
 
+from ...errors import ConvergenceWarning, NumericalError, warn
 from ...inference.pathwise import PosteriorDeviations
 from ...operators.tiles import logger
 from ...random_streams import generator
-from ...report import SolveReport
+from ...report import SolveReport, shortfall_counted
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
@@ -67,37 +69,64 @@ class SampleSolve:
     def _open(self) -> bool:
         """Whether it is left to us when the solver ends."""
         given = self.acceleration.solver
-        return getattr(self.solver, "tol", None) is not None and (
-            isinstance(given, str) or not isinstance(getattr(given, "tol", 0.0), float)
+        return isinstance(self.solver, Cholesky) or (
+            getattr(self.solver, "tol", None) is not None
+            and (isinstance(given, str) or not isinstance(getattr(given, "tol", 0.0), float))
         )
 
     def __call__(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
         """The weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
         self.targets = targets if self._open else None
-        return self._solve(self.solver, targets, self._left)
+        with shortfall_counted() if self._open else nullcontext():
+            return self._solve(self.solver, targets, self._left)
 
     @torch.no_grad()
     def refined(self, deviations: PosteriorDeviations) -> tuple[Tensor, SolveReport]:
-        """The weights ``(n, S)`` that this gave samples, solved for further where they need it, and the report."""
+        """The weights ``(n, S)`` that this gave samples, solved for further where they need it, and the report.
+
+        :raises NumericalError: where most samples would be more than a deviation off, and the user set no limit.
+        """
         weights, report = deviations.weights, deviations.report
         if self.targets is None:
             return weights, report
         size, n = self.targets.norm(dim=0), self.system.n
         some = torch.randperm(n, generator=generator(0, "points of the spread of samples"))[:_POINTS]
         points = deviations.points[some.to(deviations.points.device)]
-        for _ in range(_ROUNDS):
+        for rounds in range(_ROUNDS + 1):
             spread = typical(deviations(points))
             wanted = max(_LEAST, float(_SHARE * spread * n**0.5 / size.mean()))
-            if report.max_residual <= wanted or not report.converged:
+            last = rounds == _ROUNDS or isinstance(self.solver, Cholesky)
+            if report.max_residual <= wanted or not report.converged or last:
                 break
             residual = self.targets - self.system.accurate_product(weights)
             tol = min(0.5, float((wanted * size / residual.norm(dim=0)).min()))
-            correction, more = self._solve(dataclasses.replace(self.solver, tol=tol), residual)
+            with shortfall_counted():
+                correction, more = self._solve(dataclasses.replace(self.solver, tol=tol), residual)
             weights = weights + correction
             report = _both(report, more, residual.norm(dim=0) / size, wanted)
             deviations.weights = weights
         self.targets = None
+        if report.max_residual > wanted:
+            self._judge(report, spread, report.residual.to(size) * size / n**0.5)
         return weights, report
+
+    def _judge(self, report: SolveReport, spread: Tensor, errors: Tensor) -> None:
+        """Warn of samples that are less accurate than asked for, or raise where they are no answer.
+
+        :param spread: their typical deviation from the mean; :param errors: ``(S,)``, at a typical point at the most.
+        """
+        own = (2 * errors).square().mean()  # the spread that is seen holds the errors; it is an estimate, so twice
+        without = (spread.square() - own).clamp(min=0)
+        observed = (without + self.system.noise.to(torch.float64).mean()).sqrt()
+        median, largest = float((errors / observed).median()), float((errors / observed).max())
+        text = (
+            f"Posterior samples are off by up to {largest:.1e} posterior deviations (in the median {median:.1e}): a "
+            f"solve with {report.sizes} {report.reason} at a residual of {report.max_residual:.1e}. Raise the noise, "
+            "or use solver=sketchgp.ASkotch()."
+        )
+        if median > 1 and not getattr(self.solver, "limited", False):
+            raise NumericalError(text, see="failed-mean")
+        warn(text, ConvergenceWarning, see="failed-mean")
 
     @torch.no_grad()
     def _solve(self, solver: Any, targets: Tensor, before: Tensor | None = None) -> tuple[Tensor, SolveReport]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gpytorch import settings
+from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.models.exact_prediction_strategies import (
     DefaultPredictionStrategy,
     InterpolatedPredictionStrategy,
@@ -161,11 +162,26 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         GPyTorch's own ``detach`` leaves a kernel that is not evaluated yet as it is."""
         return root_of(self._unevaluated())
 
-    def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> Any:
-        """A strategy whose mean is solved for by conjugate gradients: it is of another problem."""
-        strategy = super().get_fantasy_strategy(*args, **kwargs)
-        strategy.__class__ = FantasyPredictionStrategy
-        return strategy
+    def get_fantasy_strategy(
+        self, inputs: Any, targets: Tensor, full_inputs: Any, full_targets: Tensor, full_output: Any, **kwargs: Any
+    ) -> Any:
+        """Return the strategy of the model with fantasies, whose mean is solved for anew, as another problem.
+
+        GPyTorch updates a root of the inverse, which for many points is approximate: where sketchgp solves, no root is
+        needed.
+        """
+        if isinstance(full_output, MultitaskMultivariateNormal) or not solved_by_us(self._noisy()):
+            strategy = super().get_fantasy_strategy(inputs, targets, full_inputs, full_targets, full_output, **kwargs)
+            strategy.__class__ = FantasyPredictionStrategy
+            return strategy
+        mean, covariance = full_output.mean, full_output.lazy_covariance_matrix
+        if full_inputs[0].dim() <= full_targets.dim():  # several sets of targets at the same points
+            batch = full_targets.shape[:1]
+            full_inputs = [x.expand(*batch, *x.shape) for x in full_inputs]
+            mean, covariance = mean.expand(*batch, *mean.shape), covariance.expand(*batch, *covariance.shape)
+        prior = self.train_prior_dist.__class__(mean, covariance)
+        likelihood = self.likelihood.get_fantasy_likelihood(**kwargs)
+        return FantasyPredictionStrategy(full_inputs, prior, full_targets, likelihood)
 
 
 class FantasyPredictionStrategy(AcceleratedPredictionStrategy):

@@ -22,10 +22,11 @@ from ..problem import System
 from ..space import Space
 
 LEVEL = 0.01  # posterior deviations of an observation
+FACTORIZED = 0.1  # the same where a factorization in float64 has made the value, which nothing makes better
 CEILING = 1e-3  # of the residual that an estimate is content with: it is of some points only
 _FALL = 3.0  # of the residual over the window that a ratio is of
 _RECENT = 0.25  # of the iterations: the largest ratio of these counts
-_SAFETY = 2.0  # of an estimate by points that are followed: there are more points than those
+SAFETY = 2.0  # of an estimate by points that are followed: there are more points than those
 _FIRST = 3  # iterations before it is believed
 _MARGIN = 0.7  # of the bound that the recurrence aims at; it knows nothing of rounding
 
@@ -39,13 +40,10 @@ class Rows:
     any, are where r is large.
 
     :param system: of one matrix or a batch; :param preconditioner: P, or None.
-    :param least: ``(..., 1)`` or 0: below which no deviation is taken to be.
     :param space: of the vectors.
     """
 
-    def __init__(
-        self, system: System, preconditioner: LowRankPlusDiagonal | None, least: Tensor | float, space: Space
-    ) -> None:
+    def __init__(self, system: System, preconditioner: LowRankPlusDiagonal | None, space: Space) -> None:
         self.space, noise = space, system.noise.to(torch.float64).unsqueeze(-1)
         left = diagonal(system.operator).to(torch.float64).clamp(min=0)
         if preconditioner is not None:
@@ -53,8 +51,7 @@ class Rows:
         left = left.unsqueeze(-1)
         self.noise, self.known = space.own(noise), preconditioner is not None
         self.share = space.own(left / (left + noise))
-        least = torch.as_tensor(least, dtype=torch.float64, device=self.noise.device)
-        self.unit = torch.maximum(self.noise.sqrt(), least.unsqueeze(-1) if least.dim() else least)
+        self.unit = self.noise.sqrt()
 
     def worst(self, r: Tensor, z: Tensor) -> Tensor:
         """``(..., t)``: the largest error at a training point, in deviations of an observation, at the most.
@@ -82,6 +79,7 @@ class Aim:
     ) -> None:
         self.norm, self.certificate, self.weights, self.rows = norm, certificate, weights, rows
         self.tolerance = torch.zeros_like(norm)
+        self.errors: Tensor | None = None  # of the value, by a factorization of the matrix, in deviations
         self.margin = _MARGIN
         count = 0 if weights is None else weights.shape[-1]
         self.values = norm.new_zeros(0, count, norm.numel())  # of every iteration; the first is 0
@@ -147,7 +145,7 @@ class Aim:
                 of_norm = residual[..., index] * self.norm[..., index]
                 ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
                 k = self.used - 1
-                self.ratios[k] = torch.maximum(self.ratios[k], ratio.reshape(-1) / _SAFETY)
+                self.ratios[k] = torch.maximum(self.ratios[k], ratio.reshape(-1) / SAFETY)
             if self.used > _FIRST:
                 self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
             return
@@ -161,7 +159,7 @@ class Aim:
         """Deviations over residual, with what makes it safe."""
         k = self.used - 1
         recent = self.ratios[self.used - 1 - int(_RECENT * k) : self.used].amax(dim=0)
-        return (_SAFETY * recent).clamp(min=torch.finfo(recent.dtype).tiny).reshape(self.norm.shape)
+        return (SAFETY * recent).clamp(min=torch.finfo(recent.dtype).tiny).reshape(self.norm.shape)
 
     def deviations(self, residual: Tensor, bound: Tensor) -> Tensor:
         """``(..., t)`` how far any prediction is off, as estimated, or as is certain where that is less (or asked for).
@@ -169,6 +167,8 @@ class Aim:
         :param residual: true and relative; :param bound: :attr:`sketchgp.SolveReport.error_bound`; ``(..., t)`` each.
         """
         certain = bound * self.certificate.scale if self.certificate.known else torch.full_like(bound, torch.inf)
+        if self.weights is not None and self.errors is not None:
+            return torch.minimum(certain, self.errors)
         if self.weights is None or self.used < 2:
             return certain
         return torch.minimum(certain, self._ratio() * residual * self.norm)
@@ -178,9 +178,14 @@ class Aim:
         if self.weights is None:
             return {"tol": LEVEL, "judged": "bound"}
         deviations = self.deviations(residual, bound).reshape(-1).cpu()
-        return {"tol": LEVEL, "judged": "predictions", "deviations": deviations}
+        return {"tol": self._level, "judged": "predictions", "deviations": deviations}
 
     def met(self, residual: Tensor, bound: Tensor) -> Tensor:
         """Which columns are where they are to come to."""
-        enough = torch.inf if self.weights is None else CEILING
-        return (self.deviations(residual, bound) <= LEVEL) & (residual <= enough)
+        enough = torch.inf if self.weights is None or self.errors is not None else CEILING
+        return (self.deviations(residual, bound) <= self._level) & (residual <= enough)
+
+    @property
+    def _level(self) -> float:
+        """The deviations that are allowed."""
+        return LEVEL if self.errors is None or self.weights is None else FACTORIZED

@@ -77,10 +77,13 @@ def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.dev
     return factor_bytes(n, matrices), device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 
-def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, dict[str, Any], Tensor]:
-    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, what is certain, and the factor."""
+def factorized(system: System) -> tuple[Tensor, Tensor]:
+    """Return ``K + noise`` and its lower triangular Cholesky factor, ``(..., n, n)`` float64.
+
+    :raises NumericalError: where the matrix is not positive definite in float64.
+    """
     operator = system.operator if system.dtype == torch.float64 else system.operator.type(torch.float64)
-    matrix = columns(operator, torch.arange(system.n, device=rhs.device)).to(torch.float64)
+    matrix = columns(operator, torch.arange(system.n, device=system.noise.device)).to(torch.float64)
     batch = torch.broadcast_shapes(matrix.shape[:-2], system.noise.shape[:-1])
     matrix = matrix.expand(*batch, *matrix.shape[-2:]).clone() if batch != matrix.shape[:-2] else matrix
     matrix.diagonal(dim1=-2, dim2=-1).add_(system.noise.to(torch.float64))
@@ -89,6 +92,12 @@ def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor
         raise NumericalError(
             "The kernel matrix plus noise is not positive definite in float64; raise the noise.", see="not-definite"
         )
+    return matrix, root
+
+
+def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, dict[str, Any], Tensor]:
+    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, what is certain, and the factor."""
+    matrix, root = factorized(system)
     direct.factorized()
     work = rhs.to(torch.float64)
     value = cholesky_solve(work, root).to(rhs.dtype)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
+from ...distributed import in_force
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude, shortfall_counted
+from ...settings import memory_budget
 from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
@@ -32,6 +34,11 @@ from .followed import Followed
 from .gradients import Gradients
 from .held_out import full_held_out
 
+_OTHERS = (
+    "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
+    "raise the noise."
+)
+
 
 @dataclass(frozen=True)
 class ConjugateGradients(Budgeted):
@@ -42,6 +49,11 @@ class ConjugateGradients(Budgeted):
     recurrence ends or has drifted away from it (:mod:`.drift`), and the solve goes on from there (iterative refinement)
     until the *true* residual meets the tolerance; where float32 products cannot get there it changes to float64 ones.
     There are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
+
+    Without a limit of its own (``max_iterations``, ``max_seconds``), a solve that falls short is finished by a Cholesky
+    factorization in float64 where that fits the memory budget: smooth kernels with an output scale 1e10 times the noise
+    defeat the recurrence.  In a model, a mean that is estimated to be more than one posterior deviation off even then
+    is a :class:`sketchgp.errors.NumericalError`.  A limit asks for the best that it allows: the value, with a warning.
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach.  ``"posterior"``: go
         on until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an
@@ -270,11 +282,14 @@ class ConjugateGradients(Budgeted):
         elif tol == "posterior":
             followed = followed or Followed.of(system)
             weights = space.own(followed.covariances / followed.deviations(system).unsqueeze(-2))
-            rows = Rows(system, preconditioner, followed.least, space)
+            rows = Rows(system, preconditioner, space)
         accurate = self.precision == "float64"
-        return Gradients(
+        method = Gradients(
             tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors
         )
+        if goal is None and not lanczos_columns and not self.limited and in_force() is None:
+            method.factor_memory = memory_budget.value(rhs.device)
+        return method
 
     @staticmethod
     def _concluded(run: Run, method: Gradients, name: str) -> SolveReport:
@@ -285,9 +300,15 @@ class ConjugateGradients(Budgeted):
         if preconditioner is not None:
             remedy = f"Choose a preconditioner= of higher rank (now {rank}), or raise max_iterations."
         remedies = {Reason.ITERATIONS: remedy}
-        if isinstance(method.asked, str):
-            remedies[Reason.STAGNATED] = "Rounding allows no less: raise the noise" + (
-                ", or ask for an estimate, tol='posterior'." if method.asked == "certified" else "."
+        if method.factorized:
+            remedies[Reason.STAGNATED] = (
+                "Float64 allows no less, by a factorization either: raise the noise, or lower the output scale."
+            )
+        elif method.asked != "certified" and method.exact and method.out_dtype == torch.float64:
+            remedies[Reason.STAGNATED] = _OTHERS
+        if method.asked == "certified":
+            remedies[Reason.STAGNATED] = (
+                "Rounding allows no less: raise the noise, or ask for an estimate, tol='posterior'."
             )
         report = run.report(preconditioner=name, rank=rank, remedies=remedies)
         conclude(report)

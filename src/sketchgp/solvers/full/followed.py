@@ -14,7 +14,6 @@ from ..problem import System
 
 POINTS = 32  # that are followed
 _NEIGHBOURS = 256  # training points that a variance is made of
-_SHARE = 3e-3  # of the size of targets: deviations below it are not told from it where nobody asked for a tolerance
 _DOUBLINGS = 3.0  # of their number that its fall is extrapolated over, at the most
 
 
@@ -23,23 +22,17 @@ class Followed:
     """:ivar covariances: k(X, x) of the points x, ``(..., n, p)``; ``prior`` k(x, x), ``(..., p)``; both float64.
 
     :ivar rows: ``(q,)``, which training points the last q are.
-    :ivar least: ``(..., 1)``, below which no deviation is taken to be; 0 for none.
     """
 
     covariances: Tensor
     prior: Tensor
     rows: Tensor
-    least: Tensor | float = 0.0
 
     @classmethod
-    def of(
-        cls, system: System, elsewhere: tuple[Tensor, Tensor] | None = None, spread: Tensor | None = None
-    ) -> Followed:
+    def of(cls, system: System, elsewhere: tuple[Tensor, Tensor] | None = None) -> Followed:
         """Training points, and others in place of half of them where these are known.
 
         :param elsewhere: covariances ``(..., n, p)`` and prior variances ``(..., p)`` of at most 16 other points.
-        :param spread: values ``(..., n, t)`` whose size the error of predictions may be a 33,000th of, however small
-            the noise is beside them: that of targets in units of their own, far from what the model expects.
         """
         access = Access(system.operator)
         others = 0 if elsewhere is None else elsewhere[0].shape[-1]
@@ -50,10 +43,7 @@ class Followed:
         if elsewhere is not None:
             covariances = torch.cat([elsewhere[0], covariances], dim=-1)
             prior = torch.cat([elsewhere[1], prior], dim=-1)
-        if spread is None:
-            return cls(covariances, prior, rows)
-        size = spread.to(torch.float64).square().mean(dim=-2).sqrt().amin(dim=-1, keepdim=True)
-        return cls(covariances, prior, rows, _SHARE * size)
+        return cls(covariances, prior, rows)
 
     def deviations(self, system: System) -> Tensor:
         """``(..., p)``: about the posterior deviations of an observation at the points; a training point counts as new.
@@ -92,5 +82,4 @@ class Followed:
         found, least = torch.stack(all_, dim=-1), torch.stack(floor, dim=-1)
         falling = (found / torch.stack(half, dim=-1)).nan_to_num(1.0).median(dim=-1, keepdim=True).values
         doublings = min(_DOUBLINGS, max(0.0, math.log2((n - 1) / size)))
-        least = torch.maximum(least, torch.as_tensor(self.least, dtype=least.dtype, device=least.device))
         return torch.maximum(found.nan_to_num(0.0) * falling**doublings, least)

@@ -13,15 +13,17 @@ from torch import Tensor
 from ...devices import fetched, queued
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
+from ...operators.substitution import cholesky_solve
 from ...report import Reason
 from ..certificate import Certificate
 from ..conjugate_step import NAN, descend, turn
 from ..energy import Goal, RemainingEnergy
 from ..loop import Outcome
 from ..problem import System
-from .aim import Aim, Rows
+from .aim import SAFETY, Aim, Rows
 from .another_matrix import EigenvalueWatch
 from .by_energy import EXACT, ByEnergy
+from .cholesky import factor_bytes, factorized
 from .drift import Drift
 from .lanczos_record import LanczosRecord
 from .rounded_inverse import RoundedInverse
@@ -34,6 +36,7 @@ _GONE = 0.05  # of its residual, by which rounding has taken a recurrence off: a
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
 _LOST = 4.0  # of the true residual over that of the recurrence
+_REFINEMENTS = 3  # solutions by a factor: the first, and what refines it
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
 
 
@@ -85,6 +88,7 @@ class Gradients(ByEnergy):
         self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # that of float32 iterations
         self.drift = Drift(system, self.space)
         self.verified = True  # whether the true residual is that of the value
+        self.factor_memory, self.factorized = 0, False  # bytes that a factorization may take, and whether there is one
         self.steps = 0  # of the cycle
         self.warm = False
         self._uncertain, self._of_best = None, norm[..., :0]
@@ -179,6 +183,9 @@ class Gradients(ByEnergy):
             self._close()
         if reason in (Reason.ITERATIONS, Reason.TIME) and bool(self._done(self.residual).all()):
             reason = self._reached()
+        needed = factor_bytes(self.size, self.b.shape[:-2].numel())
+        if reason in (Reason.ITERATIONS, Reason.STAGNATED) and not quick and needed <= self.factor_memory:
+            reason = self._by_factor(reason)
         residual = self.best_residual.reshape(-1)
         dtype = str(self.system.dtype).removeprefix("torch.")
         facts: dict[str, Any] = {"tol": self.asked, "dtype": dtype, **self.certificate.facts(self.certain)}
@@ -191,6 +198,34 @@ class Gradients(ByEnergy):
             error = self.goal.error(self.taken, self.remaining)
             facts["variance_error"] = error.masked_fill(self.residual <= EXACT, 0).reshape(-1).cpu()
         return Outcome(self.space.whole(self.best), residual, converged, reason, facts)
+
+    def _by_factor(self, reason: Reason) -> Reason:
+        """Finish by a Cholesky factorization what conjugate gradients could not; refine as long as that helps.
+
+        :param reason: why conjugate gradients ended.
+        :returns: why the solve ends now.
+        """
+        ended = f"conjugate gradients {reason} after {self.iterations} iterations at a residual of"
+        reached = f"{float(self.best_residual.max()):.1e}"
+        try:
+            matrix, root = factorized(self.system)
+        except NumericalError:
+            self.notes.append(f"{ended} {reached}, and the matrix is not positive definite in float64")
+            return reason
+        self.exact = self.factorized = True
+        self.value, self.r = torch.zeros_like(self.b), self.b
+        for _ in range(_REFINEMENTS):
+            before = self.best_residual
+            self.value = self.value + cholesky_solve(self.r, root)
+            self._verify()
+            if not bool((self.best_residual <= 0.5 * before).any()):
+                break
+        if self.aim is not None:
+            r = self.b - matrix @ self.best
+            of_rows = r - self.certificate.noise * cholesky_solve(r, root)  # K A^-1 r
+            self.aim.errors = SAFETY * (of_rows.abs() / self.certificate.noise.sqrt()).amax(dim=-2)
+        self.notes.append(f"{ended} {reached}; a Cholesky factorization in float64 finished the solve")
+        return self._reached() if self._converged() else Reason.STAGNATED
 
     def product_of(self, value: Tensor) -> Tensor | None:
         """A times a value, in float64, where the latest true residual is of it."""
@@ -359,8 +394,9 @@ class Gradients(ByEnergy):
         finite, broken, growing, drifting, self.lost = facts.bool().tolist()
         if not finite:
             raise NumericalError(NAN, see="nan")
-        if self.exact and broken:
-            self.notes.append("met a direction of non-positive curvature: the matrix is not positive definite")
+        note = "met a direction of non-positive curvature: the matrix is not positive definite"
+        if self.exact and broken and note not in self.notes:
+            self.notes.append(note)
         self.keep = keep.bool()
         if bool(any_near):
             self._end(near)

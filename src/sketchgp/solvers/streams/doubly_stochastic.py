@@ -295,7 +295,7 @@ class DoublyStochastic(Budgeted):
             "preconditioner": f"covariance of {size} features" if learner.how.preconditioned else "none",
             "dtype": str(learner.features.origin.dtype).removeprefix("torch."),
             "details": details,
-            "notes": ["the residual is that of batches before their steps", *method.notes],
+            "notes": ["the loss is that of batches before their own steps", *method.notes],
             "remedies": dict.fromkeys(
                 (Reason.ITERATIONS, Reason.TIME, Reason.CALLBACK, Reason.INTERRUPTED, Reason.EPOCHS), again
             ),
