@@ -195,6 +195,13 @@ def _interrupted(patch: MONKEY) -> None:
     sketchgp.fit(_gp(), start="model", callback=stop)
 
 
+def _fit_memory(patch: MONKEY) -> None:
+    def fail(step: int, loss: float) -> None:
+        raise MemoryError("Unable to allocate 1.80 TiB")
+
+    sketchgp.fit(_gp(), start="model", callback=fail)
+
+
 def _checkpoint(patch: MONKEY) -> None:
     writes, replace = [], os.replace
 
@@ -268,6 +275,7 @@ RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "lengthscales": lambda patch: sketchgp.fit(_gp(1e-6), start="model", iterations=1),
     "constant-targets": lambda patch: GaussianProcessRegressor().fit(torch.rand(5, 2).numpy(), [3.0] * 5),
     "interrupted": _interrupted,
+    "fit-memory": _fit_memory,
     "checkpoint": _checkpoint,
     "engine": _engine,
     "ranks": _ranks,

@@ -217,7 +217,8 @@ def test_a_fit_by_bounds_ends_where_an_exact_one_does(dtype: torch.dtype) -> Non
     rounded = 0.0 if dtype == torch.float64 else 1e-6  # of hyperparameters, which the model makes in its own dtype
     assert history.bracket[0] - rounded <= loss <= history.bracket[1] + rounded
     assert history.bracket[1] - history.bracket[0] < WIDTH
-    assert f"exactly {history.bracket[0]:.4f} to {history.bracket[1]:.4f}" in str(history)
+    lower, upper = (f"{end:.4f}" for end in history.bracket)
+    assert (f"exactly {upper} " if lower == upper else f"exactly between {lower} and {upper}") in str(history)
     assert expected.bracket == (pytest.approx(exact_loss(exact), abs=1e-10),) * 2
 
 

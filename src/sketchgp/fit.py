@@ -66,16 +66,18 @@ def fit(
     :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
         exactly, then, from 8,000, 40,000, 96,000 and 320,000 rows on, to 5,000, 16,000, 40,000 and 128,000 of them;
         ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
-        likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses of more than 1,000 rows, begin with
-        fits to 500 rows (25 for each hyperparameter, where that is more, and at most 1,000; 1,000 where all are 8,000
-        or more) from three starts, the model's parameters, and lengthscales of 3 and of 0.3 times the size of the
-        inputs with a noise of 0.01 and 0.001 of the targets' variance, and go on from the best one with 1,000; up to
-        1,000 rows ``"auto"`` goes on at the best end.  Lengthscales with which every point is alone, or all are alike,
-        so that the loss does not change with them, are first made of the size of the inputs, with a warning; with
-        ``"model"`` there is only the warning.
+        likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses, or an :class:`InducingPointGP`, of
+        more than 1,000 rows, begin with fits to 500 rows (25 for each hyperparameter, where that is more, and at most
+        1,000; 1,000 where all are 8,000 or more) from three starts, the model's parameters, and lengthscales of 3 and
+        of 0.3 times the size of what the kernel is given, with a noise of 0.01 and 0.001 of the targets' variance, and
+        go on from the best one with 1,000; up to 1,000 rows ``"auto"`` goes on at the best end.  Where only one start
+        came to the lowest end a fourth is tried.  Output scale and noise that are of another unit than the targets,
+        and lengthscales with which every point is alone, or all are alike, so that the loss does not change with them,
+        are first given the size of the data, the latter with a warning; with ``"model"`` there is only the warning.
     :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
         asked for is minimised however wide it is.
-    :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam).
+    :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam) of each fit: to all rows, to some of them,
+        and from each start.
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: probe vectors, or samples, of the log determinant.
     :param seed: of the probe vectors, the samples and the subset.
@@ -85,7 +87,7 @@ def fit(
         probes; not so where ``tol`` is 0 or less.
     :param progress: show a progress bar (default: in a terminal or notebook).
     :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.  Fits to some of the
-        rows, and from another start, do not call it.
+        rows, and from another start, call it as well; each counts its own steps.
     :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
         no cost, one of each choice of pivots and the last of each bound excepted, and then on: to the bits that an
         uninterrupted one ends with (on the same device and number of threads), from the parameters that the first run

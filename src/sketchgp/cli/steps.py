@@ -71,7 +71,7 @@ def tune(
         f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
     )
-    for limit in history.at_limits.values():  # only the noise of a Regression has one
+    for limit in (value for name, value in history.at_limits.items() if name.endswith("noise")):
         print(f"  the noise ended at its limit, {limit:g} of the target's variance: error bars may be too wide")
     model.set_train_data(x, y, strict=False)
     return model.eval()

@@ -12,6 +12,8 @@ from .picture import draw
 SETTLED = "the loss has settled"
 FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
 WIDENED = "the bounds of the loss have become too wide"
+UNSURE = "not sure"  # the first words of a note that doubts where a fit ended
+STOPPED = "stopped by the callback"
 DEAR = "solves take longer than a factorization"
 
 
@@ -46,8 +48,10 @@ class FitHistory(Shown):
     search included, but not those of a fit from another start.  ``subset`` is the history of the fit on a random
     subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
     model's parameters.  ``notes`` say what was decided on the way.
-    ``at_limits`` are hyperparameters that ended where their constraint does, by name, and the limit: the least noise
-    that a likelihood allows, say. The marginal likelihood may be larger beyond it.
+    A note that begins with "not sure" doubts that there is no lower loss: only one of the starts came to this one.
+    ``print(history)`` shows such notes, those of ``subset`` included.
+    ``at_limits`` are hyperparameters that ended where their constraint does, or at L-BFGS's own bounds, by name, and
+    the limit: the least noise that a likelihood allows, say. The marginal likelihood may be larger beyond it.
     ``hyperparameters`` are those of each step by name (``"covar_module.base_kernel.lengthscale"``), as the model has
     them, without what has more than 100 numbers.
     """
@@ -112,8 +116,14 @@ class FitHistory(Shown):
         if self.by_other_probes is not None:
             words = ", by other probes {:.4f} +- {:.4f}".format(*self.by_other_probes)
         if self.bracket is not None:
-            words += ", exactly {:.4f} to {:.4f}".format(*self.bracket)
+            lower, upper = (f"{end:.4f}" for end in self.bracket)
+            words += f", exactly {upper}" if lower == upper else f", exactly between {lower} and {upper}"
         return words
+
+    def _doubts(self) -> list[str]:
+        """Notes that doubt the end, of the fits to some of the rows, too."""
+        before = [] if self.subset is None else self.subset._doubts()
+        return [*before, *(note for note in self.notes if note.startswith(UNSURE))]
 
     def _limits(self) -> str:
         """What ended on a limit, in a few words."""
@@ -130,7 +140,7 @@ class FitHistory(Shown):
         return (
             f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
             f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
-            f"{limits}"
+            f"{limits}{''.join(f'; {doubt}' for doubt in self._doubts())}"
         )
 
     def _card(self) -> Card:

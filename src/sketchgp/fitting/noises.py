@@ -6,12 +6,15 @@ import math
 from typing import Any
 
 import torch
+from gpytorch.means import ConstantMean, LinearMean
+from torch import Tensor
 
 from .objective import Objective
-from .scales import inside
+from .scales import buffers_kept, inside, prior_variance, set_scale
 
 _NONE = 1e-3  # of the targets' variance: noises below it are hardly any
 _TRIED = (1e-3, 1e-2)  # of it, one after the other while the loss falls
+_OTHER_UNIT = 10.0  # times the mean square of the targets, or its inverse: they are in another unit than the prior
 _NAMES = ("raw_noise", "raw_task_noises")
 _ABOVE = 9.0  # times its limit that a noise is above it, to begin with: next to it no gradient leads away;
 _WITHIN = 0.1  # but no more of the targets' variance
@@ -59,6 +62,60 @@ def targets_variance(model: Any) -> float:
     targets = model.train_targets.detach().double()
     targets = targets[~torch.isnan(targets)]
     return float(targets.var()) if len(targets) > 1 else 0.0
+
+
+@torch.no_grad()
+def mean_square(model: Any) -> float:
+    """Mean square of the targets about the mean of the model; 0 where that is not known."""
+    residual = _residual(model)
+    return 0.0 if residual is None else float(residual.square().mean())
+
+
+@torch.no_grad()
+def centre_mean(model: Any) -> None:
+    """Move a constant that a fit may change, of the mean of a model, to where the targets are about zero."""
+    residual = _residual(model)
+    for part in model.modules() if residual is not None and model.train_targets.dim() == 1 else ():
+        if isinstance(part, ConstantMean):
+            free, constant = not hasattr(part, "raw_constant_constraint"), part.raw_constant
+        elif isinstance(part, LinearMean) and part.bias is not None:
+            free, constant = True, part.bias
+        else:
+            continue
+        if free and constant.requires_grad and constant.numel() == 1:
+            constant.add_(residual.mean())
+            return
+
+
+def _residual(model: Any) -> Tensor | None:
+    """Targets less the prior mean, float64, missing ones left out; None where a forward does not tell."""
+    try:
+        with buffers_kept(model):
+            mean = model.forward(*model.train_inputs).mean
+            residual = (model.train_targets - mean).double() if mean.shape == model.train_targets.shape else None
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+        return None
+    residual = None if residual is None else residual[~torch.isnan(residual)]
+    return None if residual is None or not len(residual) else residual
+
+
+@torch.no_grad()
+def to_unit(objective: Objective) -> str:
+    """Where the prior variance is ten times another one than the mean square of the targets about the mean, give the
+    output scale and the noise the targets' unit, if the loss is lower then.  What was done, in words; "" for nothing.
+    """
+    model, before, prior = objective.model, objective.state(), prior_variance(objective.model)
+    if not set_scale(model, mean_square(model), _OTHER_UNIT):
+        return ""
+    noise = max((float(c.transform(p).max()) for p, c in _noises(model)), default=0.0)
+    set_noise(model, min(max(noise / prior, _NONE), 1.0))
+    scaled, loss = objective.state(), _loss(objective)
+    objective.restore(before)
+    first = _loss(objective)
+    if not loss < first:
+        return ""
+    objective.restore(scaled)
+    return f"the output scale and the noise got the targets' unit: the loss was {first:.4g}, and {loss:.4g} then"
 
 
 def _noises(model: Any) -> list[tuple[Any, Any]]:

@@ -23,7 +23,7 @@ from ..settings import memory_budget
 from ..solvers import Cholesky
 from .before import Before
 from .history import SETTLED, FitHistory
-from .lbfgs import STUCK
+from .lbfgs import STEEP, STUCK
 from .objective import Objective
 from .start import exact_objective
 from .steps import Steps
@@ -191,7 +191,7 @@ def bound_at_last(own: Objective, acceleration: Acceleration | None, history: Fi
     :param own: the model's own losses, at the best parameters.
     """
     ends = history.bracket
-    if history.optimizer != "lbfgs" or history.reason not in (SETTLED, STUCK):
+    if history.optimizer != "lbfgs" or history.reason not in (SETTLED, STUCK, STEEP):
         return None
     if ends is None or not ends[1] - ends[0] <= WIDTH:
         return None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -19,6 +18,7 @@ from tqdm.auto import tqdm
 from ..accelerate import acceleration_of
 from ..errors import InputError, warn
 from ..fingerprint import tensor_mark
+from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.bound_density import TooWide
 from ..models.accelerated.sampled_density import Samples, sampling
@@ -26,11 +26,11 @@ from ..solvers.loop import compare_ranks
 from .adam import adam
 from .adam import improvement as adam_improvement
 from .before import Before
-from .exact_fits import MOST, NEAR, SPAN, ExactFits, history_of, judge_woken
-from .history import DEAR, FLAT, SETTLED, WIDENED, FitHistory
-from .lbfgs import STUCK, lbfgs
+from .exact_fits import MOST, NEAR, SPAN, ExactFits, Stopped, history_of, judge_woken
+from .history import DEAR, FLAT, SETTLED, STOPPED, WIDENED, FitHistory
+from .lbfgs import STEEP, STUCK, InverseHessian, lbfgs
 from .lbfgs import improvement as lbfgs_improvement
-from .noises import raise_noise
+from .noises import raise_noise, to_unit
 from .objective import Objective
 from .record import Record, fit_marks
 from .route import WIDTH, bound_at_last, dearest, factorized, judge_end, new_bound, next_objective, route
@@ -109,7 +109,7 @@ class Fit:
         if within is None:
             compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*self.own.parameters)})
         self.record = within or Record(self.own, checkpoint, every, marks)
-        self.exact = ExactFits(self.record, show)
+        self.exact = ExactFits(self.record, show, callback, choices.iterations or MOST)
         self.trying = False  # whether other starts of a whole fit are, whose best is that of exact fits
 
     def __call__(self) -> FitHistory:
@@ -127,6 +127,17 @@ class Fit:
                 history.notes.append(
                     "float32 lost a log determinant to rounding: from there on they were by float64 products"
                 )
+        except Stopped:
+            history.reason = STOPPED
+        except (RuntimeError, MemoryError) as error:
+            if not history.losses or not out_of_memory(error):
+                raise
+            history.reason = "ran out of memory"
+            warn(
+                f"fit ran out of memory after {len(history.losses)} steps ({error}); the model has the best parameters "
+                "so far. Fit fewer parameters, or free memory.",
+                see="fit-memory",
+            )
         except KeyboardInterrupt:
             history.reason = "interrupted"
             if not history.losses and self.exact.best is None:
@@ -135,11 +146,11 @@ class Fit:
             warn(f"fit was interrupted {when}; the model has the best parameters so far.", see="interrupted")
         finally:
             best = self.steps.best if self.steps is not None and history.losses else None
-            if history.reason == "interrupted" and (best is None or self.trying):
+            if history.reason in ("interrupted", STOPPED) and (best is None or self.trying):
                 best = self.exact.best or best
             if best is not None:
                 self.own.restore(best)
-                history.at_limits = self.own.at_limits()
+                history.at_limits |= self.own.at_limits()
                 if self.current.model is not self.model:
                     _copy_buffers(self.current.model, self.model)
                 self.own.clear()
@@ -149,7 +160,7 @@ class Fit:
             self.record.end()
         return history
 
-    def _from_the_start(self) -> np.ndarray | None:
+    def _from_the_start(self) -> InverseHessian | None:
         """Choose what is minimised, and begin where that is best; about the inverse Hessian there, if it is known."""
         self.flat = self._away_from_flatness()
         if self.kind == "exact":
@@ -163,13 +174,21 @@ class Fit:
         taken = many and (self.history.optimizer == "lbfgs" or self.kind == "samples")
         if asked or (self.choices.start == "auto" and taken):
             return self._from_subset(asked)
-        if self.kind == "exact" and self.choices.start == "auto" and self.history.optimizer == "lbfgs":
+        cheap = self.kind == "exact" or self.acceleration is None  # exact losses, or those of inducing points
+        if cheap and self.choices.start == "auto" and self.history.optimizer == "lbfgs":
             if self.history.rows <= _FEW:
+                self._to_unit(self.current, self.history)
                 self.start = self.current.state()
             return self._from_few(self.mll, self.current, self.history, _FEW)
         return None
 
-    def _minimise(self, inverse: np.ndarray | None) -> np.ndarray | None:
+    @staticmethod
+    def _to_unit(objective: Objective, history: FitHistory) -> None:
+        """Begin in the targets' unit, if the loss says so."""
+        done = to_unit(objective)
+        history.notes += [done] if done else []
+
+    def _minimise(self, inverse: InverseHessian | None) -> InverseHessian | None:
         """Runs of the optimiser, until one ends for good.
 
         :param inverse: about the inverse Hessian where they begin; the same where they end is returned.
@@ -249,7 +268,7 @@ class Fit:
             with acceleration.fixed_probes(seed, count), nullcontext() if cache is None else cache.holding():
                 yield
 
-    def _from_subset(self, asked: bool) -> np.ndarray | None:
+    def _from_subset(self, asked: bool) -> InverseHessian | None:
         """Give the model the parameters of a fit to some of the rows; about the inverse Hessian there.
 
         :param asked: whether the user wants it, and is told where it cannot be.
@@ -267,7 +286,7 @@ class Fit:
         try:
             inverse, best = (self._fit_exactly if exact else self._fit_part)(twin)
         except RuntimeError:  # a forward that holds what no copy converts
-            if asked:
+            if asked or (self.history.subset is not None and self.history.subset.losses):
                 raise
             self.history.subset = self.exact.best = None
             return None
@@ -276,13 +295,13 @@ class Fit:
             self.woken = wake(self.current.model)
         return inverse
 
-    def _fit_exactly(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
+    def _fit_exactly(self, twin: Any) -> tuple[InverseHessian | None, list[Tensor]]:
         """About the inverse Hessian at the least exact loss of a part of the rows, and the parameters there."""
-        part = Objective(twin.model, twin, exact=True)
+        part = self._part(twin)
         self.history.subset = found = history_of(part)
         return self.exact.run(part, found, self._from_few(twin, part, found, _FEW), self.choices.tol, self.woken)
 
-    def _from_few(self, mll: Any, objective: Objective, history: FitHistory, rows: int) -> np.ndarray | None:
+    def _from_few(self, mll: Any, objective: Objective, history: FitHistory, rows: int) -> InverseHessian | None:
         """Give a model of more rows the parameters of an exact fit to few of them, which begins with the best one of
         three fits to fewer: from where the model is, and from other starts.  About the inverse Hessian there; None
         without such fits.
@@ -295,15 +314,22 @@ class Fit:
         twin = on_subset(mll, rows, self.choices.seed, True)
         if twin is None:
             return None
-        part = Objective(twin.model, twin, exact=True)
-        start, found = part.state(), history_of(part)
+        part = self._part(twin)
+        found = history_of(part)
         fewest = _FEW
         if self.whole:  # a fit within another one serves many rows: a bad start is dear there, and these fits are not
             fewest = min(max(_FEWEST, _FOR_EACH * sum(p.numel() for p in part.parameters)), _FEW)
-        before = None if rows == fewest else self._from_few(twin, part, found, fewest)
+        history.subset = found
         try:
+            if rows == fewest:
+                self._to_unit(part, found)
+            start = part.state()
+            before = None if rows == fewest else self._from_few(twin, part, found, fewest)
             inverse, best = self.exact.run(part, found, before, self._rough, self.woken)
-        except RuntimeError:  # a forward that holds what no copy converts
+        except RuntimeError:
+            if found.losses:
+                raise
+            history.subset = None  # a forward that holds what no copy converts
             return None
         other = self.exact.elsewhere(part, start, found, self._rough) if rows == fewest else None
         if other is not None:
@@ -317,20 +343,20 @@ class Fit:
         self.woken = wake(objective.model)
         return inverse
 
-    def _from_elsewhere(self) -> tuple[np.ndarray | None] | None:
+    def _from_elsewhere(self) -> tuple[InverseHessian | None] | None:
         """Where a fit to few rows has settled, go to the end of one from other starts, if that came lower; about the
         inverse Hessian there."""
         history, start = self.history, self.start
         self.start, most = None, self.choices.iterations or MOST
-        if start is None or history.reason not in (SETTLED, STUCK) or len(history.losses) >= most:
+        if start is None or history.reason not in (SETTLED, STUCK, STEEP) or len(history.losses) >= most:
             return None
         twin = on_subset(self.mll, _FEW, self.choices.seed, True)  # a copy: some modules learn from what they see
         if twin is None or len(twin.model.train_targets) != history.rows:
             return None
-        part = Objective(twin.model, twin, exact=True)
+        part = self._part(twin)
         self.exact.best, self.trying = None, True
         try:
-            other = self.exact.elsewhere(part, start, history, self.choices.tol, most)
+            other = self.exact.elsewhere(part, start, history, self.choices.tol)
         except RuntimeError:  # a forward that holds what no copy converts
             other = None
         self.trying = False
@@ -341,18 +367,28 @@ class Fit:
         history.notes += other[0].notes
         return (other[1],)
 
+    def _part(self, twin: Any) -> Objective:
+        """The losses of a copy with some of the rows: exact, or the bound of inducing points."""
+        return Objective(twin.model, twin, exact=self.acceleration is not None)
+
     @property
     def _rough(self) -> float:
         """The tolerance of fits that others start from: ten times that of the whole one, however many there are."""
         return _ROUGH * self.choices.tol if self.whole else self.choices.tol
 
-    def _fit_part(self, twin: Any) -> tuple[np.ndarray | None, list[Tensor]]:
+    def _fit_part(self, twin: Any) -> tuple[InverseHessian | None, list[Tensor]]:
         """The same of more rows, by a fit of their own, which begins with fewer."""
-        choices = dataclasses.replace(self.choices, start="subset", iterations=None, optimizer="lbfgs", tol=self._rough)
-        fit = Fit(twin.model, twin, acceleration_of(twin.model), choices, self.show, None, None, 0.0, self.record)
+        limit = self.choices.iterations if self.history.optimizer == "lbfgs" else None
+        choices = dataclasses.replace(
+            self.choices, start="subset", iterations=limit, optimizer="lbfgs", tol=self._rough
+        )
+        acceleration, callback = acceleration_of(twin.model), self.callback
+        fit = Fit(twin.model, twin, acceleration, choices, self.show, callback, None, 0.0, self.record)
         self.history.subset = fit.history
         try:
             inverse = fit._minimise(fit._from_the_start())
+            if fit.history.reason == STOPPED:
+                raise Stopped
         finally:
             self.exact.best = fit.steps.best if fit.steps is not None and fit.history.losses else fit.exact.best
         assert fit.steps is not None

@@ -6,14 +6,19 @@ a marginal likelihood does not change with them there, and no gradient leads awa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpytorch.kernels import Kernel
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from ..operators import KernelMatrix
 from ..random_streams import generator
 
 _POINTS = 128  # whose nearest neighbours are looked at
@@ -24,7 +29,8 @@ _FAR = 1e3  # of lengthscales that nobody set, over the size of their input
 _LITTLE = 10.0  # lengthscales over the size of their input, at which it matters a little
 _APART = 0.1  # lengthscales over the least distance of two values, at which all of them are uncorrelated
 _SOME = 32  # points whose prior variance is looked at
-_OTHER_UNIT = 10.0  # times the targets' variance, or its inverse: the targets are in another unit than the output scale
+_ABOUT = 1.01  # times what it should be, or its inverse, that a prior variance is then
+_ROOTS = 8  # trials of a factor of output scales
 ALONE = "every point is alone"
 ALIKE = "all points are alike"
 
@@ -40,7 +46,7 @@ def flatness(model: Any, seed: int) -> str:
         return ""
     chosen = _neighbours(x, seed)
     try:
-        with _buffers_kept(model):
+        with buffers_kept(model):
             covariance = model.forward(*(part[chosen] for part in model.train_inputs)).covariance_matrix.double()
     except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
         return ""
@@ -65,8 +71,8 @@ def rescale(model: Any, seed: int) -> str:
     thousand times smaller than a lengthscale which all inputs share, as they do before a fit, is given one of its own.
     """
     why = flatness(model, seed)
-    before = [(p, p.detach().clone()) for p in model.parameters()]
-    moved = [_moved(part, model, bool(why)) for part in model.modules() if getattr(part, "has_lengthscale", False)]
+    before, seen = [(p, p.detach().clone()) for p in model.parameters()], inputs_seen(model)
+    moved = [_moved(part, seen.get(id(part)), bool(why)) for part in _scaled(model)]
     if not any(moved):
         return ""
     if flatness(model, seed):
@@ -83,37 +89,50 @@ def spread(model: Any, times: float) -> bool:
 
     Those of periodic kernels are in other units, and stay.
     """
-    before = [p.detach().clone() for p in model.parameters()]
-    for part in model.modules():
-        if getattr(part, "has_lengthscale", False) and not hasattr(part, "period_length"):
-            _moved(part, model, True, times)
+    before, seen = [p.detach().clone() for p in model.parameters()], inputs_seen(model)
+    for part in _scaled(model):
+        if not hasattr(part, "period_length"):
+            _moved(part, seen.get(id(part)), True, times)
     return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
 
 
 @torch.no_grad()
-def set_scale(model: Any, variance: float) -> None:
-    """Where the prior variance is many times another one than the targets', make the output scales such that it is not.
+def set_scale(model: Any, variance: float, apart: float = 1.0) -> bool:
+    """Give the output scales such values that the prior variance is about this one; whether that could be done.
 
-    Those with ``requires_grad=False`` stay; all are as they were where that does not do it, as in a product of scales.
+    :param apart: nothing is done where the prior variance is less than so many times as large or small.
+
+    All are multiplied by one factor, which of scales inside of each other is a root of the ratio.  Those with
+    ``requires_grad=False`` stay; all are as they were where that does not do it.
     """
     scaled = [
         part for part in model.modules() if hasattr(part, "raw_outputscale") and part.raw_outputscale.requires_grad
     ]
-    prior = _prior(model) if scaled else 0.0
-    if prior == 0 or 1 / _OTHER_UNIT <= variance / prior <= _OTHER_UNIT:
-        return
+    prior = prior_variance(model) if scaled else 0.0
+    if prior == 0 or variance == 0 or 1 / apart <= variance / prior <= apart:
+        return False
     before = [(part.raw_outputscale, part.raw_outputscale.detach().clone()) for part in scaled]
-    for part in scaled:
-        part.outputscale = inside(variance / prior * part.outputscale.detach(), part.raw_outputscale_constraint)
-    if not 0.5 * variance <= _prior(model) <= 2 * variance:
-        for parameter, kept in before:
-            parameter.copy_(kept)
+    power = 1.0
+    for _ in range(_ROOTS):
+        ratio = variance / prior
+        for part in scaled:
+            factor = ratio ** (1 / power)
+            part.outputscale = inside(factor * part.outputscale.detach(), part.raw_outputscale_constraint)
+        now = prior_variance(model)
+        if 1 / _ABOUT <= now / variance <= _ABOUT:
+            return True
+        if not 0 < now < math.inf or now == prior:
+            break
+        power, prior = max(power * math.log(now / prior) / math.log(ratio), 1.0), now
+    for parameter, kept in before:
+        parameter.copy_(kept)
+    return False
 
 
-def _prior(model: Any) -> float:
+def prior_variance(model: Any) -> float:
     """The mean variance of a few training points; 0 where it is not known."""
     try:
-        with _buffers_kept(model):
+        with buffers_kept(model):
             prior = model.forward(*(part[:_SOME] for part in model.train_inputs)).lazy_covariance_matrix
             return float(prior.diagonal(dim1=-2, dim2=-1).double().mean())  # ``variance`` warns of small ones
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that knows of all rows
@@ -121,7 +140,7 @@ def _prior(model: Any) -> float:
 
 
 @contextmanager
-def _buffers_kept(model: Any) -> Iterator[None]:
+def buffers_kept(model: Any) -> Iterator[None]:
     """Buffers that a pass in training mode changes are put back."""
     norms = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -165,10 +184,10 @@ def wake(model: Any) -> list[Woken]:
     tiny, no gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge, or
     :meth:`Woken.take_back` all.
     """
-    found = []
-    for kernel in model.modules():
-        x = _inputs(kernel, model) if getattr(kernel, "has_lengthscale", False) else None
-        if x is None or kernel.ard_num_dims is None or kernel.lengthscale.shape[-1] != x.shape[1]:
+    found, seen = [], inputs_seen(model)
+    for kernel in _scaled(model):
+        x = seen.get(id(kernel)) if kernel.raw_lengthscale.requires_grad else None
+        if x is None or len(x) < 2 or kernel.ard_num_dims is None or kernel.lengthscale.shape[-1] != x.shape[1]:
             continue
         before, size = kernel.lengthscale.detach().clone(), x.std(dim=0) * x.shape[1] ** 0.5
         now = before.double().cpu()
@@ -182,20 +201,54 @@ def wake(model: Any) -> list[Woken]:
     return found
 
 
-def _inputs(kernel: Any, model: Any) -> Tensor | None:
-    """Those that a kernel with lengthscales to be moved sees, ``(n, d)``; None where that is not known."""
-    x = _floating(model)
-    if x is None or len(x) < 2 or not kernel.raw_lengthscale.requires_grad:
-        return None
-    if kernel.active_dims is not None:
-        x = x[:, kernel.active_dims] if int(kernel.active_dims.max()) < x.shape[1] else x
-    return x
+def _scaled(model: Any) -> list[Any]:
+    """The kernels that have lengthscales."""
+    return [part for part in model.modules() if getattr(part, "has_lengthscale", False)]
 
 
-def _moved(kernel: Any, model: Any, all_of_it: bool, times: float = 1.0) -> bool:
-    """Whether a kernel now has other lengthscales."""
-    x, raw = _inputs(kernel, model), kernel.raw_lengthscale
-    if x is None:
+def inputs_seen(model: Any) -> dict[int, Tensor]:
+    """What each kernel of a model is given of the training inputs, ``(n, d)`` float64 on the CPU, by the kernel's id.
+
+    ``forward`` may standardise the inputs, or pass them through a network.  Kernels that are given a batch, several
+    different inputs or integers are left out.
+
+    :param model: in training mode.
+    """
+    seen: dict[int, Tensor] = {}
+    try:
+        with torch.no_grad(), buffers_kept(model):
+            parts = [model.forward(*model.train_inputs).lazy_covariance_matrix]
+            while parts:
+                part = parts.pop()
+                if isinstance(part, LazyEvaluatedKernelTensor | KernelMatrix):
+                    _descend(part.kernel, part.x1, seen)
+                elif isinstance(part, LinearOperator):
+                    parts.extend(part._args)
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that evaluates
+        return {}
+    return {key: x.double().cpu() for key, x in seen.items() if x.dim() == 2 and x.is_floating_point()}
+
+
+def _descend(kernel: Any, x: Tensor, seen: dict[int, Tensor]) -> None:
+    """Add a kernel and those inside of it.
+
+    :param x: what it is given, its own ``active_dims`` selected.
+    """
+    seen[id(kernel)] = x
+    for child in kernel.children():
+        for part in child if isinstance(child, torch.nn.ModuleList) else (child,):
+            if isinstance(part, Kernel):
+                dims = part.active_dims
+                _descend(part, x if dims is None else x.index_select(-1, dims), seen)
+
+
+def _moved(kernel: Any, x: Tensor | None, all_of_it: bool, times: float = 1.0) -> bool:
+    """Whether a kernel now has other lengthscales.
+
+    :param x: what it is given, None where that is not known.
+    """
+    raw = kernel.raw_lengthscale
+    if x is None or len(x) < 2 or not raw.requires_grad:
         return False
     sizes, now = times * x.std(dim=0), kernel.lengthscale.detach().double().cpu()
     if kernel.ard_num_dims is None:

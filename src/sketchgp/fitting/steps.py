@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..models.accelerated.probed_density import standard_error
-from .history import DEAR, SETTLED, WIDENED, FitHistory
+from .history import DEAR, SETTLED, STOPPED, WIDENED, FitHistory
 from .objective import Objective
 from .record import Evaluation
 
@@ -90,7 +90,7 @@ class Steps:
         self.bar.set_postfix_str(history.latest(), refresh=False)  # before update, which shows it
         self.bar.update()
         if self.callback is not None and self.callback(len(history.losses) - 1, value):
-            history.reason = "stopped by the callback"
+            history.reason = STOPPED
         elif width is not None and width > self.widest:
             history.reason = WIDENED
         elif found.products > self.dearest:

@@ -3,6 +3,8 @@
 What a constraint keeps positive is moved by its logarithm (above the least value of the constraint): lengthscales of
 inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.  Constants
 and weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.
+The constant of a linear mean is its value at the centre of the inputs: far from the origin weights and constant would
+be nearly the same direction.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from gpytorch.means import ConstantMean, LinearMean
 from torch import Tensor
 
 from .objective import Objective
+from .scales import inputs_seen
 
 _LEAST, _MOST = 1e-5, 1e5  # of a positive value, in units of the data; as scikit-learn has it for such of size 1
 _ABOVE = 1e-8  # of what is above a constraint's least value
+_NEXT_TO = 1e-6  # a limit, of a variable that is on it
 _ROOM = 1e3  # about where a model starts, should that be outside
 
 
@@ -33,7 +37,9 @@ class Variables:
         self._names = {id(p): name for name, p in objective.model.named_parameters()}
         self._constraints = objective.constraints()
         self._logs = [_positive(constraint) for constraint in self._constraints]
+        self._inputs = self._units_of_inputs()
         self._sizes = [self._size(p, log) for p, log in zip(objective.parameters, self._logs, strict=True)]
+        self._centred = self._centred_means()
         parts = [self._bounds(*pair) for pair in enumerate(self._constraints)]
         self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
 
@@ -55,9 +61,27 @@ class Variables:
     def _units(self, of_inputs: bool) -> tuple[float, float]:
         """The least and the largest size of what the data are measured in, 1 included: deviations of the inputs, or the
         mean square of the targets, which scales and noises are of."""
-        sizes = torch.cat([*self._deviations(), torch.ones(1).double()]) if of_inputs else self._square().reshape(1)
+        sizes = torch.cat([*self._inputs, torch.ones(1).double()]) if of_inputs else self._square().reshape(1)
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
         return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
+
+    def _units_of_inputs(self) -> list[Tensor]:
+        """Deviations of the inputs, and of what the kernels are given of them."""
+        seen = inputs_seen(self.objective.model).values()
+        return [*self._deviations(), *(x.std(dim=0, correction=0) for x in seen)]
+
+    def _centred_means(self) -> dict[int, tuple[int, Tensor]]:
+        """For the constant of each linear mean, by its place: the place of the weights, and the centre ``(d,)``."""
+        places = {id(p): place for place, p in enumerate(self.objective.parameters)}
+        inputs, result = self.objective.model.train_inputs, {}
+        for module in self.objective.model.modules():
+            if isinstance(module, LinearMean) and module.bias is not None and len(inputs) == 1:
+                weights, bias = places.get(id(module.weights)), places.get(id(module.bias))
+                centre = inputs[0].detach().to("cpu", torch.float64).reshape(-1, inputs[0].shape[-1]).mean(dim=0)
+                one = module.bias.numel() == 1 and module.weights.numel() == len(centre)
+                if one and weights is not None and bias is not None:
+                    result[bias] = weights, centre
+        return result
 
     def _deviations(self) -> list[Tensor]:
         """Of each input ``(d,)``, float64, for each of the tensors that hold inputs."""
@@ -106,11 +130,32 @@ class Variables:
             constraint = self._constraints[index]
             above = constraint.transform(parameter) - constraint.lower_bound.to(parameter)
             parameter = above.clamp(min=torch.finfo(torch.float64).tiny).log()
+        if index in self._centred:
+            weights, centre = self._centred[index]
+            parameter = parameter + centre @ self.objective.parameters[weights].detach().to(centre).reshape(-1)
         return (parameter / self._sizes[index]).reshape(-1).numpy()
 
     def __call__(self) -> np.ndarray:
         """``(p,)`` float64: what they are."""
         return np.clip(np.concatenate([self._of(i) for i in range(len(self._logs))]), self.lower, self.upper)
+
+    def pressed(self, vector: np.ndarray, gradient: np.ndarray, least: float) -> dict[str, float]:
+        """Hyperparameters that are on a limit and that the gradient sends beyond it, by name; and that limit.
+
+        :param least: derivative from which it does.
+        """
+        result, first = {}, 0
+        for index, parameter in enumerate(self.objective.parameters):
+            part = slice(first, first + parameter.numel())
+            first = part.stop
+            for limit, outward in ((self.lower, gradient), (self.upper, -gradient)):
+                there = (np.abs(vector[part] - limit[part]) <= _NEXT_TO) & (outward[part] > least)
+                if there.any():
+                    raw = self._raw(torch.from_numpy(limit))[index].reshape(-1)[int(there.argmax())]
+                    constraint = self._constraints[index]
+                    value = raw if constraint is None else constraint.transform(raw).reshape(-1)[0]
+                    result[self._names[id(parameter)].replace("raw_", "")] = float(value)
+        return result
 
     def put(self, vector: np.ndarray) -> None:
         """Give the parameters these values."""
@@ -141,6 +186,8 @@ class Variables:
                 constraint = self._constraints[index]
                 values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))
             found.append(values)
+        for index, (weights, centre) in self._centred.items():
+            found[index] = found[index] - centre @ found[weights].reshape(-1)
         return found
 
 

@@ -33,7 +33,7 @@ def automatic_solver(
         most = preconditioner.rank_for(n, device)
         return (
             ConjugateGradients(),
-            f"solver='auto' chose ConjugateGradients: {room} holds a preconditioner of rank {most}",
+            f"solver='auto' chose ConjugateGradients: {room} holds a preconditioner of a rank of up to {most}",
         )
     least = "" if preconditioner.rank else ", the least that pays,"
     taken = f"a preconditioner of rank {rank}{least} takes {needed / 2**30:.2g} GiB"
