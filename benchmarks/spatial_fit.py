@@ -169,6 +169,7 @@ def fitted(places: Places, nu: float, sizes: dict[str, Any], everything: bool, m
     with sketchgp.record_solves() as solves:
         found = sketchgp.predict(model, places.test_x, progress=False)
     assert found.observation_variance is not None
+    error = found.variance_standard_error
     result = {
         "rows": len(model.train_targets), "test": len(places.test_x), "history": str(history),
         "reason": history.reason, "objective": history.objective, "losses": history.losses,
@@ -176,7 +177,7 @@ def fitted(places: Places, nu: float, sizes: dict[str, Any], everything: bool, m
         "fit_seconds": fit_seconds, "fit_solves": of_fit, "predict_seconds": time.perf_counter() - began,
         "predict_solves": work(solves), "cpu_seconds": time.process_time() - processor,
         "variance": found.variance_method, "variance_check": found.variance_check,
-        "variance_standard_error": found.variance_standard_error,
+        "variance_standard_error": error if error is None else float(error.median()),
         "lengthscales": model.covar_module.base_kernel.lengthscale.reshape(-1).tolist(),
         "outputscale": model.covar_module.outputscale.item(), "noise": model.likelihood.noise.item(),
         "mean": model.mean_module.constant.item(), "scale": places.scale,

@@ -524,3 +524,108 @@ def inducing_reference(
     beta = torch.cholesky_solve(phi.mT @ (y / noise.sqrt().unsqueeze(1)), root)
     explained = torch.linalg.solve_triangular(root, test_phi.mT, upper=False).square().sum(0)
     return test_phi @ beta, (prior - test_phi.square().sum(1)).clamp_min(0) + explained
+
+
+# --- inducing points and approximate variances ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BoundCase:
+    """An inducing-point model whose collapsed bound is compared with a dense one; ``size`` is that of the inputs."""
+
+    kernel: str
+    n: int
+    m: int
+    d: int
+    dtype: str
+    size: float
+    outputscale: float
+    noise: float
+    seed: int
+
+
+POLYNOMIALS = {
+    "linear": lambda d: kernels.PolynomialKernel(1),
+    "quadratic": lambda d: kernels.PolynomialKernel(2),
+    "cubic": lambda d: kernels.PolynomialKernel(3),
+    "quadratic and RBF": lambda d: kernels.PolynomialKernel(2) + kernels.RBFKernel(),
+    "quadratic by RBF": lambda d: kernels.PolynomialKernel(2) * kernels.RBFKernel(ard_num_dims=d),
+    "Matern": lambda d: kernels.MaternKernel(nu=1.5),
+}
+
+
+@st.composite
+def bound_cases(draw: Any) -> BoundCase:
+    n = draw(st.integers(2, 60))
+    return BoundCase(
+        kernel=draw(st.sampled_from(sorted(POLYNOMIALS))),
+        n=n,
+        m=draw(st.integers(1, max(1, n // 2))),
+        d=draw(st.integers(1, 4)),
+        dtype=draw(st.sampled_from(["float32", "float64"])),
+        size=draw(powers(-2, 3)),
+        outputscale=draw(powers(-3, 3)),
+        noise=draw(powers(-3, 0)),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def bound_model_of(case: BoundCase) -> Any:
+    """The model of the case, in training mode."""
+    generator, dtype = torch.Generator().manual_seed(case.seed), getattr(torch, case.dtype)
+    unit = torch.randn(case.n, case.d, dtype=torch.float64, generator=generator)
+    noise = torch.randn(case.n, dtype=torch.float64, generator=generator)
+    y = unit.sum(dim=1).sin() + case.noise**0.5 * noise
+    x = (case.size * unit).to(dtype)
+    kernel = kernels.ScaleKernel(POLYNOMIALS[case.kernel](case.d)).to(dtype)
+    likelihood = GaussianLikelihood().to(dtype)
+    kernel.outputscale, likelihood.noise = case.outputscale, case.noise
+    mean = gpytorch.means.ZeroMean().to(dtype)
+    return sketchgp.InducingPointGP(x, y.to(dtype), likelihood, mean, kernel, x[: case.m].clone()).train()
+
+
+@dataclass(frozen=True)
+class UnevenCase:
+    """A model with fixed noise whose rows are dense in one place and sparse in others; ``uneven`` is by how many powers
+    of ten distances differ, ``noises`` by how many the noise does from row to row."""
+
+    kernel: str
+    n: int
+    d: int
+    lengthscale: float
+    noise: float
+    uneven: float
+    noises: float
+    method: str
+    seed: int
+
+
+@st.composite
+def uneven_cases(draw: Any) -> UnevenCase:
+    return UnevenCase(
+        kernel=draw(st.sampled_from(["rbf", "matern12", "matern32"])),
+        n=draw(st.integers(140, 400)),
+        d=draw(st.integers(1, 4)),
+        lengthscale=draw(powers(-1, 0)),
+        noise=draw(powers(-3.5, -0.5)),
+        uneven=draw(st.sampled_from([0.0, 1.0, 2.0, 3.0])),
+        noises=draw(st.sampled_from([0.0, 1.0, 3.0])),
+        method=draw(st.sampled_from(["low_rank", "samples"])),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def uneven_of(case: UnevenCase) -> tuple[Any, Tensor]:
+    """The model in eval mode, and its test inputs."""
+    generator = torch.Generator().manual_seed(case.seed)
+    total = case.n + 100
+    x = torch.randn(total, case.d, dtype=torch.float64, generator=generator)
+    x = 0.5 * x * 10 ** (-case.uneven * torch.rand(total, 1, dtype=torch.float64, generator=generator))
+    x = x + torch.randint(0, 3, (total, 1), generator=generator)
+    spread = torch.rand(case.n, dtype=torch.float64, generator=generator) - 0.5
+    noise = (case.noise * 10 ** (case.noises * spread)).clamp_min(1e-4)
+    kernel = kernels.ScaleKernel(KERNELS[case.kernel](case.d, case.lengthscale * case.d**0.5, NO_BATCH)).double()
+    kernel.outputscale = 1.0
+    likelihood = FixedNoiseGaussianLikelihood(noise=noise)
+    y = torch.randn(case.n, dtype=torch.float64, generator=generator)
+    return Plain(x[: case.n], y, likelihood, kernel, gpytorch.means.ZeroMean()).double().eval(), x[case.n :]

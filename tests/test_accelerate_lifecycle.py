@@ -887,7 +887,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if torch.is_tensor(tensor):
+            if torch.is_tensor(tensor) and tensor.layout == torch.strided:
                 self.entries = max(self.entries, tensor.untyped_storage().nbytes() // tensor.element_size())
         return result
 

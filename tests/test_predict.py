@@ -81,8 +81,8 @@ def test_low_rank_variances(name: str) -> None:
     assert found.variance_method == "low_rank"
     assert relative(found.mean, mean) < 1e-6
     ratio, error = found.variance / latent, found.variance_standard_error
-    assert 0 < error < 0.3
-    assert float(ratio.log().square().mean().sqrt()) < 0.01 + 2 * error
+    assert error.shape == latent.shape and 0 < float(error.min()) <= float(error.median()) < 0.3
+    assert float((ratio.log() / (0.01 + 2 * error)).square().mean()) < 1
     check = found.variance_check
     assert check["points"] == 4
     assert float(ratio.min()) - 1e-4 <= check["median_ratio"] <= check["max_ratio"] <= float(ratio.max()) + 1e-4
@@ -288,7 +288,7 @@ def test_auto_takes_low_rank_where_exact_is_too_much(monkeypatch: pytest.MonkeyP
     with iterative():
         model, x = build()
         found = sketchgp.predict(model, x)
-        assert found.variance_method == "low_rank" and found.variance_standard_error < 0.1
+        assert found.variance_method == "low_rank" and float(found.variance_standard_error.median()) < 0.1
         model, x = build("ski")
         mean, latent = reference("ski", x)
         found = sketchgp.predict(model, x)
@@ -510,7 +510,8 @@ def test_never_makes_a_test_by_train_matrix(monkeypatch: pytest.MonkeyPatch, var
     from test_accelerate_lifecycle import Largest
 
     monkeypatch.setattr("sketchgp.operators.tiles._CPU_BYTES", 4 * 2**12)
-    monkeypatch.setattr("sketchgp.inference.predictive_variance._ENTRIES", 2**12)
+    for part in ("predictive_variance", "full_scale"):
+        monkeypatch.setattr(f"sketchgp.inference.{part}._ENTRIES", 2**12)
     model, _ = build(preconditioner=sketchgp.RPCholesky(rank=20), matmul="tiled")
     x = data(m=400)[2]
     with iterative(tol=9e-4), Largest() as largest:  # to a residual: following predictions takes blocks of 256 points

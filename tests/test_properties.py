@@ -12,6 +12,7 @@ case adds a line to it, which ``benchmarks/properties.py`` makes its summary of.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -32,9 +33,13 @@ from torch import Tensor
 
 import sketchgp
 from property_cases import (
+    BoundCase,
     Case,
     Dense,
+    UnevenCase,
     as_double,
+    bound_cases,
+    bound_model_of,
     cases,
     data_of,
     dense_kernel,
@@ -46,6 +51,8 @@ from property_cases import (
     model_of,
     preconditioner_of,
     solver_of,
+    uneven_cases,
+    uneven_of,
 )
 from sketchgp import ConvergenceWarning, InputError, NumericalError
 
@@ -363,6 +370,85 @@ def test_never_silently_wrong(family: str) -> None:
             _log(case, state, time.perf_counter() - start, outcome if state != "wrong" else None)
 
     (check if SEED is None else seed(int(SEED))(check))()
+
+
+def _examples(count: int, strategy: Any, check: Any) -> None:
+    """Run a check on so many cases, or on a sixteenth of those that the environment asks for."""
+    options = settings(
+        max_examples=max(count, CASES // 16),
+        derandomize=SEED is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    found = options(given(strategy)(check))
+    (found if SEED is None else seed(int(SEED))(found))()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_bounds_are_bounds() -> None:
+    """The collapsed bound of any dtype is the dense one, but for rounding, and never above the likelihood."""
+
+    def check(case: BoundCase) -> None:
+        model = bound_model_of(case)
+        x, y = model.train_inputs[0], model.train_targets
+        with torch.no_grad():
+            mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+            try:
+                found = float(mll(model(x), y))
+            except REFUSALS:
+                return
+            double, noise = copy.deepcopy(model.covar_module).double(), model.likelihood.noise.double()
+            k, z = double(x.double()).to_dense(), model.inducing_points.double()
+            values, vectors = torch.linalg.eigh(double(z).to_dense())
+            kept = values > 1e-14 * values[-1]
+            half = (double(x.double(), z).to_dense() @ vectors[:, kept]) / values[kept].sqrt()
+            eye = noise * torch.eye(case.n, dtype=torch.float64)
+            largest = float(k.diagonal().max() / noise)
+            if largest > 1e9:  # the reference has no more digits
+                return
+            quad, logdet = _gaussian(half @ half.mT + eye, y.double())
+            gap = float((k.diagonal() - half.square().sum(dim=1)).clamp(min=0).sum() / noise)
+            expected = -0.5 * (quad + logdet + gap + case.n * math.log(2 * math.pi)) / case.n
+        # of the shift that k(z, z) is factorized with, and of the reference itself
+        rounding = 1e-5 * (1 + abs(expected)) + 1e-14 * case.m * largest * (1 + quad / case.n)
+        _expect(found <= expected + rounding, "bound", found, expected, rounding)
+        allowed = rounding + 0.02 * (1 + abs(expected))  # eigenvalues near the shift explain a little less
+        _expect(found >= expected - allowed, "bound", found, expected, allowed)
+
+    _examples(40, bound_cases(), check)
+
+
+def _gaussian(covariance: Tensor, y: Tensor) -> tuple[float, float]:
+    root = torch.linalg.cholesky(covariance)
+    half = torch.linalg.solve_triangular(root, y.unsqueeze(1), upper=False)
+    return float(half.square().sum()), float(2 * root.diagonal().log().sum())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_standard_errors_are_honest() -> None:
+    """Few points are off by more than three of the standard errors that are stated for them, or there is a warning."""
+    beyond = []
+
+    def check(case: UnevenCase) -> None:
+        model, test = uneven_of(case)
+        with torch.no_grad(), gpytorch.settings.max_cholesky_size(4096):
+            expected = model(test).variance
+        sketchgp.accelerate(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = sketchgp.predict(model, test, variance=case.method, progress=False)  # type: ignore[arg-type]
+        error = found.variance_standard_error
+        assert found.variance is not None and error is not None
+        share = float(((found.variance - expected).abs() > 3 * error * found.variance + 1e-9).double().mean())
+        warned = any(isinstance(w.message, ConvergenceWarning) for w in caught)
+        _expect(warned or share <= 0.12, "points beyond three standard errors", share, "0.3% to 2%", 0.12)
+        beyond.append(share)
+
+    _examples(12, uneven_cases(), check)
+    assert sum(beyond) / len(beyond) < 0.02
 
 
 def _log(case: Case, state: str, seconds: float, outcome: Outcome | None) -> None:

@@ -51,7 +51,8 @@ class Prediction(Shown):
     ``"low_rank"`` or ``"samples"`` (see :func:`sketchgp.accelerate`), ``"dtc"`` (of an
     :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), ``"features"``
     (of a :class:`sketchgp.RandomFeatureGP`), or ``"none"``.
-    ``variance_standard_error`` is the relative one of ``variance``, None where it is not by samples or low-rank.
+    ``variance_standard_error`` is the relative one of each ``variance``, of its shape; None where they are not by
+    samples or low-rank.
     ``variance_check`` compares those with exact ones at ``points`` test points (None where ``"auto"`` did so in an
     earlier prediction): ``min_ratio``, ``median_ratio``,
     ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with the noise added.
@@ -71,7 +72,7 @@ class Prediction(Shown):
     variance_method: str
     variance_check: dict[str, Any] | None
     report: SolveReport | None
-    variance_standard_error: float | None = None
+    variance_standard_error: Tensor | None = None
     mean_error_bound: Tensor | None = None
     mean_error_bound_deviations: Tensor | None = None
     variance_error_bound: Tensor | None = None
@@ -113,7 +114,8 @@ class Prediction(Shown):
             error_of_mean=self._error_of_mean(),
             deviation=deviations[0],
             with_noise=deviations[1],
-            variances=self.variance_method + ("" if error is None else f", standard error {error:.0%}"),
+            variances=self.variance_method
+            + ("" if error is None else f", standard error {error.median():.1%}, at most {error.max():.1%}"),
             compared=compared,
             solve=solve,
         )
@@ -333,7 +335,7 @@ def _sparse(model: InducingPointGP, x: Tensor, variance: str | None, rows: int, 
         noise = _noise(model, [x], latent)
         observed = None if noise is None else latent + noise
         method = model.variance_method
-        error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
+        error = torch.full_like(latent, math.sqrt(2 / model.variance_samples)) if method == "samples" else None
         return Prediction(mean, latent, observed, method, None, report, error)
 
 
@@ -357,7 +359,7 @@ def _streamed(model: RandomFeatureGP, x: Tensor, variance: str | None, rows: int
             return Prediction(mean, None, None, method, None, model.report)
         found = torch.cat(latent)
         found = found.unsqueeze(-1).expand_as(mean) if mean.dim() > 1 else found
-        error = math.sqrt(2 / model.variance_samples) if method == "samples" else None
+        error = torch.full_like(found, math.sqrt(2 / model.variance_samples)) if method == "samples" else None
         return Prediction(mean, found, found + model.likelihood.noise, method, None, model.report, error)
 
 
@@ -402,23 +404,24 @@ def _exact_variance(
 
 def _approximate_variance(
     conditioning: PlainConditioning, x: Tensor, method: str, rows: int, show: bool, looked: bool
-) -> tuple[Tensor, dict[str, Any] | None, float]:
+) -> tuple[Tensor, dict[str, Any] | None, Tensor]:
     """Low-rank variances or those by samples, how they compare with exact ones at a few of the points if that is to be
-    looked at, and their relative standard error."""
+    looked at, and their relative standard errors."""
     approximate, inputs, parts = conditioning.approximate, conditioning.inputs(x), []
     dtype = conditioning.model.train_targets.dtype
     approximate.prepare(inputs)
     for part in tqdm(list(spans(len(x), rows)), desc="variance", disable=not show or len(x) <= rows, leave=False):
         parts.append(approximate(inputs[part], method))
     latent = torch.cat(parts)
+    error = approximate.error(method, latent).to(dtype)
     if not looked:
-        return latent.to(dtype), None, approximate.error(method)
+        return latent.to(dtype), None, error
     some, exact = approximate.check(inputs, latent, method)
     check: dict[str, Any] = {"points": len(some), **_ratios(latent[some], exact, "")}
     of_new = _noise(conditioning.model, [x[some]], latent[some])
     if of_new is not None:
         check |= _ratios(latent[some] + of_new, exact + of_new, "observation_")
-    return latent.to(dtype), check, approximate.error(method)
+    return latent.to(dtype), check, error
 
 
 def _ratios(found: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:

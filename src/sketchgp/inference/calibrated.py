@@ -4,7 +4,8 @@ For training point i the variance of the posterior of all others is ``1 / (A^-1)
 (Dubrule, "Cross validation of kriging in a unique neighborhood", Mathematical Geology 1983; Rasmussen and Williams,
 "Gaussian processes for machine learning", equation 5.12); and of low-rank variances it takes a step more
 (:meth:`~.predictive_variance.LowRankVariance.left_out`).  The logarithms of their ratios have a mean, which is taken
-off, and a deviation, which is what remains.
+off, and a deviation, which is what remains.  Where density or noise is uneven a few ratios are far larger than the
+others, so that the largest one counts, too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from .predictive_variance import LowRankVariance
 
 _RANK = 100
 _NEIGHBOURS = 128
-_POINTS = 28
+_POINTS = 60
+_EXACT = 0.01  # what the variances are right to that others are compared with, as they come of solves
+_LARGEST = 2.5  # standard errors that the largest of so many normal errors comes to
 _FEW = 0.25  # of the points, that are below a typical variance
-_FLOOR = 0.02  # of the noise: latent variances below it are not compared as ratios
+_FLOOR = 0.02  # of the median noise: latent variances below it are not compared as ratios
 
 
 class Calibrated:
@@ -37,14 +40,17 @@ class Calibrated:
     :param leave_out: gives the exact latent variances ``(p,)``, float64, at training points with these indices that are
         left out.
 
-    :ivar factor: s; :ivar scatter: the relative standard error of a variance; 0 where
-        there are so few points that it is exact.
+    :ivar factor: s.
+    :ivar scatter: the relative standard error of a variance that is not small beside the noise; 0 where there are so
+        few points that it is exact.
+    :ivar floor: below it, variances are right to a share of it rather than of themselves.
     :ivar typical: ``()`` a latent variance that few points are below.
     """
 
     def __init__(self, matrix: KernelMatrix, noise: Tensor, leave_out: Callable[[Tensor], Tensor]) -> None:
         self.matrix, noise = constant(matrix), noise.detach().to(torch.float64)
-        n, self.factor, self.scatter = len(noise), 1.0, 0.0
+        n, self.factor, self.scatter, self.spread = len(noise), 1.0, 0.0, 0.0
+        self.floor = _FLOOR * noise.median()
         with torch.no_grad():
             pivots = rpcholesky(
                 Access(self.matrix),
@@ -58,21 +64,29 @@ class Calibrated:
                 self.low_rank = LowRankVariance(self.block, x, noise, x)
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
-            self.low_rank = LowRankVariance(self.block, x, noise, x[pivots], _NEIGHBOURS)
+            self.low_rank = LowRankVariance(self.block, x, noise, x[pivots], _NEIGHBOURS, self.matrix)
             others = torch.ones(n, dtype=torch.bool, device=x.device).index_fill_(0, pivots, False).nonzero().squeeze(1)
             some = torch.randperm(len(others), generator=generator(0, "points that variances are calibrated at"))
             points = others[some[:_POINTS].to(x.device)]
-            floor = _FLOOR * noise[points]
             exact = leave_out(points)
             self.typical = exact.quantile(_FEW)
-            ratio = (exact + floor) / (self.low_rank.left_out(points) + floor)
+            ratio = (exact + self.floor) / (self.low_rank.left_out(points) + self.floor)
             logs = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).log()
             self.factor = math.exp(float(logs.mean()))
-            self.scatter = float(logs.std()) * math.sqrt(1 + 1 / len(points))
+            spread = max(float(logs.std()), float((logs - logs.mean()).abs().max()) / _LARGEST)
+            self.spread = spread * math.sqrt(1 + 1 / len(points))
+            self.scatter = math.hypot(self.spread, _EXACT)
 
     def block(self, a: Tensor, b: Tensor | None) -> Tensor:
         """:func:`block` of the matrix."""
         return block(self.matrix, a, b)
+
+    def error(self, variance: Tensor) -> Tensor:
+        """Relative standard errors of variances ``(m,)``: larger for those below the floor."""
+        if self.scatter == 0:
+            return torch.zeros_like(variance)
+        spread = self.spread * (1 + self.floor / variance.clamp(min=torch.finfo(variance.dtype).tiny))
+        return (spread.square() + _EXACT**2).sqrt()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it; float64, differentiable in x."""

@@ -38,6 +38,7 @@ class FullScale:
     :param seed: of the order.
     :raises NumericalError: if C is not positive definite in float64.
 
+    :ivar root: the lower Cholesky factor of C, ``(r, r)``.
     :ivar rest: the diagonal of T, ``(n,)``.
     :ivar near: the diagonal of ``G^T G``, ``(n,)``.
     """
@@ -58,8 +59,8 @@ class FullScale:
             self._half = torch.sparse.mm(self._regress, factor)
             inner = self._half.mT @ self._half
             inner.diagonal().add_(1)
-            self._root, failed = torch.linalg.cholesky_ex(inner)
-            if int(failed) or not bool(torch.isfinite(self._root).all()):
+            self.root, failed = torch.linalg.cholesky_ex(inner)
+            if int(failed) or not bool(torch.isfinite(self.root).all()):
                 raise NumericalError(
                     "The full-scale approximation is not positive definite in float64.", see="not-definite"
                 )
@@ -68,15 +69,20 @@ class FullScale:
     def apply_inverse(self, vectors: Tensor) -> Tensor:
         """``B^-1 v`` for v ``(n, t)``, float64."""
         near = torch.sparse.mm(self._regress, vectors)
-        far = self._half @ cholesky_solve(self._half.mT @ near, self._root)
+        far = self._half @ cholesky_solve(self._half.mT @ near, self.root)
         return torch.sparse.mm(self._turned, near - far)
+
+    @torch.no_grad()
+    def weighted_features(self, rows: Tensor) -> Tensor:
+        """Rows of ``G^T G F``, ``(p, r)``, at indices ``(p,)``."""
+        return torch.sparse.mm(self._turned.index_select(0, rows), self._half)
 
     @torch.no_grad()
     def inverse_diagonal(self) -> Tensor:
         """The diagonal of B^-1, ``(n,)``, positive."""
         far, turned = torch.zeros_like(self.near), torch.sparse.mm(self._turned, self._half)
-        for rows in spans(len(far), max(1, _ENTRIES // max(1, len(self._root)))):
-            half = torch.linalg.solve_triangular(self._root, turned[rows].mT, upper=False)
+        for rows in spans(len(far), max(1, _ENTRIES // max(1, len(self.root)))):
+            half = torch.linalg.solve_triangular(self.root, turned[rows].mT, upper=False)
             far[rows] = half.square().sum(dim=0)
         return (self.near - far).clamp(min=torch.finfo(far.dtype).eps * self.near)
 

@@ -12,13 +12,14 @@ what the remainders of neighbours say about each other is not used.
 
 With ``e = k - q`` the covariance of the remainder and N the training points nearest to z, that is mended:
 
-    var(z) = e(z,z) - e(z,N) b + g^T (I + F^T D^-1 F)^-1 g,
+    var(z) = e(z,z) - e(z,N) b + g^T (I + F^T T^-1 F)^-1 g,   T = e(X,X) + noise,
     b = (e(N,N) + noise)^-1 e(N,z),   g = F(z) - F(N)^T b,   F(a) F(b)^T = q(a,b):
 
 the remainder at z is conditioned on that of its neighbours, and what the low-rank part does not know about itself
-counts as far as the neighbours do not say it.  It is the partially independent conditional of Snelson and Ghahramani,
-"Local and global sparse Gaussian process approximations" (AISTATS 2007), with a block for each test point, as in
-Gyger, Furrer and Sigrist, "Vecchia-inducing-points full-scale approximations for Gaussian processes" (2025).
+counts as far as the neighbours do not say it.  T^-1 is that of Vecchia's approximation (:class:`.FullScale`).  With D
+in place of T, points that lie close together would count as independent: where data are dense and inducing points are
+not, the low-rank part would look better known than it is.  Gyger, Furrer and Sigrist, "Vecchia-inducing-points
+full-scale approximations for Gaussian processes" (2025).
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from torch import Tensor
 
 from ..errors import NumericalError
 from ..lowrank import shifted_cholesky
+from ..operators import KernelMatrix
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
+from .full_scale import FullScale
 
 _ROWS = 4096
+_EARLIER = 16  # neighbours that the remainder of a training point is regressed on
 _ENTRIES = 2**22  # of k(z, X), or of blocks of neighbours, held at once
 _NOT_DEFINITE = "The low-rank variance met a matrix that is not positive definite; check the inputs."
 
@@ -43,7 +47,8 @@ class LowRankVariance:
     to be some; all in float64.
 
     Set-up costs ``n r^2`` operations; each test point ``r^2``, and with M neighbours ``n`` entries of the kernel to
-    find them, ``M^2`` more and ``M^2 (M / 3 + r)`` operations.  Memory ``r^2`` beside tiles, with neighbours ``n r``.
+    find them, ``M^2`` more and ``M^2 (M / 3 + r)`` operations.  Memory ``r^2`` beside tiles, with neighbours ``2 n r``
+    and the set-up of :class:`.FullScale`.
 
     :param block: ``block(a, b)`` gives ``k(a, b)`` for inputs (..., p, d) and (..., q, d), dense; ``block(a, None)``
         the diagonal ``k(a_i, a_i)``.
@@ -51,10 +56,19 @@ class LowRankVariance:
     :param noise: ``(n,)`` variances.
     :param inducing_points: ``(r, d)``.
     :param neighbours: M, or n where that is less; 0 for FITC.
+    :param matrix: ``k(X, X)`` as an operator; only neighbours need it.
     :raises NumericalError: for a matrix that is not positive definite.
     """
 
-    def __init__(self, block: Any, x: Tensor, noise: Tensor, inducing_points: Tensor, neighbours: int = 0) -> None:
+    def __init__(
+        self,
+        block: Any,
+        x: Tensor,
+        noise: Tensor,
+        inducing_points: Tensor,
+        neighbours: int = 0,
+        matrix: KernelMatrix | None = None,
+    ) -> None:
         self.block, self.inducing_points, self.x, self.noise = block, inducing_points, x, noise
         self.neighbours = min(neighbours, len(x))
         core = block(inducing_points, inducing_points)
@@ -62,17 +76,17 @@ class LowRankVariance:
             self.root = shifted_cholesky(core, torch.finfo(core.dtype).eps)
         except NumericalError as error:
             raise NumericalError(_NOT_DEFINITE, see="not-definite") from error
+        if neighbours:
+            assert matrix is not None
+            self._features = torch.cat([self._half(x[rows]).mT for rows in spans(len(x), _ROWS)])
+            self._remainder = FullScale(matrix, noise, self._features, _EARLIER)
+            self.inner_root = self._remainder.root
+            return
         inner = torch.eye(len(core), dtype=core.dtype, device=core.device)
-        features, diagonals = [], []
         for rows in spans(len(x), _ROWS):
             half = self._half(x[rows])  # (r, rows): half^T half = Q
             diagonal = noise[rows] + (block(x[rows], None) - half.square().sum(dim=0)).clamp_(min=0)
             inner += (half / diagonal) @ half.mT
-            if neighbours:
-                features.append(half.mT)
-                diagonals.append(diagonal)
-        if neighbours:
-            self._features, self._diagonal = torch.cat(features), torch.cat(diagonals)
         self.inner_root, bad = torch.linalg.cholesky_ex(inner)
         if int(bad):
             raise NumericalError(_NOT_DEFINITE, see="not-definite")
@@ -108,8 +122,10 @@ class LowRankVariance:
         known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
         variance = (rest - explained).clamp(min=0) + known.square().sum(dim=0)
         if own is not None:  # the point itself told the low-rank part something
-            mine = torch.linalg.solve_triangular(self.inner_root, self._features[own].mT, upper=False)
-            variance = variance + (mine * known).sum(dim=0).square() / (self._diagonal[own] - mine.square().sum(dim=0))
+            told, near = self._remainder.weighted_features(own), self._remainder.near[own]
+            mine = torch.linalg.solve_triangular(self.inner_root, told.mT, upper=False)
+            left = (near - mine.square().sum(dim=0)).clamp(min=torch.finfo(near.dtype).eps * near)
+            variance = variance + (mine * known).sum(dim=0).square() / left
         return variance
 
     @torch.no_grad()

@@ -131,6 +131,8 @@ class Transforms:
             found, mean=found_mean, variance=plain(new_variance), observation_variance=plain(new_observed),
             mean_error_bound=None, mean_error_bound_deviations=None, variance_error_bound=None,
         )  # fmt: skip
+        if not self._linear:
+            changed.variance_standard_error = None
         bound, off = found.mean_error_bound, found.variance_error_bound
         if not self._linear or not one_column or bound is None:
             return changed

@@ -1,6 +1,6 @@
 """Variances of many test points, for a price that hardly depends on how many: low-rank ones, and samples.
 
-What they are made of takes one solve with 32 columns (low-rank ones), and one with as many as there are
+What they are made of takes one solve with 64 columns (low-rank ones), and one with as many as there are
 samples.  It is kept with the factor of the training covariance.
 """
 
@@ -26,11 +26,12 @@ from ...solvers.solver import kernel_of
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
 _FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which it does
 _WORTH = 3.0  # times as long as approximations, that exact variances may take
-_FEW = 32  # test points for which solves cost no more than what others are made of
-_BLOCK_WORK = 1700  # operations over n^2 that a solve with 32 columns takes the time of
+_FEW = 64  # test points for which solves cost no more than what others are made of
+_BLOCK_WORK = 2500  # operations over n^2 that a solve with 64 columns takes the time of
 _POINT_WORK = 1.5e7  # and a low-rank variance
 _SCATTER = 0.1  # of low-rank variances beyond which "auto" draws samples
 _CHECKED = 4  # test points at which "auto" looks for itself
+_TYPICAL, _WORST = 0.05, 0.1  # what they may be off by besides, as exact ones are there right to some hundredths
 _ROWS = 4096  # test points at once
 
 
@@ -74,7 +75,7 @@ class Approximate:
 
     def prepare(self, x: Tensor) -> None:
         """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
-        with 32 columns; nothing where it was found before."""
+        with 64 columns; nothing where it was found before."""
         kept = self.side.kept
         if kept.low_rank is None:
             self._checked_at = x[self._some(x)]
@@ -151,22 +152,17 @@ class Approximate:
             parts.append(found)
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
-    def error(self, method: str) -> float:
-        """The relative standard error of a variance."""
-        scatter = self.low_rank.scatter
-        if method == "low_rank":
-            return scatter
-        return 0.0 if scatter == 0 else 1 / math.sqrt(self.deviations.samples / 2 + 1 / scatter**2)
+    def error(self, method: str, variance: Tensor) -> Tensor:
+        """The relative standard errors of latent variances ``(m,)`` float64."""
+        error = self.low_rank.error(variance)
+        return error if method == "low_rank" else error / (1 + error.square() * self.deviations.samples / 2).sqrt()
 
     def _weighed(self, deviations: Tensor, low_rank: Tensor) -> Tensor:
         """The mean square of samples, whose relative variance is ``2 / S``, and the low-rank variance, each by the
         inverse of its relative variance."""
-        scatter = self.low_rank.scatter
-        if scatter == 0:
-            return low_rank
-        of_samples, of_low_rank = deviations.shape[-1] / 2, 1 / scatter**2
-        squares = deviations.square().mean(dim=-1)
-        return (of_samples * squares + of_low_rank * low_rank) / (of_samples + of_low_rank)
+        # of the low-rank variance relative to the other
+        share = self.low_rank.error(low_rank).square() * (deviations.shape[-1] / 2)
+        return (share * deviations.square().mean(dim=-1) + low_rank) / (share + 1)
 
     # --- a look at a few of them ----------------------------------------------------------------------------
 
@@ -180,19 +176,20 @@ class Approximate:
         """Indices of 4 of the test points x, and exact variances there; warns where those that were found are off by
         more than their standard error says."""
         some = self._some(x)
-        at, floor, error = x[some], 0.02 * float(self.noise.amin()), self.error(method)
+        at, floor = x[some], 0.02 * float(self.noise.amin())
         if self._exact is None or not torch.equal(at, self._checked_at):
             c, prior = block(self.matrix, self.matrix.x1, at), block(self.matrix, at, None)
             self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
         exact = self._exact
-        if error == 0:  # of so few points that nothing is approximated
+        error = self.error(method, variance[some])
+        if not bool(error.any()):  # so few points that nothing is approximated
             return some, exact
         logs = ((variance[some] + floor) / (exact + floor)).log()
-        typical, worst = float(logs.median().abs()), float(logs.abs().max())
-        if typical > 0.1 + 3 * error / math.sqrt(len(some)) or worst > 0.2 + 4 * error:
+        typical, worst, usual = float(logs.median().abs()), float(logs.abs().max()), float(error.median())
+        if typical > _TYPICAL + 3 * usual / math.sqrt(len(some)) or bool((logs.abs() > _WORST + 4 * error).any()):
             warn(
                 f"Variances by {method!r} are off by {math.expm1(typical):.0%} in the median of {len(some)} test "
-                f"points, and by up to {math.expm1(worst):.0%}; their standard error says {error:.0%}. Use "
+                f"points, and by up to {math.expm1(worst):.0%}; their standard error says {usual:.1%}. Use "
                 "variance='exact', or 'samples' with more variance_samples.",
                 ConvergenceWarning,
                 see="variances-off",
