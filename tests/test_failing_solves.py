@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import gpytorch
@@ -152,6 +153,19 @@ def test_a_limit_asks_for_the_best_that_it_allows(limit):
     with gpytorch.settings.max_cg_iterations(allowed), pytest.warns(ConvergenceWarning, match="ASkotch"):
         found = sketchgp.predict(model, test, variance=None)
     assert found.report.reason == "stagnated" and not found.report.converged
+
+
+def test_inducing_points():
+    """A solver that was named and fails is an error, unless it was limited."""
+    model, test = smooth()
+    x, y, kernel = model.train_inputs[0], model.train_targets, model.covar_module
+    for limits in ({}, {"max_iterations": 20}):
+        mean, solver = gpytorch.means.ConstantMean().double(), sketchgp.KRILL(**limits)
+        given = sketchgp.InducingPointGP(x, y, model.likelihood, mean, kernel, x[:100], solver=solver).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            with nullcontext() if limits else pytest.raises(NumericalError, match="could not be computed"):
+                sketchgp.predict(given, test, variance=None)
 
 
 # --- targets far from the prior mean ----------------------------------------------------------------------------

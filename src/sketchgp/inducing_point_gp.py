@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, found, instance, refusal, tensor, word
-from .errors import ConvergenceWarning, InputError, warn
+from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
@@ -30,6 +30,7 @@ from .models.inducing.sparse_covariance import (
 )
 from .operators.expression import recognise
 from .operators.lazies import KERNELS
+from .report import no_answer
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
@@ -191,7 +192,11 @@ class InducingPointGP(gpytorch.models.ExactGP):
     def _solve(self, problem: InducingPointProblem) -> Solution:
         assert problem.y is not None
         shape = torch.Size((problem.m, *problem.y.shape[1:]))
-        return solve_checked(self._solver(problem), problem, shape, torch.float64, problem.device)
+        solver = self._solver(problem)
+        solution = solve_checked(solver, problem, shape, torch.float64, problem.device)
+        if solution.report.failed and not getattr(solver, "limited", False):
+            raise NumericalError(no_answer(solution.report), see="failed-mean")
+        return solution
 
     def _solver(self, problem: InducingPointProblem) -> Solver[InducingPointProblem]:
         return automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver

@@ -207,10 +207,10 @@ class SolveReport(Shown):
     @property
     def failed(self) -> bool:
         """Whether the value is no answer: predictions are estimated to be more than a posterior deviation off.  Where
-        nothing is known of them, the residual must be less than that of zero."""
-        if self.converged or self.reason in _STOPPED:
+        nothing is known of them, the residual must be less than 0.9: that of zero is 1."""
+        if self.converged or self.reason in (*_STOPPED, *_WITHOUT_TOLERANCE, Reason.SINGULAR):
             return False
-        return self.max_deviations > 1 if self.judged == "predictions" else self.max_residual >= 1
+        return self.max_deviations > 1 if self.judged == "predictions" else self.max_residual >= 0.9
 
     def advice(self, named: bool = True) -> str:
         """Why the solve ended short of its tolerance, and one thing to try.
@@ -391,8 +391,8 @@ def conclude(report: SolveReport) -> None:
 def no_answer(report: SolveReport) -> str:
     """Return the text of the error to raise in place of a mean by a solve that :attr:`SolveReport.failed`."""
     return (
-        f"The mean could not be computed. {report.advice(named=False)} To take it as it is, limit the work: "
-        "solver=sketchgp.ConjugateGradients(max_iterations=1000)."
+        f"The mean could not be computed. {report.advice(named=False)} To take it as it is, limit the work by the "
+        "solver's own max_iterations, max_passes, max_epochs or max_seconds."
     )
 
 
