@@ -75,7 +75,9 @@ def mean_square(model: Any) -> float:
 def centre_mean(model: Any) -> None:
     """Move a constant that a fit may change, of the mean of a model, to where the targets are about zero."""
     residual = _residual(model)
-    for part in model.modules() if residual is not None and model.train_targets.dim() == 1 else ():
+    if residual is None or model.train_targets.dim() != 1:
+        return
+    for part in model.modules():
         if isinstance(part, ConstantMean):
             free, constant = not hasattr(part, "raw_constant_constraint"), part.raw_constant
         elif isinstance(part, LinearMean) and part.bias is not None:

@@ -226,7 +226,8 @@ def inputs_seen(model: Any) -> dict[int, Tensor]:
                     parts.extend(part._args)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that evaluates
         return {}
-    return {key: x.double().cpu() for key, x in seen.items() if x.dim() == 2 and x.is_floating_point()}
+    each = {id(x): x.double().cpu() for x in seen.values() if x.dim() == 2 and x.is_floating_point()}  # one for many
+    return {key: each[id(x)] for key, x in seen.items() if id(x) in each}
 
 
 def _descend(kernel: Any, x: Tensor, seen: dict[int, Tensor]) -> None:
