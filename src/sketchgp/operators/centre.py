@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 _ROWS = 256  # whose median is taken: it is off by a tenth of the data's spread at most, which is all that is wanted
-_FAR = 1e4  # squared distances from the centre over that of half of the points, above which rows are far
+# squared distances from the centre over that of half of the points, above which rows are far
+_FAR = {torch.float32: 1e4, torch.float64: 1e6}
 
 
 class Centre:
@@ -20,14 +21,15 @@ class Centre:
     def __init__(self, x: Tensor) -> None:
         self._x: Tensor | None = x.detach()
         self._value: Tensor | None = None
-        self._squared: Tensor | None = None  # distance from the centre of half of the points
+        self._squared: Tensor | None = None  # distance from the centre of half of the points that are not there
 
     def value(self) -> Tensor:
         """``(..., 1, d)``, finite; without gradients."""
         if self._x is not None:
             some = _some(self._x)
             self._value = _median(some)
-            self._squared = _median((some - self._value).square().sum(dim=-1, keepdim=True)).amax()
+            squares = (some - self._value).square().sum(dim=-1, keepdim=True)
+            self._squared = _median(squares.masked_fill(squares == 0, torch.nan)).amax()
             self._x = None
         assert self._value is not None
         return self._value
@@ -35,9 +37,29 @@ class Centre:
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
         """``(n,)`` bool: which rows of x ``(..., n, d)``, in any element of a batch, lie far."""
-        squares = (x - self.value()).square().sum(dim=-1)
+        return self._beyond(x, self.value())
+
+    def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
+        squares = (x - point).square().sum(dim=-1)
         assert self._squared is not None
-        return (squares > _FAR * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
+        return (squares > _FAR.get(x.dtype, 1e4) * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
+
+    @torch.no_grad()
+    def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
+        """Indices of rows of x ``(..., n, d)`` in groups, such that those of one lie near each other; None where no row
+        lies far from the centre.
+
+        :param far: which rows do; None where that is to be found out.
+        """
+        far = self.far(x).cpu() if far is None else far
+        if not bool(far.any()):
+            return None
+        rest, groups = far.nonzero()[:, 0].to(x.device), [(~far).nonzero()[:, 0].to(x.device)]
+        while len(rest):
+            away = self._beyond(x[..., rest, :], x[..., rest[:1], :])
+            groups.append(rest[~away])
+            rest = rest[away]
+        return [group for group in groups if len(group)]
 
 
 def near_and_far(mask: Tensor) -> tuple[Tensor, Tensor] | None:

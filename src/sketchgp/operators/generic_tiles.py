@@ -14,9 +14,8 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from .. import row_sources
-from ..devices import sent
 from ..settings import memory_budget
-from .centre import Centre, near_and_far
+from .centre import Centre
 from .lazies import KERNELS, evaluated, forward
 from .tiles import spans
 
@@ -25,7 +24,8 @@ _ROWS = 512  # of a block whose diagonal is taken, where a kernel gives no diago
 
 @contextmanager
 def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]) -> Iterator[None]:
-    """Let a kernel compute with ``values`` in place of its parameters called ``names``; its buffers get their dtype.
+    """Let a kernel compute with ``values`` in place of its parameters called ``names``; its buffers get their dtype, and
+    matrices that it has cached (grids and inducing points in eval mode) are neither used nor replaced.
 
     As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
     """
@@ -33,9 +33,11 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         named = dict(kernel.named_parameters())
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
         dtypes = {named[name].dtype: value.dtype for name, value in zip(names, values, strict=True)}
+        modules = list(kernel.modules())
+        caches = [(module, _take_caches(module)) for module in modules]
         before = [
             (held, key, tensor)
-            for module in kernel.modules()
+            for module in modules
             for held in (module._parameters, module._buffers)
             for key, tensor in held.items()
             if tensor is not None and (id(tensor) in new or dtypes.get(tensor.dtype, tensor.dtype) != tensor.dtype)
@@ -47,6 +49,14 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         finally:
             for held, key, tensor in before:
                 held[key] = tensor
+            for module, cached in caches:
+                _take_caches(module)
+                module.__dict__.update(cached)
+
+
+def _take_caches(module: Any) -> dict[str, Any]:
+    """Remove what a kernel has cached of its values, by the names that GPyTorch gives such attributes."""
+    return {name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith("_cached")}
 
 
 def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
@@ -74,11 +84,11 @@ def evaluate(
     :param far: ``(n,)`` bool, on the CPU: which rows do; None where that is to be found out, which a device waits for.
     """
     with KERNELS:
-        parts = None if options else near_and_far(centre.far(x1).cpu() if far is None else far)
-        if parts is None:
+        groups = None if options else centre.groups(x1, far)
+        if groups is None:
             return call(kernel, x1, x2, **options)
-        found = [call(kernel, x1[..., sent(rows, x1.device), :], x2) for rows in parts]
-        return torch.cat(found, dim=-2)[..., sent(torch.cat(parts).argsort(), x1.device), :]
+        blocks = [call(kernel, x1[..., rows, :], x2) for rows in groups]
+        return torch.cat(blocks, dim=-2).index_select(-2, torch.cat(groups).argsort())
 
 
 def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: Any) -> Tensor:
@@ -88,13 +98,13 @@ def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: 
     called by kernels.  One more point then tells them apart.
     """
     if not diag:
-        return to_dense(evaluated(forward(kernel, x1, x2, **options)))
+        return to_dense(evaluated(forward(kernel, x1, x2, apart=False, **options), apart=False))
     n = x1.shape[-2]
     batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], kernel.batch_shape)
     more = next(k for k in range(len(batch) + 1) if n + k not in batch)
     if more and n:
         x1, x2 = (torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], more, -1)], dim=-2) for x in (x1, x2))
-    value = to_dense(evaluated(kernel.forward(x1, x2, diag=True, **options)))
+    value = to_dense(evaluated(kernel.forward(x1, x2, diag=True, **options), apart=False))
     if not (more and n):
         return value
     return value[..., :n, :n] if value.shape[-2:] == (n + more, n + more) else value[..., :n]

@@ -29,35 +29,78 @@ from linear_operator.utils.memoize import cached
 from torch import Tensor
 
 from ..errors import InputError
+from ..settings import memory_budget
+from .centre import Centre
 
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
 
 
-def forward(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
+def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **options: Any) -> Any:
     """``kernel.forward(x1, x2)``, as GPyTorch calls it: kernels inside of it give what is evaluated.
 
     GPyTorch's scaled kernels, sums and products are put together of their parts.  Of other kernels with kernels inside
     only their own code knows what becomes of those, and it expects GPyTorch's setting: those alone are called with it,
-    one at a time.
+    one at a time.  Products are stored where they fit the memory budget: GPyTorch's operator for them approximates.
 
+    :param apart: whether rows that lie far from the others are evaluated by themselves (:func:`_evaluate_apart`).
     :param options: what else the kernel is told.
     """
     if type(kernel) is ScaleKernel and not options:
         scale = kernel.outputscale
-        value = evaluated(forward(kernel.base_kernel, x1, x2))
+        value = evaluated(forward(kernel.base_kernel, x1, x2, apart), apart)
         if isinstance(value, MulLinearOperator) and scale.numel() > 1:  # which knows no batch of constants
             return ConstantMulLinearOperator(value, scale)
         return value * scale.reshape(*scale.shape, 1, 1)
     if type(kernel) in (AdditiveKernel, ProductKernel) and not options:
-        parts = [to_linear_operator(evaluated(forward(part, *_active(part, x1, x2)))) for part in kernel.kernels]
+        parts = [
+            to_linear_operator(evaluated(forward(part, *_active(part, x1, x2), apart), apart))
+            for part in kernel.kernels
+        ]
         operation = add if type(kernel) is AdditiveKernel else mul
-        if all(type(part) is DenseLinearOperator for part in parts) or (operation is mul and not torch.equal(x1, x2)):
-            return reduce(operation, map(to_dense, parts))
-        return reduce(operation, parts)
+        dense = all(type(part) is DenseLinearOperator for part in parts)
+        if not dense and operation is mul:
+            size = torch.broadcast_shapes(*(part.shape for part in parts)).numel() * x1.dtype.itemsize
+            dense = size <= memory_budget.value(x1.device) or not torch.equal(x1, x2)
+        return reduce(operation, map(to_dense, parts) if dense else parts)
+    return _call_apart(kernel, x1, x2) if apart and not options else _call(kernel, x1, x2, **options)
+
+
+def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
     if not any(isinstance(part, Kernel) and part is not kernel for part in kernel.modules()):
         return kernel.forward(x1, x2, **options)
     with KERNELS, settings.lazily_evaluate_kernels(False):
         return kernel.forward(x1, x2, **options)
+
+
+def _call_apart(kernel: Kernel, x1: Tensor, x2: Tensor) -> Any:
+    """``kernel.forward(x1, x2)``, in groups of rows of x1 that lie near each other.
+
+    GPyTorch's distances count from the mean of x1: one far row among them costs all others their digits.  A kernel that
+    gives an operator with structure is called with all rows.
+    """
+    groups = Centre(x2).groups(x1) if x1.shape[-2] > 1 and x1.is_floating_point() else None
+    if groups is None or not _is_dense(_call(kernel, x1[..., :2, :], x2[..., :2, :])):
+        return _call(kernel, x1, x2)
+    outputs = kernel.num_outputs_per_input(x1, x2)
+    same = x1 is x2 or torch.equal(x1, x2)
+    blocks = []
+    for rows in groups:
+        some = x1[..., rows, :]
+        block = to_dense(_call(kernel, some, x2))
+        if same:  # where equal points are told by equal arguments
+            own = to_dense(_call(kernel, some, some))
+            block = block.index_copy(-1, _entries(rows, outputs), own.expand(*block.shape[:-1], -1))
+        blocks.append(block)
+    return torch.cat(blocks, dim=-2).index_select(-2, _entries(torch.cat(groups), outputs).argsort())
+
+
+def _entries(points: Tensor, outputs: int) -> Tensor:
+    """Rows of a covariance that belong to these points, for kernels with several outputs a point."""
+    return (points.unsqueeze(-1) * outputs + torch.arange(outputs, device=points.device)).reshape(-1)
+
+
+def _is_dense(value: Any) -> bool:
+    return torch.is_tensor(value) or type(value) is DenseLinearOperator
 
 
 def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
@@ -65,15 +108,18 @@ def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
     return [x if dims is None else x.index_select(-1, dims) for x in inputs]
 
 
-def evaluated(value: Any) -> Any:
-    """A tensor or operator with every unevaluated kernel in it evaluated; what holds none is returned as it is."""
+def evaluated(value: Any, apart: bool = True) -> Any:
+    """A tensor or operator with every unevaluated kernel in it evaluated; what holds none is returned as it is.
+
+    :param apart: as in :func:`forward`.
+    """
     if isinstance(value, LazyEvaluatedKernelTensor):
         options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
         with KERNELS, torch.set_grad_enabled(value._is_grad_enabled):
-            return evaluated(forward(value.kernel, value.x1, value.x2, **options))
+            return evaluated(forward(value.kernel, value.x1, value.x2, apart, **options), apart)
     if not isinstance(value, LinearOperator):
         return value
-    parts = [evaluated(part) for part in value._args]
+    parts = [evaluated(part, apart) for part in value._args]
     if all(new is old for new, old in zip(parts, value._args, strict=True)):
         return value
     parts = [new if torch.is_tensor(old) else to_linear_operator(new) if torch.is_tensor(new) else new
