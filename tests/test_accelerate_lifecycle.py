@@ -1105,3 +1105,22 @@ def test_models_in_threads(threads: int) -> None:
         found = list(pool.map(lambda pair: posterior(*pair)[0], models))
     for a, b in zip(found, expected, strict=True):
         assert relative(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("how", ["assigned", "registered", "of a loss"])
+def test_a_plain_likelihood_is_solved_by_the_library(how):
+    x, y, test = data()
+    model = sketchgp.accelerate(
+        Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), scaled(gpytorch.kernels.RBFKernel(), 0.8)).double()
+    )
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    if how == "assigned":
+        model.likelihood = likelihood
+    elif how == "registered":
+        model.add_module("likelihood", likelihood)
+    with iterative(), sketchgp.record_solves() as solves:
+        loss = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)(model(x), y)
+        assert len(solves) == 1 and loss.requires_grad
+        if how != "of a loss":
+            posterior = model.eval()(test)
+            assert torch.isfinite(posterior.variance).all() and len(solves) == 3

@@ -19,7 +19,7 @@ from gp_models import TORCH_WARNINGS, data, dense, gradient_error, iterative, ma
 
 pytest.importorskip("botorch")
 
-from botorch.acquisition import LogExpectedImprovement, qUpperConfidenceBound
+from botorch.acquisition import LogExpectedImprovement, LogNoisyExpectedImprovement, qUpperConfidenceBound
 from botorch.exceptions import OptimizationWarning
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import MixedSingleTaskGP, ModelListGP, MultiTaskGP, SingleTaskGP, SingleTaskMultiFidelityGP
@@ -602,3 +602,20 @@ def test_transforms_that_training_points_cannot_go_back_through_are_refused(call
         model = sketchgp.accelerate(SingleTaskGP(x, y, **options))
         with pytest.raises(sketchgp.InputError, match=message):
             call(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_acquisition_functions_are_differentiated_again_and_again(dtype):
+    """Conversions to the dtype that a model has, which acquisition functions make at each call, keep its solution."""
+    x = torch.rand(20, 2, dtype=dtype)
+    y = torch.sin(6 * x[:, :1])
+    model = sketchgp.accelerate(SingleTaskGP(x, y, torch.full_like(y, 0.01))).eval()
+    acquisition = LogNoisyExpectedImprovement(model, x)
+    at = torch.rand(4, 1, 2, dtype=dtype, requires_grad=True)
+    gradients = [torch.autograd.grad(acquisition(at).sum(), at)[0] for _ in range(2)]
+    assert torch.allclose(*gradients) and torch.isfinite(gradients[0]).all()
+    model(at.detach())
+    strategy = model.prediction_strategy
+    model.to(at)
+    assert model.prediction_strategy is strategy
+    assert model.double().prediction_strategy is (strategy if dtype == torch.float64 else None)

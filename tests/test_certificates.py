@@ -293,6 +293,32 @@ def test_a_mean_whose_rounding_is_all_that_is_wrong_with_it():
     assert float(found.mean_error_bound.max()) < 0.01
 
 
+@pytest.mark.parametrize("what", ["called kernel", "linear mean", "computed inputs"])
+def test_no_bound_where_rounding_is_not_known(what):
+    """Of means a linear one in float32 loses any number of digits, as do kernels that are called, far from 0."""
+    model, x = model_of(torch.float32), points(5, 3, seed=1, dtype=torch.float32)
+    if what == "called kernel":
+        kernel = gpytorch.kernels.PiecewisePolynomialKernel(q=1)
+        model.covar_module = gpytorch.kernels.ScaleKernel(kernel)
+    elif what == "linear mean":
+        model.mean_module = gpytorch.means.LinearMean(3)
+        model.mean_module.weights.data.fill_(1e8)
+    else:
+        plain, kernel = type(model), model.covar_module
+
+        class Model(plain):
+            def forward(self, x):
+                return gpytorch.distributions.MultivariateNormal(self.mean_module(x), kernel(x / 3))
+
+        model.__class__ = Model
+    sketchgp.accelerate(model, solver=sketchgp.ConjugateGradients())
+    with gpytorch.settings.max_cholesky_size(20):
+        found = sketchgp.predict(model, x, variance="exact")
+    assert found.mean_error_bound is None and found.mean_error_bound_deviations is None
+    assert (found.variance_error_bound is None) == (what != "linear mean")
+    assert (found.report.error_bound is None) == (what == "called kernel")
+
+
 def test_no_bound_where_nothing_is_known():
     model, x = model_of(torch.float64), points(5, 3, seed=1)
     sketchgp.accelerate(model)

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
-from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
-from gpytorch.likelihoods import GaussianLikelihood
+from gpytorch.distributions import MultitaskMultivariateNormal
+from gpytorch.kernels import (
+    Kernel,
+    LinearKernel,
+    MaternKernel,
+    PiecewisePolynomialKernel,
+    RBFKernel,
+    RBFKernelGrad,
+    RQKernel,
+    ScaleKernel,
+)
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
+from gpytorch.means import ConstantMeanGrad, ZeroMean
+from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
 import sketchgp
 from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp.operators import KernelMatrix
+from sketchgp.operators.centre import Centre
 from sketchgp.operators.tall import TallMatrix
 
 FAR = 1e5
+
+
+class Derivatives(Plain):
+    """Values and derivatives of a function."""
+
+    def forward(self, x):
+        return MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
 KERNELS = {
     "rbf": lambda: ScaleKernel(RBFKernel(ard_num_dims=5)),
     "matern12": lambda: ScaleKernel(MaternKernel(nu=0.5)),
@@ -202,3 +225,68 @@ def test_an_infinite_row_and_one_of_nan_spoil_their_own():
     exact = RBFKernel().double()(x.double(), points(6, 3, seed=2)).to_dense()
     assert relative(found[:20], exact) < 1e-6
     assert relative(KernelMatrix.of(RBFKernel(), x, bad, engine="tiled").to_dense()[:, :20], RBFKernel()(x).to_dense())
+
+
+@pytest.mark.parametrize("where", ["test", "training", "two places"])
+@pytest.mark.parametrize("name", ["rbf", "matern12 ard", "called", "with linear", "derivatives"])
+def test_few_points_in_float64(name, where):
+    """GPyTorch counts distances from the mean of the rows that a kernel is called with."""
+    made = {
+        "rbf": lambda: ScaleKernel(RBFKernel()),
+        "matern12 ard": lambda: ScaleKernel(MaternKernel(nu=0.5, ard_num_dims=2)),
+        "called": lambda: ScaleKernel(PiecewisePolynomialKernel(q=2)),
+        "with linear": lambda: ScaleKernel(RBFKernel()) + LinearKernel(active_dims=[0]),
+        "derivatives": lambda: ScaleKernel(RBFKernelGrad()),
+    }
+    x, test = points(60, 2), points(4, 2, seed=1)
+    y = torch.sin(6 * x[:, 0])
+    if name == "derivatives":
+        x, test = x[:20], test
+        y = torch.stack([y[:20], 6 * torch.cos(6 * x[:, 0]), torch.zeros(20, dtype=torch.float64)], dim=-1)
+    far = torch.tensor([[0.0, 1e9], [0.0, -1e9]], dtype=torch.float64)[: 2 if where == "two places" else 1]
+
+    def model(x, y):
+        several = name == "derivatives"
+        likelihood = MultitaskGaussianLikelihood(3, has_task_noise=False) if several else GaussianLikelihood()
+        kind, mean = (Derivatives, ConstantMeanGrad()) if several else (Plain, ZeroMean())
+        made_ = kind(x, y, likelihood, made[name](), mean).double()
+        likelihood.noise = 1e-3
+        return sketchgp.accelerate(made_).eval()
+
+    with torch.no_grad():
+        expected = model(x, y)(test)
+        mean, variance = expected.mean, expected.variance
+        if where == "test":
+            found = model(x, y)(torch.cat([far, test]))
+            rows = slice(len(far), None)
+        else:
+            zeros = torch.zeros(len(far), *y.shape[1:], dtype=torch.float64)
+            found, rows = model(torch.cat([far, x]), torch.cat([zeros, y]))(test), slice(None)
+    assert torch.allclose(found.mean[rows], mean, atol=1e-7)
+    assert torch.allclose(found.variance[rows], variance, atol=1e-7)
+
+
+def test_a_loss_of_few_points_with_a_far_row():
+    """The far row is independent of the others."""
+    x, y = points(60, 2), normal(60)
+    far, targets = torch.cat([x, torch.full((1, 2), 1e9, dtype=torch.float64)]), torch.cat([y, y.new_zeros(1)])
+    losses = []
+    for rows, values in ((x, y), (far, targets)):
+        likelihood = GaussianLikelihood()
+        model = Plain(rows, values, likelihood, ScaleKernel(RBFKernel(ard_num_dims=2)), ZeroMean()).double()
+        sketchgp.accelerate(model).train()
+        loss = -ExactMarginalLogLikelihood(likelihood, model)(model(rows), values) * len(rows)
+        loss.backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+        losses.append(loss.item())
+    prior = (model.covar_module.outputscale + likelihood.noise).item()
+    assert abs(losses[1] - losses[0] - 0.5 * math.log(2 * math.pi * prior)) < 1e-8
+
+
+def test_groups_of_one_point_of_training_data():
+    """Where half of the rows or more are one point, no distance is typical."""
+    centre = Centre(torch.zeros(5, 2, dtype=torch.float64))
+    x = torch.tensor([[0.0, 0.0], [1e-3, 0.0], [1e9, 0.0], [1e9, 1.0]], dtype=torch.float64)
+    groups = centre.groups(x)
+    assert sorted(row for group in groups for row in group.tolist()) == [0, 1, 2, 3]
+    assert all(len(group) == 1 or 2 not in group for group in groups)

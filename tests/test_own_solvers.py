@@ -146,14 +146,21 @@ def test_other_covariances_take_a_solver_of_systems():
 
 
 def test_a_kernel_of_other_parameters_is_not_solved_for():
-    """The covariance of the model's prediction strategy is of the old ones; a solver is given the kernel."""
+    """The covariance of the model's prediction strategy is of the old ones; a solver is given the kernel.
+
+    The next call makes a new strategy, and one that is asked by itself is an error.
+    """
     model, test = _model()
     sketchgp.accelerate(model, solver=Dense()).eval()
     with iterative(), gpytorch.settings.detach_test_caches(False):
         model(test).mean.sum().backward()  # which has GPyTorch forget the solution
+        strategy = model.prediction_strategy
         model.covar_module.raw_outputscale = torch.nn.Parameter(model.covar_module.raw_outputscale.detach() + 1)
         with pytest.raises(InputError, match="parameters changed since its matrix was made"):
-            model(test)
+            strategy.weights  # noqa: B018
+        mean = model(test).mean
+        model._clear_cache()
+        assert torch.allclose(mean, model(test).mean)
 
 
 def test_validate_is_the_solver_s_own():

@@ -436,3 +436,96 @@ def test_gradients_to_hyperparameters_are_the_same_in_float32():
         gradients = torch.autograd.grad(model(test).variance.sum(), list(kernel.parameters()))
         found.append(torch.cat([part.double().reshape(-1) for part in gradients]))
     assert float((found[1] - found[0]).norm()) < 1e-3 * float(found[0].norm())
+
+
+@pytest.mark.parametrize("n", [100, 900])
+@pytest.mark.parametrize(
+    "what", ["parameter", "data of a parameter", "targets", "fixed noise", "mean", "setting of kernel"]
+)
+def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, n):
+    x, y, test = data(n)
+    fixed = FixedNoiseGaussianLikelihood(torch.full((n,), 1e-2, dtype=torch.float64))
+    likelihood = fixed if what == "fixed noise" else GaussianLikelihood()
+    model = sketchgp.accelerate(Plain(x, y, likelihood, scaled(MaternKernel(nu=2.5), 0.8)).double()).eval()
+    with torch.no_grad():
+        before = model(test).mean
+        if what == "parameter":
+            model.covar_module.base_kernel.raw_lengthscale.add_(0.5)
+        elif what == "data of a parameter":
+            model.covar_module.base_kernel.lengthscale = 0.3
+        elif what == "targets":
+            model.train_targets.mul_(2)
+        elif what == "fixed noise":
+            likelihood.noise = torch.linspace(0.01, 1, n, dtype=torch.float64)
+        elif what == "mean":
+            model.mean_module.constant = 3.0
+        else:
+            model.covar_module.base_kernel.nu = 0.5
+        after = model(test).mean
+        model._clear_cache()
+        assert torch.allclose(after, model(test).mean, atol=1e-6)
+    assert not torch.allclose(after, before, atol=1e-4)
+
+
+def test_fantasies_keep_what_they_were_made_of():
+    model, test = make()
+    model(test).mean  # noqa: B018
+    fantasies = model.get_fantasy_model(test[:2], torch.zeros(2, dtype=torch.float64))
+    strategy = fantasies.prediction_strategy
+    mean = fantasies(test).mean
+    assert fantasies.prediction_strategy is strategy
+    with torch.no_grad():
+        fantasies.covar_module.base_kernel.lengthscale = 0.2
+        assert not torch.allclose(fantasies(test).mean, mean, atol=1e-4)
+        fantasies._clear_cache()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [100, 900])
+def test_what_is_made_without_gradients_has_none(dtype, n):
+    x, y, test = data(n, dtype=dtype)
+    model = Plain(x, y, GaussianLikelihood(), scaled(RBFKernel(), 0.8)).to(dtype).eval()
+    sketchgp.accelerate(model)
+    with torch.no_grad():
+        posterior = model(test)
+        observed = model.likelihood(posterior)
+    for one in (observed.stddev, posterior.variance, posterior.covariance_matrix, posterior.rsample()):
+        assert not one.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("matmul", ["auto", "gpytorch"])
+def test_few_points_are_in_float64_and_variances_as_small_as_they_are(dtype, matmul):
+    model, test = make(noise=1e-7, dtype=dtype, matmul=matmul)
+    mean, covariance = reference(model, test)
+    with torch.no_grad():
+        posterior = model(test)
+        eps = torch.finfo(dtype).eps
+        assert torch.allclose(posterior.mean.double(), mean, atol=10 * eps, rtol=1e-5)
+        assert torch.allclose(posterior.variance.double(), covariance.diagonal(), rtol=1e-3, atol=1e-13)
+        assert float(posterior.variance.min()) < 1e-6
+        with gpytorch.settings.min_variance(1e-3, 1e-3), pytest.warns(gpytorch.utils.warnings.NumericalWarning):
+            assert float(posterior.variance.min()) == pytest.approx(1e-3)
+
+
+def test_second_derivatives_of_few_points_in_float64():
+    """As GPyTorch has them."""
+    model, test = make()
+    plain = copy.deepcopy(sketchgp.restore(model))
+    sketchgp.accelerate(model)
+    found = []
+    for one in (plain, model):
+        x = test[:2].clone().requires_grad_()
+        posterior = one(x)
+        value = posterior.mean.sum() + posterior.variance.sum()
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-8)
+
+
+def test_a_covariance_that_does_not_fit_says_so(monkeypatch):
+    model, test = make()
+    posterior = model(test)
+    monkeypatch.setattr("sketchgp.memory.available_memory", lambda device="cpu": 10)
+    with pytest.raises(InputError, match=r"A covariance of .* needs .* are free; predict fewer points"):
+        posterior.covariance_matrix  # noqa: B018

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import IndexKernel, LinearKernel, MaternKernel, ProductKernel, RBFKernel, RFFKernel, ScaleKernel
 
 import sketchgp
-from gp_models import TORCH_WARNINGS, Hadamard, _likelihood, data, scaled
+from gp_models import TORCH_WARNINGS, Hadamard, Plain, _likelihood, data, scaled
+from problems import points
 
 pytestmark = [*TORCH_WARNINGS, pytest.mark.filterwarnings("ignore:A not p.d.")]
 
@@ -57,3 +60,30 @@ def test_a_product_that_is_right_is_not():
             warnings.simplefilter("error", sketchgp.ConvergenceWarning)
             found = model(*test).mean
     assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("n", "budget"), [(200, None), (900, None), (900, 2**20)])
+@pytest.mark.parametrize("parts", ["linear", "tasks", "features"])
+def test_products_of_low_rank_kernels_are_exact(parts, n, budget):
+    """GPyTorch takes roots of both factors, with jitter or of too few columns, and multiplies those."""
+    x = points(n, 3)
+    if parts == "linear":
+        factors = [LinearKernel(), LinearKernel(), LinearKernel()]
+    elif parts == "tasks":
+        factors = [IndexKernel(5, 2, active_dims=[0]), LinearKernel(active_dims=[1, 2])]
+        x[:, 0] = torch.arange(n) % 5
+    else:
+        factors = [RFFKernel(20, num_dims=3), LinearKernel()]
+    kernel = ScaleKernel(ProductKernel(*factors)).double()
+    y = (x[:, 1] * x[:, 2]).sin()
+    model = Plain(x, y, _likelihood(1e-4), kernel, gpytorch.means.ZeroMean()).double().eval()
+    with torch.no_grad():
+        matrix = kernel.outputscale * math.prod(part(x).to_dense() for part in factors)
+        a = matrix + model.likelihood.noise * torch.eye(n, dtype=torch.float64)
+        solved = torch.linalg.solve(a, torch.cat([y[:, None], matrix[:, :4]], dim=1))
+        mean, variance = matrix[:4] @ solved[:, 0], (matrix[:4, :4] - matrix[:4] @ solved[:, 1:]).diagonal()
+        sketchgp.accelerate(model, solver=sketchgp.Cholesky())
+        with contextlib.nullcontext() if budget is None else sketchgp.settings.memory_budget(budget):
+            found, posterior = sketchgp.predict(model, x[:4]), model(x[:4])
+    for one, other in ((found.mean, found.variance), (posterior.mean, posterior.variance)):
+        assert torch.allclose(one, mean, atol=1e-7) and torch.allclose(other, variance, atol=1e-7)

@@ -7,6 +7,7 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
 import sketchgp
@@ -111,3 +112,29 @@ def test_a_column_is_one_output_of_an_inducing_point_model() -> None:
     model = sketchgp.InducingPointGP(x, y, likelihood, *parts, x[::6]).train()
     with pytest.raises((sketchgp.InputError, RuntimeError)):
         ExactMarginalLogLikelihood(likelihood, model)(model(x), y.unsqueeze(-1))
+
+
+def fixed(noises: int, n: int = 60) -> Plain:
+    x, y, _ = data(n)
+    likelihood = FixedNoiseGaussianLikelihood(torch.full((noises,), 1e-2, dtype=torch.float64))
+    return Plain(x, y, likelihood, scaled(gpytorch.kernels.RBFKernel(), 0.8)).double()
+
+
+def test_fixed_noise_of_other_rows_is_refused() -> None:
+    """GPyTorch adds no noise then."""
+    expected = r"noise has shape \(50,\) where the training targets have \(60,\)"
+    with pytest.raises(sketchgp.InputError, match=expected):
+        sketchgp.accelerate(fixed(50))
+    model = sketchgp.accelerate(fixed(60))
+    x, y, test = data(70)
+    model.eval()
+    model(test).variance  # noqa: B018
+    model.set_train_data(x, y, strict=False)
+    for ask in (model, lambda x: sketchgp.predict(model, x), lambda x: sketchgp.fit(model, iterations=1)):
+        with pytest.raises(sketchgp.InputError, match=r"\(60,\) where the training targets have \(70,\)"):
+            ask(test)
+    model.train()
+    with pytest.raises(sketchgp.InputError, match=r"\(60,\)"):
+        ExactMarginalLogLikelihood(model.likelihood, model)(model(x), y)
+    model.likelihood.noise = torch.full((70,), 1e-2, dtype=torch.float64)
+    assert torch.isfinite(sketchgp.predict(model, test).variance).all()

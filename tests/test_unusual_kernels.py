@@ -216,3 +216,27 @@ def test_a_float32_kernel_with_a_buffer():
     x, y, xt = data(dtype=torch.float32)
     model = compare(modelled(Held(), x, y), xt, 1e-3)
     assert model.covar_module.held.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:The input matches the stored training data")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_predictions_at_the_points_of_a_grid(dtype):
+    """A grid kernel keeps its matrix in eval mode, in the dtype that it was evaluated in."""
+    grid = [torch.linspace(0, 1, 20, dtype=dtype)]
+    x, kernel = grid[0].unsqueeze(-1), GridKernel(RBFKernel(), grid)
+    likelihood = GaussianLikelihood()
+    model = sketchgp.accelerate(Plain(x, torch.sin(6 * x[:, 0]), likelihood, kernel).to(dtype)).eval()
+    assert torch.allclose(model(x).mean.double(), dense_mean(model, x), atol=1e-5)
+    with torch.no_grad():
+        kernel.base_kernel.lengthscale = 0.2
+    assert torch.allclose(model(x).mean.double(), dense_mean(model, x), atol=1e-5)
+    assert torch.allclose(sketchgp.predict(model, x).mean, model(x).mean, atol=1e-6)
+
+
+def dense_mean(model, x):
+    """The mean at the training points by dense float64 algebra, with the kernel that a grid kernel holds."""
+    with torch.no_grad():
+        matrix = model.covar_module.base_kernel(x).to_dense().double()
+        a = matrix + model.likelihood.noise.double() * torch.eye(len(x), dtype=torch.float64)
+        constant = model.mean_module.constant.double()
+        return constant + matrix @ torch.linalg.solve(a, model.train_targets.double() - constant)

@@ -20,7 +20,7 @@ from .models.accelerated.mixins import (
     leave,
     plain_class,
 )
-from .models.accelerated.targets import check_targets
+from .models.accelerated.targets import check_noise, check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
 from .settings import VARIANCES, Variance
@@ -206,6 +206,7 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: A
                 "model.double() or model.float()."
             )
     check_targets(model, built)
+    check_noise(model.likelihood, targets)
     if inputs[0].device != targets.device:
         raise InputError(f"Training inputs are on {inputs[0].device} and targets on {targets.device}; use one device.")
     noise = getattr(model.likelihood, "noise", None)

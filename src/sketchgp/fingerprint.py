@@ -28,6 +28,9 @@ _ROWS = 1024  # on disk that are part of a key
 _WATCHED = 2**20  # bytes of data that are looked at at each prediction
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)  # such as the transform of a constraint
 _PLAIN = (bool, int, float, str, *_FUNCTIONS)  # a kernel has None in place of parts that it makes at its first call
+_FEW = 64  # entries that are their own key
+# attributes of every module, and the targets of a model
+_OF_ANY = {*vars(torch.nn.Module()), "_train_targets"}
 _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
 _FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of SplitMix64
 
@@ -41,6 +44,8 @@ def tensor_key(tensor: Tensor | RowSource) -> tuple[Any, ...]:
             tensor = tensor.select(dim, 0)
     if tensor.device.type != "cpu":
         return (*head, *mixed(tensor))
+    if tensor.numel() <= _FEW:
+        return (*head, _flat(tensor).view(torch.uint8).numpy().tobytes())
     digest = hashlib.blake2b(digest_size=16)
     add_bytes(digest, tensor)
     return (*head, digest.hexdigest())
@@ -115,10 +120,21 @@ def _mix(z: Tensor) -> Tensor:
 
 def structure(module: Any) -> tuple[Any, ...]:
     """Types and plain settings (such as Matern's nu) of a kernel, or another module, and its parts."""
-    return tuple(
-        (name, type(part), *sorted((k, v) for k, v in vars(part).items() if _is_plain(v) and k != "training"))
-        for name, part in module.named_modules()
-    )
+    return tuple(_plain_part(name, part)[0] for name, part in module.named_modules())
+
+
+def _plain_part(name: str, part: Any) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Type and plain settings of a part, and tensors that are plain attributes of it, as those of fixed noise are; what
+    kernels cache and a model's targets are not among them."""
+    plain, tensors = [], []
+    for key, value in vars(part).items():
+        if key in _OF_ANY:
+            continue
+        if torch.is_tensor(value):
+            tensors += [] if key.startswith("_cached") else [value]
+        elif _is_plain(value):
+            plain.append((key, value))
+    return (name, type(part), *sorted(plain, key=lambda pair: pair[0])), tensors
 
 
 def _is_plain(value: Any) -> bool:
@@ -132,8 +148,12 @@ def module_key(module: Any, parameters: Iterable[Tensor] | None = None) -> tuple
 
     :param parameters: in place of its own.
     """
-    own = module.parameters() if parameters is None else parameters
-    return (structure(module), *(tensor_key(t) for t in (*own, *module.buffers())))
+    tensors, parts = list(module.parameters() if parameters is None else parameters), []
+    for name, part in module.named_modules():
+        described, plain = _plain_part(name, part)
+        parts.append(described)
+        tensors += [*plain, *filter(torch.is_tensor, part._buffers.values())]
+    return (*parts, *map(tensor_key, tensors))
 
 
 def structure_mark(module: Any) -> str:

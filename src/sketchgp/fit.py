@@ -21,6 +21,7 @@ from .inducing_point_gp import InducingPointGP
 from .interactive import shows_progress
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from .models.accelerated.targets import check_noise
 
 
 def fit(
@@ -104,6 +105,8 @@ def fit(
     which of its parts are in training mode.
     """
     acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
+    if acceleration is not None:
+        check_noise(model.likelihood, model.train_targets)
     checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
     checks.word("fit", "start", start, ("auto", "model", "subset"))
     checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes", "samples"))

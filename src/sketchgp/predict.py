@@ -57,13 +57,14 @@ class Prediction(Shown):
     earlier prediction): ``min_ratio``, ``median_ratio``,
     ``max_ratio`` of the latent variances, and ``observation_min_ratio`` and so on with the noise added.
     ``report`` is of the solve behind the mean, also where that had been done before; None where there was none: up to
-    800 points the matrix is factorized by GPyTorch, and a saved model brings its solution.
+    800 points the matrix is factorized, and a saved model brings its solution.
     ``mean_error_bound`` ``(m,)`` float64 is certain: no mean is further than that from the one that exact arithmetic
     makes of the same model.  It is ``k(x, x)^1/2`` times ``report.error_bound``, and the rounding of the mean itself.
     ``mean_error_bound_deviations`` is it over the posterior deviation of an observation, where variances are exact.
     ``variance_error_bound`` ``(m,)`` float64 is as certain of exact variances (arXiv:2102.08314).
     All are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
-    (docs/solvers.md, "How sure is the answer").
+    (docs/solvers.md, "How sure is the answer"): the rounding of kernels without a fast path is not known.  Nor is that
+    of inputs that ``forward`` computes, and, for the mean, of a prior mean that is not constant.
     """
 
     mean: Tensor

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import TypeVar
 
-from gpytorch.kernels import InducingPointKernel
 from torch.nn import Module
+
+from ..operators.lazies import KERNELS, take_caches
 
 Copied = TypeVar("Copied", bound=Module)
 
@@ -14,13 +15,19 @@ Copied = TypeVar("Copied", bound=Module)
 def copied(module: Copied) -> Copied:
     """A deep copy.
 
-    GPyTorch's copy of an ``InducingPointKernel`` is in training mode, and holds matrices that are not converted with
-    it and the likelihood of the model itself, which would be.
+    GPyTorch's copy of an ``InducingPointKernel`` is in training mode, and holds the likelihood of the model itself,
+    which would be converted with it.  Matrices that kernels have cached are not copied.
 
     :raises RuntimeError, TypeError: for what is no one's to copy.
     """
     memo: dict[int, object] = {}
-    twin = copy.deepcopy(module, memo)
+    with KERNELS:
+        caches = [(part, take_caches(part)) for part in module.modules()]
+        try:
+            twin = copy.deepcopy(module, memo)
+        finally:
+            for part, cached in caches:
+                part.__dict__.update(cached)
     own = {id(part) for part in module.modules()}
     for part in list(twin.modules()):
         for name, child in part._modules.items():
@@ -29,6 +36,4 @@ def copied(module: Copied) -> Copied:
     modes = {name: part.training for name, part in module.named_modules(remove_duplicate=False)}
     for name, part in twin.named_modules(remove_duplicate=False):
         part.training = modes.get(name, part.training)
-        if isinstance(part, InducingPointKernel):
-            part._clear_cache()
     return twin

@@ -19,10 +19,13 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
 from .tiles import spans
+from .without_keops import without_keops
 
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
+_SMALL = 2**22  # entries of a float64 matrix that is evaluated whole, and not by tiles
 _BLOCK = 512  # rows of a block whose diagonal is taken
 _CONVERTED = 2**22  # entries of a stored matrix that are converted to float64 at once
 
@@ -32,7 +35,10 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
     float64."""
     operator = to_linear_operator(operator)
     if isinstance(operator, LazyEvaluatedKernelTensor):
-        found = KernelMatrix.from_lazy(operator, "tiled")
+        whole = operator.dtype == torch.float64 and (diagonal or operator.shape.numel() <= _SMALL)
+        if whole and diagonal and (known := _diagonal_alone(operator)) is not None:
+            return known
+        found = None if whole else KernelMatrix.from_lazy(operator, "tiled")
         operator = operator.evaluate_kernel() if found is None else found
     if isinstance(operator, SUMS):
         first, *others = (float64(part, diagonal) for part in operator.linear_ops)
@@ -46,6 +52,18 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
     if isinstance(operator, KernelMatrix):
         operator = operator.type(torch.float64)
     return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)
+
+
+def _diagonal_alone(lazy: LazyEvaluatedKernelTensor) -> Tensor | None:
+    """The diagonal of an unevaluated kernel, computed by itself; None for kernels that give more than was asked for."""
+    x1, x2 = lazy.x1, lazy.x2
+    if lazy.params or lazy.last_dim_is_batch or lazy.kernel.num_outputs_per_input(x1, x2) != 1:
+        return None
+    with torch.set_grad_enabled(lazy._is_grad_enabled and torch.is_grad_enabled()):
+        values = call(without_keops(lazy.kernel), x1, x2, diag=True)
+    if values.shape[-1:] != lazy.shape[-1:] or values.dim() >= lazy.dim():
+        return None
+    return values.expand(lazy.shape[:-1])
 
 
 class Access:

@@ -29,7 +29,8 @@ class Centre:
             some = _some(self._x)
             self._value = _median(some)
             squares = (some - self._value).square().sum(dim=-1, keepdim=True)
-            self._squared = _median(squares.masked_fill(squares == 0, torch.nan)).amax()
+            medians = _median(squares.masked_fill(squares == 0, torch.nan))
+            self._squared = medians.amax() if medians.numel() else medians.new_zeros(())
             self._x = None
         assert self._value is not None
         return self._value
@@ -44,6 +45,16 @@ class Centre:
         assert self._squared is not None
         return (squares > _FAR.get(x.dtype, 1e4) * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
 
+    def _surely_near(self, x: Tensor) -> bool:
+        """Whether no row lies far, by fewer operations than :meth:`far` takes; False where that cannot be said."""
+        other = self._x
+        if other is None or not other.numel() or not x.numel():
+            return False
+        centre = other.median(dim=-2, keepdim=True).values
+        squares = (other - centre).square().sum(dim=-1)
+        farthest = (x - centre).square().sum(dim=-1).amax()
+        return bool(farthest <= _FAR.get(x.dtype, 1e4) * squares.median())  # never of NaN
+
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
         """Indices of rows of x ``(..., n, d)`` in groups, such that those of one lie near each other; None where no row
@@ -51,6 +62,8 @@ class Centre:
 
         :param far: which rows do; None where that is to be found out.
         """
+        if far is None and self._surely_near(x):
+            return None
         far = self.far(x).cpu() if far is None else far
         if not bool(far.any()):
             return None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpytorch.kernels import GridKernel, Kernel, ScaleKernel
+from gpytorch.kernels import GridKernel, Kernel, LinearKernel, ProductKernel, RFFKernel, ScaleKernel
 from linear_operator import to_dense
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
@@ -16,16 +16,18 @@ from torch import Tensor
 from .. import row_sources
 from ..settings import memory_budget
 from .centre import Centre
-from .lazies import KERNELS, evaluated, forward
+from .lazies import KERNELS, evaluated, forward, take_caches
 from .tiles import spans
 
+_LOW_RANK = (LinearKernel, RFFKernel)
 _ROWS = 512  # of a block whose diagonal is taken, where a kernel gives no diagonal by itself
 
 
 @contextmanager
 def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]) -> Iterator[None]:
-    """Let a kernel compute with ``values`` in place of its parameters called ``names``; its buffers get their dtype, and
-    matrices that it has cached (grids and inducing points in eval mode) are neither used nor replaced.
+    """Let a kernel compute with ``values`` in place of its parameters called ``names``; its buffers get their dtype.
+
+    Matrices that it has cached (grids and inducing points in eval mode) are neither used nor replaced.
 
     As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
     """
@@ -34,7 +36,7 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
         dtypes = {named[name].dtype: value.dtype for name, value in zip(names, values, strict=True)}
         modules = list(kernel.modules())
-        caches = [(module, _take_caches(module)) for module in modules]
+        caches = [(module, take_caches(module)) for module in modules]
         before = [
             (held, key, tensor)
             for module in modules
@@ -50,13 +52,8 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
             for held, key, tensor in before:
                 held[key] = tensor
             for module, cached in caches:
-                _take_caches(module)
+                take_caches(module)
                 module.__dict__.update(cached)
-
-
-def _take_caches(module: Any) -> dict[str, Any]:
-    """Remove what a kernel has cached of its values, by the names that GPyTorch gives such attributes."""
-    return {name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith("_cached")}
 
 
 def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
@@ -176,14 +173,18 @@ def real(x: Tensor) -> Tensor:
 def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
     """Whether ``kernel`` gives one plain number a pair, found by evaluating it on two points.
 
-    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products) are not.  One that
+    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products) are not; nothing
+    of low rank survives in a product of kernels, though, which GPyTorch would approximate.  One that
     holds the very points it is called with, as an interpolation grid does, may have structure for these points alone:
     it is called with all of them.
     """
     if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
         return False
+    products = (part for part in kernel.modules() if type(part) is ProductKernel)
+    multiplied = {id(part) for product in products for part in product.modules() if isinstance(part, _LOW_RANK)}
     for part in kernel.modules():
-        if isinstance(part, Kernel) and type(part).prediction_strategy not in (
+        known = not isinstance(part, Kernel) or id(part) in multiplied
+        if not known and type(part).prediction_strategy not in (
             Kernel.prediction_strategy,
             ScaleKernel.prediction_strategy,
         ):

@@ -8,6 +8,7 @@ kernel's ``active_dims`` taken away meanwhile: of two threads one can leave eith
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import reduce
 from operator import add, mul
 from typing import Any
@@ -52,17 +53,24 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **option
             return ConstantMulLinearOperator(value, scale)
         return value * scale.reshape(*scale.shape, 1, 1)
     if type(kernel) in (AdditiveKernel, ProductKernel) and not options:
-        parts = [
-            to_linear_operator(evaluated(forward(part, *_active(part, x1, x2), apart), apart))
-            for part in kernel.kernels
-        ]
-        operation = add if type(kernel) is AdditiveKernel else mul
+        parts = []
+        for part in kernel.kernels:
+            a, b = _active(part, x1, x2)
+            parts.append(to_linear_operator(evaluated(forward(part, a, b, apart), apart)))
+        if type(kernel) is AdditiveKernel:
+            return _added(parts)
         dense = all(type(part) is DenseLinearOperator for part in parts)
-        if not dense and operation is mul:
+        if not dense:
             size = torch.broadcast_shapes(*(part.shape for part in parts)).numel() * x1.dtype.itemsize
             dense = size <= memory_budget.value(x1.device) or not torch.equal(x1, x2)
-        return reduce(operation, map(to_dense, parts) if dense else parts)
+        return reduce(mul, map(to_dense, parts) if dense else parts)
     return _call_apart(kernel, x1, x2) if apart and not options else _call(kernel, x1, x2, **options)
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    """The sum of evaluated covariances: dense where one of them is, to which GPyTorch adds one of low rank by a root of
+    the dense one, with jitter."""
+    return reduce(add, map(to_dense, parts) if any(type(part) is DenseLinearOperator for part in parts) else parts)
 
 
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
@@ -125,7 +133,7 @@ def evaluated(value: Any, apart: bool = True) -> Any:
     parts = [new if torch.is_tensor(old) else to_linear_operator(new) if torch.is_tensor(new) else new
              for new, old in zip(parts, value._args, strict=True)]  # fmt: skip
     if isinstance(value, SumLinearOperator) and type(value) in (SumLinearOperator, PsdSumLinearOperator):
-        return reduce(add, parts)
+        return _added(parts)
     return value.__class__(*parts, **value._kwargs)
 
 
@@ -151,6 +159,25 @@ class UnevaluatedKernel(LazyEvaluatedKernelTensor):
         if all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
             return super()._getitem(row_index, col_index, *batch_indices)
         return self.evaluate_kernel()._getitem(row_index, col_index, *batch_indices)
+
+
+def take_caches(module: Any) -> dict[str, Any]:
+    """Remove what a kernel has cached of its values, by the names that GPyTorch gives such attributes, and return it.
+
+    They know nothing of a change of parameters, and may hold a graph.
+    """
+    return {name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith("_cached")}
+
+
+def parameters_in(operator: Any) -> list[Tensor]:
+    """The parameters of all kernels in an operator that are not evaluated yet."""
+    if isinstance(operator, LazyEvaluatedKernelTensor):
+        return list(operator.kernel.parameters())
+    kernel = getattr(operator, "kernel", None)
+    if isinstance(kernel, Kernel):  # a KernelMatrix
+        return list(kernel.parameters())
+    parts = operator._args if isinstance(operator, LinearOperator) else ()
+    return [parameter for part in parts for parameter in parameters_in(part)]
 
 
 def adopt_kernels(operator: Any) -> None:

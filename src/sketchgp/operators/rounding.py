@@ -14,7 +14,6 @@ from .streamed_tiles import sources
 
 _EPS = torch.finfo(torch.float64).eps
 _PLAIN = 8.0  # roundoffs of a profile, its scale and the distance of two points near the centre, by each of them
-_UNKNOWN = 250.0  # roundoffs of a kernel that is called as it is
 _SPREAD = 4.0  # roundoffs of a distance, over the squared distance from the centre
 _PHASE = 32.0  # roundoffs of an angle, over the input that it is made of
 _KINK = 5e-13  # of a profile with a kink at 0, whose distances near it are made from the differences
@@ -25,26 +24,24 @@ def entry_rounding(operator: LinearOperator) -> tuple[Tensor, Tensor] | None:
     """Bounds a ``(..., n)`` and b ``(..., m)`` for the errors of the entries of K ``(..., n, m)`` in a float64 product:
     that of K_ij is at most ``(a_i + b_j) (k(x_i, x_i) k(z_j, z_j))^1/2``.
 
-    None where the entries were rounded to less than float64 when they were made: they are then no kernel's.
+    None where that is not known: for entries that were rounded to less than float64 when they were made, and for
+    kernels that are called, which may lose any number of digits.
     """
     left = right = torch.zeros((), dtype=torch.float64, device=operator.device)
     for _, part in terms(operator):
-        if isinstance(part, KernelMatrix):
+        if isinstance(part, KernelMatrix) and part.expression is not None:
             errors = _of_kernel(part.type(torch.float64))
-        elif operator.dtype != torch.float64:
-            return None
+        elif isinstance(part, DenseLinearOperator) and operator.dtype == torch.float64:
+            errors = left.new_zeros(()), left.new_zeros(())
         else:
-            error = left.new_tensor(0.0 if isinstance(part, DenseLinearOperator) else _UNKNOWN)
-            errors = error, error
+            return None
         left, right = (torch.maximum(found, error) for found, error in zip((left, right), errors, strict=True))
     return (_EPS * left).expand(operator.shape[:-1]), (_EPS * right).expand(*operator.batch_shape, operator.shape[-1])
 
 
 def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
     """In roundoffs, by rows and by columns."""
-    unknown = torch.tensor(_UNKNOWN, dtype=torch.float64, device=matrix.device)
-    if matrix.expression is None:
-        return unknown, unknown
+    assert matrix.expression is not None
     if sources(matrix.pairs):
         sides = [
             torch.cat([_of_kernel(matrix.at(rows, rows, True, matrix.pairs.centre))[0] for _, rows in blocks(x)])

@@ -196,7 +196,7 @@ class PlainConditioning(Conditioning):
         c, prior = self.block(self.matrix.x1, x), self.block(x, None)
         found = self._explained(c, prior)
         variance = prior - found.diagonal(c)
-        if found.certain is None:
+        if found.certain is None or not self._inputs_as_given:
             return variance.clamp(min=0), None
         error, below, above = found.certain
         of_rows, of_x = self._cross_rounding(x)
@@ -209,13 +209,18 @@ class PlainConditioning(Conditioning):
         there = prior - variance
         return variance.clamp(min=0), torch.maximum(above - there, there - below) + of_cross + of_prior
 
-    def mean_error_bound(self, x: Tensor, mean: Tensor, weights: Tensor, bound: float) -> Tensor:
+    def mean_error_bound(self, x: Tensor, mean: Tensor, weights: Tensor, bound: float) -> Tensor | None:
         """How far a mean is from the exact one at the most, ``(m,)`` float64: what the weights lack, and rounding.
+
+        None where nobody knows how the prior mean is rounded, unless it is constant, or the inputs of the kernel.
 
         :param x: ``(m, d)``, with the posterior ``mean`` ``(m,)`` there as it is returned.
         :param weights: ``(n,)`` that it was made of; NaN where a target is missing.
         :param bound: at least the error of the weights in the norm of A.
         """
+        means = torch.cat([strategy_of(self.model).train_prior_dist.mean, _prior(self.model, x).mean])
+        if not self._inputs_as_given or not bool((means == means[:1]).all()):
+            return None
         x = self.inputs(x)
         of_rows, of_x = self._cross_rounding(x)
         weights = weights if self.observed is None else weights[self.observed]
@@ -223,6 +228,13 @@ class PlainConditioning(Conditioning):
         of_product = (of_x + summing(len(weights))) * sizes.sum() + (of_rows * sizes).sum()
         of_result = torch.finfo(mean.dtype).eps * mean.to(torch.float64).abs()
         return self.block(x, None).clamp(min=0).sqrt() * (bound + of_product) + of_result
+
+    @cached_property
+    def _inputs_as_given(self) -> bool:
+        """Whether the kernel sees the model's inputs, and nothing that was computed of them."""
+        x, dims = self.model.train_inputs[0], self.matrix.kernel.active_dims
+        x = x if self.observed is None else x[self.observed]
+        return torch.equal(x if dims is None else x.index_select(-1, dims), self.matrix.x1)
 
     @cached_property
     def _roots(self) -> Tensor:

@@ -3,27 +3,66 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
+from ...errors import InputError
 from ...lowrank import shifted_cholesky
+from ...memory import enough_memory
 from ..converted import ConvertedWhole
 
+_ARRAYS = 2  # of m x m float64 numbers at once
 _FACTORIZED = 4096  # points whose covariance is factorized for samples
+
+
+def positive(variance: Tensor, prior: Tensor) -> Tensor:
+    """Variances ``(..., m)`` float64, no smaller than what rounding leaves of the prior's."""
+    return torch.maximum(variance, torch.finfo(torch.float64).eps * prior.detach())
 
 
 class LazyCovariance(ConvertedWhole):
     """A covariance ``(..., m, m)`` that is the evaluated one in everything but when it is computed; its diagonal is
     computed by itself.
 
-    Like GPyTorch's unevaluated kernels it stands for the matrix that :meth:`evaluate_kernel` gives.
+    Like GPyTorch's unevaluated kernels it stands for the matrix that :meth:`evaluate_kernel` gives.  What is looked at
+    later is what would have been computed when it was made, with the settings and the autograd mode of then, or an
+    error.
     """
 
     _whole: LinearOperator | None = None
     _variances: Tensor | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._context = copy_context()
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def changed(self) -> bool:
+        """Whether something that the covariance depends on was changed in place since it was made."""
+        return False
+
+    def as_then(self, compute: Callable[[], Any]) -> Any:
+        """Return what ``compute`` gives with the context variables and the autograd mode of then.
+
+        :raises InputError: where hyperparameters or data were changed since.
+        """
+        if self.changed():
+            raise InputError(
+                "The model's hyperparameters or its data changed after this prediction, before its variance was "
+                "computed; call the model again."
+            )
+        inference, gradients = self._modes
+
+        def run() -> Any:
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                return compute()
+
+        return self._context.copy().run(run)
 
     def covariance(self) -> Tensor:
         """``(..., m, m)``, of any dtype."""
@@ -36,14 +75,19 @@ class LazyCovariance(ConvertedWhole):
     def evaluate_kernel(self) -> LinearOperator:
         """The covariance as a dense operator, kept."""
         if self._whole is None:
-            self._whole = DenseLinearOperator(self.covariance().to(self.dtype))
+            what, advice = (
+                f"A covariance of {self.shape[-1]} points",
+                "predict fewer points at once, or read .variance.",
+            )
+            with enough_memory(_ARRAYS * 8 * self.shape.numel(), self.device, what, advice):
+                self._whole = DenseLinearOperator(self.as_then(lambda: self.covariance().to(self.dtype)))
         return self._whole
 
     def _diagonal(self) -> Tensor:
         if self._whole is not None:
             return self._whole._diagonal().clone()
         if self._variances is None:
-            self._variances = self.variances().to(self.dtype)
+            self._variances = self.as_then(lambda: self.variances().to(self.dtype))
         return self._variances.clone()  # which may be changed in place
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:

@@ -18,16 +18,18 @@ from ...cards import Card, choice, shape, tensor_kind
 from ...errors import InputError
 from ...operators.lazies import adopt_kernels
 from ..density import log_density
-from .acceleration import ATTRIBUTE, Acceleration, choices_of
+from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
 from .bound_density import bound_in_force
+from .lazy_covariance import LazyCovariance
 from .missing import check_reduced
-from .posterior import call
+from .posterior import call, note_strategy
 from .products import check_products
 from .strategy import adopt
-from .targets import check_value
+from .targets import check_noise, check_value
 from .threshold import cholesky_points, computing_exactly
 
+_MIN_VARIANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # GPyTorch's defaults
 _subclasses: dict[tuple[type, type], type] = {}
 
 
@@ -76,17 +78,24 @@ class AcceleratedModel(_Accelerated):
         return own + ("\n" if own else "") + rows.text().lstrip("\n")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "likelihood" and is_accelerated(self) and not (value is None or is_accelerated(value)):
+        if name == "likelihood" and is_accelerated(self) and value is not None:
             check_likelihood(type(self).__name__, value)
             leave(self.__dict__["_modules"].get(name), self.__dict__[ATTRIBUTE])
             join(value, self.__dict__[ATTRIBUTE])
-            self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old noise
-        ours = name == "prediction_strategy" and is_accelerated(self)
+        ours = name == "prediction_strategy" and is_accelerated(self) and value is not None
         super().__setattr__(name, adopt(value) if ours else value)
+        if ours:
+            note_strategy(self, self.prediction_strategy)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain = super().__call__  # type: ignore[misc]
-        return call(self, plain, args, kwargs) if is_accelerated(self) else plain(*args, **kwargs)
+        if not is_accelerated(self):
+            return plain(*args, **kwargs)
+        acceleration, likelihood = self.__dict__[ATTRIBUTE], self.likelihood  # type: ignore[attr-defined]
+        if likelihood is not None and not is_accelerated(likelihood):  # it was set past __setattr__
+            check_likelihood(type(self).__name__, likelihood)
+            join(likelihood, acceleration)
+        return call(self, plain, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -100,14 +109,16 @@ class AcceleratedModel(_Accelerated):
         if not small:
             check_products(super().forward, args, covariance)  # type: ignore[misc]
         # few points in less than float64 are factorized in it, from kernels that can be evaluated so
-        accurate = not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
-        ours = acceleration.matmul != "gpytorch" and (not small or accurate)
+        accurate = small and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
+        ours = accurate or (acceleration.matmul != "gpytorch" and not small)
         if prior.islazy and type(prior) is MultivariateNormal and ours:
-            converted = as_kernel_matrix(covariance, acceleration.matmul, acceleration.matmul_precision)
+            matmul = "auto" if acceleration.matmul == "gpytorch" else acceleration.matmul
+            converted = as_kernel_matrix(covariance, matmul, acceleration.matmul_precision)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)
         # the likelihood finds by this mark which model's choices the covariance is to be solved with
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
+        prior.__class__ = accelerated_class(type(prior), AcceleratedDistribution)
         return prior
 
 
@@ -115,6 +126,8 @@ class AcceleratedLikelihood(_Accelerated):
     """A likelihood whose ``K + noise`` is solved by sketchgp; it keeps the choices of every model that uses it."""
 
     def marginal(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_accelerated(self) and self.training and kwargs.get("noise") is None:  # type: ignore[attr-defined]
+            check_noise(self, function_dist.mean)
         marginal = super().marginal(function_dist, *args, **kwargs)  # type: ignore[misc]
         if not is_accelerated(self):
             return marginal
@@ -136,9 +149,37 @@ class AcceleratedLikelihood(_Accelerated):
 
 
 class AcceleratedDistribution(_Accelerated):
-    """``N(mean, K + noise)`` whose log density goes to the accelerated operator whatever BoTorch made the default."""
+    """A prior or posterior of an accelerated model, with or without noise.
+
+    The noise of any likelihood makes an accelerated operator of a prior's covariance; the log density goes to that
+    operator, whatever BoTorch made the default.  Variances of a posterior are not rounded up to GPyTorch's default
+    ``min_variance``.
+    """
+
+    def __init__(self, mean: Any, covariance_matrix: Any, *args: Any, **kwargs: Any) -> None:
+        if type(covariance_matrix) is AddedDiagLinearOperator:
+            prior, noise = covariance_matrix._linear_op, covariance_matrix._diag_tensor
+            acceleration = marked_choices(prior)
+            if acceleration is not None:
+                covariance_matrix = AcceleratedAddedDiagLinearOperator(prior, noise, acceleration=acceleration)
+        super().__init__(mean, covariance_matrix, *args, **kwargs)  # type: ignore[call-arg]
+
+    @property
+    def variance(self) -> Any:
+        """The variances, in the shape of the mean."""
+        covariance = self.lazy_covariance_matrix  # type: ignore[attr-defined]
+        least = settings.min_variance.value(covariance.dtype)
+        if posterior_part(covariance) is None or least != _MIN_VARIANCE.get(covariance.dtype):
+            return super().variance  # type: ignore[misc]
+        variance = covariance.diagonal(dim1=-1, dim2=-2).expand(self.loc.shape)  # type: ignore[attr-defined]
+        if not isinstance(self, MultitaskMultivariateNormal):
+            return variance
+        shape = self._output_shape
+        return variance.view(shape) if self._interleaved else variance.view(*shape[:-2], shape[-1], shape[-2]).mT
 
     def log_prob(self, value: Any) -> Any:
+        if isinstance(self.lazy_covariance_matrix, LazyCovariance):  # type: ignore[attr-defined]
+            return super().log_prob(value)  # type: ignore[misc]
         check_value(value, self.event_shape)  # type: ignore[attr-defined]
         fast = settings.fast_computations.log_prob
         if fast.on() or (not left_to_us(fast) and bound_in_force() is None):
@@ -151,6 +192,12 @@ def _places(model: Any) -> list[tuple[Any, ...]]:
     data = [] if model.train_inputs is None else [*model.train_inputs, model.train_targets]
     tensors = [*model.parameters(), *model.buffers(), *data]
     return [(t.device, t.dtype, t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
+
+
+def posterior_part(covariance: Any) -> LazyCovariance | None:
+    """The covariance of a posterior in what may have noise added."""
+    part = covariance._linear_op if isinstance(covariance, AcceleratedAddedDiagLinearOperator) else covariance
+    return part if isinstance(part, LazyCovariance) else None
 
 
 def accelerated_class(base: type, mixin: type) -> type:
@@ -178,7 +225,9 @@ def join(likelihood: Any, acceleration: Acceleration) -> None:
     """What the likelihood makes of a model's covariance is solved by that model's choices from now on."""
     if not is_accelerated(likelihood):  # it may have the class, where type(likelihood)(...) made it
         likelihood.__class__ = accelerated_class(type(likelihood), AcceleratedLikelihood)
-    likelihood.__dict__.setdefault(ATTRIBUTE, []).append(acceleration)
+    owners = likelihood.__dict__.setdefault(ATTRIBUTE, [])
+    if not any(owner is acceleration for owner in owners):
+        owners.append(acceleration)
 
 
 def leave(likelihood: Any, acceleration: Acceleration) -> None:

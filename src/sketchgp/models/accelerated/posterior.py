@@ -21,14 +21,15 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, warn
-from ...fingerprint import module_key, tensor_key
+from ...fingerprint import data_key, module_key
 from ...operators.access import columns, evaluated_accurately, float64
-from ...operators.lazies import KERNELS
+from ...operators.lazies import KERNELS, take_caches
 from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating, predicting
+from .targets import check_noise
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
@@ -41,21 +42,40 @@ def strategy_of(model: Any, **kwargs: Any) -> Any:
     with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
         if strategy is None:
+            check_noise(model.likelihood, model.train_targets)
             train = list(model.train_inputs)
             prior = model._get_train_prior_distribution(train, **kwargs)
             model.prediction_strategy = prediction_strategy(train, prior, model.train_targets, model.likelihood)
             strategy = model.prediction_strategy
-            _keys[strategy] = solution_key(model)
     return strategy
 
 
-def present_strategy(model: Any) -> Any:
-    """As :func:`strategy_of`, made anew where the one that is kept is of other parameters, data or settings."""
+def note_strategy(model: Any, strategy: Any) -> None:
+    """Note what a new strategy of the model is made of; of fantasies GPyTorch sets the data only later."""
+    if model.train_inputs is not None and model.train_targets is not None:
+        _keys[strategy] = solution_key(model)
+
+
+def drop_stale_strategy(model: Any) -> None:
+    """Drop the prediction strategy of other parameters, data or settings, and what kernels have cached with it."""
     with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
-        if strategy is not None and _keys.get(strategy) != solution_key(model):
+        if strategy is None:
+            return
+        key = solution_key(model)
+        if strategy not in _keys and getattr(strategy, "of_fantasies", False):
+            _keys[strategy] = key
+        elif _keys.get(strategy) != key:
             model._clear_cache()
-        return strategy_of(model)
+            for part in model.modules():
+                take_caches(part)
+
+
+def present_strategy(model: Any, **kwargs: Any) -> Any:
+    """As :func:`strategy_of`, made anew where the one that is kept is of other parameters, data or settings."""
+    with model.__dict__[ATTRIBUTE].lock:
+        drop_stale_strategy(model)
+        return strategy_of(model, **kwargs)
 
 
 def solution_key(model: Any) -> tuple[Any, ...]:
@@ -64,7 +84,7 @@ def solution_key(model: Any) -> tuple[Any, ...]:
              settings.max_preconditioner_size)  # fmt: skip
     data = (*model.train_inputs, model.train_targets)
     with KERNELS:  # no kernel computes with other parameters than its own meanwhile
-        return (*(setting.value() for setting in asked), *map(tensor_key, data), *module_key(model))
+        return (*(setting.value() for setting in asked), *map(data_key, data), *module_key(model))
 
 
 def solves_all(strategy: Any) -> bool:
@@ -93,6 +113,7 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
     known = model.train_inputs is not None and model.train_targets is not None
     if model.training or settings.prior_mode.on() or not known:
         return plain_call(*args, **kwargs)
+    drop_stale_strategy(model)
     if plain_call.__func__ is not ExactGP.__call__ or not solves_all(strategy_of(model, **kwargs)):
         with _GPYTORCH:
             return plain_call(*args, **kwargs)

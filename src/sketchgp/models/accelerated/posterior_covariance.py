@@ -8,17 +8,16 @@ tensors behind the matrix.  What is looked at later is what would have been comp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from ...errors import InputError, NumericalError
+from ...errors import NumericalError
 from ...fingerprint import data_key, tensor_key
 from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
@@ -33,14 +32,13 @@ from ...solvers.energy import Goal
 from ...solvers.solver import solve_system
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .approximate import Approximate, Refusing, refuse
-from .lazy_covariance import LazyCovariance
+from .lazy_covariance import LazyCovariance, positive
 from .threshold import threshold_untouched
 
 _ROWS = 256  # test points solved for at once
 _LOOSE = 0.5  # relative residual, where the goal is of energies
 _VECTORS = 8  # float64 vectors that a solve holds for each of them
 _FACTOR = "_sketchgp_factor"  # of a prediction strategy
-T = TypeVar("T")
 
 
 def factors_of(strategy: Any) -> explained.Factors:
@@ -62,8 +60,7 @@ class TrainingSide:
         self.noisy, self.acceleration = noisy, acceleration
         self.solver = acceleration.column_solver()
         self.preconditioned = acceleration.preconditions()
-        self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.context: Context = copy_context()
+        self.gradients = torch.is_grad_enabled()
         self._factors, self._free = factors, isinstance(acceleration.solver, str) and threshold_untouched()
         self._noted = [(tensor, data_key(tensor)) for tensor in noisy.representation()]
 
@@ -76,15 +73,6 @@ class TrainingSide:
     def system(self) -> System:
         """A as solvers take it."""
         return System(self.noisy._linear_op, self.noisy._noise_vector())
-
-    def as_then(self, compute: Callable[[], T]) -> T:
-        """What ``compute`` gives with the context variables and the autograd mode of then."""
-
-        def run() -> T:
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients):
-                return compute()
-
-        return self.context.copy().run(run)
 
     @cached_property
     def preconditioner(self) -> LowRankPlusDiagonal | None:
@@ -240,24 +228,16 @@ class PosteriorCovariance(LazyCovariance):
 
     def covariance(self) -> Tensor:
         """``(..., m, m)`` float64, differentiable."""
-        self._check_unchanged()
-        return self.side.as_then(self._covariance)
-
-    def variances(self) -> Tensor:
-        """``(..., m)`` float64, differentiable."""
-        self._check_unchanged()
-        return self.side.as_then(self._variance)
+        c, prior = float64(self.cross).mT, float64(self.prior)
+        self._expect()
+        return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _expect(self) -> None:
         """Tell how many points are about to be solved for, of each system."""
         self.side.expect(self.shape[:-1].numel() // max(1, self.side.noisy.batch_shape.numel()))
 
-    def _covariance(self) -> Tensor:
-        c, prior = float64(self.cross).mT, float64(self.prior)
-        self._expect()
-        return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
-
-    def _variance(self) -> Tensor:
+    def variances(self) -> Tensor:
+        """``(..., m)`` float64, differentiable."""
         chosen = variance.value(self.side.acceleration.variance)
         if isinstance(self.cross, KernelMatrix) and self.shape[-1]:
             x = self.cross.x1.reshape(-1, self.cross.x1.shape[-1])
@@ -293,14 +273,11 @@ class PosteriorCovariance(LazyCovariance):
             some = prior[..., rows]
             parts.append(some - self.side.explained(c.mT, some, diagonal=True))
         found = torch.cat(parts, dim=-1) if parts else prior
-        return found.clamp(min=0)
+        return positive(found, prior)
 
-    def _check_unchanged(self) -> None:
-        if self.side.changed:
-            raise InputError(
-                "The model's hyperparameters or its data changed after this prediction, before its variance was "
-                "computed; call the model again."
-            )
+    def changed(self) -> bool:
+        """Whether a hyperparameter, or the training data, were."""
+        return self.side.changed
 
     def _size(self) -> torch.Size:
         batch = torch.broadcast_shapes(self.prior.batch_shape, self.cross.batch_shape, self.side.noisy.batch_shape)
@@ -312,5 +289,5 @@ class PosteriorCovariance(LazyCovariance):
         plain = isinstance(self.prior, KernelMatrix) and isinstance(self.cross, KernelMatrix)
         if self._whole is None and whole_batch and alike and plain:
             part = self.prior[..., row_index, row_index], self.cross[..., row_index, :]
-            return PosteriorCovariance(*part, side=self.side)
+            return self.as_then(lambda: PosteriorCovariance(*part, side=self.side))
         return super()._getitem(row_index, col_index, *batch_indices)

@@ -20,17 +20,18 @@ from gpytorch.utils.memoize import add_to_cache, cached
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from ...operators.access import accurate_matmul
+from ...operators.access import accurate_matmul, float64
 from ...operators.substitution import cholesky_solve
 from ...report import SolveReport, merged, own_solves
 from .acceleration import choices_of
-from .added_diag import solved_by_us
+from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
 from .factorized import conditioned, root_of
 from .mean_solve import Purpose, solve_for
 from .missing import observed_part, observed_rows
 from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
+from .threshold import cholesky_points
 
-_WEIGHTS = "sketchgp_weights"
+_WEIGHTS, _ROOT = "sketchgp_weights", "sketchgp_root"
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
 
 
@@ -45,6 +46,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
     """
 
     report: SolveReport | None = None
+    of_fantasies = False
     _purpose: Purpose = "mean"
 
     @property
@@ -77,13 +79,11 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         observed = observed_rows(self.train_labels)
         if observed is None and bool(torch.isnan(self.train_labels).any()):
             return super()._mean_cache(nan_policy)
+        root = self._root(nan_policy)
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
-        covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
-        if observed is not None:
-            covariance = self._of_observed(covariance, observed)
-        root = None
-        if not solved_by_us(covariance):
-            root = root_of(covariance if observed is not None else marginal.lazy_covariance_matrix)
+        if root is None:
+            covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
+            covariance = covariance if observed is None else self._of_observed(covariance, observed)
         exact = root is not None or solved_by_us(covariance)
         dtype = torch.float64 if exact else self.train_labels.dtype
         residual = self.train_labels.to(dtype) - marginal.loc.to(dtype)
@@ -92,19 +92,33 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         weights = found if observed is None else torch.full_like(residual, torch.nan)
         if observed is not None:
             weights[..., observed] = found
+        return self._as_cached(weights)
+
+    def _as_cached(self, value: Tensor) -> Tensor:
+        """A value as GPyTorch has it in a cache: detached, or dropped by a backward pass, which makes it useless."""
         if settings.detach_test_caches.on():
-            return weights.detach()
-        if weights.grad_fn is not None:  # as GPyTorch has it: a backward pass makes the cache useless
-            weights.grad_fn.register_hook(partial(clear_cache_hook, self))
-        return weights
+            return value.detach()
+        if value.grad_fn is not None:
+            value.grad_fn.register_hook(partial(clear_cache_hook, self))
+        return value
+
+    @cached(name=_ROOT)
+    def _root(self, nan_policy: str) -> Tensor | None:
+        """The Cholesky factor of ``K + noise`` of few observed targets in float64; see :func:`root_of`."""
+        noisy, observed = self._unevaluated(), observed_rows(self.train_labels)
+        if observed is not None and not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
+            noisy, observed = self._of_observed(noisy, observed), None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.detach_test_caches.off()):
+            root = root_of(noisy, observed)
+        return None if root is None else self._as_cached(root)
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
         """Posterior mean and covariance.  GPyTorch evaluates those of few points first, in their own dtype."""
-        noisy = self._noisy()
-        if not solved_by_us(noisy) and self.weights.dtype == self.train_labels.dtype:
+        ours = self._root(settings.observation_nan_policy.value()) is not None or solved_by_us(self._noisy())
+        if not ours and self.weights.dtype == self.train_labels.dtype:
             return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
         mean = self.exact_predictive_mean(test_mean, test_train_covar)
-        return mean, self._posterior(test_test_covar, test_train_covar, noisy)
+        return mean, self._posterior(test_test_covar, test_train_covar)
 
     def exact_predictive_mean(self, test_mean: Tensor, test_train_covar: Any) -> Tensor:
         """The posterior mean ``(..., m)`` from the prior's and the covariance with the training points: in float64
@@ -115,31 +129,33 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             return super().exact_predictive_mean(test_mean, test_train_covar)
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # as GPyTorch has it
         weights = torch.where(weights.isnan(), 0, weights) if missing else weights
-        weights = weights.to(torch.float64).unsqueeze(-1)
-        product = accurate_matmul(to_linear_operator(test_train_covar), weights).squeeze(-1)
-        return (product + test_mean.to(torch.float64)).to(self.train_labels.dtype)
+        cross, weights = to_linear_operator(test_train_covar), weights.to(torch.float64).unsqueeze(-1)
+        few = cross.shape[-1] <= cholesky_points()
+        product = float64(cross) @ weights if few else accurate_matmul(cross, weights)
+        return (product.squeeze(-1) + test_mean.to(torch.float64)).to(self.train_labels.dtype)
 
     def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
         """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
         ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
-        return self._posterior(test_test_covar, test_train_covar, self._noisy())
+        return self._posterior(test_test_covar, test_train_covar)
 
-    def _posterior(self, test_test_covar: Any, test_train_covar: Any, noisy: Any) -> Any:
+    def _posterior(self, test_test_covar: Any, test_train_covar: Any) -> Any:
         if settings.skip_posterior_variances.on():
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
         observed = observed_rows(self.train_labels)
         if observed is not None:
-            noisy, cross = self._of_observed(noisy, observed), cross[..., :, observed.nonzero().squeeze(-1)]
+            cross = cross[..., :, observed.nonzero().squeeze(-1)]
+        root = self._root(settings.observation_nan_policy.value())
+        if root is not None:
+            return conditioned(prior, cross, root)
+        noisy = self._noisy() if observed is None else self._of_observed(self._noisy(), observed)
         if solved_by_us(noisy):
             return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
-        if observed is not None:
-            dense = cross.to_dense()
-            return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
-        root = self._root()
-        if root is None:
+        if observed is None:
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        return conditioned(prior, cross, root)
+        dense = cross.to_dense()
+        return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
 
     def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
         """``K + noise`` of the observed targets."""
@@ -156,11 +172,6 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         prior = self.train_prior_dist
         zero = prior.__class__(torch.zeros_like(prior.mean), prior.lazy_covariance_matrix)
         return self.likelihood(zero, self.train_inputs).lazy_covariance_matrix
-
-    def _root(self) -> Tensor | None:
-        """The factor of few training points in less than float64; differentiable, whatever ``detach_test_caches`` says:
-        GPyTorch's own ``detach`` leaves a kernel that is not evaluated yet as it is."""
-        return root_of(self._unevaluated())
 
     def get_fantasy_strategy(
         self, inputs: Any, targets: Tensor, full_inputs: Any, full_targets: Tensor, full_output: Any, **kwargs: Any
@@ -187,6 +198,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
     """Of a model's fantasies."""
 
+    of_fantasies = True
     _purpose: Purpose = "fantasies"
 
 

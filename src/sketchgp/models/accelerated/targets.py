@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
+from gpytorch.likelihoods.noise_models import FixedGaussianNoise
 from torch import Tensor
 
 from ...errors import InputError
@@ -40,6 +41,23 @@ def check_targets(model: Any, built: bool) -> None:
     if event is not None and event.numel() > n and targets.numel() % event.numel() == 0:
         return  # several outputs that the model's distribution has flattened
     raise InputError(_message(shape, torch.Size([*batch, n]), n))
+
+
+def check_noise(likelihood: Any, targets: Tensor | None) -> None:
+    """Refuse a fixed noise that is not one number for each target ``(..., n)``: GPyTorch adds none then.
+
+    :raises InputError: naming both shapes.
+    """
+    noise_model = getattr(likelihood, "noise_covar", None)
+    if targets is None or not isinstance(noise_model, FixedGaussianNoise):
+        return
+    noise = noise_model.noise
+    if noise.shape[-1:] != targets.shape[-1:] or not _broadcast(noise.shape[:-1], targets.shape[:-1]):
+        raise InputError(
+            f"The likelihood's fixed noise has shape {tuple(noise.shape)} where the training targets have "
+            f"{tuple(targets.shape)}; set one noise for each target with likelihood.noise = noise (or give the model a "
+            "new FixedNoiseGaussianLikelihood)."
+        )
 
 
 def check_value(value: Tensor, event: torch.Size) -> None:
