@@ -503,7 +503,7 @@ def test_killed_and_resumed(tmp_path, streamed, choices):
             batches.append(x)
             return type(crashed._learner).step(crashed._learner, x, y, *rest, **more)
 
-        problem = crashed._problem(*data, *([None] * (3 - len(data))))
+        problem = crashed._problem("learn", *data, *([None] * (3 - len(data))))
         crashed._learner_for(problem).step = crash
         with pytest.raises(Crash):
             crashed.learn(*data)
