@@ -474,6 +474,7 @@ def test_models_that_are_refused(kind):
         (TEST[:, :2], "of 3 features, got"),
         (TEST[:0], "of 3 features, got"),
         (TEST.float(), "expects torch.float64"),
+        (TEST.where(TEST[2, 1] != TEST, torch.nan), r"x holds NaN or infinity, first in x\[(0, )?2\]"),
     ],
 )
 def test_points_that_are_refused(x, message):

@@ -70,6 +70,9 @@ class FrozenPrior:
             raise InputError(f"samples: x expects points {shape} of {self.width} features, got {tuple(x.shape)}.")
         if x.dtype != self.dtype or x.device != self.device:
             raise InputError(f"samples: x expects {self.dtype} on {self.device}, got {x.dtype} on {x.device}.")
+        if not bool(torch.isfinite(x).all()):
+            bad = tuple(int(i) for i in (~torch.isfinite(x)).any(dim=-1).nonzero()[0])
+            raise InputError(f"samples: x holds NaN or infinity, first in x[{', '.join(map(str, bad))}].")
         return x
 
     def untransformed(self, values: Tensor) -> Tensor:
