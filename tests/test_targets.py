@@ -41,6 +41,22 @@ def test_targets_of_another_number_of_points_are_refused() -> None:
         sketchgp.accelerate(model)
 
 
+@pytest.mark.parametrize("settings", [iterative, dense])
+def test_rows_and_targets_that_part_later_are_refused(settings: Any) -> None:
+    """``set_train_data`` takes fewer targets than rows; every question asked afterwards names both."""
+    model, test = SOLVED["scale-rbf-ard"].build()
+    sketchgp.accelerate(model).eval()
+    x, y = model.train_inputs[0], model.train_targets
+    model.set_train_data(x[:9], y[:8], strict=False)
+    calls = (lambda: sketchgp.predict(model, *test), lambda: model(*test).mean, lambda: sketchgp.fit(model))
+    with settings():
+        for call in (*calls, lambda: sketchgp.leave_one_out(model), lambda: sketchgp.sample_posterior(model, 2)):
+            with pytest.raises(sketchgp.InputError, match="targets have shape"):
+                call()
+        model.set_train_data(x[:9], y[:9], strict=False)
+        sketchgp.predict(model, *test)
+
+
 def test_a_log_density_refuses_a_column() -> None:
     """Whatever way it came: ``set_train_data``, or another target than the model's."""
     model, _ = SOLVED["scale-rbf-ard"].build()

@@ -21,7 +21,7 @@ from .inducing_point_gp import InducingPointGP
 from .interactive import shows_progress
 from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
 from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
-from .models.accelerated.targets import check_noise
+from .models.accelerated.targets import check_noise, check_targets
 
 
 def fit(
@@ -106,6 +106,7 @@ def fit(
     """
     acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
     if acceleration is not None:
+        check_targets(model, built=True)
         check_noise(model.likelihood, model.train_targets)
     checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
     checks.word("fit", "start", start, ("auto", "model", "subset"))

@@ -29,7 +29,7 @@ from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .mean_solve import evaluating, predicting
-from .targets import check_noise
+from .targets import check_noise, check_targets
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
@@ -42,6 +42,7 @@ def strategy_of(model: Any, **kwargs: Any) -> Any:
     with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
         if strategy is None:
+            check_targets(model, built=True)  # set_train_data takes any
             check_noise(model.likelihood, model.train_targets)
             train = list(model.train_inputs)
             prior = model._get_train_prior_distribution(train, **kwargs)
