@@ -319,6 +319,19 @@ def test_no_bound_where_rounding_is_not_known(what):
     assert (found.report.error_bound is None) == (what == "called kernel")
 
 
+def test_no_bound_of_a_called_kernel_whose_matrix_gpytorch_multiplies():
+    """The matrix is then a plain one to the solver, of which it certifies its solution; k(X, x) is not."""
+    model, x = model_of(torch.float64), points(5, 3, seed=1)
+    model.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PiecewisePolynomialKernel(q=1)).double()
+    sketchgp.accelerate(model, matmul="gpytorch")
+    with gpytorch.settings.max_cholesky_size(20):
+        found = sketchgp.predict(model, x, variance="exact")
+    assert found.mean_error_bound is None and found.variance_error_bound is None
+    mean, variance = found.mean, found.variance
+    again = sketchgp.predict(sketchgp.accelerate(model), x, variance="exact")  # by a factorization
+    assert torch.allclose(mean, again.mean, atol=1e-2) and torch.allclose(variance, again.variance, rtol=2e-2)
+
+
 def test_no_bound_where_nothing_is_known():
     model, x = model_of(torch.float64), points(5, 3, seed=1)
     sketchgp.accelerate(model)

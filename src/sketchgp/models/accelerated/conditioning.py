@@ -199,7 +199,10 @@ class PlainConditioning(Conditioning):
         if found.certain is None or not self._inputs_as_given:
             return variance.clamp(min=0), None
         error, below, above = found.certain
-        of_rows, of_x = self._cross_rounding(x)
+        rounding = self._cross_rounding(x)
+        if rounding is None:
+            return variance.clamp(min=0), None
+        of_rows, of_x = rounding
         of_rows, weights = of_rows.unsqueeze(-1), found.weights.abs()
         noise, roots, scale = self.noise.to(torch.float64).unsqueeze(-1), self._roots, prior.clamp(min=0).sqrt()
         of_product = scale * ((of_rows + of_x) * roots * weights).sum(dim=0)
@@ -212,7 +215,8 @@ class PlainConditioning(Conditioning):
     def mean_error_bound(self, x: Tensor, mean: Tensor, weights: Tensor, bound: float) -> Tensor | None:
         """How far a mean is from the exact one at the most, ``(m,)`` float64: what the weights lack, and rounding.
 
-        None where nobody knows how the prior mean is rounded, unless it is constant, or the inputs of the kernel.
+        None where nobody knows how the prior mean is rounded, unless it is constant, or the inputs or entries of the
+        kernel.
 
         :param x: ``(m, d)``, with the posterior ``mean`` ``(m,)`` there as it is returned.
         :param weights: ``(n,)`` that it was made of; NaN where a target is missing.
@@ -222,7 +226,10 @@ class PlainConditioning(Conditioning):
         if not self._inputs_as_given or not bool((means == means[:1]).all()):
             return None
         x = self.inputs(x)
-        of_rows, of_x = self._cross_rounding(x)
+        rounding = self._cross_rounding(x)
+        if rounding is None:
+            return None
+        of_rows, of_x = rounding
         weights = weights if self.observed is None else weights[self.observed]
         sizes = self._roots.squeeze(-1) * weights.abs()
         of_product = (of_x + summing(len(weights))) * sizes.sum() + (of_rows * sizes).sum()
@@ -241,12 +248,10 @@ class PlainConditioning(Conditioning):
         """``k(x_i, x_i)^1/2`` of the training points, ``(n, 1)``."""
         return self.block(self.matrix.x1, None).clamp(min=0).sqrt().unsqueeze(-1)
 
-    def _cross_rounding(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _cross_rounding(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Errors of the entries of ``k(X, x)`` in float64 by rows ``(n,)`` and columns ``(m,)``: see
         :func:`entry_rounding`.  x is as the kernel sees it."""
-        rounding = entry_rounding(self.matrix.at(self.matrix.x1, x))
-        assert rounding is not None  # of a kernel matrix it is known
-        return rounding
+        return entry_rounding(self.matrix.at(self.matrix.x1, x))
 
 
 def _noisy(model: Any, observed: Tensor | None) -> Any:
