@@ -1,0 +1,47 @@
+"""Random problems of every kind, each answer compared with a dense one in extended precision.
+
+It was written from the documentation alone, by somebody who had not read ``test_properties.py``: the two do not share
+their strategies, references or tolerances.  What is drawn and asked is in ``second_cases.py``, the references are in
+``second_reference.py``.  A failing case prints the command that runs it again.
+
+``SKETCHGP_SECOND_CASES=10000`` runs so many cases, an hour or so on one core; ``SKETCHGP_SECOND_SEED=1`` draws others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import second_cases
+
+CASES = int(os.environ.get("SKETCHGP_SECOND_CASES", "36"))
+SEED = int(os.environ.get("SKETCHGP_SECOND_SEED", "0"))
+TOTAL = sum(weight for _, weight in second_cases.KINDS.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", second_cases.KINDS)
+def test_every_answer_is_right_or_warned_of_or_refused(kind):
+    """Run the cases of one kind, and list every fault of them."""
+    faults = []
+    for index in range(max(1, CASES * second_cases.KINDS[kind][1] // TOTAL)):
+        try:
+            second_cases.run(SEED, index, kind)
+        except second_cases.Fault as fault:
+            faults.append(str(fault))
+    assert not faults, "\n".join(faults)
+
+
+def test_a_wrong_answer_is_a_fault():
+    """Hold a value that is off, and a bound that is exceeded, against the truth."""
+    case = second_cases.Case(0, 0)
+    case.close("near", [1.0, 2.0], [1.001, 2.0], 0.01)
+    with pytest.raises(second_cases.Fault, match="off by"):
+        case.close("far", [1.1, 2.0], [1.0, 2.0], 0.01)
+    with pytest.raises(second_cases.Fault, match="above the bound"):
+        case.below("bound", [1e-3], [1e-4])
+    case.warned = ["a warning"]
+    case.close("warned", [1.1, 2.0], [1.0, 2.0], 0.01)
+    with pytest.raises(second_cases.Fault, match="not finite"):
+        case.close("nan", [float("nan")], [1.0], 0.01)
