@@ -1860,7 +1860,7 @@ def run(seed: int, index: int, only: str | None = None) -> Case:
     try:
         KINDS[name][0](case)
     except Fault as fault:
-        again = f"python tests/second_cases.py {seed} {index}" + (f" --only {only}" if only else "")
+        again = f"python tests/second_cases.py {seed} {index} --only {name}"
         told = ", ".join(f"{key}={str(value)[:120]}" for key, value in case.told.items())
         raise Fault(f"{fault}\n  again: {again}\n  drawn: {told}\n  steps: {' > '.join(case.steps)}") from fault
     return case
