@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +56,9 @@ class Case:
 
     ``noise`` is relative to ``outputscale``, ``lengthscale`` and ``shift`` to the spread of the inputs; ``far`` is
     where one row lies (of the tests if positive, of the training set if negative), 0 for none; ``repeated`` the share
-    of rows that repeat others; ``limit`` GPyTorch's ``max_cholesky_size``.
+    of rows that repeat others; ``limit`` GPyTorch's ``max_cholesky_size``; ``offset`` what is added to the targets,
+    relative to their size; ``uneven`` whether most rows lie near a corner; ``event`` what happens to a model between
+    two predictions (:data:`EVENTS`).
     """
 
     family: str
@@ -79,11 +82,15 @@ class Case:
     matmul: str
     limit: int
     seed: int
+    offset: float = 0.0
+    uneven: bool = False
+    event: str = "none"
 
     @property
     def called(self) -> bool:
         """Whether the kernel is evaluated by GPyTorch or by a user's code, by calling it."""
-        return self.kernel not in RECOGNISED or self.form in ("hadamard", "lcm", "product in forward")
+        parts = {name for term in factors(self.kernel) for name in term}
+        return not parts <= RECOGNISED or self.form in ("hadamard", "lcm", "product in forward")
 
 
 # --- strategies: all of them ----------------------------------------------------------------------------------
@@ -98,6 +105,15 @@ def _sizes() -> st.SearchStrategy[int]:
     return st.one_of(st.sampled_from([1, 2, 3, 5]), st.integers(6, 60), st.integers(60, 200))
 
 
+def _kernels(form: str) -> st.SearchStrategy[str]:
+    """Names, and sums of products of names."""
+    names = st.sampled_from(sorted(set(KERNELS) - NARROW if form == "lcm" else KERNELS))
+    if form in ("lcm", "batch", "hadamard", "problem", "model"):
+        return names
+    product = st.lists(names, min_size=1, max_size=2).map(" * ".join)
+    return st.one_of(names, names, st.lists(product, min_size=1, max_size=3).map(" + ".join))
+
+
 @st.composite
 def cases(draw: Any, family: str) -> Case:
     """Cases of one family: ``"model"``, ``"full"`` or ``"inducing"``."""
@@ -107,7 +123,7 @@ def cases(draw: Any, family: str) -> Case:
     )
     plain_scale = st.just(1.0)
     form = draw(st.sampled_from(FORMS if model else ("problem", "model") if inducing else ("problem",)))
-    kernel = draw(st.sampled_from(sorted(set(KERNELS) - NARROW if form == "lcm" else KERNELS)))
+    kernel = draw(_kernels(form))
     case = Case(
         family=family,
         form=form,
@@ -130,13 +146,18 @@ def cases(draw: Any, family: str) -> Case:
         matmul=draw(st.sampled_from(["auto", "dense", "tiled"])),
         limit=draw(st.sampled_from([0, 0, 20])),
         seed=draw(st.integers(0, 999)),
+        offset=draw(st.sampled_from([0.0, 0.0, 0.0, 30.0, -1e3])) if model else 0.0,
+        uneven=draw(st.booleans()),
+        event=draw(st.sampled_from(("none", "none", *EVENTS))) if model else "none",
     )
+    if case.event == "likelihood" and case.form != "plain":
+        case = replace(case, event="none")
     if case.called:  # GPyTorch's own distances cancel far from the origin
         shift, far = (0.0, 0.0) if case.dtype == "float32" else (min(case.shift, 10.0), case.far)
         case = replace(case, shift=shift, far=far)
         if inducing:  # and are off by the root of the roundoff between equal points, of which there are many then
             case = replace(case, repeated=0.0)
-    if case.kernel == "periodic":  # the gradient of whose period grows with the number of periods between rows
+    if "periodic" in case.kernel:  # the gradient of whose period grows with the number of periods between rows
         case = replace(case, far=0.0)
     return case
 
@@ -223,6 +244,20 @@ def _with_constant(d: int, scale: float, batch: torch.Size) -> Any:
     return _rbf_ard(d, scale, batch) + constant
 
 
+def _linear(d: int, scale: float, batch: torch.Size) -> Any:
+    kernel = kernels.LinearKernel(batch_shape=batch)
+    kernel.variance = torch.full_like(kernel.variance, scale**-2)
+    return kernel
+
+
+def _polynomial(d: int, scale: float, batch: torch.Size) -> Any:
+    kernel = kernels.PolynomialKernel(power=2, batch_shape=batch)
+    kernel.offset = torch.full_like(kernel.offset, scale**2)
+    kernel = kernels.ScaleKernel(kernel, batch_shape=batch, outputscale_constraint=Positive())
+    kernel.outputscale = scale**-4
+    return kernel
+
+
 KERNELS: dict[str, Any] = {
     "rbf": _kernel(kernels.RBFKernel),
     "rbf-ard": _rbf_ard,
@@ -241,10 +276,31 @@ KERNELS: dict[str, Any] = {
     "user-active": lambda d, scale, batch: UserBatchKernel(_active(kernels.RBFKernel)(d, scale, batch)),
     "piecewise": _kernel(kernels.PiecewisePolynomialKernel, q=2),
     "spectral-mixture": _mixture,
+    "linear": _linear,
+    "polynomial": _polynomial,
 }
+
+
+def factors(text: str) -> list[list[str]]:
+    """Names of kernels in a sum of products."""
+    return [term.split(" * ") for term in text.split(" + ")]
+
+
+def _composed(text: str, d: int, scale: float, batch: torch.Size) -> Any:
+    total = None
+    for term in factors(text):
+        product = None
+        for name in term:
+            factor = KERNELS[name](d, scale, batch)
+            product = factor if product is None else product * factor
+        total = product if total is None else total + product
+    return total
+
+
 # GPyTorch's multitask kernels pass all dimensions on to a kernel of some
 NARROW = {"rbf-active", "matern52-active", "sum", "product", "user-active"}
-RECOGNISED = set(KERNELS) - {"user", "user-active", "piecewise", "spectral-mixture"}  # have fast tiles
+CALLED = {"user", "user-active", "piecewise", "spectral-mixture", "linear", "polynomial"}
+RECOGNISED = set(KERNELS) - CALLED  # have fast tiles
 
 
 # --- data and models ------------------------------------------------------------------------------------------
@@ -262,7 +318,7 @@ class Data:
 
 def kernel_of(case: Case, batch: torch.Size = NO_BATCH) -> Any:
     """The kernel with its output scale, in the case's dtype."""
-    base = KERNELS[case.kernel](case.d, case.lengthscale * case.spread, batch)
+    base = _composed(case.kernel, case.d, case.lengthscale * case.spread, batch)
     kernel = kernels.ScaleKernel(base, batch_shape=batch, outputscale_constraint=Positive())
     kernel = kernel.to(dtype_of(case))
     kernel.outputscale = case.outputscale * torch.linspace(1, 2, max(1, batch.numel())).reshape(batch)
@@ -278,6 +334,7 @@ def data_of(case: Case) -> Data:
     generator = torch.Generator().manual_seed(case.seed)
     dtype = dtype_of(case)
     unit = torch.rand(case.n, case.d, dtype=torch.float64, generator=generator)
+    unit = unit**4 if case.uneven else unit
     copies = int(case.repeated * (case.n - 1))
     if copies:
         unit[1 : 1 + copies] = unit[0] if case.repeated == 1 else unit[-copies:].clone()
@@ -294,7 +351,7 @@ def data_of(case: Case) -> Data:
     f = torch.sin(4 * unit.clamp(-1, 2) @ directions)
     y = f + (case.noise * relative).sqrt().unsqueeze(1) * torch.randn(f.shape, dtype=torch.float64, generator=generator)
     x, test = (case.spread * (part + case.shift) for part in (unit, test))
-    return Data(x.to(dtype), (case.targets * y).to(dtype), test.to(dtype), noise.to(dtype))
+    return Data(x.to(dtype), (case.targets * (y + case.offset)).to(dtype), test.to(dtype), noise.to(dtype))
 
 
 def model_of(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
@@ -340,6 +397,44 @@ def model_of(case: Case) -> tuple[Any, tuple[Tensor, ...]]:
     if case.form != "fixed noise":
         likelihood.noise = torch.full_like(likelihood.noise, noise)
     return model.eval(), tests
+
+
+# --- what happens to a model ----------------------------------------------------------------------------------
+
+EVENTS = ("parameters", "targets", "deepcopy", "pickle", "state dict", "modes", "restored", "likelihood")
+
+
+def happened(case: Case, model: Any, again: Any) -> Any:
+    """The model after the event of the case.
+
+    :param again: called with a model that is a plain one again, to accelerate it; None for a model that never was.
+    """
+    event = case.event
+    if event == "deepcopy":
+        return copy.deepcopy(model)
+    if event == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    if event == "modes":
+        model.train()
+        return model.eval()
+    if event == "restored" and again is not None:
+        sketchgp.restore(model)
+    if event in ("parameters", "restored"):
+        for parameter in model.parameters():
+            parameter.data.add_(0.1)
+    if event == "restored" and again is not None:
+        again(model)
+    if event == "state dict":
+        model.load_state_dict({k: v + 0.1 if v.is_floating_point() else v for k, v in model.state_dict().items()
+                               if "constraint" not in k and "active_dims" not in k}, strict=False)  # fmt: skip
+    if event == "targets":
+        model.set_train_data(targets=-1.5 * model.train_targets, strict=False)
+    if event == "likelihood":
+        noise = 3 * model.likelihood.noise.detach()
+        model.likelihood = GaussianLikelihood(noise_constraint=Positive()).to(noise.dtype)
+        model.likelihood.noise = noise
+        model.eval()
+    return model
 
 
 def _second(case: Case) -> Any:
