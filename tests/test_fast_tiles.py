@@ -32,7 +32,7 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import Tensor
 
 from problems import normal, points, relative
-from sketchgp import InputError, LaplaceKernel
+from sketchgp import LaplaceKernel
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.distances import Distances
 from sketchgp.operators.engines import DENSE
@@ -853,12 +853,11 @@ def test_unrecognised_kernels_are_called(name, many_tiles):
                 assert float((gradient - expected).norm()) < 1e-9 * float(expected.norm()) + 1e-12
 
 
-def test_a_linear_kernel_in_a_product_is_left_to_gpytorch():
-    kernel = LinearKernel() * RBFKernel()
+def test_a_linear_kernel_in_a_product_is_called():
+    kernel, x = (LinearKernel() * RBFKernel()).double(), points(5)
     assert recognise(kernel) is None
-    with pytest.raises(InputError, match="structure of its own"):
-        KernelMatrix.of(kernel, points(5, dtype=torch.float32))
-    assert KernelMatrix.from_lazy(kernel(points(5, dtype=torch.float32))) is None
+    wanted = (x @ x.mT) * kernel.kernels[0].variance * kernel.kernels[1](x).to_dense()
+    assert relative(KernelMatrix.of(kernel, x).to_dense(), wanted) < 1e-12
 
 
 def test_sixteen_terms_are_fast():

@@ -524,7 +524,7 @@ def test_operator_in_bfloat16_and_with_another_right_hand_side():
 def test_reasons():
     x = torch.randn(5, 2, device=DEVICE)
     engine = Triton()
-    assert engine.missing(KernelMatrix.of(RBFKernel().to(DEVICE), x)) is None
+    assert engine.missing(KernelMatrix.of(RBFKernel().to(DEVICE), x).pairs) is None
     with pytest.raises(InputError, match="PolynomialKernel is none of the kernels"):
         KernelMatrix.of(gpytorch.kernels.PolynomialKernel(power=2).to(DEVICE), x, engine="triton")
     with pytest.raises(InputError, match="computes in float32"):

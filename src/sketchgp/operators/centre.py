@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..devices import sent
+
 _ROWS = 256  # whose median is taken: it is off by a tenth of the data's spread at most, which is all that is wanted
 # squared distances from the centre over that of half of the points, above which rows are far
 _FAR = {torch.float32: 1e4, torch.float64: 1e6}
@@ -41,6 +43,7 @@ class Centre:
         return self._beyond(x, self.value())
 
     def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
+        self.value()
         squares = (x - point).square().sum(dim=-1)
         assert self._squared is not None
         return (squares > _FAR.get(x.dtype, 1e4) * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
@@ -48,7 +51,7 @@ class Centre:
     def _surely_near(self, x: Tensor) -> bool:
         """Whether no row lies far, by fewer operations than :meth:`far` takes; False where that cannot be said."""
         other = self._x
-        if other is None or not other.numel() or not x.numel():
+        if other is None or not torch.is_tensor(other) or not other.numel() or not x.numel():
             return False
         centre = other.median(dim=-2, keepdim=True).values
         squares = (other - centre).square().sum(dim=-1)
@@ -67,7 +70,9 @@ class Centre:
         far = self.far(x).cpu() if far is None else far
         if not bool(far.any()):
             return None
-        rest, groups = far.nonzero()[:, 0].to(x.device), [(~far).nonzero()[:, 0].to(x.device)]
+        rest, groups = far.nonzero()[:, 0], [(~far).nonzero()[:, 0]]
+        if x.device.type != "cpu":  # which would be waited for at every tile
+            return [sent(group, x.device) for group in (*groups, rest) if len(group)]
         while len(rest):
             away = self._beyond(x[..., rest, :], x[..., rest[:1], :])
             groups.append(rest[~away])

@@ -17,6 +17,7 @@ from ..operators.access import Access, terms
 from ..operators.engines import DENSE, TILED, choose
 from ..operators.nearby import nearby
 
+_NEGLIGIBLE = 0.01  # of sum(residual / noise), below which the matrix is its diagonal to the probes, too
 _LEAST = 10  # columns before which the decay of the trace says nothing
 _BACK = 1.5  # the decay is that since there were so many times fewer columns
 _SHARE = 0.5  # of n beyond which a factor costs what a Cholesky factorization of K would
@@ -139,7 +140,7 @@ class RankByCost:
     def __call__(self, rank: int, left: float) -> bool:
         """:param rank: columns so far; :param left: ``sum(residual / noise)``, now that there are so many."""
         n = self.costs.n
-        if rank < min(_LEAST, n):  # which cost next to nothing, and leave less to the probes of a log determinant
+        if rank < min(_LEAST, n) and left > _NEGLIGIBLE:  # few columns cost nothing, and leave less to the probes
             self._seen.append((rank, left / (n - rank)))
             return False
         if left <= 1 or rank >= max(_LEAST, _SHARE * n):  # the condition number is at most 2

@@ -25,7 +25,7 @@ from ...operators.access import float64
 from ...operators.first_order import first_order, in_callers_context
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
-from ...report import SolveReport, shortfall_counted, warn_of
+from ...report import Reason, SolveReport, shortfall_counted, warn_of
 from ...settings import memory_budget, variance
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
@@ -172,7 +172,11 @@ class TrainingSide:
         limited = isinstance(self.solver, ConjugateGradients) and self.solver.limited
         if not report.converged and not limited and self.kept.fits(self.system):
             with suppress(NumericalError):
-                return self.kept.solve(self.system, c)
+                found = self.kept.solve(self.system, c)
+                left = (c - self.system.accurate_product(found.weights)).norm(dim=-2)
+                report.residual = (left / c.norm(dim=-2).clamp(min=torch.finfo(c.dtype).tiny)).reshape(-1)
+                report.reason, report.converged = Reason.DIRECT, True
+                report.notes.append("a Cholesky factorization in float64 finished the solve")
         warn_of(report)
         return found
 
