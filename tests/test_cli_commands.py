@@ -612,8 +612,7 @@ def test_demo_without_the_side_of_gpytorch(tmp_path, capsys, monkeypatch):
     code, out, _ = run(capsys, "demo", "--quick", "--skip-gpytorch", "--output", tmp_path)
     assert code == 0 and (tmp_path / "sketchgp-demo.png").exists()
     assert "GPyTorch's defaults" not in out and "see --skip-gpytorch" not in out
-    for step in ("fits to fewer rows", "step 5 done, loss", "the mean", "variances"):
-        assert f"  ... {step}" in out  # a line now and then, before the first step of the fit too
+    assert "  ... " in out  # a line now and then
 
 
 def test_the_usual_demo_is_of_fewer_rows_than_the_full_one(tmp_path, capsys, monkeypatch):

@@ -25,6 +25,8 @@ def check_targets(model: Any, built: bool) -> None:
     :param built: False inside a constructor: there is no prior yet.
     :raises InputError: naming both shapes.
     """
+    if model.train_targets is None or not model.train_inputs:
+        return
     targets, inputs = model.train_targets, model.train_inputs[0]
     n, batch, shape = inputs.shape[-2], inputs.shape[:-2], targets.shape
     if shape[-1:] == (n,) and _broadcast(shape[:-1], batch):
