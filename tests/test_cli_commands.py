@@ -608,11 +608,12 @@ def test_quick_demo(tmp_path, capsys):
 @pytest.mark.slow
 def test_demo_without_the_side_of_gpytorch(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sketchgp.cli.demo.evaluate_defaults", None)
-    monkeypatch.setattr("sketchgp.cli.demo.EVERY", 0.05)
+    monkeypatch.setattr("sketchgp.cli.demo.EVERY", 0.001)
     code, out, _ = run(capsys, "demo", "--quick", "--skip-gpytorch", "--output", tmp_path)
     assert code == 0 and (tmp_path / "sketchgp-demo.png").exists()
     assert "GPyTorch's defaults" not in out and "see --skip-gpytorch" not in out
-    assert "  ... " in out  # a line now and then
+    for step in ("fits to fewer rows", "step 5 done, loss", "the mean", "variances"):
+        assert f"  ... {step}" in out  # a line now and then, before the first step of the fit too
 
 
 def test_the_usual_demo_is_of_fewer_rows_than_the_full_one(tmp_path, capsys, monkeypatch):
