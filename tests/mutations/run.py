@@ -43,8 +43,8 @@ def copy(to: Path) -> None:
 
 
 def tried(one: Break, place: Path, limit: float) -> tuple[str, str]:
-    """What became of a break made in the copy at ``place``, and the test that saw it; the file is restored."""
-    path = place / "src" / "sketchgp" / one.file
+    """Return the outcome of a break made in the copy at ``place`` and the test that saw it, and restore the file."""
+    (path,) = one.places(place / "src" / "sketchgp")
     whole = path.read_text(encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
     command += [f"tests/{test}" for test in one.tests]
@@ -90,7 +90,7 @@ def main() -> int:
     print("\n".join(wrong) or f"{len(BREAKS)} breaks fit their files")
     if wrong or options.check:
         return bool(wrong)
-    chosen = [one for one in BREAKS if options.only in f"{one.file} {one.old} {one.tests} {one.why}"]
+    chosen = [one for one in BREAKS if options.only in f"{one.places()} {one.old} {one.tests} {one.why}"]
     outcomes: list[tuple[Break, str, str]] = []
     with tempfile.TemporaryDirectory(prefix="breaks-") as directory:
         places: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -117,7 +117,7 @@ def main() -> int:
                     one, verdict, detail, seconds = future.result()
                     outcomes.append((one, verdict, detail))
                     count = f"{len(outcomes):3}/{len(chosen)}"
-                    print(f"{count} {verdict} in {seconds:.0f} s: {one.file}: {one.why} {detail}", flush=True)
+                    print(f"{count} {verdict} in {seconds:.0f} s: {one.why} {detail}", flush=True)
             except KeyboardInterrupt:
                 stopped.set()
                 print("stopping; what was tried so far:")
@@ -132,7 +132,7 @@ def summary(outcomes: list[tuple[Break, str, str]]) -> int:
     print(f"{share:.1%} caught, at least {WANTED:.0%} expected")
     for kind in (SURVIVED, SLOW, FAULTY):
         for one, _, detail in counts[kind]:
-            print(f"\n{kind}: {one.file}: {one.why}\n  - {one.old}\n  + {one.new}")
+            print(f"\n{kind}: {one.why}\n  - {one.old}\n  + {one.new}")
             print(f"  tests: {', '.join(one.tests)} {detail}")
     return share < WANTED
 
