@@ -50,13 +50,14 @@ from sketchgp import (
     Skotch,
     choose_inducing_points,
 )
-from sketchgp.distributed import RankError, ShardedRows, in_force, sharded
+from sketchgp.distributed import RankError, in_force, sharded
 from sketchgp.errors import InputError
 from sketchgp.inducing_points import leverage_scores
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.preconditioners import Preconditioner, PreconditionerCache
 from sketchgp.report import Reason, SolveReport
 from sketchgp.solvers.full.blockwise import InvertedBlocks
+from sketchgp.space import ShardedRows
 
 N = 101  # no multiple of 2 or 3
 Values = Mapping[str, Any]  # of tensors, and of functions that give one after the block

@@ -31,6 +31,7 @@ FLOORS = {
     "distributed": 1,
     "kernels": 1,
     "operators": 1,
+    "space": 1,
     "lowrank": 2,
     "preconditioners": 3,
     "inducing_points": 4,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .distributed import in_force
 from .errors import InputError, NumericalError
 from .lowrank import rpcholesky, shifted_cholesky
 from .memory import available_memory
@@ -20,6 +19,7 @@ from .random_streams import generator, salted
 from .solvers.inducing.points import InducingPoints
 from .solvers.loop import compare_ranks
 from .solvers.problem import check_fits, check_kernel
+from .space import Space
 
 _METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
 _FULL_KMEANS = 20_000  # points up to which k-means looks at all of them every round
@@ -153,15 +153,15 @@ def _seen(kernel: Any, d: int) -> list[int]:
 
 
 def _rpcholesky(kernel: Any, x: Tensor, m: int, stream: torch.Generator) -> InducingPoints:
-    n, shards = len(x), in_force()
-    needed, free = 8 * m * (n if shards is None else -(-n // shards.count)), available_memory(x.device)
+    n, space = len(x), Space.of(len(x))
+    needed, free = 8 * m * space.most_rows, available_memory(x.device)
     if needed > free:
         raise InputError(
             f"method='rpcholesky' needs {needed / 2**30:.1f} GiB for n = {n}, m = {m} and {free / 2**30:.1f} GiB are "
             "free; choose from a subsample of the rows, or take 'leverage' or 'k-means'."
         )
     matrix = _matrix(kernel, x)
-    pivots = rpcholesky(matrix, m, generator=stream, shards=shards).pivots
+    pivots = rpcholesky(matrix, m, generator=stream, space=space).pivots
     assert pivots is not None
     missing = m - len(pivots)
     if not missing:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import checks
 from .accelerate import acceleration_of
-from .distributed import whole
 from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference.full_scale import FullScale
@@ -30,6 +29,7 @@ from .report import SolveReport
 from .settings import memory_budget
 from .solvers import Cholesky, System
 from .solvers.full.cholesky import factor_bytes
+from .space import whole
 
 _ALWAYS = 800  # rows up to which a factorization is taken whatever it costs
 _EXACT_WORK = {"cpu": 2e11, "cuda": 2e15}  # n^3 up to which it is the default

@@ -259,8 +259,8 @@ BREAKS = (
         "a draw that is not used takes numbers from the stream",
     ),
     Break(
-        "fallen = new.square().sum(dim=0)",
-        "fallen = new.square().mean(dim=0)",
+        "space.numbers(new.square().sum(dim=0))",
+        "space.numbers(new.square().mean(dim=0))",
         LOWRANK,
         "too little is taken off the residual",
     ),
@@ -271,8 +271,8 @@ BREAKS = (
         "greedy columns are not made orthogonal to earlier ones",
     ),
     Break(
-        "core = own.mT @ sketch",
-        "core = own.mT @ own",
+        "total(held_rows(test).mT @ sketch)",
+        "total(held_rows(test).mT @ held_rows(test))",
         LOWRANK,
         "the core of the sketch is the wrong matrix",
     ),

@@ -4,21 +4,13 @@ the large arrays shared out by rows.  ``with sketchgp.distributed.sharded():`` i
 
 from .block import in_force, sharded
 from .exchange import RankError
-from .rows import Factor, ShardedRows, fetched, gram, leading, square_norms, whole
 from .shards import Shards
 from .state import of_rank_0
 
 __all__ = [
-    "Factor",
     "RankError",
-    "ShardedRows",
     "Shards",
-    "fetched",
-    "gram",
     "in_force",
-    "leading",
     "of_rank_0",
     "sharded",
-    "square_norms",
-    "whole",
 ]

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..distributed import gram, square_norms
 from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import Access
 from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import ConjugateGradients, System
+from ..space import gram, square_norms
 from .leave_one_out import ProbedDiagonal, fitted, log_density, signs, totals
 from .neighbours import conditional_variances, nearest
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import Factor
 from ..errors import NumericalError
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, FactorOfSketch, sketched
+from ..space import Factor, held_rows, space_of
 
 _BEGIN = 128  # columns that a factor of no certain rank begins with, where memory is taken at once
 
@@ -129,9 +129,7 @@ def sketched_factor(matrix: Access, test: Factor) -> FactorOfSketch:
     """``F = K M L^-T``, ``L L^T = M^T K M``, for a dense test matrix M; without gradients, shared out as M is."""
     with torch.no_grad():
         sketch = sketched(matrix, test)
-        own = test if isinstance(test, Tensor) else test.own
-        core = own.mT @ sketch
-        root = shifted_cholesky(core if isinstance(test, Tensor) else test.shards.sum(core), matrix.resolution)
+        root = shifted_cholesky(space_of(test).total(held_rows(test).mT @ sketch), matrix.resolution)
     moving = FactorOfSketch(None, root, test)
     moving.factor = moving.made_of(sketch)
     return moving

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..devices import fetched
-from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from ..operators.unchanged import parameters_held
+from ..space import Space
 from .factor import Columns, LowRank, Scores
 
 
@@ -23,7 +23,7 @@ def greedy_cholesky(
     weights: Tensor | None = None,
     tol: float = 0.0,
     enough: Callable[[int, float], bool] | None = None,
-    shards: Shards | None = None,
+    space: Space | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix with diagonal (complete) pivoting.
 
@@ -36,8 +36,8 @@ def greedy_cholesky(
     :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: asked before each column with the number of columns and ``sum(weights * residual)``: whether to stop.
         With it memory is taken as columns come.
-    :param shards: P ranks that each make their own rows of F: ``n rank / P`` entries of K and memory; a column sends
-        the row of its pivot, and n numbers.
+    :param space: of F; None makes all rows here.  P ranks that make their own rows evaluate ``n rank / P`` entries of K
+        each; a column sends the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
     diagonal = matrix.diagonal()
@@ -45,18 +45,17 @@ def greedy_cholesky(
     n, device = matrix.n, matrix.device
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
-    held = slice(0, n) if shards is None else shards.span(n)
-    own = None if shards is None else torch.arange(held.start, held.stop, device=device)
-    found = Columns.of(held.stop - held.start, rank, device, surely=enough is None)
+    space = space or Space(n)
+    found = Columns.of(space.height, rank, device, surely=enough is None)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
         wanted = scores.of(residual)
         best = wanted.argmax()[None]
-        row = found.factor.index_select(0, best)[0] if shards is None else shards.rows(found.factor, best, n)[0]
-        column = matrix.columns(best) if own is None else matrix.block(own, best)
+        row = space.rows(found.factor, best)[0]
+        column = space.columns(matrix, best)
         new = column[:, 0] - found.factor @ row
-        height = new.index_select(0, best) if shards is None else shards.rows(new[:, None], best, n)[0]
+        height = space.rows(new[:, None], best)[0]
         # The column is made before it is known whether it is needed, so that a device is waited for once.
         sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
         left, total, _ = sums.tolist()
@@ -67,9 +66,7 @@ def greedy_cholesky(
         new = new / height.sqrt()
         found.add(new.unsqueeze(0))
         pivots[done : done + 1] = best
-        fallen = new.square() if shards is None else shards.gather(new.square(), n, dim=-1)
-        residual = (residual - fallen).clamp_(min=0)
+        residual = (residual - space.numbers(new.square())).clamp_(min=0)
         residual[best] = 0
         done += 1
-    factor = found.all()
-    return LowRank(factor if shards is None else ShardedRows(factor, n, shards), pivots[:done], residual)
+    return LowRank(space.factor(found.all()), pivots[:done], residual)

@@ -10,30 +10,26 @@ import torch
 from torch import Tensor
 
 from ..devices import queued
-from ..distributed import Factor, ShardedRows, Shards, square_norms
 from ..operators.access import Access
 from ..operators.tiles import spans
+from ..space import Factor, ShardedRows, Space, square_norms
 from .factor import LowRank, nystrom_factor, sketched_factor
 
 _DRAWN = 4096  # rows of a test matrix that are drawn at once
 
 
 @torch.no_grad()
-def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, shards: Shards | None = None) -> LowRank:
+def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, space: Space | None = None) -> LowRank:
     """Nystrom approximation from ``rank`` distinct columns chosen uniformly.
 
     Cheapest, and right when all columns matter alike; it misses small clusters.  O(n rank^2) operations.
 
-    :param shards: ranks that each make their own rows of F.
+    :param space: of F; None makes all rows here.
     """
     pivots = torch.randperm(matrix.n, generator=generator)[:rank].to(matrix.device)
-    own = None
-    if shards is not None:
-        span = shards.span(matrix.n)
-        own = torch.arange(span.start, span.stop, device=matrix.device)
-    columns = matrix.columns(pivots) if own is None else matrix.block(own, pivots)
-    rows = nystrom_factor(columns, matrix.block(pivots, pivots), matrix.resolution)
-    factor = rows if shards is None else ShardedRows(rows, matrix.n, shards)
+    space = space or Space(matrix.n)
+    columns = space.columns(matrix, pivots)
+    factor = space.factor(nystrom_factor(columns, matrix.block(pivots, pivots), matrix.resolution))
     return LowRank(factor, pivots, _residual(matrix, factor))
 
 
@@ -49,18 +45,20 @@ def scaled_test_matrix(
     generator: torch.Generator,
     device: torch.device,
     scales: Tensor | None = None,
-    shards: Shards | None = None,
+    space: Space | None = None,
 ) -> Factor:
-    """The same, with rows that are multiplied by ``scales`` ``(n,)``; of ranks that work together, each keeps its own
-    rows, though all are drawn by each of them."""
-    if shards is None:
+    """Return an orthonormal test matrix with its rows multiplied by ``scales`` ``(n,)``.
+
+    Each of several ranks draws all rows and keeps its own.
+    """
+    if space is None or not space.shared:
         test = gaussian_test_matrix(n, rank, generator, device)
         return test if scales is None else test * scales.unsqueeze(-1)
-    own = shards.span(n)
+    own = space.span
     test = queued(_drawn(n, rank, generator, own), device)
-    root = torch.linalg.cholesky(shards.sum(test.mT @ test))  # R^T
+    root = torch.linalg.cholesky(space.total(test.mT @ test))  # R^T
     test = torch.linalg.solve_triangular(root, test.mT, upper=False).mT
-    return ShardedRows(test if scales is None else test * scales[own].unsqueeze(-1), n, shards)
+    return space.factor(test if scales is None else test * scales[own].unsqueeze(-1))
 
 
 def _drawn(n: int, rank: int, generator: torch.Generator, own: slice) -> Tensor:
@@ -81,7 +79,7 @@ def gaussian_nystrom(
     *,
     generator: torch.Generator,
     scales: Tensor | None = None,
-    shards: Shards | None = None,
+    space: Space | None = None,
 ) -> LowRank:
     """Nystrom approximation from ``rank`` random combinations of all columns.
 
@@ -89,10 +87,10 @@ def gaussian_nystrom(
 
     :param scales: ``(n,)``, of the points in the combinations: ``D^-1/2`` gives the approximation of
         ``D^-1/2 K D^-1/2``, times ``D^1/2`` on both sides.
-    :param shards: ranks that each keep their own rows of F; all rows of the test matrix are drawn by each of them,
-        and products are with 256 of its columns at a time.
+    :param space: of F; None makes all rows here.  Each of several ranks draws all rows of the test matrix, and
+        multiplies 256 of its columns at a time.
     """
-    test = scaled_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device, scales, shards)
+    test = scaled_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device, scales, space)
     factor = sketched_factor(matrix, test).factor
     assert factor is not None
     return LowRank(factor, None, _residual(matrix, factor))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..devices import fetched, queued, sent
-from ..distributed import ShardedRows, Shards
 from ..operators.access import Access
 from ..operators.unchanged import parameters_held
+from ..space import Space
 from .factor import Columns, LowRank, Scores, shifted_cholesky
 
 
@@ -30,7 +30,7 @@ def rpcholesky(
     weights: Tensor | None = None,
     tol: float = 0.0,
     enough: Callable[[int, float], bool] | None = None,
-    shards: Shards | None = None,
+    space: Space | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix with random pivots.
 
@@ -51,18 +51,17 @@ def rpcholesky(
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
     :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: asked before each round with the number of columns and ``sum(weights * residual)``: whether to stop.
-    :param shards: P ranks that each make their own rows of F: (rank + 1) n / P entries of K and n rank / P memory; a
-        round sends the fall of the residual, n numbers, and the rows of F of the proposals.
+    :param space: of F; None makes all rows here.  P ranks that make their own rows evaluate (rank + 1) n / P entries of
+        K each; a round sends the fall of the residual, n numbers, and the rows of F of the proposals.
     :returns: the factor in float64 with its pivots, in the order of their choice.
     """
     diagonal = matrix.diagonal()
     n, device = matrix.n, matrix.device
-    held = slice(0, n) if shards is None else shards.span(n)
-    own = None if shards is None else torch.arange(held.start, held.stop, device=device)
+    space = space or Space(n)
     floor = matrix.resolution * float(diagonal.sum())
     rank = min(rank, n)
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    found = Columns.of(held.stop - held.start, rank, device, surely=enough is None)
+    found = Columns.of(space.height, rank, device, surely=enough is None)
     pivots: list[Tensor] = []
     residual, done, failures = diagonal.clone(), 0, 0
     scores = Scores(matrix, diagonal, weights)
@@ -76,7 +75,7 @@ def rpcholesky(
         sums = scores.sums(residual, wanted)
         if method == "block" and device.type == "cpu":  # a device would have to tell how many are left
             proposals = torch.unique(proposals)
-        rows = found.factor[proposals] if shards is None else shards.rows(found.factor, proposals, n)
+        rows = space.rows(found.factor, proposals)
         schur, bounds = matrix.block(proposals, proposals) - rows @ rows.mT, residual[proposals]
         sums, small, bounds, drawn = fetched(sums, schur, bounds, proposals)
         small = small.reshape(schur.shape)
@@ -96,18 +95,15 @@ def rpcholesky(
         chosen = sent(drawn[kept].long(), device)
         kept, root = queued(kept, device), queued(root, device)
         # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
-        columns = matrix.columns(chosen) if own is None else matrix.block(own, chosen)
-        new = columns.mT - rows[kept] @ found.factor.mT
+        new = space.columns(matrix, chosen).mT - rows[kept] @ found.factor.mT
         new = torch.linalg.solve_triangular(root, new, upper=False)
         found.add(new)
-        fallen = new.square().sum(dim=0)
-        residual = (residual - (fallen if shards is None else shards.gather(fallen, n, dim=-1))).clamp_(min=0)
+        residual = (residual - space.numbers(new.square().sum(dim=0))).clamp_(min=0)
         residual[chosen] = 0
         pivots.append(chosen)
         done += len(chosen)
     chosen_all = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=device)
-    factor = found.all()
-    return LowRank(factor if shards is None else ShardedRows(factor, n, shards), chosen_all, residual)
+    return LowRank(space.factor(found.all()), chosen_all, residual)
 
 
 def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -11,8 +11,8 @@ from linear_operator.operators import DenseLinearOperator, LinearOperator
 from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
-from ..distributed import Factor, ShardedRows, Shards, square_norms, whole
 from ..errors import NumericalError
+from ..space import Factor, ShardedRows, Space, space_of, square_norms, whole
 from .substitution import cholesky_solve
 from .thin import thin_product
 from .tiles import add_product, spans
@@ -53,7 +53,7 @@ class LowRankPlusDiagonal(LinearOperator):
     Solves use the Woodbury identity with ``C = I + F^T D^-1 F`` (r x r, Cholesky), in the factor's dtype; with a
     float64 factor a float32 caller therefore gets float64 accuracy, rounded at the end.
 
-    :param factor: F, ``(..., n, r)``; r may be 0.  Of :class:`~sketchgp.distributed.ShardedRows` every rank holds its
+    :param factor: F, ``(..., n, r)``; r may be 0.  Of :class:`~sketchgp.space.ShardedRows` every rank holds its
         own rows; solves, products, determinants and samples are then those of all ranks together.
     :param diagonal: d, ``(..., n)``, positive.
     :param out_dtype: dtype the operator shows to its callers (default: the factor's).
@@ -91,7 +91,7 @@ class LowRankPlusDiagonal(LinearOperator):
     @property
     def held(self) -> slice:
         """The rows of F that are on this rank."""
-        return slice(0, self.factor.shape[-2]) if isinstance(self.factor, Tensor) else self.factor.span
+        return space_of(self.factor).span
 
     def rows(self, rows: slice) -> Tensor:
         """Some of the rows :attr:`held`, ``(..., h, r)``."""
@@ -102,9 +102,7 @@ class LowRankPlusDiagonal(LinearOperator):
 
     def completed(self, values: Tensor) -> Tensor:
         """All of ``(..., n)`` values of which each rank has those of the rows :attr:`held`."""
-        if isinstance(self.factor, Tensor):
-            return values
-        return self.factor.shards.gather(values[..., self.factor.span], self.factor.n, dim=-1)
+        return space_of(self.factor).numbers(values[..., self.held])
 
     def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
         """The same operator without gradients, shown as ``out_dtype``; shares F, d and their factorization."""
@@ -141,7 +139,7 @@ class LowRankPlusDiagonal(LinearOperator):
                 scaled = self.rows(rows) / diagonal[..., rows, None].sqrt()
                 for across in spans(self.rank, _WIDTH):  # the lower triangle is all that is read
                     add_product(inner[..., across.start :, across], scaled[..., across.start :].mT, scaled[..., across])
-            inner = inner if isinstance(factor, Tensor) else factor.shards.sum(inner)
+            inner = space_of(factor).total(inner)
             inner.diagonal(dim1=-2, dim2=-1).add_(1)
             root, info = torch.linalg.cholesky_ex(inner)
             definite = (info == 0).all() & (diagonal > 0).all() & torch.isfinite(root).all()  # false for NaN too
@@ -168,20 +166,24 @@ class LowRankPlusDiagonal(LinearOperator):
             scaled = scaled - thin_product(self.factor, inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 
-    def apply_inverse_to_rows(self, own: Tensor, shards: Shards) -> Tensor:
-        """The rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``; sends r t numbers.
+    def down(self, vectors: Tensor, rows: slice | None = None) -> Tensor:
+        """``F^T vectors``, ``(..., r, t)``, or the part of it that some rows, those of ``vectors``, make up."""
+        return thin_product((self.factor if rows is None else self.rows(rows)).mT, vectors)
+
+    def up(self, inner: Tensor, rows: slice | None = None) -> Tensor:
+        """``F inner``, or some rows of it."""
+        return thin_product(self.factor if rows is None else self.rows(rows), inner)
+
+    def apply_inverse_to_rows(self, own: Tensor, space: Space) -> Tensor:
+        """Return the rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``; sends r t numbers.
 
         F may be shared out as well, or whole on every rank.
         """
-        factor, span = self.factor, shards.span(self.shape[-1])
-        if isinstance(factor, ShardedRows):
-            shards, span = factor.shards, factor.span
-        diagonal = self.diagonal_part[..., span].unsqueeze(-1)
-        scaled = own.to(factor.dtype) / diagonal
+        diagonal = self.diagonal_part[..., space.span].unsqueeze(-1)
+        scaled = own.to(self.factor.dtype) / diagonal
         if self.rank:
-            rows = self.rows(span)
-            inner = cholesky_solve(shards.sum(thin_product(rows.mT, scaled)), self.capacitance_root())
-            scaled = scaled - thin_product(rows, inner) / diagonal
+            inner = cholesky_solve(space.total(self.down(scaled, space.span)), self.capacitance_root())
+            scaled = scaled - self.up(inner, space.span) / diagonal
         return scaled.to(own.dtype)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:

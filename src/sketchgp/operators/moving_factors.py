@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import Factor, ShardedRows, in_force
+from ..space import Factor, ShardedRows, Space, held_rows, space_of
 from .access import Access
 from .engines import TILED
 from .engines.base import Gradients
@@ -86,7 +86,7 @@ class MovingFactor:
         """The gradient of ``L L^T``, ``(r, r)``."""
         root = self.core_root
         assert root is not None
-        core = core if whole or not isinstance(self.factor, ShardedRows) else self.factor.shards.sum(core)
+        core = core if whole else space_of(self.factor).total(core)
         upper = core.triu()
         core = (upper + upper.mT) - torch.diag(core.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
@@ -112,14 +112,14 @@ class FactorOfColumns(MovingFactor):
         """By blocks of rows; K(:, S) is never there as a whole."""
         over = self.core_root if self.coefficients is None else self.coefficients
         assert over is not None
-        n, shards = matrix.n, in_force()
-        held = slice(0, n) if shards is None else shards.span(n)
-        factor = over.new_empty(held.stop - held.start, over.shape[-1])
+        space = Space.of(matrix.n)
+        held = space.span
+        factor = over.new_empty(space.height, over.shape[-1])
         for rows in spans(held.stop, max(1, ENTRIES // max(self.width, 1)), held.start):
             part = matrix.block(torch.arange(rows.start, rows.stop, device=over.device), self.pivots)
             part = self._combined(part, over)
             factor[rows.start - held.start : rows.stop - held.start] = part
-        return factor if shards is None else ShardedRows(factor, n, shards)
+        return space.factor(factor)
 
     def _combined(self, columns: Tensor, over: Tensor) -> Tensor:
         if self.coefficients is None:
@@ -185,7 +185,7 @@ class FactorOfSketch(MovingFactor):
         """F from K M, of which a rank has its own rows."""
         assert self.core_root is not None
         rows = torch.linalg.solve_triangular(self.core_root, sketch.mT, upper=False).mT
-        return rows if isinstance(self.test, Tensor) else ShardedRows(rows, self.test.n, self.test.shards)
+        return space_of(self.test).factor(rows)
 
     def live(self, matrix: Access) -> Tensor:
         assert isinstance(self.test, Tensor)
@@ -196,7 +196,7 @@ class FactorOfSketch(MovingFactor):
     def gradients(
         self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
     ) -> Gradients:
-        test = self.test if isinstance(self.test, Tensor) else self.test.own
+        test = held_rows(self.test)
         of_sketch = torch.empty_like(test)
         for rows in blocks:
             of_sketch[rows.start - blocks[0].start : rows.stop - blocks[0].start] = 2 * rows_of(rows)

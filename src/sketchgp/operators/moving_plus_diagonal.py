@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Factor
+from ..space import Factor
 from .access import Access
 from .engines.base import Gradients
 from .kernel_matrix import KernelMatrix

@@ -9,7 +9,6 @@ import torch
 from linear_operator.operators import DenseLinearOperator, LinearOperator
 from torch import Tensor
 
-from ..distributed import in_force
 from .kernel_matrix import KernelMatrix
 from .tall import TallMatrix
 from .unchanged import Memory
@@ -54,7 +53,7 @@ class NormalMatrix(LinearOperator):
     def to_dense(self) -> Tensor:
         """``(m, m)``."""
         out = self.kzz * self.level
-        part = torch.zeros_like(out) if in_force() is not None else out
+        part = torch.zeros_like(out) if self.tall.space.shared else out
         for _, tile in self.tall.own_tiles():
             part.addmm_(tile.mT, tile)
         return out if part is out else out.add_(self.tall.total(part))

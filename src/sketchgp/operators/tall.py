@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..devices import here, sent
-from ..distributed import in_force
 from ..memory import available_memory, out_of_memory
 from ..row_sources import RowSource, blocks
+from ..space import Space
 from .centre import Centre
 from .distances import surely_near
 from .expression import Known
@@ -196,40 +196,37 @@ class TallMatrix:
 
     @property
     def own(self) -> slice:
-        """The rows of x that are this rank's."""
-        shards, n = in_force(), self.shape[0]
-        return slice(0, n) if shards is None else shards.span(n)
+        """Rows of x of this rank."""
+        return self.space.span
+
+    @property
+    def space(self) -> Space:
+        """Rows of x, of the ranks that work together now."""
+        return Space.of(self.shape[0])
 
     def own_tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """:meth:`tiles` of this rank's rows: what is added up over them has to be completed by :meth:`total`."""
-        shards = in_force()
-        if shards is None:
-            yield from self.tiles(rows)
-            return
-        n, m = self.shape
-        own = self.own
-        yield from self.tiles(rows, own)
-        self.entries += (n - (own.stop - own.start)) * m
+        space, (n, m) = self.space, self.shape
+        yield from self.tiles(rows, space.span)
+        self.entries += (n - space.height) * m
 
     def total(self, part: Tensor) -> Tensor:
         """The sum of what each rank has of :meth:`own_tiles`."""
-        shards = in_force()
-        return part if shards is None else shards.sum(part)
+        return self.space.total(part)
 
     def completed(self, values: Tensor) -> Tensor:
         """All of ``(n, t)`` values of which each rank has those of the rows of :meth:`own_tiles`."""
-        shards, n = in_force(), self.shape[0]
-        return values if shards is None else shards.gather(values[shards.span(n)], n)
+        return self.space.whole(values[self.own])
 
     def joined(self, values: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
         """All of ``(n, t)`` values of which each rank gives those of its rows ``own``, and the sum of parts ``(p, t)``:
         by one message, where few rows make waiting dearer than sending twice."""
-        shards, n = in_force(), self.shape[0]
-        if shards is None:
+        space, n = self.space, self.shape[0]
+        if not space.shared:
             return values, part
         both = torch.cat([part, values.new_zeros(n, values.shape[1])])
-        both[len(part) :][self.own] = values
-        part, values = shards.sum(both).split([len(part), n])
+        both[len(part) :][space.span] = values
+        part, values = space.total(both).split([len(part), n])
         return values, part
 
     def own_matmul(self, vectors: Tensor) -> Tensor:
@@ -242,8 +239,7 @@ class TallMatrix:
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """``T v``: ``(m, t)`` to ``(n, t)``, float64."""
-        shards, out = in_force(), self.own_matmul(vectors)
-        return out if shards is None else shards.gather(out, self.shape[0])
+        return self.space.whole(self.own_matmul(vectors))
 
     def t_matmul(self, vectors: Tensor) -> Tensor:
         """``T^T v``: ``(n, t)`` to ``(m, t)``, float64."""
@@ -259,7 +255,7 @@ class TallMatrix:
             image = tile @ vectors
             squares += image.square().sum(dim=0)
             out.addmm_(tile.mT, image)
-        if in_force() is not None:
+        if self.space.shared:
             both = self.total(torch.cat([out, squares.unsqueeze(0)]))
             out, squares = both[:-1], both[-1]
         return out, squares

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..checks import count, settle
-from ..distributed import Factor, fetched, in_force, square_norms, whole
 from ..lowrank import LowRank, nystrom_factor, pivoted_factor
 from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
+from ..space import Factor, held_rows, space_of, square_norms, whole
 
 DRIFT = 1.25  # pivots are chosen anew when they leave this many times as large a share of the trace as when chosen
 
@@ -118,14 +118,8 @@ class Preconditioner:
         return max(1, min(n, stored, self._reach(n)))
 
     def rows_stored(self, n: int) -> int:
-        """Of F, on one rank."""
+        """Return the largest number of rows of F that any rank holds."""
         return n
-
-    @staticmethod
-    def _share(n: int) -> int:
-        """The most of n rows that a rank holds where ranks work together; else all."""
-        shards = in_force()
-        return n if shards is None else -(-n // shards.count)
 
     def _reach(self, n: int) -> int:
         """The most columns of an automatic rank, whatever the memory."""
@@ -220,7 +214,9 @@ def unexplained(matrix: Access, factor: Factor, noise: Tensor) -> tuple[Tensor, 
 
 def _selection(low_rank: LowRank, sequential: bool = False) -> Selection:
     """:param sequential: whether F is a partial Cholesky factor: at its pivots it then holds that of their block."""
-    root = fetched(low_rank.factor, low_rank.pivots).tril() if sequential and low_rank.pivots is not None else None
+    root = None
+    if sequential and low_rank.pivots is not None:
+        root = space_of(low_rank.factor).rows(held_rows(low_rank.factor), low_rank.pivots).tril()
     return Selection(low_rank.factor, low_rank.pivots, core_root=root)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Factor, in_force
+from ..distributed import in_force
 from ..fingerprint import tensor_key
 from ..operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
 from ..operators.access import Access
 from ..operators.marks import operator_key
 from ..operators.moving_factors import MovingFactor
+from ..space import Factor
 from .base import Preconditioner, Selection
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..checks import count, seed, settle
-from ..distributed import Factor, ShardedRows, in_force
 from ..lowrank import top_eigensystem
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..random_streams import generator
+from ..space import Factor, Space
 from .base import DRIFT, Preconditioner, Selection, noise_of_each, unexplained
 
 
@@ -48,7 +47,7 @@ class NystromEigenPro(Preconditioner):
         return True
 
     def rows_stored(self, n: int) -> int:
-        return self._share(n)
+        return Space.of(n).most_rows
 
     def _reach(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))
@@ -64,14 +63,8 @@ class NystromEigenPro(Preconditioner):
         top = top_eigensystem(matrix, rank, size, generator=stream, scales=scales)
         weights = (1 / top.values - top.tail / top.values.square()).clamp_(min=0)
         coefficients = scales[top.indices].unsqueeze(-1) * top.vectors * weights.sqrt()
-        factor: Factor
-        shards = in_force()
-        if shards is None:
-            factor = matrix.columns(top.indices) @ coefficients
-        else:
-            span = shards.span(n)
-            own = torch.arange(span.start, span.stop, device=matrix.device)
-            factor = ShardedRows(matrix.block(own, top.indices) @ coefficients, n, shards)
+        space = Space.of(n)
+        factor = space.factor(space.columns(matrix, top.indices) @ coefficients)
         return Selection(factor, top.indices, shift=top.tail * n / len(top.indices), coefficients=coefficients)
 
     def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:

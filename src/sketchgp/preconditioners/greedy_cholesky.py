@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..distributed import in_force
 from ..lowrank import greedy_cholesky
 from ..operators.access import Access
+from ..space import Space
 from .base import Preconditioner, Selection, _selection
 from .rank import Costs, RankByCost
 
@@ -35,11 +35,11 @@ class GreedyCholesky(Preconditioner):
         return True
 
     def rows_stored(self, n: int) -> int:
-        return self._share(n)
+        return Space.of(n).most_rows
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         rank = self.rank_for(matrix.n, matrix.device)
         enough = RankByCost(Costs(matrix, one_by_one=True)) if self.rank is None else None
         return _selection(
-            greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough, shards=in_force()), sequential=True
+            greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough, space=Space.of(matrix.n)), sequential=True
         )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..checks import seed, settle, word
-from ..distributed import in_force
 from ..lowrank import (
     LowRank,
     gaussian_nystrom,
@@ -24,6 +23,7 @@ from ..lowrank import (
 from ..operators.access import Access
 from ..operators.moving_factors import MovingFactor
 from ..random_streams import generator
+from ..space import Space
 from .base import Preconditioner, Selection, _selection
 
 
@@ -62,11 +62,11 @@ class Nystrom(Preconditioner):
 
     def _approximate(self, matrix: Access, rank: int, scales: Tensor) -> LowRank:
         if self.sketch == "gaussian":
-            return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales, shards=in_force())
-        return uniform_nystrom(matrix, rank, generator=self._generator(), shards=in_force())
+            return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales, space=Space.of(matrix.n))
+        return uniform_nystrom(matrix, rank, generator=self._generator(), space=Space.of(matrix.n))
 
     def rows_stored(self, n: int) -> int:
-        return self._share(n)
+        return Space.of(n).most_rows
 
     @property
     def lean(self) -> bool:
@@ -99,7 +99,7 @@ class Nystrom(Preconditioner):
         if selection.test is None:
             stream = self._generator()
             selection.test = scaled_test_matrix(
-                matrix.n, selection.columns, stream, matrix.device, selection.scales, in_force()
+                matrix.n, selection.columns, stream, matrix.device, selection.scales, Space.of(matrix.n)
             )
         return sketched_factor(matrix, selection.test)
 

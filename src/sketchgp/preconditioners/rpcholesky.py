@@ -8,11 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from ..checks import count, seed, settle, word
-from ..distributed import in_force
 from ..errors import InputError
 from ..lowrank import rpcholesky
 from ..operators.access import Access
 from ..random_streams import generator
+from ..space import Space
 from .base import Preconditioner, Selection, _selection
 from .rank import Costs, RankByCost
 
@@ -61,7 +61,7 @@ class RPCholesky(Preconditioner):
         return True
 
     def rows_stored(self, n: int) -> int:
-        return self._share(n)
+        return Space.of(n).most_rows
 
     def _select(self, matrix: Access, noise: Tensor) -> Selection:
         low_rank = rpcholesky(
@@ -72,6 +72,6 @@ class RPCholesky(Preconditioner):
             block_size=self.block_size,
             weights=1 / noise,
             enough=RankByCost(Costs(matrix)) if self.rank is None else None,
-            shards=in_force(),
+            space=Space.of(matrix.n),
         )
         return _selection(low_rank, sequential=self.method == "accelerated")

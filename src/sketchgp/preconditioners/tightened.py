@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..distributed import Factor, leading, square_norms
 from ..operators.access import Access
+from ..space import Factor, leading, square_norms
 from .base import Preconditioner, Selection
 
 _COLUMNS = 20.0  # times n^1/2: the most columns; F costs more than products with K beyond

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import diagonal
 from ..operators.rounding import entry_rounding
+from ..space import Space
 from .problem import System
-from .space import Space
 
 _EPS = torch.finfo(torch.float64).eps
 _BELOW = 16.0  # roundoffs of the trace of K that F F^T may be above K, or K below 0

@@ -31,7 +31,6 @@ from linear_operator.operators import DiagLinearOperator, InterpolatedLinearOper
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...distributed import square_norms
 from ...errors import SketchGPError
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import Access, evaluated_accurately, terms
@@ -42,6 +41,7 @@ from ...preconditioners.tightened import log_slack
 from ...solvers import ConjugateGradients, System
 from ...solvers.certificate import Certificate
 from ...solvers.energy import Energy
+from ...space import square_norms
 from .acceleration import Acceleration
 from .mean_solve import held
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import in_force
 from ...report import SolveReport
 from ...solvers import BlockSolver, System
 from ...solvers.solver import solve_system
+from ...space import Space
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None) 
     start, or keeps a checkpoint, which is of a solve from zero; and where ranks work together, of which each may
     have another start, or none.
     """
-    warm = isinstance(solver, BlockSolver) and solver.checkpoint is None and in_force() is None
+    warm = isinstance(solver, BlockSolver) and solver.checkpoint is None and not Space.of(system.n).shared
     if not warm or before is None or before.shape != rhs.shape or before.device != rhs.device:
         return solve_system(solver, system, rhs)
     residual = rhs.to(torch.float64) - system.accurate_product(before)

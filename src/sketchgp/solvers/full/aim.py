@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import square_norms
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import diagonal
+from ...space import Space, square_norms
 from ..certificate import Certificate
 from ..problem import System
-from ..space import Space
 
 LEVEL = 0.01  # posterior deviations of an observation
 FACTORIZED = 0.1  # the same where a factorization in float64 has made the value, which nothing makes better

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
-from ...distributed import in_force
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
@@ -22,12 +21,12 @@ from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude, shortfall_counted
 from ...settings import memory_budget
+from ...space import Space
 from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
 from ..problem import FullProblem, Solution, System, check_problem
-from ..space import Space
 from .aim import Rows
 from .another_matrix import LostToRoundingError
 from .followed import Followed
@@ -287,7 +286,7 @@ class ConjugateGradients(Budgeted):
         method = Gradients(
             tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors
         )
-        if goal is None and not lanczos_columns and not self.limited and in_force() is None:
+        if goal is None and not lanczos_columns and not self.limited and not space.shared:
             method.factor_memory = memory_budget.value(rhs.device)
         return method
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...random_streams import generator
+from ...space import Space
 from ..problem import System
-from ..space import Space
 
 _ROWS = 64  # the estimate's standard deviation is a tenth
 

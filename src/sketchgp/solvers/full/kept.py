@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...space import Space
 from ..loop import Method
 from ..problem import System
-from ..space import Space
 from .aim import Aim
 from .lanczos_record import LanczosRecord
 

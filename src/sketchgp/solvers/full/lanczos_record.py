@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...settings import memory_budget
+from ...space import Space
 from ..lanczos import tridiagonal
-from ..space import Space
 
 _DEPTH = 20  # vectors that are kept whatever the memory budget is; GPyTorch takes no more of them
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...distributed import in_force
 from ...operators import LowRankPlusDiagonal
 from ...operators.thin import thin_product
 from ...random_streams import generator
 from ...settings import memory_budget
+from ...space import Space
 
 _LEAST = 512  # columns from which on it pays
 _ALLOWED = 0.03  # of P, that rounding may add or take; three times as much took a sixth more iterations
@@ -39,7 +39,7 @@ class RoundedInverse:
         """That of a preconditioner; None of one with few columns, or where they fall too slowly, or without the memory
         for another 4 n (r - h) bytes, or where several ranks work together."""
         factor, rank = inverse.factor, inverse.rank
-        if in_force() is not None or not torch.is_tensor(factor):
+        if Space.of(len(inverse.diagonal_part)).shared or not torch.is_tensor(factor):
             return None
         if factor.dim() > 2 or rank < _LEAST or factor.dtype != torch.float64:
             return None

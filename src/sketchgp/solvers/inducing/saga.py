@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...distributed import in_force
 from ...errors import NumericalError
 from ...lowrank.smoothness import smoothness
 from ...operators import KernelMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
 from ...random_streams import generator
 from ...report import Reason
+from ...space import Space
 from ..full.blockwise import next_block
 from ..loop import Method, Outcome, largest_of
 from .problem import InducingPointProblem
@@ -97,7 +97,7 @@ class Saga(Method):
         self.choices, self.n, self.level = choices, len(x), problem.level
         self.size, self.columns, self.device = problem.m, self.y.shape[1], self.y.device
         self.generator: torch.Generator = generator(choices.seed, self.name)
-        self.tall, self.shards = problem.tall(accurate=False), in_force()
+        self.tall = problem.tall(accurate=False)
         self.exact = self.tall.accurate()
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
@@ -197,15 +197,15 @@ class Saga(Method):
 
     def step(self) -> bool:
         rows, self.rest = next_block(_SAMPLING, self.n, self.block_size, self.rest.cpu(), self.generator, self.device)
-        own = rows if self.shards is None else rows[self.shards.span(len(rows))]
+        space = Space.of(len(rows))
+        own = rows[space.span]
         part, change = self.tall.part(own), self.w - self.anchor[0]
         if self.iterations % self.every == 0:
             self.noise_term = self.anchor[3] + self._noise_term(change)
         new = torch.addmm(self.anchor[1][own], part, change)
         aux = part.mT @ (new - self.psi[own])
-        if self.shards is not None:
-            self.tall.entries += (len(rows) - len(own)) * self.tall.shape[1]
-            new, aux = self.shards.gather(new, len(rows)), self.shards.sum(aux)
+        self.tall.entries += (len(rows) - len(own)) * self.tall.shape[1]
+        new, aux = space.whole(new), space.total(aux)
         gradient = self.total + aux * (self.n / len(rows)) + self.noise_term
         self.total = self.total + aux
         self.psi[rows] = new

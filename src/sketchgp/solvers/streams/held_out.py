@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...distributed import in_force
 from ...fingerprint import tensor_mark
+from ...space import Space
 from .learner import Learner
 from .problem import Labels, RandomFeatureProblem
 
@@ -20,9 +20,9 @@ class FeatureHeldOut:
 
     def __init__(self, learner: Learner, problem: RandomFeatureProblem, x: Tensor, y: Tensor) -> None:
         self.learner, self.problem, self.y = learner, problem, y
-        self._shards = in_force()  # of whom each evaluates its own rows
+        self._space = Space.of(len(x))  # each rank evaluates its own rows
         with torch.no_grad():
-            self._made = learner.features.prepare(x if self._shards is None else x[self._shards.span(len(x))])
+            self._made = learner.features.prepare(x[self._space.span])
         self.mark = tensor_mark(x, y)
         self._entries = 0.0
 
@@ -36,8 +36,7 @@ class FeatureHeldOut:
         f = self.learner.evaluate(self._made, weights.unflatten(0, (-1, 2)))
         self.learner.entries = before
         self._entries += len(self.y) * len(weights)
-        if self._shards is not None:
-            f = self._shards.gather(f, len(self.y))
+        f = self._space.whole(f)
         if isinstance(self.problem.targets, Labels):
             found = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
             return (found != self.y).double().mean().reshape(1).cpu()

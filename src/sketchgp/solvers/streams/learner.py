@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...devices import fetched
-from ...distributed import in_force
 from ...errors import NumericalError
 from ...fingerprint import tensor_mark
 from ...operators.feature_map import Made, RandomFeatures
+from ...space import Space
 from .losses import Squared
 
 _ENTRIES = 2**21  # of features at points at once
@@ -90,11 +90,8 @@ class Learner:
 
     @staticmethod
     def with_more(targets: Tensor, extra: Extra, x: Tensor, numbers: Tensor) -> Tensor:
-        """Targets ``(b, t)`` and further columns; of several ranks, each has those of its own rows, and else 0."""
-        shards = in_force()
-        if shards is None:
-            return torch.cat([targets, extra(x, numbers)], dim=1)
-        own = shards.span(len(x))
+        """Append further columns to targets ``(b, t)``; each of several ranks has those of its rows, and zeros."""
+        own = Space.of(len(x)).span
         made = extra(x[own], numbers[own])
         more = made.new_zeros(len(x), made.shape[1])
         more[own] = made
@@ -124,8 +121,8 @@ class Learner:
         :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`told` then.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
-        shards = in_force()
-        own = slice(0, len(x)) if shards is None else shards.span(len(x))
+        space = Space.of(len(x))
+        own = space.span
         made = self.features.prepare(x[own])
         f = self.evaluate(made, self.coefficients, self.decay)
         which = self._pairs()
@@ -133,10 +130,10 @@ class Learner:
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
         gradient, weights = self.loss.gradient(f, y[own]), self.loss.weights(f, y[own])
         slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64)
-        if shards is not None:
+        if space.shared:
             values = f.new_zeros(len(x), f.shape[1])
             values[own] = f
-            slope, f = shards.sum(torch.cat([slope, values])).split([len(slope), len(x)])
+            slope, f = space.total(torch.cat([slope, values])).split([len(slope), len(x)])
         slope = slope / len(x)
         newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
         # one look at the device: whether f is finite, and the step's matrix positive definite
@@ -150,7 +147,7 @@ class Learner:
             torch.linalg.cholesky(newton.matrix)  # which says what is wrong
         self._grow(which.stop)
         if self.gram is not None and new is not None:
-            self._count(made if shards is None else self.features.prepare(x), new)
+            self._count(self.features.prepare(x) if space.shared else made, new)
         steady = self.loss.steady if whole and self.how.preconditioned else None
         if newton is not None:
             pairs = self.how.total or 1
@@ -198,8 +195,7 @@ class Learner:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
         step: Algorithm 1 of the paper.  The decay of all coefficients is one number."""
         if self.first_step != self.first_step:
-            shards = in_force()
-            self._choose_step(phi if shards is None else shards.gather(phi, rows), ridge)
+            self._choose_step(Space.of(rows).whole(phi), ridge)
         step = self.first_step / (1 + self.steps / self.settles)
         self.decay *= 1 - step * ridge
         if self.decay < _VANISHING:
@@ -245,18 +241,18 @@ class _Newton:
 
     def __init__(self, how: Steps, phi: Tensor, weights: Tensor | None, ridge: float, rows: int, whole: bool) -> None:
         assert how.total is not None
-        shards, self.rows = in_force(), rows
+        space, self.rows = Space.of(rows), rows
         self.level = 2 * how.total * ridge
         weighed = phi if weights is None else phi * weights.to(phi.dtype).sqrt().unsqueeze(1)
         size = weighed.shape[1]
-        if shards is not None and size > rows:
-            weighed, shards = shards.gather(weighed, rows), None
+        if space.shared and size > rows:
+            weighed, space = space.whole(weighed), Space(rows)
         gram = weighed.mT @ weighed if size <= rows else None
-        if shards is None:
+        if not space.shared:
             mean = weighed.square().sum(dtype=torch.float64) / (rows * size)
         else:
             assert gram is not None
-            gram = shards.sum(gram)
+            gram = space.total(gram)
             mean = gram.diagonal().sum(dtype=torch.float64) / (rows * size)
         damped = torch.zeros_like(mean) + self.level
         if not whole:

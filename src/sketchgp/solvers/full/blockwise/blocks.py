@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ....checks import count, settle, word
 from ....devices import sent
-from ....distributed import in_force
 from ....errors import InputError
 from ....random_streams import generator
+from ....space import SharedSpace
 from .inverse import BlockInverse, block_inverse, refuse
 from .method import BlockMethod
 from .shared_inverses import SharedInverses
@@ -120,8 +120,7 @@ class InvertedBlocks(BlockMethod):
         self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
         self.name = choices.name if self.partition is None else f"{choices.name} v1"
         self.numbers["block_size"] = block_size
-        shards = in_force()
-        self.shared = None if shards is None else SharedInverses(system, shards)
+        self.shared = SharedInverses(system, system.space) if isinstance(system.space, SharedSpace) else None
         self.failed: Tensor | None = None  # whether the block of the last step was not positive definite
 
     def _following(self, size: int, generator: torch.Generator) -> list[Tensor]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....distributed import whole
 from ....errors import NumericalError
 from ....lowrank import gaussian_nystrom, smoothness
 from ....operators import LowRankPlusDiagonal
 from ....operators.access import Access
 from ....operators.substitution import cholesky_solve
+from ....space import whole
 
 
 @dataclass

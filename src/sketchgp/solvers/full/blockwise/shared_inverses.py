@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....distributed import Shards
+from ....space import SharedSpace
 from .inverse import BlockInverse, block_inverse
 from .system import BlockSystem
 
@@ -17,8 +17,8 @@ class SharedInverses:
     The last blocks of an order, where fewer than P are left, are factorized by some ranks while the others wait.
     """
 
-    def __init__(self, system: BlockSystem, shards: Shards) -> None:
-        self.system, self.shards = system, shards
+    def __init__(self, system: BlockSystem, space: SharedSpace) -> None:
+        self.system, self.shards = system, space.shards
         self.ahead: list[tuple[Tensor, int]] = []  # rows of blocks, and the rank that has the inverse
         self.own: BlockInverse | None = None
 

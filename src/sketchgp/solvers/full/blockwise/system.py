@@ -10,8 +10,8 @@ from torch import Tensor
 from ....operators.access import Access
 from ....operators.rows import RowProduct
 from ....settings import memory_budget
+from ....space import SharedSpace, Space
 from ...problem import System
-from ...space import SharedSpace, Space
 
 _LEAST_BLOCK = 256
 _FLOPS_PER_ENTRY = 20  # of a block's Cholesky factorization, in the time that one kernel entry takes
