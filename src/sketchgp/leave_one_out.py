@@ -18,7 +18,6 @@ from .inducing_point_gp import InducingPointGP
 from .inference.full_scale import FullScale
 from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
 from .memory import require_memory
-from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .models.accelerated.training_matrix import TrainingMatrix, check_inputs
@@ -119,7 +118,7 @@ def leave_one_out(
     if acceleration is None:
         return _inducing(model, exact)
     data = TrainingMatrix.of(owner, model, acceleration)
-    with torch.no_grad(), evaluating():
+    with torch.no_grad():
         if exact is None:
             exact = _affordable(data.system) or isinstance(acceleration.solver, Cholesky)
         if exact:
@@ -147,7 +146,7 @@ def _weights(model: Any, data: TrainingMatrix) -> tuple[Tensor, SolveReport | No
     # an interpolated kernel's, which keeps something else
     system, acceleration = data.system, data.acceleration
     built = acceleration.build(system.operator, system.noise, differentiable=False)
-    solver = dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+    solver = dataclasses.replace(acceleration.conjugate_gradients(evaluation=True), max_seconds=None, checkpoint=None)
     name = acceleration.preconditioner_name if built is not None else "none"
     weights, report, _ = solver.run(system, data.residual.unsqueeze(1), built, name=name)
     return weights.squeeze(1), report
@@ -158,7 +157,7 @@ def _probed(
 ) -> tuple[ProbedDiagonal, SolveReport]:
     """Estimates of the diagonal of the inverse, and the report of their solve."""
     system, acceleration = data.system, data.acceleration
-    solver = acceleration.conjugate_gradients()
+    solver = acceleration.conjugate_gradients(evaluation=True)
     limit = max(_TOLERANCE, solver.tol or 0.0)
     solver = dataclasses.replace(solver, tol=limit, max_seconds=None, checkpoint=None)
     built = acceleration.build(system.operator, system.noise, differentiable=False)

@@ -20,7 +20,6 @@ from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
 from .interactive import shows_progress
 from .memory import require_memory
-from .models.accelerated.mean_solve import evaluating
 from .models.accelerated.training_matrix import TrainingMatrix
 from .report import SolveReport
 from .settings import memory_budget
@@ -120,7 +119,7 @@ def noise_path(
     noise = data.system.noise
     if bool((noise != noise[0]).any()):
         raise InputError(f"{owner}: model expects one noise for all points, got one that differs between them.")
-    with torch.no_grad(), evaluating():
+    with torch.no_grad():
         n = data.system.n
         if exact is None:
             fits = _EXACT_BYTES * n * n <= memory_budget.value(noise.device)
@@ -142,7 +141,9 @@ def noise_path(
             built,
             shift,
             below=choice is None or choice.pivoted or built is None,
-            solver=dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None),
+            solver=dataclasses.replace(
+                acceleration.conjugate_gradients(evaluation=True), max_seconds=None, checkpoint=None
+            ),
             probes=num_probes,
             seed=seed,
             name=acceleration.preconditioner_name,

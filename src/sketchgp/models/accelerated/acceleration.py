@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from gpytorch.settings import eval_cg_tolerance
 from linear_operator import settings
 from linear_operator.operators import BatchRepeatLinearOperator
 from torch import Tensor
@@ -18,11 +19,11 @@ from ...operators import LowRankPlusDiagonal
 from ...preconditioners import Preconditioner, PreconditionerCache
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
 from ...solvers.automatic import automatic_solver
-from .mean_solve import gpytorch_tolerance
 from .warm import Left
 
 _GPYTORCHS_ITERATIONS = 1000  # its default, which limits nothing that the solver's own default does not
 _RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
+Purpose = Literal["mean", "fantasies", "columns"]  # what is solved for: a posterior mean, that of fantasies, or others
 ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
 
 
@@ -80,60 +81,71 @@ class Acceleration:
     def preconditioner_name(self) -> str:
         return "none" if self.preconditioner is None else self.preconditioner.name
 
-    def conjugate_gradients(self) -> ConjugateGradients:
-        """Conjugate gradients with what the user left open taken from GPyTorch's settings in force; to a residual."""
+    def solver_for(
+        self, purpose: Purpose, n: int, device: torch.device, evaluation: bool = True
+    ) -> tuple[Solver[FullProblem], str]:
+        """Return the solver of one kind of solve with n rows and, where it was chosen automatically, the reason.
+
+        :param evaluation: whether columns are solved for to GPyTorch's ``eval_cg_tolerance``; a mean always is.
+        """
+        if purpose == "mean":
+            return self.mean_solver(n, device)
+        return (self.fantasy_solver() if purpose == "fantasies" else self.column_solver(evaluation)), ""
+
+    def conjugate_gradients(self, evaluation: bool = False) -> ConjugateGradients:
+        """Return conjugate gradients to a relative residual; choices left open follow GPyTorch's settings in force.
+
+        :param evaluation: whether the tolerance follows ``eval_cg_tolerance`` instead of ``cg_tolerance``.
+        """
         chosen = self.solver if isinstance(self.solver, ConjugateGradients) else ConjugateGradients()
         allowed = settings.max_cg_iterations.value()
         limit = chosen.max_iterations or (None if allowed == _GPYTORCHS_ITERATIONS else allowed)
-        tol = chosen.tol if isinstance(chosen.tol, float) else self._tolerance()
+        tol = chosen.tol if isinstance(chosen.tol, float) else _tolerance(evaluation)
         return dataclasses.replace(chosen, tol=tol, max_iterations=limit)
 
-    def column_solver(self) -> ConjugateGradients | Cholesky:
-        """The solver of every system but the posterior mean's."""
+    def column_solver(self, evaluation: bool = False) -> ConjugateGradients | Cholesky:
+        """Return the solver of every system but the posterior mean's."""
         if isinstance(self.solver, Cholesky):
             return self.solver
-        return dataclasses.replace(self.conjugate_gradients(), max_seconds=None, checkpoint=None)
+        return dataclasses.replace(self.conjugate_gradients(evaluation), max_seconds=None, checkpoint=None)
 
     def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
-        """The solver of the posterior mean of n points; and, where it was chosen here, why."""
+        """Return the solver of the posterior mean of n points and, where it was chosen automatically, the reason."""
         if isinstance(self.solver, ConjugateGradients):
             return self._gradients_of_mean(self.solver.tol), ""
         if not isinstance(self.solver, str):
-            return self._with_tolerance(self.solver), ""
+            return self._with_tolerance(self.solver, evaluation=True), ""
         chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)
         if isinstance(chosen, ConjugateGradients):
             return self._gradients_of_mean(None), why
-        return self._with_tolerance(chosen), why
+        return self._with_tolerance(chosen, evaluation=True), why
 
     def own_solver(self) -> Solver[FullProblem]:
-        """The solver that the user named, with GPyTorch's tolerance where its own was left open."""
+        """Return the solver that the user named, with ``cg_tolerance`` where its own tolerance was left open."""
         assert not isinstance(self.solver, str)
-        return self._with_tolerance(self.solver)
+        return self._with_tolerance(self.solver, evaluation=False)
 
     def fantasy_solver(self) -> ConjugateGradients | Cholesky:
-        """The solver of the means of fantasies: as exact as the mean's."""
+        """Return the solver of the means of fantasies, which is as accurate as that of the mean."""
         if isinstance(self.solver, Cholesky):
             return self.solver
         tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None
         return dataclasses.replace(self._gradients_of_mean(tol), max_seconds=None, checkpoint=None)
 
     def _gradients_of_mean(self, tol: float | Literal["posterior", "certified"] | None) -> ConjugateGradients:
-        """Conjugate gradients for the mean: until predictions are right, where no residual was asked for."""
-        if tol is None and gpytorch_tolerance() >= _RESIDUAL:
+        """Return conjugate gradients that end once predictions are accurate, unless a residual was asked for."""
+        if tol is None and eval_cg_tolerance.value() >= _RESIDUAL:
             tol = "posterior"
-        found = self.conjugate_gradients()
-        return dataclasses.replace(found, tol=tol) if isinstance(tol, str) else found
-
-    def _with_tolerance(self, solver: Solver[FullProblem]) -> Solver[FullProblem]:
-        """The solver with GPyTorch's tolerance, where it is of iterations and its own was left open."""
-        if not isinstance(solver, Budgeted) or getattr(solver, "tol", 0) is not None:
-            return solver
-        left_open: dict[str, Any] = {"tol": self._tolerance()}
-        return dataclasses.replace(solver, **left_open)
+        solver = self.conjugate_gradients(evaluation=True)
+        return dataclasses.replace(solver, tol=tol) if isinstance(tol, str) else solver
 
     @staticmethod
-    def _tolerance() -> float:
-        return min(_RESIDUAL, gpytorch_tolerance())
+    def _with_tolerance(solver: Solver[FullProblem], evaluation: bool) -> Solver[FullProblem]:
+        """Return an iterative solver with GPyTorch's tolerance if its own was left open, and others as they are."""
+        if not isinstance(solver, Budgeted) or getattr(solver, "tol", 0) is not None:
+            return solver
+        left_open: dict[str, Any] = {"tol": _tolerance(evaluation)}
+        return dataclasses.replace(solver, **left_open)
 
     def preconditions(self) -> bool:
         """Whether there is to be a preconditioner, by the choice and the setting in force."""
@@ -148,6 +160,20 @@ class Acceleration:
             return None
         with self.cache.holding() if settings.deterministic_probes.on() else nullcontext():
             return self.cache.get(operator, noise, differentiable)
+
+    def described(self, built: LowRankPlusDiagonal | None) -> tuple[str, bool, float]:
+        """Return the name of a preconditioner, whether it lies below the matrix, and the seconds that it took to build.
+
+        The seconds are returned once for each preconditioner.
+        """
+        if built is None or self.cache is None:
+            return "none", False, 0.0
+        return self.preconditioner_name, self.cache.choice.below, self.cache.take_seconds()
+
+
+def _tolerance(evaluation: bool) -> float:
+    """Return GPyTorch's tolerance of evaluation or training, at most 1e-3."""
+    return min(_RESIDUAL, (eval_cg_tolerance if evaluation else settings.cg_tolerance).value())
 
 
 class Inverse:

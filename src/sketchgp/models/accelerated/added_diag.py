@@ -7,6 +7,7 @@ after rebuilding that operator several times.  This subclass carries its choices
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
@@ -31,22 +32,22 @@ from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import evaluated_accurately
 from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
-from ...preconditioners import PreconditionerCache
 from ...random_streams import generator
 from ...report import SolveReport, no_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
-from ...solvers import ConjugateGradients, FullProblem, Solver, System
+from ...solvers import ConjugateGradients, System
 from ...solvers.full.another_matrix import LostToRoundingError
 from ...solvers.full.followed import Followed
-from .acceleration import Acceleration, Inverse
+from .acceleration import Acceleration, Inverse, Purpose
 from .bound_density import bound_in_force, bound_inv_quad_logdet
 from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
-from .mean_solve import predicted_points, solve_for, solving_for
 from .probed_density import Probes, probed_inv_quad_logdet
 from .sampled_density import sampled_inv_quad_logdet, samples_in_force
 from .threshold import cholesky_points, computing_exactly, why_iterative
 from .warm import solve_from
+
+Points = Callable[[], tuple[Tensor, Tensor] | None]
 
 
 def left_to_us(flag: Any) -> bool:
@@ -65,9 +66,8 @@ class _Solve(torch.autograd.Function):
     """``(K + noise)^-1 rhs``; the gradient takes one more solve, and one bilinear derivative by tiles."""
 
     @staticmethod
-    def forward(ctx: Any, tree: Any, rhs: Tensor, *args: Tensor) -> Tensor:
-        operator = tree(*args)
-        value = operator._solve(rhs, operator._solve_preconditioner())
+    def forward(ctx: Any, tree: Any, purpose: Purpose, points: Points | None, rhs: Tensor, *args: Tensor) -> Tensor:
+        value = tree(*args).solved(rhs, purpose, points)
         ctx.tree, ctx.caller = tree, copy_context()
         ctx.save_for_backward(value, *args)
         ctx.rhs_shape = rhs.shape
@@ -77,20 +77,20 @@ class _Solve(torch.autograd.Function):
     @in_callers_context
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         value, *args = ctx.saved_tensors
-        with solve_for("other"):
-            back = _Solve.apply(ctx.tree, grad, *args)
+        back = _Solve.apply(ctx.tree, "columns", None, grad, *args)
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
-        if any(ctx.needs_input_grad[2:]):  # symmetrized, as the matrix is symmetric
+        if any(ctx.needs_input_grad[4:]):  # symmetrized, as the matrix is symmetric
             operator = ctx.tree(*args)  # whose dtype a right-hand side in float64 need not have
             left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
             of_args = operator._bilinear_derivative(left.to(operator.dtype), right.to(operator.dtype))
-        return (None, back.sum_to_size(ctx.rhs_shape), *of_args)
+        return (None, None, None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
 class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     """An ``AddedDiagLinearOperator`` whose solves, preconditioner and probe vectors are sketchgp's.
 
     :param acceleration: the choices; None makes it behave as its base class.
+    :param evaluation: whether columns are solved for to GPyTorch's ``eval_cg_tolerance`` instead of ``cg_tolerance``.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         *linear_ops: Any,
         preconditioner_override: Any = None,
         acceleration: Acceleration | None = None,
+        evaluation: bool = False,
     ) -> None:
         linear_ops = tuple(_without_repeats(op) for op in linear_ops)
         super().__init__(*linear_ops, preconditioner_override=preconditioner_override)
-        self.acceleration = acceleration
-        self._nondifferentiable_kwargs["acceleration"] = acceleration
-        self._chosen: tuple[Solver[FullProblem], str] | None = None
+        self.acceleration, self.evaluation = acceleration, evaluation
+        self._nondifferentiable_kwargs.update(acceleration=acceleration, evaluation=evaluation)
 
     def _rebuilt(self, linear_op: Any, diagonal: Any) -> LinearOperator:
-        return self.__class__(linear_op, diagonal, acceleration=self.acceleration)
+        return self.__class__(linear_op, diagonal, acceleration=self.acceleration, evaluation=self.evaluation)
 
     def _noise_vector(self) -> Tensor:
         return self._diag_tensor._diagonal()
@@ -124,9 +124,18 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
             return evaluated.solve(right_tensor, left_tensor)
         rhs = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
-        value = _Solve.apply(self.representation_tree(), rhs, *self.representation())
+        value = self.solve_for("columns", rhs)
         value = value.squeeze(-1) if right_tensor.dim() == 1 else value
         return value if left_tensor is None else left_tensor @ value
+
+    def solve_for(self, purpose: Purpose, rhs: Tensor, points: Points | None = None) -> Tensor:
+        """Solve ``(K + noise) value = rhs`` for rhs ``(..., n, t)`` by sketchgp's solvers; differentiable.
+
+        :param purpose: what the solution is for, which selects the solver.
+        :param points: of a mean, gives k(X, x) ``(n, p)`` and k(x, x) ``(p,)`` of some points x where it is wanted, in
+            float64, or None where they are not available.
+        """
+        return _Solve.apply(self.representation_tree(), purpose, points, rhs, *self.representation())
 
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
@@ -194,44 +203,38 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             built = preconditioner.built if isinstance(preconditioner, Inverse) else None
             value, matrices, _ = self.probed_solve(rhs, built, num_tridiag)
             return value, matrices.to(self.dtype)
+        return self.solved(rhs)
+
+    def solved(self, rhs: Tensor, purpose: Purpose = "columns", points: Points | None = None) -> Tensor:
+        """Return what :meth:`solve_for` does, without gradients.
+
+        :raises NumericalError: where there is no mean to speak of, and the user did not limit the work.
+        """
+        acceleration = self.acceleration
+        assert acceleration is not None
+        system = System(self._linear_op, self._noise_vector())
+        solver, why = acceleration.solver_for(purpose, system.n, self.device, self.evaluation)
         with shortfall_counted():
-            value, report, limited = self._solved(acceleration, rhs, preconditioner)
-        if solving_for() != "other" and report.failed and not limited:
+            if isinstance(solver, ConjugateGradients):
+                followed = None
+                if solver.tol == "posterior":
+                    known = None if points is None or system.batch_shape else points()
+                    followed = Followed.of(system, known if known is None or len(known[0]) == system.n else None)
+                built = acceleration.build(self._linear_op.evaluate_kernel(), self._noise_vector(), False)
+                built = None if built is None else built.detached(built.out_dtype)
+                name, below, seconds = acceleration.described(built)
+                value, report, _ = solver.run(
+                    system, rhs, built, name=name, below=below, setup_seconds=seconds, followed=followed
+                )
+            else:
+                left = acceleration.left if purpose == "mean" else None
+                value, report = solve_from(solver, system, rhs, None if left is None else left.targets)
+            asked = acceleration.preconditioner if report.rank else None
+            self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
+        if purpose != "columns" and report.failed and not getattr(solver, "limited", False):
             raise NumericalError(no_answer(report), see="failed-mean")
         warn_of(report)
         return value
-
-    def _solved(self, acceleration: Acceleration, rhs: Tensor, preconditioner: Any) -> tuple[Tensor, SolveReport, bool]:
-        """Solve for the present purpose; the value, the report, and whether the user limited the work."""
-        system = System(self._linear_op, self._noise_vector())
-        solver, why = self._solver(acceleration)
-        name, below, seconds = self._known_of(acceleration.cache if isinstance(preconditioner, Inverse) else None)
-        if isinstance(solver, ConjugateGradients):
-            followed = None
-            if solver.tol == "posterior":
-                points = None if system.batch_shape else predicted_points(system.n)
-                followed = Followed.of(system, points)
-            value, report, _ = solver.run(
-                system,
-                rhs,
-                preconditioner.built if isinstance(preconditioner, Inverse) else None,
-                name=name,
-                below=below,
-                setup_seconds=seconds,
-                followed=followed,
-            )
-        else:
-            left = acceleration.left if solving_for() == "mean" else None
-            value, report = solve_from(solver, system, rhs, None if left is None else left.targets)
-        asked = acceleration.preconditioner if report.rank else None
-        self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
-        return value, report, getattr(solver, "limited", False)
-
-    def _known_of(self, cache: PreconditionerCache | None) -> tuple[str, bool, float]:
-        """Of the preconditioner of a solve, or of none: its name, whether it is below the matrix, and what it took."""
-        if cache is None or self.acceleration is None:
-            return "none", False, 0.0
-        return self.acceleration.preconditioner_name, cache.choice.below, cache.take_seconds()
 
     def _tell(self, report: SolveReport, *why: str) -> None:
         """Notes of a solve, and what GPyTorch's settings want to see of it."""
@@ -250,22 +253,9 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
             return None, None, None
         return Inverse(built), built, built.log_determinant()
 
-    def _solver(self, acceleration: Acceleration) -> tuple[Solver[FullProblem], str]:
-        """The solver of the solve under way, and why where it was chosen; decided once an operator."""
-        if self._chosen is None:
-            purpose = solving_for()
-            if purpose == "mean":
-                self._chosen = acceleration.mean_solver(self.shape[-1], self.device)
-            elif purpose == "fantasies":
-                self._chosen = acceleration.fantasy_solver(), ""
-            else:
-                self._chosen = acceleration.column_solver(), ""
-        return self._chosen
-
     def _solve_preconditioner(self) -> Any:
-        if self.acceleration is not None and not isinstance(self._solver(self.acceleration)[0], ConjugateGradients):
-            return None
-        return super()._solve_preconditioner()
+        # solved() builds the preconditioner that it needs
+        return None if self.acceleration is not None else super()._solve_preconditioner()
 
     def probe_choice(self) -> tuple[int | None, int]:
         """The seed of fixed probes, or None for fresh ones; and how many there are."""
@@ -304,8 +294,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         """
         acceleration = self.acceleration
         assert acceleration is not None
-        name, below, seconds = self._known_of(None if built is None else acceleration.cache)
-        value, report, matrices, vectors = acceleration.conjugate_gradients().tridiagonalize(
+        name, below, seconds = acceleration.described(built)
+        value, report, matrices, vectors = acceleration.conjugate_gradients(self.evaluation).tridiagonalize(
             System(self._linear_op, self._noise_vector()),
             columns,
             built,

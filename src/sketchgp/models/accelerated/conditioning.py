@@ -146,7 +146,7 @@ class Conditioning:
         else:  # GPyTorch solves by structure; the residual is looked at, and made smaller where that was not enough
             diagonal = isinstance(self.noisy, AddedDiagLinearOperator)
             noise = self.noisy._diag_tensor._diagonal() if diagonal else self._system.noise
-            system, solver = self._system, self._acceleration.column_solver()
+            system, solver = self._system, self._acceleration.column_solver(evaluation=True)
             solver = solver if isinstance(solver, ConjugateGradients) else ConjugateGradients()
             initial = None if type(self.noisy) in SUMS else self.noisy.solve(c)
             found, _ = explained.solve(system, c, prior, solver, noise=noise, initial=initial)

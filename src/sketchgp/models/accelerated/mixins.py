@@ -134,13 +134,17 @@ class AcceleratedLikelihood(_Accelerated):
         covariance = marginal.lazy_covariance_matrix
         if self.training and settings.observation_nan_policy.value() == "mask":  # type: ignore[attr-defined]
             check_reduced(covariance.shape[-1])
-        if type(covariance) is not AddedDiagLinearOperator:
+        if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
+            acceleration = covariance.acceleration
+        elif type(covariance) is AddedDiagLinearOperator:
+            acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
+        else:
             return marginal
-        acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
         accelerated = AcceleratedAddedDiagLinearOperator(
             covariance._linear_op,
             covariance._diag_tensor,
             acceleration=acceleration,
+            evaluation=not self.training,  # type: ignore[attr-defined]
         )
         cls = accelerated_class(type(marginal), AcceleratedDistribution)
         if isinstance(marginal, MultitaskMultivariateNormal):

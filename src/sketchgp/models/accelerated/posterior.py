@@ -2,13 +2,12 @@
 
 ``ExactGP.__call__`` sets the tolerance of training to that of evaluation while it predicts, and puts it back: of two
 threads one can put back the other's.  Where every solve is sketchgp's, its parts (GPyTorch's hooks) are called here
-instead, and the tolerance is a context variable.
+instead, and every solve is told its tolerance.
 """
 
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,24 +16,20 @@ from gpytorch import settings
 from gpytorch.models import ExactGP
 from gpytorch.models.exact_prediction_strategies import LinearPredictionStrategy, prediction_strategy
 from gpytorch.utils.warnings import GPInputWarning
-from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, warn
 from ...fingerprint import data_key, module_key
-from ...operators.access import columns, evaluated_accurately, float64
 from ...operators.lazies import KERNELS, take_caches
-from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .mean_solve import evaluating, predicting
+from .strategy import AcceleratedPredictionStrategy, followed_points, some_rows
 from .targets import check_noise, check_targets
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
 _OURS = "_sketchgp_solves_all"
 _keys: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # of what prediction strategies were made of
-_FOLLOWED = 16  # of the points that are predicted, if the solve follows predictions
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
@@ -122,35 +117,11 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if settings.debug.on() and all(map(torch.equal, model.train_inputs, inputs)):
         warn("The input matches the stored training data. Did you forget to call model.train()?", GPInputWarning)
     strategy = strategy_of(model, **kwargs)
-    with evaluating():
-        mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
-            train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
-        )
-        with predicting(partial(_followed, covariance, cross)):
-            mean, covariance = strategy.exact_prediction(
-                test_mean=mean, test_test_covar=covariance, test_train_covar=cross
-            )
+    mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
+        train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
+    )
+    mean, covariance = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
     return posterior(mean.view(*batch, *shape).contiguous(), covariance)
-
-
-def _rows(m: int) -> Tensor:
-    """Some of m predicted points, the same ones each time."""
-    return torch.randperm(m, generator=generator(0, "points that are predicted"))[:_FOLLOWED]
-
-
-@torch.no_grad()
-def _followed(covariance: Any, cross: Any) -> tuple[Tensor, Tensor] | None:
-    """Covariances of the training points with at most 16 predicted points ``(n, p)``, and the prior variances of these
-    ``(p,)``, in float64; None for batches.
-
-    :param covariance: the prior covariance of the predicted points ``(m, m)``; :param cross: theirs with the training
-        points ``(m, n)``.
-    """
-    if cross.dim() != 2:
-        return None
-    rows = _rows(cross.shape[0]).to(cross.device)
-    found = columns(evaluated_accurately(to_linear_operator(cross).mT), rows)
-    return found.to(torch.float64), float64(covariance, diagonal=True)[rows]
 
 
 def solve_for_mean(model: Any, x: Tensor | None) -> None:
@@ -163,15 +134,17 @@ def solve_for_mean(model: Any, x: Tensor | None) -> None:
     def points() -> tuple[Tensor, Tensor] | None:
         if x is None or x.dim() != 2:
             return None
-        some = x[_rows(len(x)).to(x.device)]
+        some = x[some_rows(len(x)).to(x.device)]
         with torch.no_grad():
             _, covariance, cross, *_ = model._get_test_prior_mean_and_covariances(
                 train_inputs=list(model.train_inputs), test_inputs=[some]
             )
-        return _followed(covariance, cross)
+        return followed_points(covariance, cross)
 
-    with evaluating(), predicting(points):
-        _ = strategy.mean_cache  # which other strategies than ours have, too
+    if isinstance(strategy, AcceleratedPredictionStrategy):
+        strategy.solve_mean(points)
+    else:
+        _ = strategy.mean_cache
 
 
 def solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
@@ -202,12 +175,11 @@ def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
         posterior = model(x)
         return posterior.mean, len(posterior.event_shape)
     strategy = strategy_of(model)
-    with evaluating():
-        mean, covariance, cross, batch, shape, _ = model._get_test_prior_mean_and_covariances(
-            train_inputs=list(model.train_inputs), test_inputs=[x]
-        )
-        if isinstance(strategy, LinearPredictionStrategy):  # which has no mean without it, and no solve for it
-            found, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
-        else:
-            found = strategy.exact_predictive_mean(mean, cross)
+    mean, covariance, cross, batch, shape, _ = model._get_test_prior_mean_and_covariances(
+        train_inputs=list(model.train_inputs), test_inputs=[x]
+    )
+    if isinstance(strategy, LinearPredictionStrategy):  # which has no mean without it, and no solve for it
+        found, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
+    else:
+        found = strategy.exact_predictive_mean(mean, cross)
     return found.view(*batch, *shape), len(shape)

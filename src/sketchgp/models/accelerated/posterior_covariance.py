@@ -58,7 +58,7 @@ class TrainingSide:
         acceleration = noisy.acceleration
         assert acceleration is not None
         self.noisy, self.acceleration = noisy, acceleration
-        self.solver = acceleration.column_solver()
+        self.solver = acceleration.column_solver(evaluation=True)
         self.preconditioned = acceleration.preconditions()
         self.gradients = torch.is_grad_enabled()
         self._factors, self._free = factors, isinstance(acceleration.solver, str) and threshold_untouched()

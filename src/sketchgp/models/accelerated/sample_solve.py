@@ -18,7 +18,6 @@ from ...report import SolveReport, shortfall_counted
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .mean_solve import evaluating
 from .threshold import why_iterative
 from .warm import solve_from
 
@@ -57,10 +56,9 @@ class SampleSolve:
     def _chosen(self, noisy: AcceleratedAddedDiagLinearOperator) -> tuple[Any, str]:
         if noisy._factorized(settings.fast_computations.solves):
             return Cholesky(), ""
-        with evaluating():
-            solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
-            if isinstance(solver, ConjugateGradients):  # to a residual: "posterior" is of the mean's weights
-                solver = self.acceleration.conjugate_gradients()
+        solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
+        if isinstance(solver, ConjugateGradients):  # to a residual: "posterior" is of the mean's weights
+            solver = self.acceleration.conjugate_gradients(evaluation=True)
         if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None)
         return solver, "; ".join(filter(None, (why, why_iterative(self.system.n))))

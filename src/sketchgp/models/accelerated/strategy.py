@@ -16,22 +16,24 @@ from gpytorch.models.exact_prediction_strategies import (
     SGPRPredictionStrategy,
     clear_cache_hook,
 )
-from gpytorch.utils.memoize import add_to_cache, cached
+from gpytorch.utils.errors import CachingError
+from gpytorch.utils.memoize import add_to_cache, cached, get_from_cache
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from ...operators.access import accurate_matmul, float64
+from ...operators.access import accurate_matmul, columns, evaluated_accurately, float64
 from ...operators.substitution import cholesky_solve
+from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
-from .acceleration import choices_of
-from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
+from .acceleration import Purpose, choices_of
+from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
 from .factorized import conditioned, root_of
-from .mean_solve import Purpose, solve_for
 from .missing import observed_part, observed_rows
 from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
 from .threshold import cholesky_points
 
 _WEIGHTS, _ROOT = "sketchgp_weights", "sketchgp_root"
+_FOLLOWED = 16  # predicted points that a solve for the mean follows
 _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPredictionStrategy)
 
 
@@ -57,10 +59,22 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     @property
     def weights(self) -> Any:
-        """``(K + noise)^-1 (y - mean)``, ``(..., n)``, NaN where targets are missing; in float64 where it is
-        sketchgp's solution, or of few points, else in the model's dtype."""
-        with self._lock(), solve_for(self._purpose), own_solves() as solves:
-            weights = self._weights(settings.observation_nan_policy.value())
+        """Weights ``(K + noise)^-1 (y - mean)`` of the training points, ``(..., n)``; see :meth:`solve_mean`."""
+        return self.solve_mean()
+
+    def solve_mean(self, points: Points | None = None) -> Any:
+        """Return the weights behind the mean, and keep them; NaN where targets are missing.
+
+        They are in float64 where sketchgp solved for them, or for few points, and else in the model's dtype.
+
+        :param points: as in :meth:`AcceleratedAddedDiagLinearOperator.solve_for`; asked if there is something to solve.
+        """
+        policy = settings.observation_nan_policy.value()
+        with self._lock(), own_solves() as solves:
+            try:
+                weights = get_from_cache(self, _WEIGHTS, policy)
+            except CachingError:
+                weights = add_to_cache(self, _WEIGHTS, self._solved_weights(policy, points), policy)
         if solves:
             self.report = merged(solves)
         return weights
@@ -74,24 +88,29 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         """Put a solution where :attr:`weights` looks for it."""
         add_to_cache(self, _WEIGHTS, weights, settings.observation_nan_policy.value())
 
-    @cached(name=_WEIGHTS)
-    def _weights(self, nan_policy: str) -> Any:
+    def _solved_weights(self, nan_policy: str, points: Points | None) -> Any:
         observed = observed_rows(self.train_labels)
-        if observed is None and bool(torch.isnan(self.train_labels).any()):
+        if observed is None and nan_policy == "fill" and bool(torch.isnan(self.train_labels).any()):
             return super()._mean_cache(nan_policy)
         root = self._root(nan_policy)
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
         if root is None:
             covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
             covariance = covariance if observed is None else self._of_observed(covariance, observed)
-        exact = root is not None or solved_by_us(covariance)
-        dtype = torch.float64 if exact else self.train_labels.dtype
+        ours = root is None and solved_by_us(covariance)
+        dtype = torch.float64 if ours or root is not None else self.train_labels.dtype
         residual = self.train_labels.to(dtype) - marginal.loc.to(dtype)
         kept = (residual if observed is None else residual[..., observed]).unsqueeze(-1)
-        found = (covariance.solve(kept) if root is None else cholesky_solve(kept, root)).squeeze(-1)
-        weights = found if observed is None else torch.full_like(residual, torch.nan)
+        if root is not None:
+            solution = cholesky_solve(kept, root)
+        elif ours:
+            solution = covariance.solve_for(self._purpose, kept, points if self._purpose == "mean" else None)
+        else:
+            solution = covariance.solve(kept)
+        solution = solution.squeeze(-1)
+        weights = solution if observed is None else torch.full_like(residual, torch.nan)
         if observed is not None:
-            weights[..., observed] = found
+            weights[..., observed] = solution
         return self._as_cached(weights)
 
     def _as_cached(self, value: Tensor) -> Tensor:
@@ -113,9 +132,10 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return None if root is None else self._as_cached(root)
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
-        """Posterior mean and covariance.  GPyTorch evaluates those of few points first, in their own dtype."""
+        """Return posterior mean and covariance, without evaluating those of few points in their own dtype."""
         ours = self._root(settings.observation_nan_policy.value()) is not None or solved_by_us(self._noisy())
-        if not ours and self.weights.dtype == self.train_labels.dtype:
+        weights = self.solve_mean(partial(followed_points, test_test_covar, test_train_covar))
+        if not ours and weights.dtype == self.train_labels.dtype:
             return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
         mean = self.exact_predictive_mean(test_mean, test_train_covar)
         return mean, self._posterior(test_test_covar, test_train_covar)
@@ -193,6 +213,26 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         prior = self.train_prior_dist.__class__(mean, covariance)
         likelihood = self.likelihood.get_fantasy_likelihood(**kwargs)
         return FantasyPredictionStrategy(full_inputs, prior, full_targets, likelihood)
+
+
+def some_rows(m: int) -> Tensor:
+    """Return indices of at most 16 of m predicted points, the same ones each time."""
+    return torch.randperm(m, generator=generator(0, "points that are predicted"))[:_FOLLOWED]
+
+
+@torch.no_grad()
+def followed_points(covariance: Any, cross: Any) -> tuple[Tensor, Tensor] | None:
+    """Return covariances of the training points with at most 16 predicted points ``(n, p)``, and prior variances of
+    these ``(p,)``, in float64; None for batches.
+
+    :param covariance: the prior covariance of the predicted points ``(m, m)``.
+    :param cross: their covariance with the training points ``(m, n)``.
+    """
+    if cross.dim() != 2:
+        return None
+    rows = some_rows(cross.shape[0]).to(cross.device)
+    selected = columns(evaluated_accurately(to_linear_operator(cross).mT), rows)
+    return selected.to(torch.float64), float64(covariance, diagonal=True)[rows]
 
 
 class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
