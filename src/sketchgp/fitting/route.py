@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.added_diag import left_to_us
 from ..models.accelerated.bound_density import Bound
-from ..models.accelerated.missing import reducing
+from ..models.accelerated.missing import marginal_of_all
 from ..models.accelerated.probed_density import standard_error
 from ..models.accelerated.sampled_density import Samples
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
@@ -125,9 +125,10 @@ def _sampled(model: Any, acceleration: Acceleration) -> bool:
         return False
     before = Before(model)
     try:
-        with torch.inference_mode(False), torch.no_grad(), reducing():
+        with torch.inference_mode(False), torch.no_grad():
             prior = model.train()(*model.train_inputs)
-            return Samples.serve(acceleration, model.likelihood(prior).lazy_covariance_matrix.evaluate_kernel())
+            marginal = marginal_of_all(model.likelihood, prior)
+            return Samples.serve(acceleration, marginal.lazy_covariance_matrix.evaluate_kernel())
     finally:
         before.put_back()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from .acceleration import choices_of
-from .missing import observed_part, observed_targets, reducing
+from .missing import marginal_of_all, observed_part, observed_targets
 from .mixins import AcceleratedDistribution, accelerated_class
 
 
@@ -38,8 +38,7 @@ class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
             acceleration = choices_of(function_dist.lazy_covariance_matrix, self.likelihood)
         if acceleration is None:
             return super().forward(function_dist, target, *params, **kwargs)
-        with reducing():
-            output = self.likelihood(function_dist, *params, **kwargs)
+        output = marginal_of_all(self.likelihood, function_dist, *params, **kwargs)
         observed = observed_targets(target, output.event_shape)
         if bool(observed.all()):
             density = self._add_other_terms(output.log_prob(target), params)

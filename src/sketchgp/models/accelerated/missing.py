@@ -7,8 +7,7 @@ itself; in training it takes :class:`sketchgp.ExactMarginalLogLikelihood`, as GP
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from typing import Any
 
 import torch
 from gpytorch import settings
@@ -18,24 +17,25 @@ from torch import Tensor
 from ...errors import InputError
 from .acceleration import Acceleration
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .mean_solve import held
-
-_reducing: ContextVar[bool] = ContextVar("sketchgp_reducing", default=False)
 
 
-def reducing() -> AbstractContextManager[None]:
-    """What is asked of a likelihood inside will be reduced to what was observed by :func:`observed_part`."""
-    return held(_reducing, True)
+def marginal_of_all(likelihood: Any, prior: Any, *params: Any, **kwargs: Any) -> Any:
+    """Return ``likelihood(prior)`` of all targets, which the caller reduces to the observed ones.
+
+    :func:`observed_part` takes the rows and columns; nothing is refused here.
+    """
+    marginal = getattr(likelihood, "marginal_of_all", likelihood)
+    return marginal(prior, *params, **kwargs)
 
 
 def check_reduced(n: int) -> None:
-    """Refuse to give a marginal likelihood that masks by itself what GPyTorch would solve by its own iterations.
+    """Refuse a marginal likelihood that masks rows by itself and would leave the solve to GPyTorch's iterations.
 
     :param n: rows of the training covariance.
     :raises InputError: naming what to use instead.
     """
     factorized = n <= settings.max_cholesky_size.value() or settings.fast_computations.log_prob.off()
-    if not factorized and not _reducing.get():
+    if not factorized:
         raise InputError(
             'Under observation_nan_policy("mask"), training an accelerated model expects a loss that solves for what '
             "was observed: sketchgp.ExactMarginalLogLikelihood(likelihood, model) in place of GPyTorch's, or "

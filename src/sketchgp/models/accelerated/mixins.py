@@ -126,14 +126,20 @@ class AcceleratedLikelihood(_Accelerated):
     """A likelihood whose ``K + noise`` is solved by sketchgp; it keeps the choices of every model that uses it."""
 
     def marginal(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
+        marginal = self.marginal_of_all(function_dist, *args, **kwargs)
+        masked = settings.observation_nan_policy.value() == "mask"
+        if is_accelerated(self) and self.training and masked:  # type: ignore[attr-defined]
+            check_reduced(marginal.lazy_covariance_matrix.shape[-1])
+        return marginal
+
+    def marginal_of_all(self, function_dist: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the marginal of all targets; :meth:`marginal` refuses missing ones that GPyTorch would mask."""
         if is_accelerated(self) and self.training and kwargs.get("noise") is None:  # type: ignore[attr-defined]
             check_noise(self, function_dist.mean)
         marginal = super().marginal(function_dist, *args, **kwargs)  # type: ignore[misc]
         if not is_accelerated(self):
             return marginal
         covariance = marginal.lazy_covariance_matrix
-        if self.training and settings.observation_nan_policy.value() == "mask":  # type: ignore[attr-defined]
-            check_reduced(covariance.shape[-1])
         if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
             acceleration = covariance.acceleration
         elif type(covariance) is AddedDiagLinearOperator:
