@@ -227,7 +227,7 @@ def test_an_infinite_row_and_one_of_nan_spoil_their_own():
     assert relative(KernelMatrix.of(RBFKernel(), x, bad, engine="tiled").to_dense()[:, :20], RBFKernel()(x).to_dense())
 
 
-@pytest.mark.parametrize("where", ["test", "training", "two places"])
+@pytest.mark.parametrize("where", ["test", "training", "two places", "half of the test rows", "most of the test rows"])
 @pytest.mark.parametrize("name", ["rbf", "matern12 ard", "called", "with linear", "derivatives"])
 def test_few_points_in_float64(name, where):
     """GPyTorch counts distances from the mean of the rows that a kernel is called with."""
@@ -243,7 +243,12 @@ def test_few_points_in_float64(name, where):
     if name == "derivatives":
         x, test = x[:20], test
         y = torch.stack([y[:20], 6 * torch.cos(6 * x[:, 0]), torch.zeros(20, dtype=torch.float64)], dim=-1)
-    far = torch.tensor([[0.0, 1e9], [0.0, -1e9]], dtype=torch.float64)[: 2 if where == "two places" else 1]
+    far = torch.tensor([[0.0, 1e9], [0.0, -1e9], [1.8e9, -1.8e9], [1.8e9, -1.8e9], [1e12, 3e9]], dtype=torch.float64)
+    far = far[
+        {"two places": slice(2), "half of the test rows": slice(4), "most of the test rows": slice(5)}.get(
+            where, slice(1)
+        )
+    ]
 
     def model(x, y):
         several = name == "derivatives"
@@ -253,10 +258,11 @@ def test_few_points_in_float64(name, where):
         likelihood.noise = 1e-3
         return sketchgp.accelerate(made_).eval()
 
-    with torch.no_grad():
+    # with gradients, GPyTorch computes the diagonal of k(z, z) from distances, too
+    with torch.set_grad_enabled("rows" in where):
         expected = model(x, y)(test)
         mean, variance = expected.mean, expected.variance
-        if where == "test":
+        if "test" in where:
             found = model(x, y)(torch.cat([far, test]))
             rows = slice(len(far), None)
         else:
@@ -264,6 +270,25 @@ def test_few_points_in_float64(name, where):
             found, rows = model(torch.cat([far, x]), torch.cat([zeros, y]))(test), slice(None)
     assert torch.allclose(found.mean[rows], mean, atol=1e-7)
     assert torch.allclose(found.variance[rows], variance, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("half", ["first", "second", "one of three"])
+def test_clusters_far_from_each_other(half, dtype, batch):
+    """A kernel that is called, of clusters none of which holds more than half of the rows."""
+    near = points(40, 3, dtype=torch.float64)
+    away = points(40 if half == "first" else 50, 3, seed=1, dtype=torch.float64) + 1e7
+    x = torch.cat([near, away] if half == "first" else [away, near]).to(dtype)
+    if half == "one of three":
+        x = torch.cat([x[:85], -x[40:] - 1e6])
+    x = x.expand(*batch, *x.shape)
+    kernel = Called().to(dtype)
+    kernel.lengthscale = 0.5  # GPyTorch divides by it before it counts from the mean
+    found = KernelMatrix.of(kernel, x, engine="tiled").to_dense().double().detach()
+    exact = (x.double().unsqueeze(-2) - x.double().unsqueeze(-3)).square().sum(dim=-1)
+    exact = (-2 * exact).exp()
+    assert relative(found, exact) < (1e-5 if dtype == torch.float32 else 1e-8)
 
 
 def test_a_loss_of_few_points_with_a_far_row():
@@ -290,3 +315,11 @@ def test_groups_of_one_point_of_training_data():
     groups = centre.groups(x)
     assert sorted(row for group in groups for row in group.tolist()) == [0, 1, 2, 3]
     assert all(len(group) == 1 or 2 not in group for group in groups)
+
+
+def test_groups_of_copies():
+    x = torch.tensor([[0.0], [1e9], [0.0], [1e9]], dtype=torch.float64)
+    groups = Centre(x).groups(x)
+    assert sorted(group.tolist() for group in groups) == [[0, 2], [1, 3]]
+    days = torch.arange(40, dtype=torch.float64).remainder(10).mul(86400).unsqueeze(-1)
+    assert Centre(days).groups(days) is None  # one call for all categories

@@ -1,62 +1,79 @@
-"""Where the inputs of a kernel matrix are counted from."""
+"""The centre that inputs of a kernel matrix are counted from, and the rows that lie far from it."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..devices import sent
 
-_ROWS = 256  # whose median is taken: it is off by a tenth of the data's spread at most, which is all that is wanted
-# squared distances from the centre over that of half of the points, above which rows are far
+_ROWS = 256  # rows whose median is taken: it is off by at most a tenth of the spread of the data
+# rows are far where their squared distance from the centre exceeds so many times the median one
 _FAR = {torch.float32: 1e4, torch.float64: 1e6}
+_RATIO = 1e3  # gaps that exceed the sum of all smaller ones so many times separate clusters
+_COPIES = 3  # of the largest gaps; these separate copies of few points, too, where they exceed _RATIO
+_SPLITS = 3  # splits of the rows into clusters before the median of the largest cluster is taken
 
 
 class Centre:
-    """The median of the points x ``(..., m, d)`` in each coordinate, found when it is first asked for.
+    """The median of the points x ``(..., m, d)`` in each coordinate, computed at the first use.
 
-    Squared distances of points a and b that come from a matrix product are wrong by ``eps (|a|^2 + |b|^2)``, counted
-    from here.  So it must lie amid the points, and no row that lies far from all others (1e5 where a value is missing)
-    may move it, be it among the training or the test points: a mean would follow.  Of large data some rows are taken.
+    A matrix product computes the squared distance of points a and b, counted from here, with an error of
+    ``eps (|a|^2 + |b|^2)``.  The centre must therefore lie amid the points.  Rows that lie far from all others (1e5
+    where a value is missing) must not move it, as they would move a mean.  Large data are sampled.
+
+    Rows are near or far with respect to the median of the largest cluster of the points.
     """
 
     def __init__(self, x: Tensor) -> None:
         self._x: Tensor | None = x.detach()
         self._value: Tensor | None = None
-        self._squared: Tensor | None = None  # distance from the centre of half of the points that are not there
+        self._near: Tensor | None = None  # (..., 1, d), the median of the largest cluster
+        self._squared: Tensor | None = None  # median squared distance from it of those points that differ from it
 
     def value(self) -> Tensor:
         """``(..., 1, d)``, finite; without gradients."""
         if self._x is not None:
             some = _some(self._x)
+            cluster = _largest_cluster(some)
             self._value = _median(some)
-            squares = (some - self._value).square().sum(dim=-1, keepdim=True)
+            self._near = self._value if cluster is some else _median(cluster)
+            squares = (cluster - self._near).square().sum(dim=-1, keepdim=True)
             medians = _median(squares.masked_fill(squares == 0, torch.nan))
             self._squared = medians.amax() if medians.numel() else medians.new_zeros(())
             self._x = None
         assert self._value is not None
         return self._value
 
+    def near_value(self) -> Tensor:
+        """Return the median of the near points, ``(..., 1, d)``, finite; without gradients."""
+        self.value()
+        assert self._near is not None
+        return self._near
+
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
         """``(n,)`` bool: which rows of x ``(..., n, d)``, in any element of a batch, lie far."""
-        return self._beyond(x, self.value())
+        return self._beyond(x, self.near_value())
 
     def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
-        self.value()
-        squares = (x - point).square().sum(dim=-1)
         assert self._squared is not None
+        squares = (x - point).square().sum(dim=-1)
         return (squares > _FAR.get(x.dtype, 1e4) * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
 
     def _surely_near(self, x: Tensor) -> bool:
-        """Whether no row lies far, by fewer operations than :meth:`far` takes; False where that cannot be said."""
+        """Return whether no row lies far, by fewer operations than :meth:`far`; False where that is not certain."""
         other = self._x
         if other is None or not torch.is_tensor(other) or not other.numel() or not x.numel():
             return False
         centre = other.median(dim=-2, keepdim=True).values
         squares = (other - centre).square().sum(dim=-1)
         farthest = (x - centre).square().sum(dim=-1).amax()
-        return bool(farthest <= _FAR.get(x.dtype, 1e4) * squares.median())  # never of NaN
+        if not bool(farthest <= _FAR.get(x.dtype, 1e4) * squares.median()):  # also False for NaN
+            return False
+        some = _some(other)
+        return _largest_cluster(some) is some
 
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
@@ -80,16 +97,63 @@ class Centre:
         return [group for group in groups if len(group)]
 
 
-def near_and_far(mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Of rows, which lie near and which far, as indices; None where they are all the same.
+@torch.no_grad()
+def _largest_cluster(x: Tensor) -> Tensor:
+    """Return the points ``(..., m, d)`` with NaN in place of those outside the largest cluster, x itself for one.
 
-    :param mask: ``(n,)`` of the far ones, on the CPU.
+    Clusters are separated by a gap, along the coordinate of the largest range, that exceeds the sum of all smaller
+    gaps many times.  That sum is at least the range of each cluster.  Devices other than the CPU are not waited for.
+    """
+    if x.shape[-2] < 3 or not x.numel():
+        return x
+    for _ in range(_SPLITS):
+        if x.device.type == "cpu" and not _splits(x.numpy()):
+            break
+        present = x.isfinite()
+        ranges = x.masked_fill(~present, -torch.inf).amax(dim=-2) - x.masked_fill(~present, torch.inf).amin(dim=-2)
+        widest = ranges.argmax(dim=-1, keepdim=True).unsqueeze(-1).expand(*x.shape[:-1], 1)
+        values = x.gather(-1, widest).squeeze(-1)
+        values, order = values.masked_fill(~values.isfinite(), torch.inf).sort(dim=-1)
+        gaps = values.diff(dim=-1)
+        gaps = gaps.masked_fill(~gaps.isfinite(), 0)
+        sizes = gaps.sort(dim=-1).values
+        smaller = torch.nn.functional.pad(sizes.cumsum(dim=-1)[..., :-1], (1, 0))
+        smaller[..., :-_COPIES].masked_fill_(smaller[..., :-_COPIES] == 0, torch.inf)
+        wide = sizes > _RATIO * torch.where(smaller > 0, smaller, 1)
+        least = sizes.masked_fill(~wide, 0).amax(dim=-1, keepdim=True)
+        clusters = torch.nn.functional.pad(((gaps >= least) & (least > 0)).cumsum(dim=-1), (1, 0))
+        present = values.isfinite()
+        counts = torch.zeros_like(clusters).scatter_add_(-1, clusters, present.long())
+        inside = present & (clusters == counts.argmax(dim=-1, keepdim=True))
+        x = x.masked_fill(~torch.empty_like(inside).scatter_(-1, order, inside).unsqueeze(-1), torch.nan)
+    return x
+
+
+def _splits(x: np.ndarray) -> bool:
+    """Return whether the points ``(..., m, d)`` lie in several clusters or are not all finite.
+
+    This is the rule of :func:`_largest_cluster` at a tenth of its cost, as every small call of a kernel asks.
+    """
+    if not np.isfinite(x).all():
+        return True
+    widest = np.ptp(x, axis=-2).argmax(axis=-1)[..., None, None]
+    sizes = np.sort(np.diff(np.sort(np.take_along_axis(x, widest, axis=-1), axis=-2), axis=-2), axis=-2)
+    smaller = np.cumsum(sizes[..., :-1, :], axis=-2)
+    many = smaller[..., :-_COPIES, :]
+    many[many == 0] = np.inf
+    return bool((sizes[..., 1:, :] > _RATIO * np.where(smaller > 0, smaller, 1)).any())
+
+
+def near_and_far(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the indices of near and of far rows; None where all rows are near, or all are far.
+
+    :param mask: ``(n,)`` bool on the CPU, True for far rows.
     """
     return None if bool(mask.all()) or not bool(mask.any()) else ((~mask).nonzero()[:, 0], mask.nonzero()[:, 0])
 
 
 def _some(x: Tensor) -> Tensor:
-    """Of many rows some, in float32 at least; integers in float64."""
+    """Return a sample of many rows, in float32 at least; integers in float64."""
     some = x[..., :: max(1, -(-x.shape[-2] // _ROWS)), :]
     if not some.is_floating_point():
         return some.double()
@@ -98,7 +162,7 @@ def _some(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _median(some: Tensor) -> Tensor:
-    """Of what is not NaN, the lower one of two; 0 where there is nothing.  By sorting, which CUDA does repeatably."""
+    """Return the lower median of the finite values, 0 where there are none.  Sorting is deterministic on CUDA."""
     if some.shape[-2] == 0:
         return some.new_zeros(*some.shape[:-2], 1, some.shape[-1])
     count = some.isfinite().sum(dim=-2, keepdim=True)
