@@ -267,20 +267,20 @@ def test_fit_faults_in_the_data(tmp_path, capsys):
     assert "1 row(s) of data; at least 2" in error({"a": [1], "y": [2]})
     assert "'y': the target has one value (2)" in error({"a": range(30), "y": [2] * 30})
     assert "every feature is constant" in error({"a": [1] * 30, "y": range(30)})
-    assert "column 'a' holds numbers in 2 row(s) and 'x' in line 4" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
+    assert "column 'a' holds numbers in 2 row(s) and 'x' in row 3" in error({"a": [1, 2, "x"], "y": [1, 2, 3]})
     names = [f"stone {number}" for number in range(30)]
     many = error({"name": names, "y": range(30)})
     assert "'name' is text with 30 different values in 30 rows" in many
     assert all(remedy in many for remedy in ("--drop name", "--id name", "--categorical name"))
-    assert "'y' holds '2024-05-06' in line 2: a date" in error({"a": [1, 2], "y": ["2024-05-06", 3]})
+    assert "'y' holds '2024-05-06' in row 1: a date" in error({"a": [1, 2], "y": ["2024-05-06", 3]})
     dear = error({"a": [1, 2], "y": ["dear", "cheap"]})
-    assert "'y' holds 'dear' in line 2, 'cheap' in line 3" in dear and "--categorical" not in dear
+    assert "'y' holds 'dear' in row 1, 'cheap' in row 2" in dear and "--categorical" not in dear
     lacking = {"a": [1, None, 3], "b": [None, 2, 3], "y": [1, 2, 3]}
     path = write_csv(tmp_path / "data.csv", lacking)
     code, _, found = run(capsys, "fit", path, "--target", "y")
-    assert code == 2 and "2 faults" in found and "column 'a' lacks a value: no value in line 3" in found
-    assert "column 'b' lacks a value: no value in line 2" in found
-    assert all(remedy in found for remedy in ("--missing drop", "--missing mean", "--drop b"))
+    assert code == 2 and "2 faults" in found and "column 'a' lacks a value: no value in row 2" in found
+    assert "column 'b' lacks a value: no value in row 1" in found
+    assert all(remedy in found for remedy in ("--missing drop", "--missing mean"))
     lacking["b"][2] = None
     path = write_csv(tmp_path / "data.csv", lacking)
     found = fails(capsys, "fit", path, "--target", "y", "--missing", "drop")
@@ -410,25 +410,25 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     assert code == 0 and "2 row(s) lack a value ('NA' among them), and are filled with the mean" in out
     assert float(predictions(output)[0]["std"]) > 0
     code, _, error = run(capsys, "predict", model, lacking, "--missing", "error")
-    assert code == 2 and "column 'carat' lacks a value: no value in line 2" in error
-    assert "column 'cut' lacks a value: 'NA' in line 3" in error
+    assert code == 2 and "column 'carat' lacks a value: no value in row 1" in error
+    assert "column 'cut' lacks a value: 'NA' in row 2" in error
     fresh["carat"][0] = 1.0
 
     fresh["cut"][1] = "Superb"
     strange = write_csv(tmp_path / "strange.csv", fresh)
     error = fails(capsys, "predict", model, strange)
     assert (
-        "column 'cut' holds 'Superb' in line 3" in error and "'Fair', 'Good', 'Ideal'" in error and "--unknown" in error
+        "column 'cut' holds 'Superb' in row 2" in error and "'Fair', 'Good', 'Ideal'" in error and "--unknown" in error
     )
     words = ["predict", model, strange, "--unknown", "missing", "--output", output, "--force", "--missing"]
     error = fails(capsys, *words, "error")
-    assert "column 'cut' holds 'Superb' in line 3" in error and "--missing drop or mean" in error
+    assert "column 'cut' holds 'Superb' in row 2" in error and "--missing drop or mean" in error
     code, out, _ = run(capsys, *words, "drop")
     assert code == 0 and "'cut' has categories that the model has not seen in 1 row(s)" in out
     assert [row["mean"] == "" for row in predictions(output)[:3]] == [False, True, False]
     fresh["cut"][1], fresh["certified"][2] = "Fair", "perhaps"
     error = fails(capsys, "predict", model, write_csv(tmp_path / "strange.csv", fresh))
-    assert "column 'certified' holds 'perhaps' in line 4: neither yes nor no" in error
+    assert "column 'certified' holds 'perhaps' in row 3: neither yes nor no" in error
 
 
 def test_missing_means_are_those_of_the_training_rows(tmp_path, capsys):
@@ -535,7 +535,7 @@ def test_marks_of_missing_values_are_remembered(tmp_path, capsys):
     assert [row["mean"] == "" for row in predictions(output)] == [False, True, True]
     assert sketchgp.load_model(model).predict(new).mean.isnan().tolist() == [False, True, True]
     error = fails(capsys, "predict", model, path, "--missing-marks", "null")
-    assert "column 'length' holds numbers in 2 row(s) and 'N.D.' in line 4" in error
+    assert "column 'length' holds numbers in 2 row(s) and 'N.D.' in row 3" in error
 
 
 def test_info_and_version(capsys):

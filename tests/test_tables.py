@@ -67,6 +67,7 @@ GOOD = {
     "quotes in quotes, lines in cells": ('z,x,y\n"a ""b""\nc",1,2\nd,3,4\n', [], "number", [2, 4]),
     "blanks": (" x , y \n 1 , 2 \n 3, 4\n", [], "number", [2, 4]),
     "empty lines": ("x,y\n1,2\n\n3,4\n\n\n", [], "number", [2, 4]),
+    "an empty line first": ("\nx,y\n1,2\n3,4\n", [], "number", [2, 4]),
     "no last end of line": ("x,y\n1,2\n3,4", [], "number", [2, 4]),
     "separator at the end": ("x,y,\n1,2,\n3,4,\n", [], "number", [2, 4]),
     "row numbers without a name": (",x,y\n0,1,2\n1,7,4\n", [], "number", [2, 4]),
@@ -112,29 +113,29 @@ def test_what_a_text_file_holds(read, case):
 
 
 BAD = {
-    "text that is no known mark": ("x,y\nn.d.,1\n1,2\n2,3\nn.d.,4\n", ["'n.d.' in line 2 and 1 more", "in 2 row(s)"]),
+    "text that is no known mark": ("x,y\nn.d.,1\n1,2\n2,3\nn.d.,4\n", ["'n.d.' in row 1 and 1 more", "in 2 row(s)"]),
     "text among marks": ("x,y\n1,1\nNA,2\nn.d.,3\n", ["--missing-marks NA,n.d.", "--categorical x", "--drop x"]),
-    "a limit": ("x,y\n<0.5,1\n1,2\n", ["'<0.5' in line 2"]),
-    "units": ("x,y\nm,kg\n1,2\n2,3\n", ["2 faults", "column 'x'", "'m' in line 2", "column 'y'", "--skip-lines 2"]),
-    "codes and numbers": ("x,y\nA1,1\n7,2\nB2,3\n", ["'A1' in line 2, 'B2' in line 4", "--categorical x"]),
-    "true and one": ("x,y\ntrue,1\n0,2\n", ["'true' in line 2", "plain numbers"]),
+    "a limit": ("x,y\n<0.5,1\n1,2\n", ["'<0.5' in row 1"]),
+    "units": ("x,y\nm,kg\n1,2\n2,3\n", ["2 faults", "column 'x'", "'m' in row 1", "column 'y'"]),
+    "codes and numbers": ("x,y\nA1,1\n7,2\nB2,3\n", ["'A1' in row 1, 'B2' in row 3", "--categorical x"]),
+    "true and one": ("x,y\ntrue,1\n0,2\n", ["'true' in row 1", "plain numbers"]),
     "two separators": ("a,x;y\n1,2;5\n3,4;6\n", ["',', ';'", "--separator"]),
-    "German thousands": ("x;y\n1.234,5;1\n2,0;2\n", ["'1.234,5' in line 2", "--decimal , or --thousands"]),
-    "thousands or decimals": ("x;y\n1.234;1\n12.000;2\n", ["'1.234' in line 2", "--decimal . or --thousands ."]),
+    "German thousands": ("x;y\n1.234,5;1\n2,0;2\n", ["'1.234,5' in row 1", "--decimal , or --thousands"]),
+    "thousands or decimals": ("x;y\n1.234;1\n12.000;2\n", ["'1.234' in row 1", "--decimal . or --thousands ."]),
     "thousands beside a small number": ("x,y\n999,1\n1.234,2\n", ["decimals or thousands"]),
     "thousands among small numbers": ("x,y\n999,1\n1.234,2\n12.000,3\n", ["decimals or thousands"]),
     "English thousands": ('x,y\n"1,234",1\n"2,500",2\n', ["'1,234'", "--thousands"]),
     "other thousands": ("x,y\n1 234,1\n2'500,2\n", ["'1 234'", "--thousands"]),
-    "decimal commas": ("x;y\n1,5;1\n2,5;2\n", ["'1,5' in line 2", "--decimal ,"]),
+    "decimal commas": ("x;y\n1,5;1\n2,5;2\n", ["'1,5' in row 1", "--decimal ,"]),
     "underscores": ("x,y\n1_000,1\n2_000,2\n", ["'1_000'"]),
-    "percent": ("x,y\n12%,1\n13 %,2\n", ["'12%' in line 2, '13 %' in line 3"]),
+    "percent": ("x,y\n12%,1\n13 %,2\n", ["'12%' in row 1, '13 %' in row 2"]),
     "currency": ("x,y\n$12,1\n-€1.50,2\n", ["'$12'"]),
     "minus signs of typography": ("x,y\n−5,1\n−6,2\n", ["'−5'"]),
     "unit behind": ("x,y\n12 kg,1\n13.5 kg,2\n", ["'12 kg'", "unit"]),
-    "leading zeros": ("x,y\n01234,1\n10115,2\n", ["'01234' in line 2", "--numeric x", "--categorical x", "--id x"]),
-    "huge whole numbers": ("x,y\n9007199254740993,1\n1,2\n", ["'9007199254740993' in line 2", "lose", "--id x"]),
-    "infinite": ("x,y\ninf,1\n-Infinity,2\n", ["'inf' in line 2, '-Infinity' in line 3: not finite"]),
-    "too large": ("x,y\n1e999,1\n2,2\n", ["'1e999' in line 2: not finite"]),
+    "leading zeros": ("x,y\n01234,1\n10115,2\n", ["'01234' in row 1", "--numeric x", "--categorical x", "--id x"]),
+    "huge whole numbers": ("x,y\n9007199254740993,1\n1,2\n", ["'9007199254740993' in row 1", "lose", "--id x"]),
+    "infinite": ("x,y\ninf,1\n-Infinity,2\n", ["'inf' in row 1, '-Infinity' in row 2: not finite"]),
+    "too large": ("x,y\n1e999,1\n2,2\n", ["'1e999' in row 1: not finite"]),
     "slashed dates": ("x,y\n01/02/2024,1\n02/02/2024,2\n", ["'01/02/2024'", "a date", "days since", "--drop x"]),
     "German dates": ("x,y\n1.2.2024 10:30,1\n2.2.2024 11:00,2\n", ["a date"]),
     "months": ("x,y\n3 Feb 2024,1\nMarch 2024,2\n", ["a date"]),
@@ -144,20 +145,19 @@ BAD = {
     "weeks": ("x,y\n2024-W05,1\n2024-W06,2\n", ["a date"]),
     "times of day": ("x,y\n01:00 PM,1\n11:30 am,2\n", ["'01:00 PM'", "a date or a time"]),
     "time zones": ("x,y\n2024-05-06T10:00+02:00,1\n2024-05-06 08:00Z,2\n", ["a date or a time"]),
-    "dates among words": ("x,y\nsoon,1\n2024-05-06,2\n", ["'2024-05-06' in line 3: a date"]),
-    "missing": ("x,y\n1,1\n,2\nNA,3\n-,4\n", ["no value in line 3, 'NA' in line 4, '-' in line 5", "--missing drop"]),
-    "marks that may be categories": ("x,y\nnone,1\none,2\n", ["'none' in line 2", "--missing-marks"]),
+    "dates among words": ("x,y\nsoon,1\n2024-05-06,2\n", ["'2024-05-06' in row 2: a date"]),
+    "missing": ("x,y\n1,1\n,2\nNA,3\n-,4\n", ["no value in row 2, 'NA' in row 3, '-' in row 4", "--missing drop"]),
+    "marks that may be categories": ("x,y\nnone,1\none,2\n", ["'none' in row 1", "--missing-marks"]),
     "all faults": ("x,z,y\n1,inf,1\n,2,n.d.\nb,3,4\n", ["4 faults", "'x' holds", "'x' lacks", "'z'", "'y'"]),
     "a column of one value": ("x,y\n1,1\n1,2\n", ["every feature is constant"]),
     "an empty line in the only column": ("y\n1\n\n3\n", ["no columns are left"]),
     "too many words": ("x,y\n" + "".join(f"n{i},{i}\n" for i in range(20)), ["20 different values", "--id x"]),
-    "lines of other lengths": ("x,y\n1,2\n3\n4,5,6\n7,8\n", ["line 1 has 2 cells, but line 3 has 1, line 4 has 3;"]),
-    "short lines": ("x,y\n1,2\n3\n7,8\n", ["line 1 has 2 cells, but line 3 has 1;"]),
-    "preamble": ("Report 2024\n\nx,y\n1,2\n", ["line 1 has 1 cells, but line 3 has 2", "--skip-lines"]),
+    "long lines": ("x,y\n1,2\n3\n4,5,6\n7,8\n", ["Expected 2 fields in line 4, saw 3", "--skip-lines"]),
+    "short lines": ("x,y\n1,2\n3\n7,8\n", ["column 'y' lacks a value: no value in row 2"]),
+    "preamble": ("Report 2024\n\nx,y\n1,2\n", ["Expected 1 fields in line 3, saw 2", "--skip-lines"]),
     "names that occur twice": ("x,x,y\n1,2,3\n", ["more than once: 'x'"]),
     "no names": ("5.1,3.5\n4.9,3.0\n", ["no column 'y'", "--no-header"]),
     "equal numbers as names": ("0.2,0.2,y\n1,2,3\n", ["'0.2'", "more than once", "--no-header"]),
-    "an empty line first": ("\nx,y\n1,2\n", ["line 1", "empty line", "--skip-lines"]),
     "nothing": ("", ["the file is empty"]),
     "no rows": ("x,y\n", ["no rows"]),
     "an open quote": ('x,y\n1,2\n"3,4\n', ["cannot be read"]),
@@ -193,16 +193,16 @@ def main_error(read, content, *options, **more):
     return text
 
 
-def test_lines_are_those_of_the_file(read):
-    """Empty lines, skipped ones and line ends in cells count."""
+def test_rows_are_counted_from_the_names_on(read):
+    """Neither empty nor skipped lines count, and a cell may hold several."""
     content = 'Report\n\nz,x,y\n"a\nb",1,2\n\nc,oops,3\nd,4,5\n'
-    assert "'oops' in line 7" in main_error(read, content, "--skip-lines", "1-2")
+    assert "'oops' in row 2" in main_error(read, content, "--skip-lines", "1-2")
 
 
 def test_rows_beyond_the_first_chunk(read):
-    """pandas reads long files in pieces; the last lines count as the first do."""
+    """pandas reads long files in pieces; the last rows count as the first do."""
     rows = "".join(f"{i},{i % 7}\n" for i in range(300_000))
-    assert "'oops' in line 300002" in main_error(read, "x,y\n" + rows + "oops,2\n")
+    assert "'oops' in row 300001" in main_error(read, "x,y\n" + rows + "oops,2\n")
 
 
 def test_wrong_words_of_options(read, capsys):

@@ -112,7 +112,7 @@ def encode(
             continue
         values = table.columns[feature.name]
         first = {value: row for row, value in reversed([*enumerate(values)]) if rows[row]}
-        where = ", ".join(f"{value!r} in {table.place(row)}" for value, row in [*first.items()][::-1][:4])
+        where = ", ".join(f"{value!r} in row {table.numbers[row]}" for value, row in [*first.items()][::-1][:4])
         if feature.kind == "boolean":
             faults.append(f"column {feature.name!r} holds {where}: neither yes nor no, which is all that it had when "
                           "the model was fitted")  # fmt: skip

@@ -178,6 +178,7 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
     """The rows that are used, and what the columns to predict from are."""
     began = time.perf_counter()
     source = opened(options)
+    print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
     rules = Rules(
         numbers=(options.target, *options.numeric),
         text=dict.fromkeys(options.categorical, ()),
@@ -187,7 +188,6 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
     columns = _choose_features(source, options, rules)
     if doubt := source.suspicion(rules):
         print(f"note: {doubt}")
-    print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
     wanted = [*columns, options.target]
     table = source.read(wanted, replace(rules, may_lack=() if options.missing == "error" else wanted))
     rows = table.rows
@@ -218,7 +218,7 @@ def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) 
             f"--categorical: {target!r} is the target, and the command fits numbers; for classes there are "
             "sketchgp.OneHot and sketchgp.RandomFeatureClassifier in Python"
         )
-    for name in source.names:
+    for name in source.columns:
         if features is None and name not in source.default_features and name not in (target, *drop, *apart):
             print(f"note: column {name!r} is left out; name it in --features to use it")
     chosen = [name for name in (features or source.default_features) if name not in (target, *drop, *apart)]

@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     saved = load_model(options.model)
     missing = options.missing or saved.missing
     source = opened(options)
-    labelled = saved.id if options.id is None and saved.id in source.names else options.id
-    target = [saved.target] if saved.target in source.names else []  # rows to predict are those without it
+    labelled = saved.id if options.id is None and saved.id in source.columns else options.id
+    target = [saved.target] if saved.target in source.columns else []  # rows to predict are those without it
     names = [] if labelled is None else [labelled]
     marks = {} if options.missing_marks is None else {"marks": tuple(options.missing_marks)}
     rules = expected(saved, missing, "predict", target, names, **notation(options), **marks)

@@ -7,12 +7,11 @@ import csv
 import difflib
 import importlib
 import re
-import statistics
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -26,9 +25,7 @@ from .columns import Rules, Table, decide, some
 __all__ = ["Source", "Text", "in_memory", "open_table"]
 
 _TEXTS = (".csv", ".tsv", ".txt")
-_SEPARATORS = ",;\t|"
-_SKIP = "mend the lines, or leave out those that are no part of the table, such as --skip-lines 1-3"
-_SNIFFED = 50  # records that are looked at to find the separator
+_SNIFFED = 50  # lines that are looked at to find the separator
 
 
 @dataclass(frozen=True)
@@ -51,22 +48,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Source:
-    """A file whose column names are known and whose values are read on demand.
+    """A file whose columns are read, and not yet decided.
 
     :param path: the file, for messages.
-    :param names: the names of all its columns.
+    :param columns: the values of each column by name.
     :param default_features: the columns used as features when the user names none (the target, if among them, is
         left out).
-    :param load: returns the values of some columns by name.
-    :param place: names a row by its index.
     :param separator: of a text file, empty for all others.
     """
 
     path: Path
-    names: tuple[str, ...]
+    columns: Mapping[str, Any]
     default_features: tuple[str, ...]
-    load: Callable[[Sequence[str]], Mapping[str, Any]]
-    place: Callable[[int], str] = lambda row: f"row {row + 1}"
     separator: str = ""
 
     def suspicion(self, rules: Rules) -> str:
@@ -83,12 +76,13 @@ class Source:
 
         :param option: where the names came from, such as ``--target``, for the message.
         """
-        absent = [f"no column {name!r}{_suggest(name, self.names)}" for name in wanted if name not in self.names]
+        absent = [f"no column {name!r}{_suggest(name, self.columns)}" for name in wanted if name not in self.columns]
         if absent:
             also = f"; {doubt}" if (doubt := self.suspicion(rules)) else ""
+            names = [*self.columns]
             raise InputError(
-                f"{self.path}: {option}: {', '.join(absent)}; the columns are {', '.join(self.names[:30])}"
-                f"{', ...' if len(self.names) > 30 else ''}{also}"
+                f"{self.path}: {option}: {', '.join(absent)}; the columns are {', '.join(names[:30])}"
+                f"{', ...' if len(names) > 30 else ''}{also}"
             )
 
     def read(self, names: Sequence[str], rules: Rules) -> Table:
@@ -96,10 +90,9 @@ class Source:
 
         :raises InputError: with all faults of these columns.
         """
-        raw = self.load(names)
-        if not len(raw[names[0]]):
+        if not len(self.columns[names[0]]):
             raise InputError(f"{self.path}: the table has no rows")
-        return decide(self.path, {name: raw[name] for name in names}, rules, self.place, self.separator)
+        return decide(self.path, {name: self.columns[name] for name in names}, rules, 1, self.separator)
 
 
 def in_memory(columns: Mapping[str, Any], names: Sequence[str], rules: Rules) -> Table:
@@ -111,12 +104,11 @@ def in_memory(columns: Mapping[str, Any], names: Sequence[str], rules: Rules) ->
     """
     absent = [name for name in names if name not in columns]
     if absent:
-        hint = _suggest(absent[0], [str(one) for one in columns])
-        raise InputError(f"columns: no column {', '.join(map(repr, absent))}{hint}")
-    return decide(Path("columns"), {name: columns[name] for name in names}, rules, lambda row: f"row {row}")
+        raise InputError(f"columns: no column {', '.join(map(repr, absent))}{_suggest(absent[0], map(str, columns))}")
+    return decide(Path("columns"), {name: columns[name] for name in names}, rules, 0)
 
 
-def _suggest(name: str, names: Sequence[str]) -> str:
+def _suggest(name: str, names: Any) -> str:
     lowered = {candidate.lower(): candidate for candidate in names}
     near = difflib.get_close_matches(name.lower(), list(lowered), n=1)
     return f" (did you mean {lowered[near[0]]!r}?)" if near else ""
@@ -134,8 +126,7 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
     """
     path, text = Path(path), text or Text()
     kind = path.suffix.lower()
-    openers = {**dict.fromkeys(_TEXTS, _TextFile(path, text).open), ".npz": _open_npz}
-    openers.update(dict.fromkeys((".parquet", ".pq"), _open_parquet))
+    openers = {**dict.fromkeys(_TEXTS, _open_text), ".parquet": _open_parquet, ".pq": _open_parquet, ".npz": _open_npz}
     if path.is_dir() or not path.exists():
         raise InputError(f"{path}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
     if kind not in openers:
@@ -148,14 +139,9 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
     try:
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
-        source: Source = openers[kind](path)
+        return openers[kind](path, text)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
-    twice = sorted({name for name in source.names if source.names.count(name) > 1})
-    if twice:
-        also = f"; {doubt}" if (doubt := source.suspicion(Rules())) else ""
-        raise InputError(f"{path}: column names that occur more than once: {', '.join(map(repr, twice))}{also}")
-    return source
 
 
 def _imported(path: Path, module: str) -> Any:
@@ -167,117 +153,71 @@ def _imported(path: Path, module: str) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
-class _TextFile:
-    """A text file with a record of cells in each line; :ivar text: how it is read, all of it known in the end."""
+def _open_text(path: Path, text: Text) -> Source:
+    """Return the columns of a text file, as text; pandas reads it, and refuses lines with too many cells."""
+    pandas = _imported(path, "pandas")
+    with _readable(path, text):
+        encoding = text.encoding or _encoding(path)
+        with open(path, newline="", encoding=encoding) as file:
+            kept = (line for number, line in enumerate(file, 1) if number not in text.skip)
+            separator = text.separator or _separator(path, list(islice(kept, _SNIFFED)), text.comma)
+            content: Any = path
+            if text.skip:  # pandas would count the lines within quotes as one
+                file.seek(0)
+                content = StringIO("".join(line for number, line in enumerate(file, 1) if number not in text.skip))
+        frame = pandas.read_csv(
+            content, sep=separator, encoding=encoding, header=None, dtype=str, keep_default_na=False, na_values=[]
+        )
+    names = [str(name).strip().lstrip("\ufeff") for name in frame.iloc[0]]
+    if not text.header:
+        names = [f"c{position + 1}" for position in range(len(names))]
+    features = tuple(name for name in names if name)  # a column without a name is most often a row number
+    names = [name or f"unnamed_{position + 1}" for position, name in enumerate(names)]
+    frame = frame.iloc[int(text.header) :].fillna("")
+    return _source(path, [(name, frame.iloc[:, at]) for at, name in enumerate(names)], features, separator)
 
-    path: Path
-    text: Text
 
-    def open(self, path: Path) -> Source:
-        """Return its columns; their values are read by pandas."""
-        pandas = _imported(path, "pandas")
-        file = replace(self, text=replace(self.text, encoding=self.text.encoding or _encoding(path)))
-        with file.errors():
-            file = replace(file, text=replace(file.text, separator=self.text.separator or file.separator()))
-            line, first = next(file.records(), (1, []))
-            if len({len(cells) for _, cells in islice(file.records(), _SNIFFED) if cells}) > 1:
-                file.widths()  # the names may be none
-        names = [name.strip().lstrip("\ufeff") for name in first]  # Python's utf-8 keeps the mark at the beginning
-        if not any(names):
-            raise InputError(f"{path}: line {line}: expected the names of the columns, found an empty line; {_SKIP}")
-        if not file.text.header:
-            names = [f"c{position + 1}" for position in range(len(names))]
-        features = tuple(name for name in names if name)  # a column without a name is most often a row number
-        names = [name or f"unnamed_{position + 1}" for position, name in enumerate(names)]
+def _source(path: Path, columns: list[tuple[str, Any]], features: tuple[str, ...], separator: str = "") -> Source:
+    """Return the source of these columns; raise InputError where two have one name."""
+    names = [name for name, _ in columns]
+    source = Source(path, dict(columns), features, separator)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        also = f"; {doubt}" if (doubt := source.suspicion(Rules())) else ""
+        raise InputError(f"{path}: column names that occur more than once: {some(twice)}{also}")
+    return source
 
-        def load(wanted: Sequence[str]) -> dict[str, Any]:
-            with file.errors():
-                frame = file.frame(pandas)
-            return {name: frame.iloc[:, names.index(name)] for name in wanted}
 
-        return Source(path, tuple(names), features, load, file.place, file.text.separator or ",")
+@contextmanager
+def _readable(path: Path, text: Text) -> Iterator[None]:
+    """Raise errors of Python and pandas as InputErrors that name the file."""
+    try:
+        yield
+    except InputError:
+        raise
+    except LookupError as error:
+        what = f"--encoding {text.encoding}: not an encoding that Python knows; utf-8, utf-16, latin-1 are some"
+        raise InputError(f"{path}: {what}") from error
+    except (ValueError, csv.Error) as error:  # those of decoders, and pandas' own
+        remedy = "; mend the lines, or leave out those that are no part of the table, such as --skip-lines 1-3"
+        if isinstance(error, UnicodeError):
+            remedy = (
+                f" as {text.encoding or 'utf-8'}; save it as UTF-8, or name its encoding, such as --encoding cp1252"
+            )
+        raise InputError(f"{path}: cannot be read ({_first_line(error)}){remedy}") from error
 
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Errors of Python and pandas as InputErrors that name the file."""
-        try:
-            yield
-        except InputError:
-            raise
-        except LookupError as error:
-            known = "utf-8, utf-16, latin-1, cp1252 are some"
-            what = f"--encoding {self.text.encoding}: not an encoding that Python knows; {known}"
-            raise InputError(f"{self.path}: {what}") from error
-        except (ValueError, csv.Error) as error:  # those of decoders, and pandas' own
-            remedy = "; save it as UTF-8, or name its encoding: --encoding cp1252, latin-1, utf-16-le, ..."
-            remedy = f" as {self.text.encoding}{remedy}" if isinstance(error, UnicodeError) else ""
-            raise InputError(f"{self.path}: cannot be read ({_first_line(error)}){remedy}") from error
 
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines that are not left out, each with its number."""
-        with open(self.path, newline="", encoding=self.text.encoding) as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if number not in self.text.skip)
-
-    def records(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the records of the file, each with the number of its last line."""
-        last = [0]
-
-        def texts() -> Iterator[str]:
-            for last[0], line in self.lines():
-                yield line
-
-        for cells in csv.reader(texts(), delimiter=self.text.separator or ",", strict=True):
-            yield last[0], cells
-
-    def separator(self) -> str:
-        """Return the separator by which the first records have the same number of cells, more than one."""
-        fits: dict[str, tuple[bool, float]] = {}
-        for separator in _SEPARATORS:
-            records = replace(self, text=replace(self.text, separator=separator)).records()
-            with suppress(csv.Error):
-                widths = [len(cells) for _, cells in islice(records, _SNIFFED) if cells]
-                if max(widths, default=1) > 1:
-                    fits[separator] = min(widths) == max(widths), statistics.median(widths)
-        best = [separator for separator, (even, _) in fits.items() if even]
-        best = best or [separator for separator, fit in fits.items() if fit == max(fits.values())]
-        if len(best) > 1 and self.text.comma and "," in best:
-            best.remove(",")
-        if len(best) > 1:
-            raise InputError(f"{self.path}: cells could be separated by {some(best)}; say which with --separator")
-        return best[0] if best else ","
-
-    def frame(self, pandas: Any) -> Any:
-        """Return the data frame of all cells, as text, without the names and without empty lines."""
-        text, file = self.text, self.path if not self.text.skip else StringIO("".join(line for _, line in self.lines()))
-        whole = {"header": None, "dtype": str, "keep_default_na": False, "skip_blank_lines": False}
-        try:
-            frame = pandas.read_csv(file, sep=text.separator, encoding=text.encoding, **whole)
-        except pandas.errors.ParserError:
-            self.widths()  # names all lines with too many cells
-            raise
-        if (frame.iloc[:, -1] == "").any():  # a line with too few cells looks like that, and so does an empty line
-            blank = np.array(self.widths()) == 0
-            if frame.shape[1] == 1:  # where an empty line is an empty cell, but for those at the end
-                blank &= np.logical_and.accumulate(blank[::-1])[::-1]
-            frame = frame[~blank]
-        return frame.iloc[int(text.header) :]
-
-    def widths(self) -> list[int]:
-        """Return the number of cells of each record; raise InputError where they are not the same."""
-        widths = [(line, len(cells)) for line, cells in self.records()]
-        first, width = widths[0]
-        wrong = [f"line {line} has {count}" for line, count in widths if count not in (0, width)]
-        if wrong:
-            more = f", ... ({len(wrong):,} lines)" if len(wrong) > 20 else ""
-            raise InputError(f"{self.path}: line {first} has {width} cells, but {', '.join(wrong[:20])}{more}; {_SKIP}")
-        return [count for _, count in widths]
-
-    def place(self, row: int) -> str:
-        """Return the line of a row, by its index."""
-        one = len(next(self.records())[1]) == 1
-        kept = (line for line, cells in self.records() if cells or one)
-        return f"line {next(islice(kept, row + int(self.text.header), None))}"
+def _separator(path: Path, lines: list[str], comma: bool) -> str:
+    """Return the separator by which the first records have the same number of cells, more than one."""
+    widths = {mark: [len(cells) for cells in csv.reader(lines, delimiter=mark) if cells] for mark in ",;\t|"}
+    fits = [mark for mark, counts in widths.items() if counts and counts[0] > 1]
+    even = [mark for mark in fits if len(set(widths[mark])) == 1]
+    best = even or fits
+    if len(best) > 1 and comma and "," in best:
+        best.remove(",")
+    if len(best) > 1:
+        raise InputError(f"{path}: cells could be separated by {some(best)}; say which with --separator")
+    return best[0] if best else ","
 
 
 def _encoding(path: Path) -> str:
@@ -291,43 +231,35 @@ def _encoding(path: Path) -> str:
     return "utf-8-sig"
 
 
-def _open_parquet(path: Path) -> Source:
+def _open_parquet(path: Path, text: Text) -> Source:
     _imported(path, "pandas")
     parquet, arrow = _imported(path, "pyarrow.parquet"), _imported(path, "pyarrow")
-
-    @contextmanager
-    def opened() -> Iterator[Any]:
-        try:
-            yield parquet.ParquetFile(path)
-        except (arrow.ArrowException, OSError, ValueError) as error:
-            raise InputError(f"{path}: not a Parquet file, or a damaged one ({_first_line(error)})") from error
-
-    def load(wanted: Sequence[str]) -> Any:
-        with opened() as file:
-            frame = file.read(columns=[*wanted]).to_pandas(ignore_metadata=True, integer_object_nulls=True)
-            return frame.astype({name: "category" for name in wanted if name in categories})
-
-    with opened() as file:  # pyarrow forgets that whole numbers were categories, but for the schema that it was given
-        stored = (file.metadata.metadata or {}).get(b"ARROW:schema")
-        schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(stored))) if stored else file.schema_arrow
-        categories = {field.name for field in schema if arrow.types.is_dictionary(field.type)}
-        # pandas' numbers of rows are no column
-        names = tuple(name for name in file.schema_arrow.names if not re.fullmatch(r"__index_level_\d+__", name))
-    return Source(path, names, names, load)
+    try:
+        file = parquet.ParquetFile(path)
+        frame = file.read().to_pandas(ignore_metadata=True, integer_object_nulls=True)
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{path}: not a Parquet file, or a damaged one ({_first_line(error)})") from error
+    # pyarrow forgets that whole numbers were categories, but for the schema that it was given
+    stored = (file.metadata.metadata or {}).get(b"ARROW:schema")
+    schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(stored))) if stored else file.schema_arrow
+    categories = {field.name: "category" for field in schema if arrow.types.is_dictionary(field.type)}
+    frame = frame.astype(categories)
+    # pandas' numbers of rows are no column
+    names = tuple(name for name in frame.columns if not re.fullmatch(r"__index_level_\d+__", name))
+    return _source(path, [(name, column) for name, column in frame.items() if name in names], names)
 
 
-def _open_npz(path: Path) -> Source:
+def _open_npz(path: Path, text: Text) -> Source:
     arrays = _arrays(path)
     columns = {name: array for name, array in arrays.items() if array.ndim == 1}
     if "X" not in arrays:
-        lengths = {len(array) for array in columns.values()}
-        if len(lengths) != 1:
-            found = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        if len({len(array) for array in columns.values()}) != 1:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise InputError(
                 f"{path}: expected an array 'X' (n, d), or one-dimensional arrays of one length, one a column; found "
-                f"{found}"
+                f"{shapes}"
             )
-        return Source(path, tuple(columns), tuple(columns), lambda wanted: columns)
+        return Source(path, columns, tuple(columns))
     x = arrays["X"]
     if x.ndim != 2 or x.dtype.kind not in "fiub":
         raise InputError(f"{path}: array 'X': expected numbers of shape (n, d), found {x.dtype} of {x.shape}")
@@ -335,9 +267,7 @@ def _open_npz(path: Path) -> Source:
     known = labels.dtype.kind == "U" and labels.shape == x.shape[1:]
     features = [str(label) for label in labels] if known else [f"x{position}" for position in range(x.shape[1])]
     beside = {name: array for name, array in columns.items() if len(array) == len(x)}
-    return Source(
-        path, (*features, *beside), tuple(features), lambda wanted: {**beside, **dict(zip(features, x.T, strict=True))}
-    )
+    return _source(path, [*zip(features, x.T, strict=True), *beside.items()], tuple(features))
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
