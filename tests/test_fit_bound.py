@@ -18,9 +18,8 @@ from torch import Tensor
 
 import sketchgp
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, N, Plain, data, dense, iterative, marginal, relative
+from sketchgp.density import Bound, Exact
 from sketchgp.fitting.route import WIDTH
-from sketchgp.models.accelerated.bound_density import Bound, bounded
-from sketchgp.models.accelerated.threshold import exactly
 from sketchgp.operators import KernelMatrix
 from sketchgp.preconditioners.tightened import Tightened, log_slack
 
@@ -34,8 +33,8 @@ def by_bound(model: Any, rank: int = RANK, **choices: Any) -> tuple[Tensor, dict
     """The marginal log likelihood from below, its gradient, and the bound."""
     bound = Bound(sketchgp.RPCholesky(rank=rank), **choices)
     bound.begin()
-    with bounded(bound):
-        value, gradient = marginal(sketchgp.accelerate(model))
+    with sketchgp.accelerate(model)._sketchgp.by(bound):
+        value, gradient = marginal(model)
     return value, gradient, bound
 
 
@@ -134,7 +133,7 @@ def test_missing_targets_are_left_out_of_the_bound() -> None:
         with dense():
             exact = float(marginal(sketchgp.accelerate(model), mll)[0])
         bound = Bound(sketchgp.RPCholesky(rank=RANK))
-        with bounded(bound):
+        with model._sketchgp.by(bound):
             lower = float(marginal(model, mll)[0])
     assert bound.gap is not None
     assert lower <= exact <= lower + bound.gap / N
@@ -195,7 +194,7 @@ def exact_loss(model: Any) -> float:
 
 
 def marginal_exactly(model: Any) -> Tensor:
-    with torch.no_grad(), exactly():
+    with torch.no_grad(), model._sketchgp.by(Exact()):
         mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
         return mll(model(*model.train_inputs), model.train_targets)
 
@@ -278,13 +277,13 @@ def test_a_bracket_that_is_wide_anyway_takes_few_iterations(monkeypatch: pytest.
     found = []
     for share in (None, 0.0):
         if share is not None:
-            monkeypatch.setattr("sketchgp.models.accelerated.bound_density._HARDLY", share)
+            monkeypatch.setattr("sketchgp.density.bound._NEGLIGIBLE", share)
         model = smooth(preconditioner=sketchgp.RPCholesky(rank=3))
         model.likelihood.noise = 1e-3
         bound = Bound(sketchgp.RPCholesky(rank=3), share=1e-7, certain=True)
         bound.begin()
         mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-        with torch.no_grad(), iterative(), bounded(bound), sketchgp.record_solves() as solves:
+        with torch.no_grad(), iterative(), model._sketchgp.by(bound), sketchgp.record_solves() as solves:
             value = float(mll(model(*model.train_inputs), model.train_targets))
         assert bound.gap is not None and bound.gap < 1.01 * bound._open
         assert value <= -exact_loss(model) <= value + bound.gap / len(model.train_targets)

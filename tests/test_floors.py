@@ -37,6 +37,7 @@ FLOORS = {
     "inducing_points": 4,
     "solvers": 4,
     "inference": 5,
+    "density": 6,
     "models": 6,
     "accelerate": 6,
     "fit": 6,

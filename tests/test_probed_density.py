@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, dense, iterative, marginal, nearly_constant, scaled
-from sketchgp.models.accelerated.probed_density import probed_values, standard_error
+from sketchgp.density import Probes, standard_error
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import ConjugateGradients, System
 
@@ -141,19 +141,21 @@ def test_the_standard_error_is_that_of_the_probes() -> None:
     deviations, errors = [], []
     with iterative(tol=1e-3):
         for seed in range(20):
-            with model._sketchgp.fixed_probes(seed, 5), probed_values() as values:
+            probes = Probes(watched=True)
+            with model._sketchgp.fixed_probes(seed, 5), model._sketchgp.by(probes):
                 value = loss(model)
                 value.backward()
             deviations.append(float(value.detach()) - exact)
-            errors.append(standard_error(values))
+            errors.append(standard_error(probes.values))
     assert 0.7 < math.sqrt(sum(d**2 for d in deviations) / sum(e**2 for e in errors)) < 1.4
 
 
 def test_a_single_probe_knows_nothing_of_its_error() -> None:
     model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=4))
-    with iterative(tol=1e-4), model._sketchgp.fixed_probes(0, 1), probed_values() as values:
+    probes = Probes(watched=True)
+    with iterative(tol=1e-4), model._sketchgp.fixed_probes(0, 1), model._sketchgp.by(probes):
         loss(model).backward()
-    assert standard_error(values) == math.inf
+    assert standard_error(probes.values) == math.inf
     assert standard_error([]) == 0
 
 

@@ -55,7 +55,7 @@ def fit(
 
     A solver that ``accelerate`` was given, ASkotch, say, that is neither conjugate gradients nor Cholesky, serves Adam,
     which is then what ``"auto"`` takes: gradients are those of *samples* that it solves for, with no n x r factor
-    (:mod:`.models.accelerated.sampled_density`); losses are right but for a constant.  L-BFGS asked for, 800 rows or
+    (:mod:`.density.samples`); losses are right but for a constant.  L-BFGS asked for, 800 rows or
     fewer (2,000 with BoTorch) and covariances other than one plain kernel with random features are as above.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +12,9 @@ from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from ..density import LogDensity
 from ..errors import NumericalError
-from ..models.accelerated.acceleration import ATTRIBUTE
-from ..models.accelerated.bound_density import Bound, bounded
-from ..models.accelerated.probed_density import probed_values
-from ..models.accelerated.threshold import exactly
+from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..report import own_solves
 from .record import Evaluation, Stage, flat, parts
 
@@ -27,27 +25,32 @@ _AT = 0.01  # of a constraint's limit, or of its interval, from which a value is
 class Objective:
     """The negative log marginal likelihood of a model, divided as the ``mll`` does.
 
-    :param model: in training mode; :param mll: of it.
-    :param exact: compute it by a factorization in float64 whatever n is.
-    :param bound: compute an upper bound of it instead, with this.
+    :param model: a model in training mode; :param mll: its marginal log likelihood.
+    :param density: how log densities are computed; None where the model computes them its own way.
 
-    :ivar parameters: those that require a gradient.
+    :ivar parameters: parameters of the model that require a gradient.
     :ivar rows: what a log likelihood is divided by.
     :ivar stage: where evaluations are kept, and found again; None for nowhere.
     """
 
     stage: Stage | None = None
 
-    def __init__(self, model: Any, mll: Any, exact: bool = False, bound: Bound | None = None) -> None:
-        self.model, self.mll, self.exact, self.bound = model, mll, exact, bound
+    def __init__(self, model: Any, mll: Any, density: LogDensity | None = None) -> None:
+        self.model, self.mll, self.density = model, mll, density
+        self.acceleration: Acceleration | None = model.__dict__.get(ATTRIBUTE)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         event = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
         self.rows = model.train_targets.shape[-event:].numel()
 
     @property
     def width(self) -> float | None:
-        """How far below the latest loss the exact one may be; None where it is no bound."""
-        return None if self.bound is None or self.bound.gap is None else self.bound.gap / self.rows
+        """Distance to which the exact loss may lie below the latest one; None where that is no bound."""
+        return None if self.density is None or self.density.gap is None else self.density.gap / self.rows
+
+    @property
+    def exact(self) -> bool:
+        """Whether losses are exact up to rounding."""
+        return self.density is not None and self.density.exact
 
     def evaluate(self, gradient: bool = True) -> Evaluation:
         """One forward and backward pass, which leaves gradients on the parameters; or what a file has of it.
@@ -69,10 +72,10 @@ class Objective:
         if again:
             self.stage.replayed()
             self._computed()
-        if found.doubled:
-            self.model.__dict__[ATTRIBUTE].doubled = True
-        if self.bound is not None:
-            self.bound.gap = None if found.width is None else found.width * self.rows
+        if found.doubled and self.acceleration is not None:
+            self.acceleration.doubled = True
+        if self.density is not None:
+            self.density.gap = None if found.width is None else found.width * self.rows
         self.stage.replayed()
         for parameter, part in zip(self.parameters, parts(kept, self.parameters), strict=True):
             parameter.grad = part
@@ -81,24 +84,29 @@ class Objective:
     def _computed(self, gradient: bool = True) -> Evaluation:
         for parameter in self.parameters:
             parameter.grad = None
-        if self.bound is not None:
-            self.bound.begin()
-        with own_solves() as solves, probed_values() as probes:
+        if self.density is not None:
+            self.density.begin()
+        with own_solves() as solves:
             value = self._evaluate(gradient)
         return Evaluation(
             value,
-            tuple(each.cpu() for each in probes),
+            () if self.density is None else tuple(each.cpu() for each in self.density.values),
             time.perf_counter(),
             self.width,
             max((report.max_residual for report in solves), default=0.0),
             sum(report.iterations for report in solves),
             sum(report.work.get("products", 0.0) for report in solves),
-            float(getattr(self.model.__dict__.get(ATTRIBUTE), "doubled", False)),
+            float(self.acceleration is not None and self.acceleration.doubled),
         )
 
     def _evaluate(self, gradient: bool) -> float:
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(gradient), self._by():
+            by = (
+                nullcontext()
+                if self.density is None or self.acceleration is None
+                else self.acceleration.by(self.density)
+            )
+            with torch.inference_mode(False), torch.set_grad_enabled(gradient), by:
                 output = self.model(*self.model.train_inputs)
                 loss = -self.mll(output, self.model.train_targets, *_likelihood_inputs(self.model)).sum()
                 if gradient:
@@ -106,12 +114,6 @@ class Objective:
         except (NumericalError, NanError, NotPSDError):
             return math.nan
         return float(loss.detach())
-
-    def _by(self) -> AbstractContextManager[None]:
-        """How log densities are computed."""
-        if self.bound is not None:
-            return bounded(self.bound)
-        return exactly() if self.exact else nullcontext()
 
     @property
     def finite(self) -> bool:

@@ -22,8 +22,8 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..density import LogDensity
 from ..fingerprint import add_tensors, structure_mark, tensor_mark, text_mark
-from ..models.accelerated.bound_density import Bound
 from ..solvers.loop import Checkpoint
 
 
@@ -56,13 +56,14 @@ _NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("pr
 class Stage:
     """The evaluations of one objective of a fit.
 
-    :param record: of the fit; :param cache: of preconditioners that its evaluations use, or None.
-    :param bound: what else the evaluations after one take from it, or None.
+    :param record: the record of the fit.
+    :param cache: the cache of preconditioners that its evaluations use, or None.
+    :param density: the density that its evaluations use, which may carry a state from one to the next.
     """
 
-    def __init__(self, record: Record, cache: Any, bound: Bound | None) -> None:
-        self.record, self.cache, self.bound = record, cache, bound
-        self._left: dict[str, Tensor] = {}  # by the latest evaluation, in the bound
+    def __init__(self, record: Record, cache: Any, density: LogDensity | None) -> None:
+        self.record, self.cache, self.density = record, cache, density
+        self._state: dict[str, Tensor] = {}  # of the density, after the latest evaluation
         self.points, self.gradients = list[Tensor](), list[Tensor]()
         self.evaluations = list[Evaluation]()
         self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
@@ -77,13 +78,13 @@ class Stage:
             del self.points[index:], self.gradients[index:], self.evaluations[index:]
             return None
         self.next += 1
-        last = self.bound is not None and self.next == len(self.points)
+        last = bool(self._state) and self.next == len(self.points)
         return self.evaluations[index], self.gradients[index], last or index == self.chosen
 
     def replayed(self) -> None:
-        """Around an evaluation that was found: leave what the last one did."""
-        if self.next == len(self.points) and self.bound is not None and self._left:
-            self.bound.restore(self._left)
+        """Restore the state of the density where the latest recorded evaluation was found."""
+        if self.next == len(self.points) and self.density is not None and self._state:
+            self.density.restore(self._state)
 
     def selections(self) -> int:
         """How often the cache has chosen pivots."""
@@ -97,7 +98,7 @@ class Stage:
         self.gradients.append(gradient)
         self.evaluations.append(found)
         self.next = len(self.points)
-        self._left = {} if self.bound is None else self.bound.state()
+        self._state = {} if self.density is None else self.density.state()
         self.record.save(rarely=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -119,7 +120,7 @@ class Stage:
             "gradients": torch.stack(self.gradients),
             "numbers": torch.tensor(numbers, dtype=torch.float64),
             "chosen": torch.tensor(self.chosen),
-            **{f"left.{key}": part for key, part in self._left.items()},
+            **{f"left.{key}": part for key, part in self._state.items()},
             **{f"probes of {index}": part for index, part in enumerate(probes) if len(part)},
         }
 
@@ -127,7 +128,7 @@ class Stage:
         """Take over the evaluations of an earlier run."""
         self.points, self.gradients = list(kept["points"]), list(kept["gradients"])
         self.chosen = int(kept["chosen"])
-        self._left = {key.removeprefix("left."): part for key, part in kept.items() if key.startswith("left.")}
+        self._state = {key.removeprefix("left."): part for key, part in kept.items() if key.startswith("left.")}
         for index, (clock, width, *row) in enumerate(kept["numbers"].tolist()):
             numbers = dict(zip(_NUMBERS, row, strict=True))
             numbers["iterations"] = int(numbers["iterations"])
@@ -172,12 +173,12 @@ class Record:
         with self._open:
             self.save()
 
-    def stage(self, cache: Any, bound: Bound | None = None) -> Stage | None:
+    def stage(self, cache: Any, density: LogDensity | None = None) -> Stage | None:
         """One more objective, in their order; the parameters are those of :class:`Stage`."""
         if self.checkpoint is None:
             return None
         name = str(len(self._stages))
-        self._stages[name] = stage = Stage(self, cache, bound)
+        self._stages[name] = stage = Stage(self, cache, density)
         if name in self._kept:
             stage.restore(self._kept[name])
         return stage

@@ -9,13 +9,11 @@ import gpytorch
 import torch
 from linear_operator import settings
 
+from ..density import Bound, Probes, Samples, standard_error
 from ..errors import InputError
 from ..models.accelerated.acceleration import Acceleration
 from ..models.accelerated.added_diag import left_to_us
-from ..models.accelerated.bound_density import Bound
 from ..models.accelerated.missing import marginal_of_all
-from ..models.accelerated.probed_density import standard_error
-from ..models.accelerated.sampled_density import Samples
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..preconditioners.tightened import Tightened
 from ..report import shortfall_counted
@@ -128,7 +126,7 @@ def _sampled(model: Any, acceleration: Acceleration) -> bool:
         with torch.inference_mode(False), torch.no_grad():
             prior = model.train()(*model.train_inputs)
             marginal = marginal_of_all(model.likelihood, prior)
-            return Samples.serve(acceleration, marginal.lazy_covariance_matrix.evaluate_kernel())
+            return Samples.serves(acceleration.solver, marginal.lazy_covariance_matrix.evaluate_kernel())
     finally:
         before.put_back()
 
@@ -169,8 +167,8 @@ def next_objective(
 
     :param before: what was minimised; :param own: the model's own losses; :param asked: with ``"bound"`` never probes.
     """
-    history, bound = steps.history, before.bound
-    assert bound is not None and acceleration is not None and before.width is not None
+    history, bound = steps.history, before.density
+    assert isinstance(bound, Bound) and acceleration is not None and before.width is not None
     if history.optimizer == "lbfgs":
         own.restore(steps.best)
     done = len(history.losses)
@@ -182,7 +180,7 @@ def next_objective(
         history.notes.append(f"a bound would leave {said}: log determinants were estimated with probes")
         return own
     history.notes.append(f"after {done} steps the bound left {said}: its pivots were chosen anew")
-    return Objective(own.model, own.mll, bound=new_bound(own, acceleration, asked))
+    return Objective(own.model, own.mll, new_bound(own, acceleration, asked))
 
 
 def bound_at_last(own: Objective, acceleration: Acceleration | None, history: FitHistory) -> Objective | None:
@@ -201,7 +199,7 @@ def bound_at_last(own: Objective, acceleration: Acceleration | None, history: Fi
     history.objective = "bound"
     history.restarts.append(len(history.losses))
     history.notes.append(_AT_LAST)
-    return Objective(own.model, own.mll, bound=new_bound(own, acceleration))
+    return Objective(own.model, own.mll, new_bound(own, acceleration))
 
 
 def judge_end(
@@ -229,7 +227,7 @@ def _by_other_probes(
     if acceleration.cache is not None:
         acceleration.cache.clear()  # pivots of these parameters, whatever the fit was begun with
     with acceleration.fixed_probes(seed + _OTHERS, count):
-        found = Objective(own.model, own.mll).evaluate()
+        found = Objective(own.model, own.mll, Probes(watched=True)).evaluate()
     return (found.value, standard_error(found.probes)) if found.probes and math.isfinite(found.value) else None
 
 
@@ -237,7 +235,8 @@ def _bracket(
     objective: Objective, own: Objective, acceleration: Acceleration | None, history: FitHistory
 ) -> tuple[float, float] | None:
     """The two ends of the exact loss, as the model makes it in its dtype; None where they are not known."""
-    if objective.bound is not None and history.widths[-1] is None:
+    bound = objective.density if isinstance(objective.density, Bound) else None
+    if bound is not None and history.widths[-1] is None:
         history.objective = "given"
         history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")
     if objective.exact:
@@ -251,10 +250,10 @@ def _bracket(
     if acceleration.cache is not None:  # F is the largest array there is, and another one is to come
         acceleration.cache.release()
     for candidate in (own, exact_objective(own.model, own.mll)):
-        bound = objective.bound if candidate is own else None
-        bound = new_bound(own, acceleration, limited=False) if bound is None else bound
+        if bound is None or candidate is not own:
+            bound = new_bound(own, acceleration, limited=False)
         bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
-        bounded = Objective(candidate.model, candidate.mll, bound=bound)
+        bounded = Objective(candidate.model, candidate.mll, bound)
         with shortfall_counted():
             value = bounded.evaluate(gradient=False).value
         if bounded.width is not None and math.isfinite(value - bounded.width):

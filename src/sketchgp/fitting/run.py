@@ -16,12 +16,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..accelerate import acceleration_of
+from ..density import Bound, Exact, Probes, Samples, TooWide
 from ..errors import InputError, warn
 from ..fingerprint import tensor_mark
 from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
-from ..models.accelerated.bound_density import TooWide
-from ..models.accelerated.sampled_density import Samples, sampling
 from ..solvers.loop import compare_ranks
 from .adam import adam
 from .adam import improvement as adam_improvement
@@ -86,7 +85,7 @@ class Fit:
     ) -> None:
         self.model, self.mll, self.acceleration, self.choices = model, mll, acceleration, choices
         self.show, self.callback, self.whole = show, callback, within is None
-        self.own = self.current = Objective(model, mll)
+        self.own = self.current = Objective(model, mll, None if acceleration is None else Probes(watched=True))
         self.kind, why = route(self.own, acceleration, choices.objective, choices.optimizer)
         if self.kind == "samples" and checkpoint is not None:
             raise InputError(
@@ -118,7 +117,7 @@ class Fit:
         try:
             self.record.begin()
             if self.acceleration is not None:  # fits are the same whatever went before
-                self.acceleration.doubled, self.acceleration.left = False, None
+                self.acceleration.doubled, self.acceleration.solutions = False, None
                 if self.acceleration.cache is not None:
                     self.acceleration.cache.clear()
             self.model.train()
@@ -168,7 +167,10 @@ class Fit:
         elif self.kind == "bound" and self.acceleration is not None:
             held = self.history.optimizer == "lbfgs"
             bound = new_bound(self.own, self.acceleration, self.choices.objective, held=held)
-            self.current = Objective(self.model, self.mll, bound=bound)
+            self.current = Objective(self.model, self.mll, bound)
+        elif self.kind == "samples" and self.acceleration is not None:
+            solver, choices = self.acceleration.own_solver(), self.choices
+            self.current = Objective(self.model, self.mll, Samples(solver, choices.seed, choices.num_probes))
         asked = self.choices.start == "subset"
         many = self.history.rows > _MANY and self.acceleration is not None and self.kind != "given"
         taken = many and (self.history.optimizer == "lbfgs" or self.kind == "samples")
@@ -239,7 +241,8 @@ class Fit:
     def _steps(self, limit: int, bar: Any, near: bool) -> Steps:
         """Of the next run; :param near: whether it begins near a minimum."""
         history, current = self.history, self.current
-        bounding = history.optimizer == "lbfgs" and current.bound is not None
+        bound = current.density if isinstance(current.density, Bound) else None
+        bounding = history.optimizer == "lbfgs" and bound is not None
         widest = WIDTH if bounding and len(history.restarts) < _RESTARTS else math.inf
         span = _SPAN.get(history.objective, _OTHER)
         improvement = partial(lbfgs_improvement, span=min(span, NEAR) if near else span)
@@ -247,7 +250,7 @@ class Fit:
             improvement = adam_improvement  # type: ignore[assignment]
         best = None if self.steps is None or not history.losses else self.steps.best
         cache = None if self.acceleration is None else self.acceleration.cache
-        current.stage = self.record.stage(cache if current.bound is None else current.bound.cache, current.bound)
+        current.stage = self.record.stage(cache if bound is None else bound.cache, current.density)
         probing = history.optimizer == "lbfgs" and history.objective == "probes"
         most = dearest(self.own, self.acceleration, self.choices.objective) if probing else math.inf
         began, tol = self.record.began, self.choices.tol
@@ -259,10 +262,9 @@ class Fit:
         acceleration, seed, count = self.acceleration, self.choices.seed, self.choices.num_probes
         if acceleration is None:
             yield
-        elif self.kind == "samples":
-            with sampling(samples := Samples(acceleration, seed, count)):
-                yield
-            acceleration.left = samples.left
+        elif isinstance(self.current.density, Samples):
+            yield
+            acceleration.solutions = self.current.density.solutions
         else:
             cache = acceleration.cache if self.history.optimizer == "lbfgs" else None
             with acceleration.fixed_probes(seed, count), nullcontext() if cache is None else cache.holding():
@@ -369,7 +371,7 @@ class Fit:
 
     def _part(self, twin: Any) -> Objective:
         """The losses of a copy with some of the rows: exact, or the bound of inducing points."""
-        return Objective(twin.model, twin, exact=self.acceleration is not None)
+        return Objective(twin.model, twin, None if self.acceleration is None else Exact())
 
     @property
     def _rough(self) -> float:

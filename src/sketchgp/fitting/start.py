@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 
-from ..models.accelerated.threshold import exactly
+from ..density import Exact
+from ..models.accelerated.acceleration import ATTRIBUTE
 from ..models.copies import copied
 from ..random_streams import generator
 from .objective import Objective
@@ -26,14 +27,14 @@ def exact_objective(model: Any, mll: Any) -> Objective:
     """Exact losses of a model: in float64, on a copy if need be; in its own dtype where it cannot be copied, or where
     its ``forward`` holds what no copy converts."""
     if all(t.dtype == torch.float64 for t in (*model.parameters(), *model.train_inputs, model.train_targets)):
-        return Objective(model, mll, exact=True)
+        return Objective(model, mll, Exact())
     try:
         twin = _in_float64(mll)
-        with torch.no_grad(), exactly():
+        with torch.no_grad(), twin.model.__dict__[ATTRIBUTE].by(Exact()):
             _ = twin.model(*twin.model.train_inputs).variance  # whether all of it is in float64 now
     except (RuntimeError, TypeError):
-        return Objective(model, mll, exact=True)
-    return Objective(twin.model, twin, exact=True)
+        return Objective(model, mll, Exact())
+    return Objective(twin.model, twin, Exact())
 
 
 def _in_float64(mll: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..models.accelerated.probed_density import standard_error
+from ..density import standard_error
 from .history import DEAR, SETTLED, STOPPED, WIDENED, FitHistory
 from .objective import Objective
 from .record import Evaluation

@@ -15,11 +15,11 @@ from linear_operator import settings
 from linear_operator.operators import BatchRepeatLinearOperator
 from torch import Tensor
 
+from ...density import LogDensity, Probes, Solutions
 from ...operators import LowRankPlusDiagonal
 from ...preconditioners import Preconditioner, PreconditionerCache
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
 from ...solvers.automatic import automatic_solver
-from .warm import Left
 
 _GPYTORCHS_ITERATIONS = 1000  # its default, which limits nothing that the solver's own default does not
 _RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
@@ -40,7 +40,8 @@ class Acceleration:
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
     :ivar doubled: whether log determinants are by float64 products, as float32 has been found to lose one.
-    :ivar left: solutions that a fit by samples has left.
+    :ivar density: how log densities are computed; :meth:`by` sets it.
+    :ivar solutions: solutions of the last evaluation of a fit by samples.
     """
 
     preconditioner: Preconditioner | None
@@ -53,11 +54,13 @@ class Acceleration:
     probe_count: int | None = None
     cache: PreconditionerCache | None = field(init=False, repr=False)
     doubled: bool = field(default=False, init=False, compare=False)
-    left: Left | None = field(default=None, init=False, repr=False, compare=False)
+    density: LogDensity = field(default_factory=Probes, init=False, repr=False, compare=False)
+    solutions: Solutions | None = field(default=None, init=False, repr=False, compare=False)
     lock: threading.RLock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
+        self.density = Probes()
         self.cache = None if self.preconditioner is None else PreconditionerCache(self.preconditioner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,6 +69,22 @@ class Acceleration:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
+
+    @contextmanager
+    def by(self, density: LogDensity) -> Iterator[None]:
+        """Compute log densities of the model by another density inside the block."""
+        before, self.density = self.density, density
+        try:
+            yield
+        finally:
+            self.density = before
+
+    def probe_choice(self) -> tuple[int | None, int]:
+        """Return the seed of fixed probes, or None for fresh ones, and their number."""
+        seed = self.probe_seed
+        if seed is None and settings.deterministic_probes.on():
+            seed = 0
+        return seed, self.probe_count or settings.num_trace_samples.value()
 
     @contextmanager
     def fixed_probes(self, seed: int, count: int) -> Iterator[None]:

@@ -6,7 +6,6 @@ after rebuilding that operator several times.  This subclass carries its choices
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
@@ -27,24 +26,18 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ...errors import InputError, NumericalError, warn
+from ...density import Probes
+from ...errors import NumericalError
 from ...operators import KernelMatrix, LowRankPlusDiagonal
-from ...operators.access import evaluated_accurately
 from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
-from ...random_streams import generator
 from ...report import SolveReport, no_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
-from ...solvers.full.another_matrix import LostToRoundingError
 from ...solvers.full.followed import Followed
 from .acceleration import Acceleration, Inverse, Purpose
-from .bound_density import bound_in_force, bound_inv_quad_logdet
-from .exact_density import exact_inv_quad_logdet
 from .lazy_covariance import LazyCovariance
-from .probed_density import Probes, probed_inv_quad_logdet
-from .sampled_density import sampled_inv_quad_logdet, samples_in_force
-from .threshold import cholesky_points, computing_exactly, why_iterative
+from .threshold import cholesky_points, why_iterative
 from .warm import solve_from
 
 Points = Callable[[], tuple[Tensor, Tensor] | None]
@@ -105,8 +98,23 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         self.acceleration, self.evaluation = acceleration, evaluation
         self._nondifferentiable_kwargs.update(acceleration=acceleration, evaluation=evaluation)
 
-    def _rebuilt(self, linear_op: Any, diagonal: Any) -> LinearOperator:
-        return self.__class__(linear_op, diagonal, acceleration=self.acceleration, evaluation=self.evaluation)
+    def rebuilt(self, kernel_matrix: Any, diagonal: Any) -> LinearOperator:
+        """Return an operator with the same choices for another kernel matrix and diagonal."""
+        return self.__class__(kernel_matrix, diagonal, acceleration=self.acceleration, evaluation=self.evaluation)
+
+    @property
+    def kernel_matrix(self) -> Any:
+        """K, a linear operator ``(..., n, n)``."""
+        return self._linear_op
+
+    @property
+    def noise(self) -> Tensor:
+        """The diagonal that is added to K, ``(..., n)``."""
+        return self._noise_vector()
+
+    def system(self) -> System:
+        """Return ``K + noise`` without gradients, for a solver."""
+        return System(self._linear_op, self._noise_vector())
 
     def _noise_vector(self) -> Tensor:
         return self._diag_tensor._diagonal()
@@ -142,58 +150,26 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     ) -> tuple[Tensor, Tensor]:
         """``(r^T A^-1 r, log det A)`` of ``A = K + noise``, for r ``(..., n, t)`` or ``(n,)``; differentiable.
 
-        The log determinant is that of the preconditioner, plus an estimate of the rest by stochastic Lanczos quadrature
-        (:mod:`.probed_density`).
+        The density that the model carries computes both; GPyTorch factorizes few rows.
         """
         evaluated = self.evaluate_kernel()
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
             return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
-        if computing_exactly() and inv_quad_rhs is not None:
-            noise = evaluated._noise_vector()
-            return exact_inv_quad_logdet(evaluated._linear_op, noise, inv_quad_rhs, bool(reduce_inv_quad))
-        bound = bound_in_force()
-        if bound is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
-            return bound_inv_quad_logdet(bound, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
-        samples = samples_in_force()
-        if samples is not None and self.acceleration is not None and inv_quad_rhs is not None and logdet:
-            return sampled_inv_quad_logdet(samples, evaluated, inv_quad_rhs, bool(reduce_inv_quad))
-        if self.acceleration is None or self._factorized(settings.fast_computations.log_prob):
+        columns, density = inv_quad_rhs, None if self.acceleration is None else self.acceleration.density
+        if columns is not None and columns.dim() == 1:
+            columns = columns.unsqueeze(-1)
+        if density is not None and density.always and (columns is None or not logdet):
+            density = Probes()  # the others compute both terms together
+        factorized = self._factorized(settings.fast_computations.log_prob)
+        if density is None or (factorized and not density.always):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
-        if not logdet:
-            assert inv_quad_rhs is not None
-            columns = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.dim() == 1 else inv_quad_rhs
+        if logdet:
+            each, determinant = density.inv_quad_logdet(evaluated, columns)
+        else:
+            assert columns is not None
             each = (columns * self.solve(columns)).sum(dim=-2)
-            return each.sum(dim=-1) if reduce_inv_quad else each, each.new_zeros(())
-        if inv_quad_rhs is not None and inv_quad_rhs.dim() > 1 and inv_quad_rhs.shape[:-1] != self.shape[:-1]:
-            raise InputError(
-                f"A matrix of shape {tuple(self.shape)} expects columns of shape {tuple(self.shape[:-1])} and one more "
-                f"dimension, got {tuple(inv_quad_rhs.shape)}."
-            )
-        _, built, of_built = self._preconditioner()
-        each, rest = self._probed(built, inv_quad_rhs)
-        reduced = inv_quad_rhs is not None and reduce_inv_quad
-        return each.sum(dim=-1) if reduced else each, rest if built is None else rest + of_built
-
-    def _probed(self, built: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What probes say, by float64 products where those in the operator's dtype have lost the matrix."""
-        acceleration, probes = self.acceleration, self._probes(built)
-        assert acceleration is not None
-        if not acceleration.doubled:
-            with contextlib.suppress(LostToRoundingError):
-                return probed_inv_quad_logdet(self, built, probes, columns)
-        accurate = evaluated_accurately(self._linear_op, engine="auto")
-        acceleration.doubled = accurate.dtype != self.dtype
-        if acceleration.doubled:
-            noise = DiagLinearOperator(self._noise_vector().to(accurate.dtype))
-            with contextlib.suppress(LostToRoundingError):
-                found = probed_inv_quad_logdet(self._rebuilt(accurate, noise), built, probes, columns)
-                return found[0].to(self.dtype), found[1].to(self.dtype)
-        warn(
-            f"The log determinant of a matrix with n = {self.shape[-1]} was lost to rounding: the loss and its "
-            "gradient are those of another matrix. Raise the noise, or take shorter lengthscales or a smaller scale.",
-            see="log-determinant",
-        )
-        return probed_inv_quad_logdet(self, built, probes, columns, judged=False)
+            determinant = each.new_zeros(())
+        return each.sum(dim=-1) if columns is not None and reduce_inv_quad else each, determinant
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
         acceleration = self.acceleration
@@ -227,8 +203,8 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
                     system, rhs, built, name=name, below=below, setup_seconds=seconds, followed=followed
                 )
             else:
-                left = acceleration.left if purpose == "mean" else None
-                value, report = solve_from(solver, system, rhs, None if left is None else left.targets)
+                start = acceleration.solutions if purpose == "mean" else None
+                value, report = solve_from(solver, system, rhs, None if start is None else start.targets)
             asked = acceleration.preconditioner if report.rank else None
             self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
         if purpose != "columns" and report.failed and not getattr(solver, "limited", False):
@@ -256,32 +232,6 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     def _solve_preconditioner(self) -> Any:
         # solved() builds the preconditioner that it needs
         return None if self.acceleration is not None else super()._solve_preconditioner()
-
-    def probe_choice(self) -> tuple[int | None, int]:
-        """The seed of fixed probes, or None for fresh ones; and how many there are."""
-        assert self.acceleration is not None
-        seed = self.acceleration.probe_seed
-        if seed is None and settings.deterministic_probes.on():
-            seed = 0
-        return seed, self.acceleration.probe_count or settings.num_trace_samples.value()
-
-    def _probes(self, built: LowRankPlusDiagonal | None) -> Probes:
-        """Fixed ones by a seed, else fresh ones."""
-        seed, count = self.probe_choice()
-        stream = None if seed is None else generator(seed, "probe vectors of log determinants")
-
-        def normal(rows: int) -> Tensor:
-            if stream is None:
-                return torch.randn(*self.batch_shape, rows, count, dtype=torch.float64, device=self.device)
-            values = torch.randn(rows, count, dtype=torch.float64, generator=stream)
-            return values.to(self.device).expand(*self.batch_shape, rows, count)
-
-        full = normal(self.shape[-1])
-        if built is None:
-            return Probes(full[..., :0, :], full, None)
-        cache = None if self.acceleration is None else self.acceleration.cache
-        below = cache is not None and cache.choice.below
-        return Probes(normal(built.rank), full, built.detached(torch.float64), below)
 
     def probed_solve(
         self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int, judged: bool = False
@@ -322,33 +272,33 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         linear_op = self._linear_op.evaluate_kernel()
         total = linear_op + self._diag_tensor
         if type(total) is AddedDiagLinearOperator:
-            return self._rebuilt(linear_op, self._diag_tensor)
+            return self.rebuilt(linear_op, self._diag_tensor)
         return total  # a structure that GPyTorch inverts directly, such as low rank plus diagonal
 
     def add_diagonal(self, diag: Tensor) -> LinearOperator:
-        return self._rebuilt(self._linear_op, self._diag_tensor.add_diagonal(diag))
+        return self.rebuilt(self._linear_op, self._diag_tensor.add_diagonal(diag))
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, DiagLinearOperator):
-            return self._rebuilt(self._linear_op, self._diag_tensor + other)
-        return self._rebuilt(self._linear_op + other, self._diag_tensor)
+            return self.rebuilt(self._linear_op, self._diag_tensor + other)
+        return self.rebuilt(self._linear_op + other, self._diag_tensor)
 
     def _mul_constant(self, other: Any) -> LinearOperator:
-        return self._rebuilt(self._linear_op._mul_constant(other), self._diag_tensor._mul_constant(other))
+        return self.rebuilt(self._linear_op._mul_constant(other), self._diag_tensor._mul_constant(other))
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return self._rebuilt(self._linear_op._expand_batch(batch_shape), self._diag_tensor._expand_batch(batch_shape))
+        return self.rebuilt(self._linear_op._expand_batch(batch_shape), self._diag_tensor._expand_batch(batch_shape))
 
     def _sum_batch(self, dim: int) -> LinearOperator:
-        return self._rebuilt(self._linear_op._sum_batch(dim), self._diag_tensor._sum_batch(dim))
+        return self.rebuilt(self._linear_op._sum_batch(dim), self._diag_tensor._sum_batch(dim))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self._rebuilt(self._linear_op.mT, self._diag_tensor.mT)
+        return self.rebuilt(self._linear_op.mT, self._diag_tensor.mT)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         parts = [op._getitem(row_index, col_index, *batch_indices) for op in (self._linear_op, self._diag_tensor)]
         if isinstance(parts[1], DiagLinearOperator) and not isinstance(parts[0], DiagLinearOperator):
-            return self._rebuilt(*parts)
+            return self.rebuilt(*parts)
         return SumLinearOperator(*parts)
 
     def masked(self, mask: Tensor) -> LinearOperator:
@@ -357,10 +307,10 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         linear_op = self._linear_op.evaluate_kernel()
         if isinstance(linear_op, KernelMatrix):
             kept = linear_op.at(linear_op.x1[..., mask, :], linear_op.x2[..., mask, :], linear_op.same)
-            return self._rebuilt(kept, diagonal)
+            return self.rebuilt(kept, diagonal)
         if isinstance(linear_op, DenseLinearOperator):
-            return self._rebuilt(DenseLinearOperator(linear_op.tensor[..., mask, :][..., mask]), diagonal)
-        return self._rebuilt(MaskedLinearOperator(linear_op, mask, mask), diagonal)
+            return self.rebuilt(DenseLinearOperator(linear_op.tensor[..., mask, :][..., mask]), diagonal)
+        return self.rebuilt(MaskedLinearOperator(linear_op, mask, mask), diagonal)
 
 
 def _without_repeats(operator: Any) -> Any:

@@ -15,7 +15,6 @@ from ...inference.leave_one_out import expected_log_density, fitted, signs
 from ...inference.neighbours import conditional_variances, nearest
 from ...operators import KernelMatrix
 from ...operators.access import Access
-from ...solvers import System
 from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
 from .targets import check_value
 
@@ -64,7 +63,8 @@ class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
 
 def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``A^-1 residual`` and unbiased samples ``(..., n, S)`` of the diagonal of ``A^-1``, differentiable."""
-    seed, count = operator.probe_choice()
+    assert operator.acceleration is not None
+    seed, count = operator.acceleration.probe_choice()
     if count < 2:
         raise InputError(f"LeaveOneOutPseudoLikelihood expects at least two probes, got {count}.")
     if seed is None:
@@ -79,7 +79,7 @@ def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> t
 @torch.no_grad()
 def _fit(operator: AcceleratedAddedDiagLinearOperator, values: Tensor) -> Tensor:
     """A fit to estimates of the diagonal of ``A^-1``, by what the neighbours of a point leave open."""
-    system, batch = System(operator._linear_op, operator._noise_vector()), values.shape[:-1]
+    system, batch = operator.system(), values.shape[:-1]
     known = torch.empty_like(values)
     for index in itertools.product(*(range(size) for size in batch)):
         one = system.element(index, batch) if batch else system

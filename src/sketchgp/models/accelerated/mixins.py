@@ -15,19 +15,18 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from linear_operator.operators import AddedDiagLinearOperator
 
 from ...cards import Card, choice, shape, tensor_kind
+from ...density import log_density
 from ...errors import InputError
 from ...operators.lazies import adopt_kernels
-from ..density import log_density
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
-from .bound_density import bound_in_force
 from .lazy_covariance import LazyCovariance
 from .missing import check_reduced
 from .posterior import call, note_strategy
 from .products import check_products
 from .strategy import adopt
 from .targets import check_noise, check_value
-from .threshold import cholesky_points, computing_exactly
+from .threshold import cholesky_points
 
 _MIN_VARIANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # GPyTorch's defaults
 _subclasses: dict[tuple[type, type], type] = {}
@@ -104,8 +103,7 @@ class AcceleratedModel(_Accelerated):
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
-        asked = computing_exactly() or bound_in_force() is not None
-        small = covariance.shape[-1] <= cholesky_points() and not asked
+        small = covariance.shape[-1] <= cholesky_points() and not acceleration.density.always
         if not small:
             check_products(super().forward, args, covariance)  # type: ignore[misc]
         # few points in less than float64 are factorized in it, from kernels that can be evaluated so
@@ -192,7 +190,9 @@ class AcceleratedDistribution(_Accelerated):
             return super().log_prob(value)  # type: ignore[misc]
         check_value(value, self.event_shape)  # type: ignore[attr-defined]
         fast = settings.fast_computations.log_prob
-        if fast.on() or (not left_to_us(fast) and bound_in_force() is None):
+        acceleration = getattr(self.lazy_covariance_matrix, "acceleration", None)  # type: ignore[attr-defined]
+        asked = acceleration is not None and acceleration.density.always
+        if fast.on() or not (left_to_us(fast) or asked):
             return super().log_prob(value)  # type: ignore[misc]
         return log_density(self, value)
 

@@ -50,8 +50,8 @@ class SampleSolve:
         self.system = system.element(index, system.batch_shape) if system.batch_shape else system
         self.solver, self.why = self._chosen(noisy)
         self.targets: Tensor | None = None
-        left = self.acceleration.left
-        self._left = left.samples if left is not None and left.seed == seed else None
+        known = self.acceleration.solutions
+        self._start = known.samples if known is not None and known.seed == seed else None
 
     def _chosen(self, noisy: AcceleratedAddedDiagLinearOperator) -> tuple[Any, str]:
         if noisy._factorized(settings.fast_computations.solves):
@@ -76,7 +76,7 @@ class SampleSolve:
         """The weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
         self.targets = targets if self._open else None
         with shortfall_counted() if self._open else nullcontext():
-            return self._solve(self.solver, targets, self._left)
+            return self._solve(self.solver, targets, self._start)
 
     @torch.no_grad()
     def refined(self, deviations: PosteriorDeviations) -> tuple[Tensor, SolveReport]:

@@ -8,18 +8,12 @@ below that, BoTorch's above; the one is kept, as a user's cannot be told from it
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 
 from linear_operator import settings
-
-from .mean_solve import held
 
 _GPYTORCHS_POINTS = 800
 _IN_PLACE_OF_BOTORCHS = 2000
 _BOTORCHS_POINTS = 4096  # what ``import botorch`` makes of GPyTorch's default, for the whole process
-
-_exactly: ContextVar[bool] = ContextVar("sketchgp_exactly", default=False)
 
 
 def cholesky_points() -> int:
@@ -29,16 +23,6 @@ def cholesky_points() -> int:
     block ``max_cholesky_size(4096)`` of the user's is taken for it while BoTorch is imported, and no other one is.
     """
     return _IN_PLACE_OF_BOTORCHS if _botorchs_default() else settings.max_cholesky_size.value()
-
-
-def exactly() -> AbstractContextManager[None]:
-    """Log densities of accelerated models inside are by a factorization in float64, whatever n is."""
-    return held(_exactly, True)
-
-
-def computing_exactly() -> bool:
-    """Whether log densities are to be factorized."""
-    return _exactly.get()
 
 
 def threshold_untouched() -> bool:

@@ -1,8 +1,7 @@
-"""Solves that begin with the solutions that a fit by samples has left."""
+"""Solves that start from the solutions of a fit by samples."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,26 +13,13 @@ from ...solvers.solver import solve_system
 from ...space import Space
 
 
-@dataclass(frozen=True)
-class Left:
-    """What the last evaluation of a fit by samples has solved for, at hyperparameters near those that were kept.
-
-    :ivar seed: of the samples; :ivar targets: the solutions ``(n, t)`` of the model's targets, less its mean;
-    :ivar samples: and those of the samples, ``(n, S)``.  Both float64.
-    """
-
-    seed: int
-    targets: Tensor
-    samples: Tensor
-
-
 @torch.no_grad()
 def solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None) -> tuple[Tensor, SolveReport]:
-    """``A^-1 rhs`` ``(n, t)``, from a solution of nearly the same system.
+    """Return ``A^-1 rhs``, ``(n, t)``, starting from a solution of nearly the same system.
 
-    From zero where there is none, where one of its columns is not nearer than that, and where the solver knows no
-    start, or keeps a checkpoint, which is of a solve from zero; and where ranks work together, of which each may
-    have another start, or none.
+    The solve starts from zero where there is no such solution, or where one of its columns is no nearer than zero.  So
+    it does where the solver takes no start or keeps a checkpoint, and where ranks, whose starts may differ, work
+    together.
     """
     warm = isinstance(solver, BlockSolver) and solver.checkpoint is None and not Space.of(system.n).shared
     if not warm or before is None or before.shape != rhs.shape or before.device != rhs.device:

@@ -17,6 +17,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from ...density import log_density
 from ...errors import InputError
 from ...inference.collapsed import Collapsed
 from ...inference.pathwise import ErrorPaths
@@ -25,7 +26,6 @@ from ...operators import KernelMatrix
 from ...operators.tall import constant
 from ...operators.tiles import spans
 from ..converted import ConvertedWhole
-from ..density import log_density
 
 _ENTRIES = 2**22  # of k(z, x) held at once
 _FACTORIZED = 4096  # points whose covariance is factorized for samples

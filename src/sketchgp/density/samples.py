@@ -1,4 +1,4 @@
-"""The quadratic form and the log determinant of a Gaussian's log density from samples, solved for by any solver.
+"""The quadratic form and the log determinant of a Gaussian log density from samples, solved for by any solver.
 
 With ``z_s ~ N(0, A)`` and ``u_s = A^-1 z_s`` the gradient of ``log det A`` is the mean of ``u_s^T dA u_s``.  It takes
 no factor of a preconditioner: one block solve for r and the samples, and one bilinear derivative.  The ``z_s`` are
@@ -15,36 +15,49 @@ constant.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...inference.pathwise import sample_targets
-from ...operators import KernelMatrix
-from ...operators.expression import recognise
-from ...operators.first_order import in_callers_context
-from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
-from ...solvers.solver import kernel_of, solve_system
-from .acceleration import Acceleration
-from .mean_solve import held
-from .warm import Left
+from ..inference.pathwise import sample_targets
+from ..operators import KernelMatrix
+from ..operators.expression import recognise
+from ..operators.first_order import in_callers_context
+from ..solvers import Budgeted, Cholesky, ConjugateGradients, System
+from ..solvers.solver import kernel_of, solve_system
+from .base import LogDensity, bilinear_derivative
 
 _LOOSEST = 0.5  # relative residual of a correction, however near the solution before was
 
 
-class Samples:
-    """Random numbers of the samples, and what the evaluation before left: one object for one fit.
+@dataclass(frozen=True)
+class Solutions:
+    """Solutions of the last evaluation of a fit, at hyperparameters near those that were kept.
 
-    :param acceleration: whose solver solves; :param seed: of the samples; :param count: how many there are.
+    :ivar seed: seed of the samples.
+    :ivar targets: solutions for the model's targets less its mean, ``(n, t)`` float64.
+    :ivar samples: solutions for the samples, ``(n, S)`` float64.
     """
 
-    def __init__(self, acceleration: Acceleration, seed: int, count: int) -> None:
-        solver: Any = acceleration.own_solver()
-        if isinstance(solver, Budgeted):  # those of the posterior mean
+    seed: int
+    targets: Tensor
+    samples: Tensor
+
+
+class Samples(LogDensity):
+    """Log densities, up to a constant, with gradients from samples: the random numbers and the last solutions of a fit.
+
+    :param solver: solves for the targets and the samples; limits of the posterior mean are dropped.
+    :param seed: seed of the samples.
+    :param count: number of samples.
+    """
+
+    def __init__(self, solver: Any, seed: int, count: int) -> None:
+        if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None, max_seconds=None)
         self.solver, self.seed, self.count = solver, seed, count
         self._system: System | None = None
@@ -53,22 +66,27 @@ class Samples:
         self._determinant: Tensor | None = None
 
     @staticmethod
-    def serve(acceleration: Acceleration, covariance: Any) -> bool:
-        """Whether an evaluated training covariance with noise is one plain kernel matrix that functions can be drawn
-        of, and the solver is of the user's own choice and none that takes a factor."""
-        if isinstance(acceleration.solver, str | ConjugateGradients | Cholesky):
+    def serves(solver: Any, covariance: Any) -> bool:
+        """Return whether this density serves a solver and an evaluated training covariance with noise.
+
+        The covariance must be one plain kernel matrix with random features, and the solver one that the user named and
+        that takes no factor.
+        """
+        if isinstance(solver, str | ConjugateGradients | Cholesky):
             return False
-        matrix = getattr(covariance, "_linear_op", None)
+        matrix = getattr(covariance, "kernel_matrix", None)
         if not isinstance(matrix, KernelMatrix) or not matrix.same or covariance.batch_shape:
             return False
         return matrix.x1.dim() == 2 and recognise(matrix.kernel, waves=True) is not None
 
+    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert columns is not None
+        tree, parts = operator.representation_tree(), operator.representation()
+        return _InvQuadLogdet.apply(self, tree, columns.to(torch.float64), *parts)
+
     @torch.no_grad()
     def evaluate(self, system: System, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """``A^-1 columns`` and ``A^-1 z``, together ``(n, t + count)`` float64; and ``log det A`` but for a constant.
-
-        :param columns: ``(n, t)``.
-        """
+        """Return ``A^-1 [columns, z]``, ``(n, t + count)`` float64, and ``log det A`` up to a constant."""
         rhs = torch.cat([columns.to(torch.float64), self._drawn(system)], dim=1)
         t, before = columns.shape[1], self._solutions
         if before is None or before.shape != rhs.shape or self._system is None:
@@ -83,72 +101,45 @@ class Samples:
             moved = (before * product)[:, t:].sum() / self.count - old  # u^T (A' - A) u
             behind = (value * self._system.accurate_product(value))[:, t:].sum() / self.count
             determinant = self._determinant + (moved + (value * rhs)[:, t:].sum() / self.count - behind) / 2
-        self._system, self._solutions, self._determinant = _kept(system), value, determinant
+        self._system, self._solutions, self._determinant = _copied(system), value, determinant
         self._forms = (value * rhs)[:, t:].sum() / self.count
         return value, determinant
 
     def _correction(self, system: System, rhs: Tensor, residual: Tensor) -> Tensor:
-        """What the solutions before lack, to the solver's tolerance of the right-hand sides."""
-        size, left = rhs.norm(dim=0), residual.norm(dim=0)
+        """Return the correction of the previous solutions, to the solver's tolerance of the right-hand sides."""
+        size, error = rhs.norm(dim=0), residual.norm(dim=0)
         tol = getattr(self.solver, "tol", None)
         if not isinstance(tol, float):
             return solve_system(self.solver, system, residual)[0]
-        if bool((left <= tol * size).all()):
+        if bool((error <= tol * size).all()):
             return torch.zeros_like(rhs)
-        wanted = float((tol * size / left).min().clamp(max=_LOOSEST))
+        loose = float((tol * size / error).min().clamp(max=_LOOSEST))
         solver: Any = self.solver
-        return solve_system(dataclasses.replace(solver, tol=wanted), system, residual)[0]
+        return solve_system(dataclasses.replace(solver, tol=loose), system, residual)[0]
 
     def _drawn(self, system: System) -> Tensor:
-        """``z`` ``(n, count)``, float64: what :func:`sketchgp.sample_posterior` solves for with this seed."""
+        """Return z, ``(n, count)`` float64: the targets of :func:`sketchgp.sample_posterior` with this seed."""
         matrix = system.operator
         return sample_targets(kernel_of(matrix), matrix.x1.detach(), system.noise, self.count, self.seed)
 
     @property
-    def left(self) -> Left | None:
-        """What the latest evaluation leaves; None where there was none."""
+    def solutions(self) -> Solutions | None:
+        """Solutions of the latest evaluation; None before the first."""
         if self._solutions is None:
             return None
-        return Left(self.seed, self._solutions[:, : -self.count], self._solutions[:, -self.count :])
+        return Solutions(self.seed, self._solutions[:, : -self.count], self._solutions[:, -self.count :])
 
 
-def _kept(system: System) -> System:
-    """With copies of what an optimiser changes in place."""
+def _copied(system: System) -> System:
+    """Return a system with copies of the tensors that an optimiser changes in place."""
     matrix = system.operator
     return System(matrix.with_parameters([p.detach().clone() for p in matrix.parameters]), system.noise.clone())
-
-
-_samples: ContextVar[Samples | None] = ContextVar("sketchgp_samples", default=None)
-
-
-def sampling(samples: Samples) -> AbstractContextManager[None]:
-    """Log densities of accelerated models inside are by samples."""
-    return held(_samples, samples)
-
-
-def samples_in_force() -> Samples | None:
-    """Of the block that this is called in."""
-    return _samples.get()
-
-
-def sampled_inv_quad_logdet(samples: Samples, covariance: Any, columns: Tensor, reduce: bool) -> tuple[Tensor, Tensor]:
-    """``(r^T A^-1 r, log det A)``, the latter but for a constant; float64, differentiable in r and A once.
-
-    :param covariance: A, ``(n, n)``, evaluated; :param columns: r, ``(n, t)`` or ``(n,)``.
-    :param reduce: whether the quadratic forms of all columns are added up.
-    """
-    columns = columns.unsqueeze(-1) if columns.dim() == 1 else columns
-    tree, parts = covariance.representation_tree(), covariance.representation()
-    each, determinant = _InvQuadLogdet.apply(samples, tree, columns.to(torch.float64), *parts)
-    return each.sum(dim=-1) if reduce else each, determinant
 
 
 class _InvQuadLogdet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, samples: Samples, tree: Any, columns: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        operator = tree(*args)
-        system = System(operator._linear_op, operator._noise_vector())
-        solutions, determinant = samples.evaluate(system, columns)
+        solutions, determinant = samples.evaluate(tree(*args).system(), columns)
         ctx.tree, ctx.count, ctx.caller = tree, samples.count, copy_context()
         ctx.save_for_backward(solutions, *args)
         t = columns.shape[1]
@@ -163,7 +154,5 @@ class _InvQuadLogdet(torch.autograd.Function):
         scale = torch.cat([-of_each, (of_determinant / ctx.count).expand(ctx.count)])
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
         if any(ctx.needs_input_grad[3:]):
-            operator = ctx.tree(*args)
-            left, right = (v.to(operator.dtype) for v in (solutions * scale, solutions))
-            of_args = operator._bilinear_derivative(left, right)
+            of_args = bilinear_derivative(ctx.tree(*args), solutions * scale, solutions)
         return (None, None, 2 * solutions[:, :t] * of_each, *of_args)

@@ -1,4 +1,4 @@
-"""The quadratic form and the log determinant of a Gaussian's log density by one factorization, with their gradient.
+"""The quadratic form and the log determinant of a Gaussian log density by one factorization, with their gradient.
 
 ``d(r^T A^-1 r) = 2 w^T dr - w^T dA w`` and ``d log det A = tr(A^-1 dA)`` for ``w = A^-1 r``: beside the factor the
 gradient takes the inverse, ``n^3`` operations in all, where differentiating the factorization takes several times that.
@@ -9,39 +9,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import NumericalError
-from ...operators.access import float64
-from ...operators.substitution import cholesky_solve
+from ..errors import NumericalError
+from ..operators.access import float64
+from ..operators.substitution import cholesky_solve
+from .base import LogDensity
 
 
-def exact_inv_quad_logdet(
-    covariance: LinearOperator, noise: Tensor, columns: Tensor, reduce: bool
-) -> tuple[Tensor, Tensor]:
-    """``(r^T A^-1 r, log det A)`` of ``A = K + diag(noise)``, float64, differentiable in r, K and noise once.
+class Exact(LogDensity):
+    """Log densities by one Cholesky factorization in float64, whatever n is: ``n^3`` operations and n x n memory."""
 
-    :param covariance: K, ``(..., n, n)``, evaluated; :param noise: ``(..., n)``.
-    :param columns: r, ``(..., n, t)`` or ``(n,)``.
-    :param reduce: whether the quadratic forms of all columns are added up.
-    :raises NumericalError: where A is not positive definite to float64.
-    """
-    columns = columns.unsqueeze(-1) if columns.dim() == 1 else columns
-    matrix, noise = float64(covariance), noise.to(torch.float64)
-    batch = torch.broadcast_shapes(matrix.shape[:-2], noise.shape[:-1])
-    matrix, noise = matrix.expand(*batch, -1, -1), noise.expand(*batch, -1)
-    each, determinant = _InvQuadLogdet.apply(matrix, noise, columns.to(torch.float64))
-    return each.sum(dim=-1) if reduce else each, determinant
+    exact = True
+
+    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return ``r^T A^-1 r`` of each column and ``log det A``, float64; see :class:`LogDensity`.
+
+        :raises NumericalError: where A is not positive definite in float64.
+        """
+        assert columns is not None
+        matrix, noise = float64(operator.kernel_matrix), operator.noise.to(torch.float64)
+        batch = torch.broadcast_shapes(matrix.shape[:-2], noise.shape[:-1])
+        matrix, noise = matrix.expand(*batch, -1, -1), noise.expand(*batch, -1)
+        return _InvQuadLogdet.apply(matrix, noise, columns.to(torch.float64))
 
 
 class _InvQuadLogdet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, noise: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        # its columns one after another, as LAPACK wants them: what follows is done in place, without fresh memory
+        # in LAPACK's column-major order, so that what follows is done in place, without fresh memory
         matrix, batch = matrix.mT.clone(memory_format=torch.contiguous_format).mT, matrix.shape[:-2]
-        matrix.diagonal(dim1=-1, dim2=-2).add_(noise)  # a diagonal matrix to be added would be twice the work
+        matrix.diagonal(dim1=-1, dim2=-2).add_(noise)  # cheaper than adding a diagonal matrix
         root, failed = torch.linalg.cholesky_ex(matrix, out=(matrix, matrix.new_empty(batch, dtype=torch.int32)))
         if bool(failed.any()) or not bool(torch.isfinite(root.diagonal(dim1=-1, dim2=-2)).all()):
             raise NumericalError("K + noise is not positive definite to float64; raise the noise.", see="not-definite")

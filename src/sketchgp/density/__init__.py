@@ -1,0 +1,19 @@
+"""Floor 6: ``log p(y)`` and its gradient, one file for each way to compute it."""
+
+from .base import LogDensity, log_density
+from .bound import Bound, TooWide
+from .exact import Exact
+from .probes import Probes, standard_error
+from .samples import Samples, Solutions
+
+__all__ = [
+    "Bound",
+    "Exact",
+    "LogDensity",
+    "Probes",
+    "Samples",
+    "Solutions",
+    "TooWide",
+    "log_density",
+    "standard_error",
+]
