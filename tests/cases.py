@@ -56,7 +56,8 @@ def pairwise(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
 
     For the values of ``parametrize``, where all combinations would take too long.
     """
-    every = list(itertools.product(*(range(len(values)) for values in (lists := [list(one) for one in lists]))))
+    values = [list(one) for one in lists]
+    every = list(itertools.product(*map(range, map(len, values))))
     places = list(itertools.combinations(range(len(lists)), 2))
     pairs = {case: {(i, j, case[i], case[j]) for i, j in places} for case in every}
     missing, chosen = set().union(*pairs.values()), []
@@ -64,4 +65,4 @@ def pairwise(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
         best = max(every, key=lambda case: len(pairs[case] & missing))
         chosen.append(best)
         missing -= pairs[best]
-    return [tuple(values[place] for values, place in zip(lists, case, strict=True)) for case in sorted(chosen)]
+    return [tuple(one[place] for one, place in zip(values, case, strict=True)) for case in sorted(chosen)]

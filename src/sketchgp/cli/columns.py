@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -275,7 +275,7 @@ class _Column:
             faults.append(f"holds {self.where(pointed)}: decimals or thousands? Say --decimal . or --thousands .")
         if kinds["missing"] and name not in rules.may_lack:
             how = "missing='drop' or missing='mean'" if rules.caller == "python" else (
-                "--missing drop or --missing mean, or name the marks of missing values with --missing-marks")  # fmt: skip
+                "--missing drop or --missing mean, or name the marks with --missing-marks")  # fmt: skip
             faults.append(f"lacks a value: {self.where(kinds['missing'])}; fill it in, remove the row, or say {how}")
         return faults
 
