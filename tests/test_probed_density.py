@@ -63,6 +63,24 @@ def test_the_gradient_is_the_derivative_of_the_value(name: str, preconditioner: 
     assert float(gradient @ direction) == pytest.approx(expected, rel=1e-3 if preconditioner is None else 2e-5)
 
 
+def test_the_gradient_where_a_preconditioner_leaves_eigenvalues_of_very_different_sizes() -> None:
+    """Large eigenvalues of ``P^-1 A`` contribute as much to the gradient as those near one."""
+    x = torch.rand(25, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.sin(4 * x[:, 0])
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), scaled(gpytorch.kernels.MaternKernel(nu=0.5)))
+    model.double().likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.GreaterThan(1e-10))
+    model.likelihood.noise = 1e-9
+    model = sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=4)).train()
+    raw = model.covar_module.raw_outputscale
+    with iterative(tol=1e-8), model._sketchgp.cache.holding():
+        loss(model).backward()
+        values = []
+        for step in (1e-3, -2e-3):
+            raw.data.add_(step)
+            values.append(float(loss(model).detach()))
+    assert float(raw.grad) == pytest.approx((values[0] - values[1]) / 2e-3, rel=1e-2)
+
+
 def test_of_few_points_every_seed_says_the_same() -> None:
     """Ten columns of a factor cost nothing and leave next to nothing of a smooth kernel to the probes.
 

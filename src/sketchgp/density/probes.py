@@ -214,7 +214,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             ctx.density.values += (each.reshape(-1, count).sum(dim=0),)
         weight = (n / count) * of_determinant.to(vectors.dtype)[..., None, None]
         quadrature = ctx.quadrature
-        left = right = _columns(vectors, quadrature.of_matrix())[0]
+        left = right = _columns(vectors, *quadrature.of_matrix())[0]
         left = left * weight
         if ctx.given:
             scaled = solved * of_each.unsqueeze(-2)
@@ -222,7 +222,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         of_matrix = bilinear_derivative(operator, left, right)
         of_parts: tuple[Tensor | None, ...] = ()
         if ctx.of_built:
-            right, signs = _columns(vectors, quadrature.of_preconditioner())
+            right, signs = _columns(vectors, *quadrature.of_preconditioner())
             logs = quadrature.of_samples().to(vectors.dtype)
             of_samples = (vectors @ logs.unsqueeze(-1)).squeeze(-1).mT / square.sqrt().to(vectors.dtype).unsqueeze(-2)
             of_parts = ctx.normals.built.sampled_derivative(
@@ -240,7 +240,11 @@ def _least(operator: Any, normals: _Normals) -> float:
 
 
 class _Quadrature:
-    """``e1^T log(T) e1`` of Lanczos matrices ``(s, ..., k, k)``, and its derivative in the basis of the vectors.
+    """``e1^T log(T) e1`` of Lanczos matrices ``(s, ..., k, k)``, and its derivatives.
+
+    A derivative is a pair ``(B, M)``, both ``(..., s, k, k)``, that stands for ``B M B^T`` in the coordinates of the
+    Lanczos vectors.  In the basis B the matrix that moves is about the identity, so that the size of an entry of M says
+    how much it contributes.
 
     :ivar values: ``(..., s)``; :ivar least: the smallest eigenvalue of all of them.
     """
@@ -252,14 +256,17 @@ class _Quadrature:
         self.first = self.vectors[..., 0, :]
         self.values = (self.first.square() * self.nodes.log()).sum(dim=-1)
 
-    def of_matrix(self) -> Tensor:
-        """Return the derivative for A, ``(..., s, k, k)``."""
-        return self._quadratic(_divided(self.nodes, self.nodes.log(), 1 / self.nodes))
+    def of_matrix(self) -> tuple[Tensor, Tensor]:
+        """Return the derivative for A, which the Ritz vectors over the roots of their values make the identity."""
+        roots = self.nodes.clamp(min=_EQUAL**2 * self.nodes.amax(dim=-1, keepdim=True)).sqrt()
+        inner = self._quadratic(_divided(self.nodes, self.nodes.log(), 1 / self.nodes))
+        return self.vectors / roots.unsqueeze(-2), roots.unsqueeze(-1) * inner * roots.unsqueeze(-2)
 
-    def of_preconditioner(self) -> Tensor:
-        """Return the derivative for P, that of nu included, ``(..., s, k, k)``."""
+    def of_preconditioner(self) -> tuple[Tensor, Tensor]:
+        """Return the derivative for P, that of nu included; the Ritz vectors make P the identity."""
         logs = self.nodes.log()
-        return self._quadratic(self.values[..., None, None] - _divided(self.nodes, self.nodes * logs, logs + 1))
+        inner = self._quadratic(self.values[..., None, None] - _divided(self.nodes, self.nodes * logs, logs + 1))
+        return self.vectors, inner
 
     def of_samples(self) -> Tensor:
         """Return the derivative for z times the square root of nu, ``(..., s, k)``."""
@@ -268,8 +275,7 @@ class _Quadrature:
         return 2 * logs
 
     def _quadratic(self, entries: Tensor) -> Tensor:
-        inner = self.first.unsqueeze(-1) * entries * self.first.unsqueeze(-2)
-        return self.vectors @ inner @ self.vectors.mT
+        return self.first.unsqueeze(-1) * entries * self.first.unsqueeze(-2)
 
 
 def _divided(nodes: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
@@ -280,10 +286,10 @@ def _divided(nodes: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
     return torch.where(equal, (slopes.unsqueeze(-1) + slopes.unsqueeze(-2)) / 2, differences)
 
 
-def _columns(vectors: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Y ``(..., n, t)`` and signs ``(..., 1, t)`` with ``sum_s W_s M_s W_s^T = Y diag(signs) Y^T``.
+def _columns(vectors: Tensor, frame: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Y ``(..., n, t)`` and signs ``(..., 1, t)`` with ``sum_s W_s B_s M_s B_s^T W_s^T = Y diag(signs) Y^T``.
 
-    :param vectors: W, ``(..., s, n, k)``.
+    :param vectors: W, ``(..., s, n, k)``; :param frame: B, ``(..., s, k, k)``.
     :param middle: M, ``(..., s, k, k)``, symmetric; its negligible eigenvalues are left out.
     """
     values, basis = torch.linalg.eigh(middle)
@@ -292,5 +298,6 @@ def _columns(vectors: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
     sizes, values = sizes.gather(-1, order), values.gather(-1, order)
     kept = max(1, int((sizes > _NEGLIGIBLE * sizes.sum(dim=-1, keepdim=True)).sum(dim=-1).max()))
     basis = basis.gather(-1, order.unsqueeze(-2).expand_as(basis))[..., :kept] * sizes[..., :kept].sqrt().unsqueeze(-2)
+    basis = frame @ basis
     columns = (vectors @ basis.to(vectors.dtype)).movedim(-3, -2).flatten(-2)  # (..., n, s * kept)
     return columns, values[..., :kept].sign().to(vectors.dtype).flatten(-2).unsqueeze(-2)
