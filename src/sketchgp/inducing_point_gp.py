@@ -9,7 +9,6 @@ import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
-from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
@@ -21,13 +20,14 @@ from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
 from .models.inducing.independent_outputs import IndependentOutputs
 from .models.inducing.sparse_covariance import (
-    PathwisePosterior,
+    PathwiseFormula,
+    SparseFormula,
     SparseMarginal,
     SparseMultitaskMarginal,
-    SparsePosterior,
     SparsePrior,
     TraceTerm,
 )
+from .models.lazy_covariance import LazyCovariance
 from .operators.expression import recognise
 from .operators.lazies import KERNELS
 from .report import no_answer
@@ -348,13 +348,10 @@ class InducingPointGP(gpytorch.models.ExactGP):
             raise InputError("InducingPointGP has no gradients of predictions with respect to hyperparameters.")
         mean = self._mean(x)
         state = self._kept["state"]
-        covariance: Any
         if self._variance_method() == "samples":
-            covariance = PathwisePosterior(x, errors=lambda: self._errors(state))
+            covariance = LazyCovariance(PathwiseFormula(x, lambda: self._errors(state)))
         else:
-            covariance = SparsePosterior(x, kernel=self.covar_module, collapsed=lambda: self._statistics(state))
-            if x.dim() > 2:
-                covariance = DenseLinearOperator(covariance.to_dense())
+            covariance = LazyCovariance(SparseFormula(x, self.covar_module, lambda: self._statistics(state)))
         if self.train_targets.dim() == 1:
             return MultivariateNormal(mean.squeeze(-1), covariance)
         return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))

@@ -14,7 +14,8 @@ from torch import Tensor
 from .checks import count, instance, word
 from .errors import InputError
 from .models.inducing.independent_outputs import IndependentOutputs
-from .models.inducing.sparse_covariance import PathwisePosterior
+from .models.inducing.sparse_covariance import PathwiseFormula
+from .models.lazy_covariance import LazyCovariance
 from .models.streamed import Mapped, Streamed
 from .operators.expression import recognise
 from .operators.feature_map import unknown
@@ -195,7 +196,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             prior = self.mean_module(x)
             mean = self._values(learner, x, slice(0, self._outputs)).to(x.dtype) + prior.unsqueeze(-1)
         steps = learner.steps
-        covariance = PathwisePosterior(x, errors=lambda: self.deviations(steps))
+        covariance = LazyCovariance(PathwiseFormula(x, lambda: self.deviations(steps)))
         if not self._several:
             return MultivariateNormal(mean.squeeze(-1), covariance)
         return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))

@@ -631,8 +631,8 @@ BREAKS = (
         "half of the bound's log determinant",
     ),
     Break(
-        "least = torch.finfo(prior.dtype).eps * prior",
-        "least = torch.finfo(self.dtype).eps * prior",
+        "return positive(prior + torch.cat(parts), prior)",
+        "return torch.maximum(prior + torch.cat(parts), torch.finfo(self.x.dtype).eps * prior)",
         INDUCING_MODEL,
         "variances of float32 data are never below the rounding of their prior",
     ),

@@ -35,8 +35,8 @@ from ...report import SolveReport, no_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
 from ...solvers.full.followed import Followed
+from ..lazy_covariance import NoisyCovariance
 from .acceleration import Acceleration, Inverse, Purpose
-from .lazy_covariance import LazyCovariance
 from .threshold import cholesky_points, why_iterative
 from .warm import solve_from
 
@@ -79,7 +79,7 @@ class _Solve(torch.autograd.Function):
         return (None, None, None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
-class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
+class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     """An ``AddedDiagLinearOperator`` whose solves, preconditioner and probe vectors are sketchgp's.
 
     :param acceleration: the choices; None makes it behave as its base class.
@@ -106,11 +106,6 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
     def kernel_matrix(self) -> Any:
         """K, a linear operator ``(..., n, n)``."""
         return self._linear_op
-
-    @property
-    def noise(self) -> Tensor:
-        """The diagonal that is added to K, ``(..., n)``."""
-        return self._noise_vector()
 
     def system(self) -> System:
         """Return ``K + noise`` without gradients, for a solver."""
@@ -257,14 +252,6 @@ class AcceleratedAddedDiagLinearOperator(AddedDiagLinearOperator):
         )
         self._tell(report)
         return value, matrices, vectors
-
-    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """``(num_samples, ..., n)``.  Of a posterior with noise they are those of the two: a root of the sum that
-        GPyTorch makes of more than 800 points has too few columns for the noise."""
-        if not isinstance(self._linear_op, LazyCovariance):
-            return super().zero_mean_mvn_samples(num_samples)
-        latent = self._linear_op.zero_mean_mvn_samples(num_samples)
-        return latent + self._noise_vector().sqrt() * torch.randn_like(latent)
 
     # --- rebuilding -----------------------------------------------------------------------------------------
 

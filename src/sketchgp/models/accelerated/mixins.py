@@ -18,9 +18,9 @@ from ...cards import Card, choice, shape, tensor_kind
 from ...density import log_density
 from ...errors import InputError
 from ...operators.lazies import adopt_kernels
+from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
-from .lazy_covariance import LazyCovariance
 from .missing import check_reduced
 from .posterior import call, note_strategy
 from .products import check_products
@@ -140,7 +140,7 @@ class AcceleratedLikelihood(_Accelerated):
         covariance = marginal.lazy_covariance_matrix
         if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
             acceleration = covariance.acceleration
-        elif type(covariance) is AddedDiagLinearOperator:
+        elif type(covariance) in (AddedDiagLinearOperator, NoisyCovariance):
             acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
         else:
             return marginal
@@ -206,7 +206,7 @@ def _places(model: Any) -> list[tuple[Any, ...]]:
 
 def posterior_part(covariance: Any) -> LazyCovariance | None:
     """The covariance of a posterior in what may have noise added."""
-    part = covariance._linear_op if isinstance(covariance, AcceleratedAddedDiagLinearOperator) else covariance
+    part = covariance.latent if isinstance(covariance, NoisyCovariance) else covariance
     return part if isinstance(part, LazyCovariance) else None
 
 

@@ -23,16 +23,18 @@ from ...inference import explained
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import float64
 from ...operators.first_order import first_order, in_callers_context
+from ...operators.lazies import parameters_in
 from ...operators.marks import operator_key
 from ...operators.tiles import spans
+from ...operators.unchanged import State
 from ...report import Reason, SolveReport, shortfall_counted, warn_of
 from ...settings import memory_budget, variance
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ...solvers.energy import Goal
 from ...solvers.solver import solve_system
+from ..lazy_covariance import Formula, LazyCovariance, positive
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .approximate import Approximate, Refusing, refuse
-from .lazy_covariance import LazyCovariance, positive
 from .threshold import threshold_untouched
 
 _ROWS = 256  # test points solved for at once
@@ -218,30 +220,30 @@ class _Explained(torch.autograd.Function):
         return first_order((None, None, None, None, of_c, *of_parts), grad, *ctx.saved_tensors)
 
 
-class PosteriorCovariance(LazyCovariance):
-    """``prior - cross A^-1 cross^T``, ``(..., m, m)``; its diagonal takes some test points at a time.
+class Solved(Formula):
+    """``prior - cross A^-1 cross^T`` by solves; the diagonal takes some test points at a time.
 
     :param prior: ``(..., m, m)`` and :param cross: ``(..., m, n)``, LinearOperators, evaluated.
     :param side: A.
-    :raises InputError: when it is looked at after hyperparameters or data were changed in place.
     """
 
-    def __init__(self, prior: LinearOperator, cross: LinearOperator, *, side: TrainingSide) -> None:
-        super().__init__(prior, cross, side=side)
-        self.prior, self.cross, self.side = prior, cross, side
+    def __init__(self, prior: LinearOperator, cross: LinearOperator, side: TrainingSide) -> None:
+        self.prior, self.cross, self.side, self.sources = prior, cross, side, (prior, cross)
+        batch = torch.broadcast_shapes(prior.batch_shape, cross.batch_shape, side.noisy.batch_shape)
+        self.shape = torch.Size((*batch, *prior.shape[-2:]))
 
-    def covariance(self) -> Tensor:
-        """``(..., m, m)`` float64, differentiable."""
+    def matrix(self) -> Tensor:
+        """Return the covariance ``(..., m, m)`` float64, differentiable."""
         c, prior = float64(self.cross).mT, float64(self.prior)
         self._expect()
         return prior - self.side.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _expect(self) -> None:
-        """Tell how many points are about to be solved for, of each system."""
+        """Announce how many points are about to be solved for, of each system."""
         self.side.expect(self.shape[:-1].numel() // max(1, self.side.noisy.batch_shape.numel()))
 
-    def variances(self) -> Tensor:
-        """``(..., m)`` float64, differentiable."""
+    def diagonal(self) -> Tensor:
+        """Return the variances ``(..., m)`` float64, differentiable."""
         chosen = variance.value(self.side.acceleration.variance)
         if isinstance(self.cross, KernelMatrix) and self.shape[-1]:
             x = self.cross.x1.reshape(-1, self.cross.x1.shape[-1])
@@ -254,17 +256,13 @@ class PosteriorCovariance(LazyCovariance):
 
     def _approximate(self, x: Tensor, method: str, checked: bool) -> Tensor:
         approximate, kept = self.side.approximate, self.side.kept
-        found = approximate(x, method)
+        value = approximate(x, method)
         if checked and method not in kept.checked:
-            approximate.check(x.detach(), found.detach(), method)
+            approximate.check(x.detach(), value.detach(), method)
             kept.checked.add(method)
-        if not x.requires_grad:  # what the model's other answers have gradients in
-            found = Refusing.apply(found, method, *self._parts())
-        return found.reshape(self.shape[:-1])
-
-    def _parts(self) -> tuple[Tensor, ...]:
-        """The tensors behind the prior's and the cross covariance."""
-        return (*self.prior.representation(), *self.cross.representation())
+        if not x.requires_grad:  # the model's other answers have gradients in these tensors
+            value = Refusing.apply(value, method, *self.prior.representation(), *self.cross.representation())
+        return value.reshape(self.shape[:-1])
 
     def _exact_variance(self) -> Tensor:
         prior = float64(self.prior, diagonal=True)
@@ -272,26 +270,58 @@ class PosteriorCovariance(LazyCovariance):
         lean = isinstance(self.cross, KernelMatrix)
         cross = self.cross if lean else float64(self.cross)
         parts = []
-        for rows in spans(self.shape[-1], max(1, self.side.rows // max(1, self.batch_shape.numel()))):
+        for rows in spans(self.shape[-1], max(1, self.side.rows // max(1, self.shape[:-2].numel()))):
             c = float64(cross[..., rows, :]) if lean else cross[..., rows, :]
             some = prior[..., rows]
             parts.append(some - self.side.explained(c.mT, some, diagonal=True))
-        found = torch.cat(parts, dim=-1) if parts else prior
-        return positive(found, prior)
+        return positive(torch.cat(parts, dim=-1) if parts else prior, prior)
 
     def changed(self) -> bool:
-        """Whether a hyperparameter, or the training data, were."""
         return self.side.changed
 
-    def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.prior.batch_shape, self.cross.batch_shape, self.side.noisy.batch_shape)
-        return torch.Size((*batch, *self.prior.shape[-2:]))
-
-    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        whole_batch = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)
-        alike = isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
+    def select(self, rows: slice, batch: tuple[Any, ...]) -> Solved | None:
+        full_batch = all(isinstance(index, slice) and index == slice(None) for index in batch)
         plain = isinstance(self.prior, KernelMatrix) and isinstance(self.cross, KernelMatrix)
-        if self._whole is None and whole_batch and alike and plain:
-            part = self.prior[..., row_index, row_index], self.cross[..., row_index, :]
-            return self.as_then(lambda: PosteriorCovariance(*part, side=self.side))
-        return super()._getitem(row_index, col_index, *batch_indices)
+        return (
+            Solved(self.prior[..., rows, rows], self.cross[..., rows, :], self.side) if full_batch and plain else None
+        )
+
+
+class Factorized(Formula):
+    """``prior - half^T half``, whose diagonal takes a diagonal.
+
+    :param prior: ``(..., m, m)``, not evaluated.
+    :param half: ``root^-1 k(X, x)``, ``(..., n, m)`` float64.
+    """
+
+    def __init__(self, prior: LinearOperator, half: Tensor) -> None:
+        self.prior, self.half, self.sources = prior, half, (prior, half)
+        self.shape = torch.Size((*torch.broadcast_shapes(prior.batch_shape, half.shape[:-2]), *prior.shape[-2:]))
+        self._parameters = parameters_in(prior)
+        self._state = State((), self._parameters)
+
+    def changed(self) -> bool:
+        return not self._state.holds((), self._parameters)
+
+    def matrix(self) -> Tensor:
+        return float64(self.prior) - self.half.mT @ self.half
+
+    def diagonal(self) -> Tensor:
+        prior = float64(self.prior, diagonal=True)
+        return positive(prior - self.half.square().sum(dim=-2), prior)
+
+
+def conditioned(prior: LinearOperator, cross: LinearOperator, root: Tensor) -> LazyCovariance:
+    """Return the posterior covariance by the Cholesky factor ``root`` ``(..., n, n)`` of the training covariance.
+
+    :param cross: k(x, X), ``(..., m, n)``, not evaluated.
+    """
+    c = float64(cross).mT
+    if root.dim() == 2 < c.dim():  # one system with the columns of the whole batch
+        columns = c.movedim(-2, 0).reshape(c.shape[-2], -1)
+        half = torch.linalg.solve_triangular(root, columns, upper=False)
+        half = half.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
+        return LazyCovariance(Factorized(prior, half))
+    batch = torch.broadcast_shapes(c.shape[:-2], root.shape[:-2])
+    parts = (part.expand(*batch, *part.shape[-2:]) for part in (root, c))
+    return LazyCovariance(Factorized(prior, torch.linalg.solve_triangular(*parts, upper=False)))

@@ -25,11 +25,12 @@ from ...operators.access import accurate_matmul, columns, evaluated_accurately, 
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
+from ..lazy_covariance import LazyCovariance
 from .acceleration import Purpose, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
-from .factorized import conditioned, root_of
+from .factorized import root_of
 from .missing import observed_part, observed_rows
-from .posterior_covariance import PosteriorCovariance, TrainingSide, factors_of
+from .posterior_covariance import Solved, TrainingSide, conditioned, factors_of
 from .threshold import cholesky_points
 
 _WEIGHTS, _ROOT = "sketchgp_weights", "sketchgp_root"
@@ -171,7 +172,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             return conditioned(prior, cross, root)
         noisy = self._noisy() if observed is None else self._of_observed(self._noisy(), observed)
         if solved_by_us(noisy):
-            return PosteriorCovariance(prior, cross, side=TrainingSide(noisy, factors_of(self)))
+            return LazyCovariance(Solved(prior, cross, TrainingSide(noisy, factors_of(self))))
         if observed is None:
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         dense = cross.to_dense()

@@ -8,27 +8,19 @@ from typing import Any
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.mlls import AddedLossTerm
-from linear_operator.operators import (
-    AddedDiagLinearOperator,
-    DenseLinearOperator,
-    DiagLinearOperator,
-    LinearOperator,
-    RootLinearOperator,
-)
+from linear_operator.operators import DiagLinearOperator, LinearOperator
 from torch import Tensor
 
 from ...density import log_density
 from ...errors import InputError
 from ...inference.collapsed import Collapsed
 from ...inference.pathwise import ErrorPaths
-from ...lowrank import shifted_cholesky
 from ...operators import KernelMatrix
 from ...operators.tall import constant
 from ...operators.tiles import spans
-from ..converted import ConvertedWhole
+from ..lazy_covariance import Formula, positive
 
 _ENTRIES = 2**22  # of k(z, x) held at once
-_FACTORIZED = 4096  # points whose covariance is factorized for samples
 
 Collapse = Callable[[Tensor, Tensor], Collapsed]
 
@@ -124,66 +116,33 @@ class SparseMultitaskMarginal(_FastDensity, MultitaskMultivariateNormal):
     """That of several outputs, with a covariance :class:`IndependentOutputs` of the prior."""
 
 
-class _Posterior(ConvertedWhole):
-    """A covariance ``(..., p, p)`` of points ``(..., p, d)``."""
+class SparseFormula(Formula):
+    """``K - half^T half + inner^T inner`` at points x ``(..., p, d)``: the posterior covariance of DTC.
 
-    x: Tensor
-
-    def _size(self) -> torch.Size:
-        return torch.Size((*self.x.shape[:-1], self.x.shape[-2]))
-
-    def __add__(self, other: Any) -> LinearOperator:
-        return NoisyPosterior(self, other) if isinstance(other, DiagLinearOperator) else super().__add__(other)
-
-
-class NoisyPosterior(AddedDiagLinearOperator):
-    """A posterior with noise on its diagonal, whose samples are those of the two: a root of the sum that GPyTorch makes
-    of more than 800 points has too few columns for the noise."""
-
-    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """``(num_samples, ..., p)``."""
-        latent = self._linear_op.zero_mean_mvn_samples(num_samples)
-        return latent + self._diag_tensor._diagonal().sqrt() * torch.randn_like(latent)
-
-
-class SparsePosterior(_Posterior):
-    """``K - half^T half + inner^T inner`` at points x, ``(p, p)``: the posterior covariance of DTC.
-
-    :param x: ``(p, d)``; or ``(..., p, d)``, of which only :meth:`to_dense` can be had.
     :param collapsed: gives the :class:`Collapsed` statistics, which are computed when they are first needed.
     """
 
-    def __init__(self, x: Tensor, *, kernel: Any, collapsed: Callable[[], Collapsed]) -> None:
-        super().__init__(x, kernel=kernel, collapsed=collapsed)
-        self.x, self.kernel, self.collapsed = x, kernel, collapsed
+    keeps_graph = False
 
-    def _prior(self) -> KernelMatrix:
-        return constant(KernelMatrix.of(self.kernel, self.x, engine="tiled")).double()
+    def __init__(self, x: Tensor, kernel: Any, collapsed: Callable[[], Collapsed]) -> None:
+        self.x, self.kernel, self.collapsed, self.sources = x, kernel, collapsed, (x,)
+        self.shape = torch.Size((*x.shape[:-1], x.shape[-2]))
 
-    def _parts(self) -> Any:
-        statistics = self.collapsed()
-        for span in spans(len(self.x), max(1, _ENTRIES // len(statistics.z))):
-            yield span, *statistics.half(self.x[span])
+    def _prior(self, x: Tensor) -> KernelMatrix:
+        return constant(KernelMatrix.of(self.kernel, x, engine="tiled")).double()
 
-    def _diagonal(self) -> Tensor:
-        prior = self._prior().diagonal(dim1=-1, dim2=-2)
-        parts = [inner.square().sum(dim=0) - half.square().sum(dim=0) for _, half, inner in self._parts()]
-        least = torch.finfo(prior.dtype).eps * prior
-        return torch.maximum(prior + torch.cat(parts), least).to(self.dtype)
+    def diagonal(self) -> Tensor:
+        """Return the variances ``(..., p)`` float64, differentiable in x."""
+        if self.x.dim() > 2:
+            return self.matrix().diagonal(dim1=-1, dim2=-2)
+        prior, statistics, parts = self._prior(self.x).diagonal(dim1=-1, dim2=-2), self.collapsed(), []
+        for rows in spans(len(self.x), max(1, _ENTRIES // len(statistics.z))):
+            half, inner = statistics.half(self.x[rows])
+            parts.append(inner.square().sum(dim=0) - half.square().sum(dim=0))
+        return positive(prior + torch.cat(parts), prior)
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        if rhs.dim() == 1:
-            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
-        wide = rhs.to(torch.float64)
-        m = len(self.collapsed().z)
-        first, second = (wide.new_zeros(*wide.shape[:-2], m, wide.shape[-1]) for _ in range(2))
-        for span, half, inner in self._parts():
-            first, second = first + half @ wide[..., span, :], second + inner @ wide[..., span, :]
-        parts = [inner.mT @ second - half.mT @ first for _, half, inner in self._parts()]
-        return (self._prior() @ wide + torch.cat(parts, dim=-2)).to(rhs.dtype)
-
-    def to_dense(self) -> Tensor:
-        """``(..., p, p)``, differentiable in x."""
+    def matrix(self) -> Tensor:
+        """Return the covariance ``(..., p, p)`` float64, differentiable in x."""
         p, flat = self.x.shape[-2], self.x.reshape(-1, *self.x.shape[-2:])
         statistics = self.collapsed()
         parts = []
@@ -192,92 +151,39 @@ class SparsePosterior(_Posterior):
             half, inner = (
                 t.mT.reshape(len(points), p, -1) for t in statistics.half(points.reshape(-1, points.shape[-1]))
             )
-            prior = constant(KernelMatrix.of(self.kernel, points, engine="tiled")).double().to_dense()
-            parts.append(prior - half @ half.mT + inner @ inner.mT)
-        return torch.cat(parts).reshape(*self.x.shape[:-1], p).to(self.x.dtype)
+            parts.append(self._prior(points).to_dense() - half @ half.mT + inner @ inner.mT)
+        return torch.cat(parts).reshape(self.shape)
 
-    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """``(num_samples, p)``; up to 4,096 points by a Cholesky factor, beyond by GPyTorch's root of few columns."""
-        if len(self.x) > _FACTORIZED:
-            return super().zero_mean_mvn_samples(num_samples)
-        root = shifted_cholesky(self.to_dense().to(torch.float64), torch.finfo(self.dtype).eps)
-        normal = torch.randn(len(self.x), num_samples, dtype=torch.float64, device=self.device)
-        return (root @ normal).mT.to(self.dtype)
-
-    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return DenseLinearOperator(self.to_dense())._expand_batch(batch_shape)
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return DenseLinearOperator(self.to_dense().unsqueeze(0))
-
-    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if isinstance(row_index, slice) and row_index == col_index:
-            return SparsePosterior(self.x[row_index], kernel=self.kernel, collapsed=self.collapsed)
-        return super()._getitem(row_index, col_index, *batch_indices)
-
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
-        return self.to_dense()[row_index, col_index]
+    def select(self, rows: slice, batch: tuple[Any, ...]) -> SparseFormula | None:
+        index = (*batch, rows)
+        return SparseFormula(self.x[index], self.kernel, self.collapsed)
 
 
-class PathwisePosterior(_Posterior):
-    """``E E^T / S`` of errors E ``(..., p, S)`` at points x: the covariance of a predictor's error, by samples.
+class PathwiseFormula(Formula):
+    """``E E^T / S`` of errors E ``(..., p, S)`` at points x ``(..., p, d)``: a predictor's error, by samples.
 
-    :param x: ``(..., p, d)``.
     :param errors: gives the :class:`ErrorPaths`, which are computed when they are first needed.
+    :param root: ``E / sqrt(S)``, where it is known.
     """
 
-    def __init__(self, x: Tensor, *, errors: Callable[[], ErrorPaths]) -> None:
-        super().__init__(x, errors=errors)
-        self.x, self.errors = x, errors
-        self._kept: Tensor | None = None
+    keeps_graph = False
 
-    def _root(self) -> Tensor:
-        """``E / sqrt(S)``, float64; differentiable in x where autograd is on, and else kept."""
-        live = torch.is_grad_enabled() and self.x.requires_grad
-        kept = None if live else self._kept
-        if kept is None or (kept.is_inference() and not torch.is_inference_mode_enabled()):
-            errors = self.errors()
-            kept = errors(self.x) / errors.samples**0.5
-            self._kept = None if live else kept
-        return kept
+    def __init__(self, x: Tensor, errors: Callable[[], ErrorPaths], root: Tensor | None = None) -> None:
+        self.x, self.errors, self.sources, self._root = x, errors, (x,), root
+        self.shape = torch.Size((*x.shape[:-1], x.shape[-2]))
 
-    def _evaluated(self) -> RootLinearOperator:
-        return RootLinearOperator(self._root().to(self.dtype))
+    def root(self) -> Tensor:
+        """Return ``E / sqrt(S)`` in float64, differentiable in x; it is kept unless it requires gradients."""
+        if self._root is not None:
+            return self._root
+        errors = self.errors()
+        root = errors(self.x) / errors.samples**0.5
+        self._root = None if root.requires_grad else root
+        return root
 
-    def _diagonal(self) -> Tensor:
-        return self._root().square().sum(dim=-1).to(self.dtype)
+    def diagonal(self) -> Tensor:
+        return self.root().square().sum(dim=-1)
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        if rhs.dim() == 1:
-            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
-        root = self._root()
-        return (root @ (root.mT @ rhs.to(torch.float64))).to(rhs.dtype)
-
-    def to_dense(self) -> Tensor:
-        """``(..., p, p)``, differentiable in x."""
-        root = self._root()
-        return (root @ root.mT).to(self.dtype)
-
-    def root_decomposition(self, method: str | None = None) -> LinearOperator:
-        """A square root ``(..., p, p)``, as samples from given normal numbers expect: of more points than samples it is
-        E with columns of zeros, where the covariance is singular."""
-        root = self._root().to(self.dtype)
-        p, samples = root.shape[-2:]
-        if p <= samples:
-            return super().root_decomposition(method=method)
-        return RootLinearOperator(torch.cat([root, root.new_zeros(*root.shape[:-1], p - samples)], dim=-1))
-
-    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """``(num_samples, ..., p)``, without a p x p matrix."""
-        root = self._root().to(self.dtype)
-        normal = torch.randn(*root.shape[:-2], root.shape[-1], num_samples, dtype=root.dtype, device=root.device)
-        return (root @ normal).movedim(-1, 0)
-
-    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return self._evaluated()._expand_batch(batch_shape)
-
-    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        return self._evaluated()._getitem(row_index, col_index, *batch_indices)
-
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
-        return self._evaluated()._get_indices(row_index, col_index, *batch_indices)
+    def select(self, rows: slice, batch: tuple[Any, ...]) -> PathwiseFormula:
+        index = (*batch, rows)
+        return PathwiseFormula(self.x[index], self.errors, None if self._root is None else self._root[index])
