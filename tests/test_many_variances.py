@@ -102,7 +102,7 @@ def test_points_left_out_are_solved_for_as_far_as_needed(noise):
     """Latent variances right to some hundredths, and points to check beside them; a residual takes longer."""
     model = build(noise=noise, preconditioner=sketchgp.RPCholesky(rank=40))
     with torch.no_grad(), sketchgp.record_solves() as solves:
-        side = model(TEST).lazy_covariance_matrix.side
+        side = model(TEST).lazy_covariance_matrix.formula.side
         made = side.approximate
         made.prepare(TEST)
         which = torch.arange(0, N, 40)
@@ -173,7 +173,7 @@ def test_variances(method, kernel, noise, dtype):
     model = build(kernel, noise, dtype, variance=method)
     with torch.no_grad():
         found = model(TEST.to(dtype)).variance
-        side = model(TEST.to(dtype)).lazy_covariance_matrix.side
+        side = model(TEST.to(dtype)).lazy_covariance_matrix.formula.side
         error = float(side.approximate.error(method, found.double()).median())
     ratio = ((found.double() + noise) / (exact(model) + noise)).log()
     assert found.dtype == dtype and found.shape == (150,)
@@ -186,7 +186,7 @@ def test_samples_have_no_bias():
     """Of the deviations alone; with all that is spread evenly the mean over points says more than one of them."""
     model = build("rbf", 1e-3, variance="samples", variance_samples=400)
     with torch.no_grad():
-        side = model(TEST).lazy_covariance_matrix.side
+        side = model(TEST).lazy_covariance_matrix.formula.side
         side.approximate.prepare(TEST)
         d = side.approximate.deviations(TEST)
         wanted = exact(model)
