@@ -102,7 +102,7 @@ def test_points_left_out_are_solved_for_as_far_as_needed(noise):
     """Latent variances right to some hundredths, and points to check beside them; a residual takes longer."""
     model = build(noise=noise, preconditioner=sketchgp.RPCholesky(rank=40))
     with torch.no_grad(), sketchgp.record_solves() as solves:
-        side = model(TEST).lazy_covariance_matrix.formula.side
+        side = model(TEST).lazy_covariance_matrix.formula.training
         made = side.approximate
         made.prepare(TEST)
         which = torch.arange(0, N, 40)
@@ -173,7 +173,7 @@ def test_variances(method, kernel, noise, dtype):
     model = build(kernel, noise, dtype, variance=method)
     with torch.no_grad():
         found = model(TEST.to(dtype)).variance
-        side = model(TEST.to(dtype)).lazy_covariance_matrix.formula.side
+        side = model(TEST.to(dtype)).lazy_covariance_matrix.formula.training
         error = float(side.approximate.error(method, found.double()).median())
     ratio = ((found.double() + noise) / (exact(model) + noise)).log()
     assert found.dtype == dtype and found.shape == (150,)
@@ -186,19 +186,22 @@ def test_samples_have_no_bias():
     """Of the deviations alone; with all that is spread evenly the mean over points says more than one of them."""
     model = build("rbf", 1e-3, variance="samples", variance_samples=400)
     with torch.no_grad():
-        side = model(TEST).lazy_covariance_matrix.formula.side
+        side = model(TEST).lazy_covariance_matrix.formula.training
         side.approximate.prepare(TEST)
         d = side.approximate.deviations(TEST)
         wanted = exact(model)
         ratio = d.square().mean(dim=-1) / wanted
         weighed = side.approximate(TEST, "samples")
-        low_rank, errors = side.kept.low_rank(TEST), side.kept.low_rank.error(side.kept.low_rank(TEST))
+        low_rank, errors = (
+            side.remembered.low_rank(TEST),
+            side.remembered.low_rank.error(side.remembered.low_rank(TEST)),
+        )
     assert d.shape == (150, 400)
     each = (d.square() / wanted.unsqueeze(1)).mean(dim=0)  # of one sample, over the points
     assert float(ratio.mean() - 1) == pytest.approx(0, abs=2 * float(each.std()) / 20)
     assert float((ratio - 1).square().mean().sqrt()) == pytest.approx(math.sqrt(2 / 400), rel=0.5)
     assert relative(weighed, (200 * ratio * wanted + low_rank / errors**2) / (200 + errors**-2)) < 1e-12
-    errors = side.kept.low_rank.error(weighed)
+    errors = side.remembered.low_rank.error(weighed)
     assert relative(side.approximate.error("samples", weighed), (200 + errors**-2) ** -0.5) < 1e-12
 
 
@@ -419,18 +422,18 @@ def test_auto_looks_for_itself(many, monkeypatch):
 def test_exact_by_cost(n, m, there, expected):
     """Where a factorization fits."""
 
-    class Kept:
+    class Remembered:
         low_rank = None
 
     class Side:
-        kept = Kept()
+        remembered = Remembered()
 
         def factorizes(self, columns):
             return there or n <= 90 * columns
 
-    Kept.there = there
+    Remembered.root = torch.empty(0) if there else None
     made = object.__new__(approximate.Approximate)
-    made.side, made.noise, made.matrix = Side(), torch.ones(1), torch.empty(n, n, device="meta")
+    made.training, made.noise, made.matrix = Side(), torch.ones(1), torch.empty(n, n, device="meta")
     assert made.exact_is_cheap(m) is expected
 
 

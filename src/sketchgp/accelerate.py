@@ -14,6 +14,7 @@ from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
     AcceleratedModel,
     accelerated_class,
+    acceleration_of,
     check_likelihood,
     is_accelerated,
     join,
@@ -27,6 +28,7 @@ from .settings import VARIANCES, Variance
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
 from .solvers.solver import check_solver
 
+__all__ = ["accelerate", "acceleration_of", "install", "restore"]
 Model = TypeVar("Model", bound=ExactGP)
 _MATMULS = (*ENGINES, "gpytorch")
 
@@ -166,18 +168,6 @@ def restore(model: Model) -> Model:
     leave(model.likelihood, acceleration)
     model._clear_cache()
     return model
-
-
-def acceleration_of(model: Any, owner: str = "sketchgp") -> Acceleration:
-    """The choices and caches of an accelerated model; :param owner: who asks.
-
-    :raises InputError: if the model is not accelerated.
-    """
-    if not is_accelerated(model):
-        raise InputError(
-            f"{owner}: model expects one that sketchgp.accelerate(model) was called on, got {found(model)}."
-        )
-    return model.__dict__[ATTRIBUTE]
 
 
 def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: Any, built: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
-from .checks import count, found, instance, refusal, tensor, word
+from .checks import count, found, instance, points_like, refusal, tensor, word
 from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
@@ -28,9 +29,10 @@ from .models.inducing.sparse_covariance import (
     TraceTerm,
 )
 from .models.lazy_covariance import LazyCovariance
+from .models.prediction import Prediction, check_choice, in_chunks, observation_noise
 from .operators.expression import recognise
 from .operators.lazies import KERNELS
-from .report import no_answer
+from .report import no_answer, own_solves
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
@@ -40,6 +42,7 @@ from .solvers.inducing.problem import check_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
 
+_ROWS = 8192  # points that are predicted at once
 _STATISTICS_BYTES = 56  # times m^2
 _ROUNDED = 0.01  # of the least noise: what rounding may add to a variance without a warning
 _VARIANCES = ("auto", "dtc", "samples")
@@ -355,6 +358,38 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if self.train_targets.dim() == 1:
             return MultivariateNormal(mean.squeeze(-1), covariance)
         return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+
+    def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
+        """Return the :class:`Prediction` at x; see :func:`sketchgp.predict`."""
+        if self.train_inputs is None or self.train_targets is None:
+            raise InputError("predict: model expects training data, got none.")
+        if bool(torch.isnan(self.train_targets).any()) and gpytorch.settings.observation_nan_policy.value() != "mask":
+            raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+        x = points_like("predict", "x", x, self._x)
+        with self._lock:  # a change of mode drops the solution, which another thread may look for
+            self.eval()
+        check_choice("an InducingPointGP", "that of DTC or by samples, as the model was told", variance)
+        with own_solves() as solves:
+            report = self.solution.report
+        if not report.converged and not solves:
+            warn(report.advice(), ConvergenceWarning)
+
+        def posterior(some: Tensor) -> tuple[Tensor, ...]:
+            at = self(some)
+            if variance is None:
+                return (at.mean,)
+            diagonal = at.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)  # GPyTorch's variance has a floor
+            return at.mean, diagonal.reshape(at.mean.shape)
+
+        with torch.no_grad():
+            parts = in_chunks(posterior, [x], batch_size or _ROWS, "prediction", show)
+            mean, *variances = map(torch.cat, zip(*parts, strict=True))
+            if not variances:
+                return Prediction(mean, None, None, "none", None, report)
+            latent, method = variances[0], self.variance_method
+            noise = observation_noise(self.likelihood, [x], latent)
+            error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
+            return Prediction(mean, latent, None if noise is None else latent + noise, method, None, report, error)
 
     def _several(self, single: MultivariateNormal) -> MultivariateNormal:
         """A prior of each output."""

@@ -20,7 +20,7 @@ from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log
 from .memory import require_memory
 from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
-from .models.accelerated.training_matrix import TrainingMatrix, check_inputs
+from .models.accelerated.training_data import TrainingData, check_inputs
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.tiles import spans
@@ -117,14 +117,15 @@ def leave_one_out(
     checks.flag(owner, "progress", progress, optional=True)
     if acceleration is None:
         return _inducing(model, exact)
-    data = TrainingMatrix.of(owner, model, acceleration)
+    data = TrainingData.of(owner, model)
+    system = data.training.system
     with torch.no_grad():
         if exact is None:
-            exact = _affordable(data.system) or isinstance(acceleration.solver, Cholesky)
+            exact = _affordable(system) or isinstance(acceleration.solver, Cholesky)
         if exact:
-            n, device = data.system.n, data.system.noise.device
+            n, device = system.n, system.noise.device
             require_memory(factor_bytes(n, 1), device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
-            weights, diagonal, report = exact_diagonal(data.system, data.residual)
+            weights, diagonal, report = exact_diagonal(system, data.residual)
             return _result(model, data, weights, diagonal / data.scale.square(), None, report, None)
         weights, mean_report = _weights(model, data)
         probed, report = _probed(data, num_probes, seed, progress)
@@ -138,33 +139,30 @@ def _affordable(system: System) -> bool:
     return n <= _ALWAYS or cheap
 
 
-def _weights(model: Any, data: TrainingMatrix) -> tuple[Tensor, SolveReport | None]:
-    """w ``(n,)`` float64 as the model's mean has it, and the report of its solve."""
+def _weights(model: Any, data: TrainingData) -> tuple[Tensor, SolveReport | None]:
+    """Return w ``(n,)`` float64 as the model's mean has it, and the report of its solve."""
     if isinstance(strategy_of(model), AcceleratedPredictionStrategy):
         report = solution_report(model)
         return model.prediction_strategy.weights[data.observed].to(torch.float64), report
     # an interpolated kernel's, which keeps something else
-    system, acceleration = data.system, data.acceleration
-    built = acceleration.build(system.operator, system.noise, differentiable=False)
-    solver = dataclasses.replace(acceleration.conjugate_gradients(evaluation=True), max_seconds=None, checkpoint=None)
-    name = acceleration.preconditioner_name if built is not None else "none"
-    weights, report, _ = solver.run(system, data.residual.unsqueeze(1), built, name=name)
+    solver = data.training.acceleration.conjugate_gradients(evaluation=True)
+    solver = dataclasses.replace(solver, max_seconds=None, checkpoint=None)
+    weights, report = data.training.run(solver, data.residual.unsqueeze(1))
     return weights.squeeze(1), report
 
 
 def _probed(
-    data: TrainingMatrix, num_probes: int, seed: int, progress: bool | None
+    data: TrainingData, num_probes: int, seed: int, progress: bool | None
 ) -> tuple[ProbedDiagonal, SolveReport]:
-    """Estimates of the diagonal of the inverse, and the report of their solve."""
-    system, acceleration = data.system, data.acceleration
+    """Return estimates of the diagonal of the inverse, and the report of their solve."""
+    training, system, acceleration = data.training, data.training.system, data.training.acceleration
     solver = acceleration.conjugate_gradients(evaluation=True)
     limit = max(_TOLERANCE, solver.tol or 0.0)
     solver = dataclasses.replace(solver, tol=limit, max_seconds=None, checkpoint=None)
-    built = acceleration.build(system.operator, system.noise, differentiable=False)
     noise = system.noise.to(torch.float64)
     z = signs(system.n, num_probes, seed, noise.device)
-    name = acceleration.preconditioner_name if built is not None else "none"
-    found, report, _ = solver.run(system, z, built, name=name, progress=progress)
+    built = training.preconditioner
+    solution, report = training.run(solver, z, progress=progress)
     prior = Access(system.operator).diagonal()
     factor = noise.new_zeros(system.n, 0) if built is None else whole(built.factor)
     rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
@@ -172,12 +170,12 @@ def _probed(
     if isinstance(system.operator, KernelMatrix):
         low = acceleration.preconditioner is not None and acceleration.preconditioner.pivoted
         near = FullScale(system.operator, noise, factor if low else factor[:, :0], seed=seed)
-        samples = z * (found - near.apply_inverse(z))
+        samples = z * (solution - near.apply_inverse(z))
         guess = near.inverse_diagonal()
         samples += guess.unsqueeze(1)
         fit = fitted(samples.mean(dim=1), guess, near.rest, near.near)
     else:
-        samples = z * found
+        samples = z * solution
         fit = fitted(samples.mean(dim=1), rest)
     left = float(report.residual.square().mean().sqrt())
     return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, left), report
@@ -229,7 +227,7 @@ def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:
 
 def _result(
     model: Any,
-    data: TrainingMatrix,
+    data: TrainingData,
     weights: Tensor,
     diagonal: Tensor,
     probed: ProbedDiagonal | None,

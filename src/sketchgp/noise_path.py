@@ -20,7 +20,7 @@ from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
 from .interactive import shows_progress
 from .memory import require_memory
-from .models.accelerated.training_matrix import TrainingMatrix
+from .models.accelerated.training_data import TrainingData
 from .report import SolveReport
 from .settings import memory_budget
 
@@ -115,27 +115,28 @@ def noise_path(
     num_probes = checks.count(owner, "num_probes", num_probes, least=2)
     seed = checks.seed(owner, "seed", seed)
     show = checks.flag(owner, "progress", progress, optional=True)
-    data = TrainingMatrix.of(owner, model, acceleration)
-    noise = data.system.noise
+    data = TrainingData.of(owner, model)
+    system = data.training.system
+    noise = system.noise
     if bool((noise != noise[0]).any()):
         raise InputError(f"{owner}: model expects one noise for all points, got one that differs between them.")
     with torch.no_grad():
-        n = data.system.n
+        n = system.n
         if exact is None:
             fits = _EXACT_BYTES * n * n <= memory_budget.value(noise.device)
             exact = fits and n**3 <= _EXACT_WORK.get(noise.device.type, 1e10)
         if exact:
             require_memory(_EXACT_BYTES * n * n, noise.device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
-            return _result(exact_path(data.system, data.residual, data.scale, grid), True)
+            return _result(exact_path(system, data.residual, data.scale, grid), True)
         built, choice = None, acceleration.preconditioner
         shift: Tensor | float = 0.0
         if acceleration.preconditions():
             least = torch.full_like(data.residual, min(grid))
-            built = acceleration.build(data.system.operator, least, differentiable=False)
+            built = acceleration.build(system.operator, least, differentiable=False)
             assert built is not None
             shift = built.diagonal_part - least
         path = _Path(
-            data.system.operator,
+            system.operator,
             data.residual,
             data.scale,
             built,

@@ -16,11 +16,11 @@ from .checks import seed as checked_seed
 from .errors import InputError
 from .inducing_point_gp import InducingPointGP
 from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
-from .models.accelerated.conditioning import Conditioning
 from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import calls_its_own_way, solution_report
+from .models.accelerated.prediction import Conditioned
 from .models.accelerated.sample_solve import SampleSolve
-from .models.accelerated.training_matrix import check_inputs
+from .models.accelerated.training_data import check_inputs
 from .models.frozen import FrozenPrior
 from .operators import KernelMatrix
 from .operators.expression import recognise
@@ -195,16 +195,15 @@ def _check_kernel(model: Any, kernel: Any) -> None:
 def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
     if calls_its_own_way(model):
         raise InputError(f"{_OWNER}: {_name(model)} has a __call__ of its own, which may compute anything.")
-    conditioning = Conditioning.of(model)
-    noisy = None if conditioning is None else conditioning.noisy
-    batch = () if noisy is None else tuple(noisy.batch_shape)
+    conditioned = Conditioned.of(model)
+    training = None if conditioned is None or not conditioned.training.ours else conditioned.training
+    batch = () if training is None else tuple(training.noisy.batch_shape)
     several = getattr(model, "num_outputs", 1) > 1 and batch == (model.num_outputs,)
-    if not isinstance(getattr(noisy, "_linear_op", None), KernelMatrix) or (batch and not several):
+    if training is None or not isinstance(training.matrix, KernelMatrix) or (batch and not several):
         raise InputError(
             f"{_OWNER}: model expects one plain kernel and no batch (or independent outputs of BoTorch's), which "
             f"{_name(model)} has not. Draw from a model of each output, or by model(x).rsample() at given points."
         )
-    assert noisy is not None
     prior, outputs, reports = FrozenPrior(model), [], []
     _, matrix = prior.matrix(model.train_inputs[0])
     indices = [(number,) for number in range(batch[0])] if batch else [()]
@@ -214,11 +213,11 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
     solution_report(model)
     of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
     for index, part in zip(indices, parts, strict=True):
-        solve = SampleSolve(noisy, index, seed if frequencies is None else None)
+        solve = SampleSolve(training, index, seed if frequencies is None else None)
         deviations = PosteriorDeviations(
             of_all_dims(part.kernel),
             part.x1.clone(),
-            noisy._noise_vector().expand(*batch, -1)[index],
+            training.noise.expand(*batch, -1)[index],
             samples,
             solve,
             salted(seed, f"functions of output {index[0]}") if index else seed,

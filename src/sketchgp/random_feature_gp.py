@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -11,11 +12,12 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from torch import Tensor
 
-from .checks import count, instance, word
+from .checks import array, count, instance, points_like, tensor, word
 from .errors import InputError
 from .models.inducing.independent_outputs import IndependentOutputs
 from .models.inducing.sparse_covariance import PathwiseFormula
 from .models.lazy_covariance import LazyCovariance
+from .models.prediction import Prediction, check_choice, in_chunks
 from .models.streamed import Mapped, Streamed
 from .operators.expression import recognise
 from .operators.feature_map import unknown
@@ -28,6 +30,7 @@ from .solvers.streams.learner import Extra, Learner
 from .solvers.streams.problem import RandomFeatureProblem, Targets
 
 _VARIANCES = ("samples", "features", "none")
+_ROWS = 1024  # points that are predicted at once
 _FREQUENCIES = 64  # of a function from the prior
 
 
@@ -200,6 +203,25 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         if not self._several:
             return MultivariateNormal(mean.squeeze(-1), covariance)
         return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+
+    def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
+        """Return the :class:`Prediction` at x; see :func:`sketchgp.predict`."""
+        self.eval()
+        learner = self._known()
+        x = array("predict", "x", x) if learner is None else points_like("predict", "x", x, learner.features.origin)
+        x = tensor("predict", "x", x.unsqueeze(-1) if x.dim() == 1 else x, (2,))
+        check_choice("a RandomFeatureGP", "what the model was told", variance)
+        method, rows = "none" if variance is None else self.variance_method, batch_size or _ROWS
+        with torch.no_grad():
+            mean = torch.cat(in_chunks(lambda some: self(some).mean, [x], rows, "prediction", show))
+            if method == "none":
+                return Prediction(mean, None, None, method, None, self.report)
+            deviations = self.deviations()
+            squares = in_chunks(lambda some: deviations(some).square().mean(dim=-1), [x], rows, "variance", show)
+            latent = torch.cat(squares).to(x.dtype)
+            latent = latent.unsqueeze(-1).expand_as(mean) if mean.dim() > 1 else latent
+            error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
+            return Prediction(mean, latent, latent + self.likelihood.noise, method, None, self.report, error)
 
     def deviations(self, steps: int | None = None) -> Any:
         """What variances are the mean square of, at x ``(..., p, d)``: ``(..., p, S)``; ``samples`` is S.

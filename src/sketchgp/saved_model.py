@@ -13,7 +13,8 @@ import torch
 from . import checks
 from .accelerate import accelerate
 from .errors import InputError
-from .predict import Prediction, use_weights
+from .models.accelerated.posterior import use_weights
+from .models.prediction import Prediction
 from .settings import Variance
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..errors import InputError
-from ..predict import use_weights
+from ..models.accelerated.posterior import use_weights
 from .arguments import MISSING, add_table, notation, opened
 from .columns import some
 from .features import UNKNOWN

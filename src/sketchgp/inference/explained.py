@@ -11,24 +11,16 @@ gradients know what every iteration takes off it (:mod:`sketchgp.solvers.energy`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import NumericalError
 from ..operators import LowRankPlusDiagonal
 from ..operators.substitution import cholesky_solve
 from ..report import SolveReport
-from ..settings import memory_budget
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.certificate import Certificate
 from ..solvers.energy import Explaining
-from ..solvers.full.cholesky import factor_bytes
-from .calibrated import Calibrated
-from .pathwise import PosteriorDeviations
-
-_COLUMNS = 90  # rows of a system for each right-hand side, up to which a factorization is the cheaper
 
 
 @dataclass
@@ -84,74 +76,21 @@ def solve(
     return Explained(weights, product, certain), report
 
 
-class Factors:
-    """The :class:`Factor` of the latest system; copies and pickles are empty."""
+def solve_by_factor(system: System, c: Tensor, root: Tensor | None) -> tuple[Explained, Tensor]:
+    """Solve ``A w = c`` for c ``(..., n, m)`` float64 by a Cholesky factorization, and return the factor as well.
 
-    def __init__(self) -> None:
-        self._latest: tuple[Any, Factor] = (None, Factor())
-
-    def __reduce__(self) -> Any:
-        return Factors, ()
-
-    def of(self, key: Any) -> Factor:
-        """That of the system with this key, new where the latest is of another."""
-        known, factor = self._latest
-        if key != known:
-            factor = Factor()
-            self._latest = key, factor
-        return factor
-
-
-class Factor:
-    """The Cholesky factor of one system, kept for many right-hand sides, once they are so many that it is the cheaper.
-
-    A factorization takes ``n^3 / 3`` operations; conjugate gradients ``2 n^2`` an iteration and column, faster ones.
-
-    :ivar low_rank: what low-rank variances of the system are made of, :ivar deviations: and those by samples, where
-        they were found; kept with it.
-    :ivar checked: which of them were compared with exact ones, by ``"low_rank"`` and ``"samples"``.
+    :param root: the factor, where it is known.
+    :raises NumericalError: where A is not positive definite to float64.
     """
-
-    def __init__(self) -> None:
-        self.columns = 0  # that were solved for, or are about to be
-        self.low_rank: Calibrated | None = None
-        self.deviations: PosteriorDeviations | None = None
-        self.checked: set[str] = set()
-        self._root: Tensor | None = None
-        self._failed = False
-
-    @property
-    def there(self) -> bool:
-        """Whether it was factorized."""
-        return self._root is not None
-
-    def fits(self, system: System) -> bool:
-        """Return whether a factorization exists, as far as is known, and fits the memory budget."""
-        needed = factor_bytes(system.n, system.batch_shape.numel())
-        return self.there or (not self._failed and needed <= memory_budget.value(system.noise.device))
-
-    def pays(self, system: System, more: int) -> bool:
-        """Whether to solve by the factor: it is there, or it fits and there are enough columns with ``more``."""
-        return self.there or (system.n <= _COLUMNS * (self.columns + more) and self.fits(system))
-
-    def solve(self, system: System, c: Tensor) -> Explained:
-        """Of ``A w = c``, c ``(..., n, m)`` float64.
-
-        :raises NumericalError: where A is not positive definite to float64; it does not pay then any more.
-        """
-        one = not system.batch_shape and c.dim() > 2  # system for a batch of columns
-        together = c.movedim(-2, 0).reshape(c.shape[-2], -1) if one else c
-        if self._root is None:
-            try:
-                weights, _, self._root = Cholesky().factorize(system, together)
-            except NumericalError:
-                self._failed = True
-                raise
-        else:
-            weights = cholesky_solve(together, self._root)
-        if one:
-            weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
-        certificate = Certificate(system, None)
-        if weights.dim() > 2 or not certificate.known:
-            return Explained(weights, c)
-        return Explained(weights, c, certificate.of_factor(c, weights))
+    one = not system.batch_shape and c.dim() > 2  # system for a batch of columns
+    together = c.movedim(-2, 0).reshape(c.shape[-2], -1) if one else c
+    if root is None:
+        weights, _, root = Cholesky().factorize(system, together)
+    else:
+        weights = cholesky_solve(together, root)
+    if one:
+        weights = weights.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
+    certificate = Certificate(system, None)
+    if weights.dim() > 2 or not certificate.known:
+        return Explained(weights, c), root
+    return Explained(weights, c, certificate.of_factor(c, weights)), root

@@ -117,11 +117,16 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     # --- solves and preconditioner --------------------------------------------------------------------------
 
     def _factorized(self, flag: Any) -> bool:
-        """Whether GPyTorch's Cholesky factorization is what is wanted; :param flag: of the fast computation."""
+        """Tell whether GPyTorch's Cholesky factorization is wanted; :param flag: of the fast computation."""
         return self.shape[-1] <= cholesky_points() or not left_to_us(flag)
 
+    @property
+    def factorizes_solves(self) -> bool:
+        """Whether GPyTorch solves by its Cholesky factorization."""
+        return self._factorized(settings.fast_computations.solves)
+
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
-        if self.acceleration is None or self._factorized(settings.fast_computations.solves):
+        if self.acceleration is None or self.factorizes_solves:
             return super().solve(right_tensor, left_tensor)
         evaluated = self.evaluate_kernel()
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
@@ -307,10 +312,18 @@ def _without_repeats(operator: Any) -> Any:
     return operator.base_linear_op._expand_batch(operator.batch_shape)
 
 
+def summands(operator: Any) -> tuple[Any, Any] | None:
+    """Return the covariance and the diagonal operator of GPyTorch's sum of the two, and None for other operators."""
+    if not isinstance(operator, AddedDiagLinearOperator):
+        return None
+    first, second = operator.linear_ops
+    return (second, first) if isinstance(first, DiagLinearOperator) else (first, second)
+
+
 def solved_by_us(covariance: Any) -> bool:
     """Whether solving with an evaluated covariance takes sketchgp's solvers."""
     ours = isinstance(covariance, AcceleratedAddedDiagLinearOperator) and covariance.acceleration is not None
-    return ours and not covariance._factorized(settings.fast_computations.solves)
+    return ours and not covariance.factorizes_solves
 
 
 def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:

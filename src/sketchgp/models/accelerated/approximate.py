@@ -15,7 +15,6 @@ from torch import Tensor
 from ...errors import ConvergenceWarning, InputError, warn
 from ...inference.calibrated import Calibrated, block
 from ...inference.pathwise import PosteriorDeviations
-from ...operators import KernelMatrix
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
@@ -36,33 +35,27 @@ _ROWS = 4096  # test points at once
 
 
 class Approximate:
-    """Of one training side with a plain kernel and no batch.
+    """Approximate variances of a model with a plain kernel and no batch.
 
-    :param side: a :class:`~.posterior_covariance.TrainingSide`.
+    :param training: its :class:`~.training.Training`.
     """
 
-    def __init__(self, side: Any) -> None:
-        self.side, self.matrix, self.noise = side, side.system.operator, side.system.noise
+    def __init__(self, training: Any) -> None:
+        self.training, self.matrix, self.noise = training, training.system.operator, training.system.noise
         self._checked_at = self.matrix.x1[:0]
         self._exact: Tensor | None = None  # at these points
-
-    @staticmethod
-    def serves(noisy: Any) -> bool:
-        """Whether there are such variances of a training covariance plus noise."""
-        matrix = noisy._linear_op
-        return isinstance(matrix, KernelMatrix) and not noisy.batch_shape and matrix.x1.dim() == 2
 
     # --- which ----------------------------------------------------------------------------------------------
 
     def exact_is_cheap(self, m: int) -> bool:
         """Whether exact variances of m test points take little longer than others, or no time worth saving."""
-        n, kind, side = self.matrix.shape[-1], self.noise.device.type, self.side
+        n, kind, remembered = self.matrix.shape[-1], self.noise.device.type, self.training.remembered
         if m <= _FEW or n * n * m <= _EXACT_WORK.get(kind, 1e10):
             return True
-        if not side.factorizes(m):
+        if not self.training.factorizes(m):
             return False
-        work = 2.0 * n * n * m + (0 if side.kept.there else n**3 / 3)
-        others = _POINT_WORK * m + (0 if side.kept.low_rank is not None else _BLOCK_WORK * n * n)
+        work = 2.0 * n * n * m + (0 if remembered.root is not None else n**3 / 3)
+        others = _POINT_WORK * m + (0 if remembered.low_rank is not None else _BLOCK_WORK * n * n)
         return work <= max(_FACTOR_WORK.get(kind, 2e11), _WORTH * others)
 
     def best(self) -> str:
@@ -76,16 +69,17 @@ class Approximate:
     def prepare(self, x: Tensor) -> None:
         """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
         with 64 columns; nothing where it was found before."""
-        kept = self.side.kept
-        if kept.low_rank is None:
+        remembered = self.training.remembered
+        if remembered.low_rank is None:
             self._checked_at = x[self._some(x)]
-            kept.low_rank = Calibrated(self.matrix, self.noise, self._left_out)
+            remembered.low_rank = Calibrated(self.matrix, self.noise, self._left_out)
 
     @property
     def low_rank(self) -> Calibrated:
         """Found by :meth:`prepare`."""
-        assert self.side.kept.low_rank is not None
-        return self.side.kept.low_rank
+        low_rank = self.training.remembered.low_rank
+        assert low_rank is not None
+        return low_rank
 
     @property
     def deviations(self) -> PosteriorDeviations:
@@ -93,16 +87,18 @@ class Approximate:
 
         :raises InputError: for a kernel without random features.
         """
-        kept, samples = self.side.kept, self.side.acceleration.variance_samples
-        if kept.deviations is None or kept.deviations.samples != samples:
+        remembered, samples = self.training.remembered, self.training.acceleration.variance_samples
+        if remembered.deviations is None or remembered.deviations.samples != samples:
             with torch.no_grad():
                 kernel, seed = kernel_of(self.matrix), salted(0, "samples of variances")
-                kept.deviations = PosteriorDeviations(kernel, self.matrix.x1, self.noise, samples, self._solve, seed)
-        return kept.deviations
+                remembered.deviations = PosteriorDeviations(
+                    kernel, self.matrix.x1, self.noise, samples, self._solve, seed
+                )
+        return remembered.deviations
 
     def _solve(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
-        found, report = self.side.solve_block(targets, self._goal())
-        return found.weights, report
+        result, report = self.training.solve_block(targets, self._goal())
+        return result.weights, report
 
     def _goal(self) -> Energy:
         """Of samples: what they leave out of the energy of targets, n in expectation, is as little a share of it as
@@ -126,8 +122,8 @@ class Approximate:
 
     def _explained(self, c: Tensor, goal: Goal) -> Tensor:
         """``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
-        found, _ = self.side.solve_block(c, goal)
-        return found.diagonal(c)
+        result, _ = self.training.solve_block(c, goal)
+        return result.diagonal(c)
 
     def _explaining(self, prior: Tensor) -> Explaining:
         """Variances that are right to some hundredths."""

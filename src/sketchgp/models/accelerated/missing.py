@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from gpytorch import settings
-from linear_operator.operators import AddedDiagLinearOperator, DiagLinearOperator, LinearOperator, MaskedLinearOperator
+from linear_operator.operators import DiagLinearOperator, LinearOperator, MaskedLinearOperator
 from torch import Tensor
 
 from ...errors import InputError
 from .acceleration import Acceleration
-from .added_diag import AcceleratedAddedDiagLinearOperator
+from .added_diag import AcceleratedAddedDiagLinearOperator, summands
 
 
 def marginal_of_all(likelihood: Any, prior: Any, *params: Any, **kwargs: Any) -> Any:
@@ -78,12 +78,14 @@ def observed_part(covariance: LinearOperator, observed: Tensor, acceleration: Ac
     covariance = covariance.evaluate_kernel()
     if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
         return covariance.masked(observed)
-    if not isinstance(covariance, AddedDiagLinearOperator):
+    parts = summands(covariance)
+    if parts is None:
         raise InputError(
             f"Missing targets expect a noise of its own for each output; the model's covariance with noise is a "
             f"{type(covariance).__name__}. Use MultitaskGaussianLikelihood(rank=0)."
         )
     # Kronecker products and low-rank matrices: their structure does not survive the selection, their products do
-    kept = MaskedLinearOperator(covariance._linear_op, observed, observed)
-    noise = DiagLinearOperator(covariance._diag_tensor._diagonal()[..., observed])
+    latent, diagonal = parts
+    kept = MaskedLinearOperator(latent, observed, observed)
+    noise = DiagLinearOperator(diagonal.diagonal(dim1=-1, dim2=-2)[..., observed])
     return AcceleratedAddedDiagLinearOperator(kept, noise, acceleration=acceleration)

@@ -15,14 +15,17 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from linear_operator.operators import AddedDiagLinearOperator
 
 from ...cards import Card, choice, shape, tensor_kind
+from ...checks import found
 from ...density import log_density
 from ...errors import InputError
 from ...operators.lazies import adopt_kernels
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
+from ..prediction import Prediction
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
-from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us
+from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us, summands
 from .missing import check_reduced
 from .posterior import call, note_strategy
+from .prediction import predicted
 from .products import check_products
 from .strategy import adopt
 from .targets import check_noise, check_value
@@ -110,14 +113,30 @@ class AcceleratedModel(_Accelerated):
         accurate = small and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
         ours = accurate or (acceleration.matmul != "gpytorch" and not small)
         if prior.islazy and type(prior) is MultivariateNormal and ours:
-            matmul = "auto" if acceleration.matmul == "gpytorch" else acceleration.matmul
-            converted = as_kernel_matrix(covariance, matmul, acceleration.matmul_precision)
+            converted = _converted(covariance, acceleration)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)
         # the likelihood finds by this mark which model's choices the covariance is to be solved with
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         prior.__class__ = accelerated_class(type(prior), AcceleratedDistribution)
         return prior
+
+    def prior_at(self, x: Any, convert: bool = False) -> Any:
+        """Return the prior of the model's own forward at x.
+
+        :param convert: whether its covariance is made of kernel matrices, however few the points are.
+        """
+        prior, acceleration = super().forward(x), self.__dict__[ATTRIBUTE]  # type: ignore[misc]
+        covariance = prior.lazy_covariance_matrix
+        adopt_kernels(covariance)
+        if convert and type(prior) is MultivariateNormal:
+            prior = MultivariateNormal(prior.mean, _converted(covariance, acceleration))
+        setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
+        return prior
+
+    def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
+        acceleration_of(self, "predict")
+        return predicted(self, x, variance, batch_size, show)
 
 
 class AcceleratedLikelihood(_Accelerated):
@@ -138,15 +157,16 @@ class AcceleratedLikelihood(_Accelerated):
         if not is_accelerated(self):
             return marginal
         covariance = marginal.lazy_covariance_matrix
+        parts = summands(covariance)
         if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
             acceleration = covariance.acceleration
         elif type(covariance) in (AddedDiagLinearOperator, NoisyCovariance):
             acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
         else:
             return marginal
+        assert parts is not None
         accelerated = AcceleratedAddedDiagLinearOperator(
-            covariance._linear_op,
-            covariance._diag_tensor,
+            *parts,
             acceleration=acceleration,
             evaluation=not self.training,  # type: ignore[attr-defined]
         )
@@ -166,10 +186,11 @@ class AcceleratedDistribution(_Accelerated):
 
     def __init__(self, mean: Any, covariance_matrix: Any, *args: Any, **kwargs: Any) -> None:
         if type(covariance_matrix) is AddedDiagLinearOperator:
-            prior, noise = covariance_matrix._linear_op, covariance_matrix._diag_tensor
-            acceleration = marked_choices(prior)
+            parts = summands(covariance_matrix)
+            assert parts is not None
+            acceleration = marked_choices(parts[0])
             if acceleration is not None:
-                covariance_matrix = AcceleratedAddedDiagLinearOperator(prior, noise, acceleration=acceleration)
+                covariance_matrix = AcceleratedAddedDiagLinearOperator(*parts, acceleration=acceleration)
         super().__init__(mean, covariance_matrix, *args, **kwargs)  # type: ignore[call-arg]
 
     @property
@@ -195,6 +216,12 @@ class AcceleratedDistribution(_Accelerated):
         if fast.on() or not (left_to_us(fast) or asked):
             return super().log_prob(value)  # type: ignore[misc]
         return log_density(self, value)
+
+
+def _converted(covariance: Any, acceleration: Acceleration) -> Any:
+    """Return a covariance made of kernel matrices, multiplied as the user chose."""
+    matmul = "auto" if acceleration.matmul == "gpytorch" else acceleration.matmul
+    return as_kernel_matrix(covariance, matmul, acceleration.matmul_precision)
 
 
 def _places(model: Any) -> list[tuple[Any, ...]]:
@@ -255,6 +282,19 @@ def leave(likelihood: Any, acceleration: Acceleration) -> None:
 def is_accelerated(instance: Any) -> bool:
     """Whether ``accelerate`` gave this model or likelihood its choices."""
     return isinstance(instance, _Accelerated) and ATTRIBUTE in instance.__dict__
+
+
+def acceleration_of(model: Any, owner: str = "sketchgp") -> Acceleration:
+    """Return the choices and caches of an accelerated model.
+
+    :param owner: name of the function that asks.
+    :raises InputError: if the model is not accelerated.
+    """
+    if not is_accelerated(model):
+        raise InputError(
+            f"{owner}: model expects one that sketchgp.accelerate(model) was called on, got {found(model)}."
+        )
+    return model.__dict__[ATTRIBUTE]
 
 
 def _blank(mixin: type, base: type) -> Any:

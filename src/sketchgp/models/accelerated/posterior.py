@@ -89,8 +89,7 @@ def solves_all(strategy: Any) -> bool:
     if known is None:
         noisy = strategy.lik_train_train_covar
         known = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and (
-            noisy._factorized(settings.fast_computations.solves)
-            or isinstance(noisy.evaluate_kernel(), AcceleratedAddedDiagLinearOperator)
+            noisy.factorizes_solves or isinstance(noisy.evaluate_kernel(), AcceleratedAddedDiagLinearOperator)
         )
         strategy.__dict__[_OURS] = known
     return known
@@ -164,6 +163,17 @@ def solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
     if report is not None and not report.converged and not solves:
         warn(report.advice(), ConvergenceWarning)
     return report
+
+
+def use_weights(model: Any, weights: Tensor) -> None:
+    """Give a model the solution of ``(K + noise) weights = y - mean``, so that its mean needs no solve.
+
+    :param model: an accelerated model in eval mode, with its training data.
+    :param weights: ``(n,)``, float64 and on its device, taken on trust.
+    """
+    with torch.no_grad():
+        model._clear_cache()
+        strategy_of(model).set_weights(weights)
 
 
 def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:

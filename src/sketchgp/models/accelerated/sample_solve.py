@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from linear_operator import settings
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, NumericalError, warn
@@ -15,10 +14,9 @@ from ...inference.pathwise import PosteriorDeviations
 from ...operators.tiles import logger
 from ...random_streams import generator
 from ...report import SolveReport, shortfall_counted
-from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
-from .acceleration import Acceleration
-from .added_diag import AcceleratedAddedDiagLinearOperator
+from ...solvers import Budgeted, Cholesky, ConjugateGradients
 from .threshold import why_iterative
+from .training import Training
 from .warm import solve_from
 
 _SHARE = 0.04  # of a posterior deviation: the error of samples, in the root mean square over training points
@@ -36,25 +34,21 @@ class SampleSolve:
     until that is a twenty-fifth of the typical spread of samples about their mean.  A checkpoint is the mean's alone.
     What GPyTorch would factorize is factorized in float64.
 
-    :param noisy: the training covariance with noise, evaluated, ``(..., n, n)``.
+    :param training: the training covariance with noise, ``(..., n, n)``.
     :param index: which one of a batch.
     :param seed: of the functions and noises that targets are of; a fit by samples may have left their solutions.
     """
 
-    def __init__(
-        self, noisy: AcceleratedAddedDiagLinearOperator, index: tuple[int, ...] = (), seed: int | None = None
-    ) -> None:
-        assert noisy.acceleration is not None
-        self.acceleration: Acceleration = noisy.acceleration
-        system = System(noisy._linear_op, noisy._noise_vector())
+    def __init__(self, training: Training, index: tuple[int, ...] = (), seed: int | None = None) -> None:
+        self.acceleration, system = training.acceleration, training.system
         self.system = system.element(index, system.batch_shape) if system.batch_shape else system
-        self.solver, self.why = self._chosen(noisy)
+        self.solver, self.why = self._chosen(training.noisy.factorizes_solves)
         self.targets: Tensor | None = None
         known = self.acceleration.solutions
         self._start = known.samples if known is not None and known.seed == seed else None
 
-    def _chosen(self, noisy: AcceleratedAddedDiagLinearOperator) -> tuple[Any, str]:
-        if noisy._factorized(settings.fast_computations.solves):
+    def _chosen(self, factorized: bool) -> tuple[Any, str]:
+        if factorized:
             return Cholesky(), ""
         solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
         if isinstance(solver, ConjugateGradients):  # to a residual: "posterior" is of the mean's weights

@@ -28,10 +28,10 @@ from ...report import SolveReport, merged, own_solves
 from ..lazy_covariance import LazyCovariance
 from .acceleration import Purpose, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
-from .factorized import root_of
 from .missing import observed_part, observed_rows
-from .posterior_covariance import Solved, TrainingSide, conditioned, factors_of
+from .posterior_covariance import Solved, conditioned
 from .threshold import cholesky_points
+from .training import Training, remembered_by, root_of
 
 _WEIGHTS, _ROOT = "sketchgp_weights", "sketchgp_root"
 _FOLLOWED = 16  # predicted points that a solve for the mean follows
@@ -172,7 +172,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             return conditioned(prior, cross, root)
         noisy = self._noisy() if observed is None else self._of_observed(self._noisy(), observed)
         if solved_by_us(noisy):
-            return LazyCovariance(Solved(prior, cross, TrainingSide(noisy, factors_of(self))))
+            return LazyCovariance(Solved(prior, cross, Training(noisy, noisy.acceleration, remembered_by(self))))
         if observed is None:
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         dense = cross.to_dense()

@@ -1,4 +1,4 @@
-"""``A = K + noise`` of one output's training data, for what looks at all of it: leave-one-out, paths of noises."""
+"""The training data of one output, with ``A = K + noise``: for leave-one-out predictions and paths of noises."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from gpytorch import settings
 from torch import Tensor
 
 from ...errors import InputError
-from ...solvers import System
 from ..transforms import Transforms
-from .acceleration import Acceleration
-from .added_diag import AcceleratedAddedDiagLinearOperator
-from .conditioning import Conditioning
 from .posterior import calls_its_own_way
+from .prediction import Conditioned
+from .training import Training
 
 
 @dataclass
-class TrainingMatrix:
+class TrainingData:
     """The observed rows of a model's training data.
 
-    :ivar system: A, without batch.
+    :ivar training: A, without batch.
     :ivar residual: targets less prior means, ``(n,)`` float64.
-    :ivar observed: which of all rows these are, bool.
+    :ivar observed: of all rows, whether they are observed.
     :ivar targets: of all rows, float64, in units of the data.
-    :ivar scale: ``(n,)`` float64, the unit of the model (of system and residual) in units of the data: 1, or what
+    :ivar scale: ``(n,)`` float64, the unit of the model (of A and residual) in units of the data: 1, or what
         BoTorch's ``Standardize`` divided by.
     """
 
-    system: System
+    training: Training
     residual: Tensor
     observed: Tensor
-    acceleration: Acceleration
     targets: Tensor
     scale: Tensor
 
     @classmethod
-    def of(cls, owner: str, model: Any, acceleration: Acceleration) -> TrainingMatrix:
-        """:param owner: who asks.
-        :param model: an accelerated one; it is put into eval mode.
+    def of(cls, owner: str, model: Any) -> TrainingData:
+        """Return the training data of an accelerated model.
+
+        :param owner: name of the function that asks.
+        :param model: is put into eval mode.
 
         :raises InputError: for a model without data, with several tensors of inputs, several outputs or a batch, with
             a ``__call__`` of its own, whose matrix is inverted by its structure, or with BoTorch's transforms that have
@@ -66,24 +65,23 @@ class TrainingMatrix:
         with torch.no_grad():
             transforms = Transforms.of(owner, model)
             known, scale = (targets.to(torch.float64), None) if transforms is None else transforms.training()
-            conditioning, rows = Conditioning.of(model), int(observed.sum())
-            noisy = None if conditioning is None else conditioning.noisy
-            if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.shape != (rows, rows):
+            conditioned, rows = Conditioned.of(model), int(observed.sum())
+            training = None if conditioned is None else conditioned.training
+            if training is None or not training.ours or training.noisy.shape != (rows, rows):
                 raise InputError(
                     f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
                     "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
                 )
             mean = model.forward(*model.train_inputs).mean  # a prediction strategy may hold an earlier one
             residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
-            system = System(noisy._linear_op, noisy._noise_vector())
             scale = torch.ones_like(residual) if scale is None else scale[observed]
-            return cls(system, residual, observed, acceleration, known, scale)
+            return cls(training, residual, observed, known, scale)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values ``(n,)`` of the observed rows among all rows, NaN elsewhere."""
-        whole = torch.full(self.observed.shape, torch.nan, dtype=values.dtype, device=values.device)
-        whole[self.observed] = values
-        return whole
+        """Return values ``(n,)`` of the observed rows among all rows, NaN elsewhere."""
+        full = torch.full(self.observed.shape, torch.nan, dtype=values.dtype, device=values.device)
+        full[self.observed] = values
+        return full
 
 
 def check_inputs(owner: str, model: Any) -> None:
