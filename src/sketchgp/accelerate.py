@@ -109,7 +109,7 @@ def install(
     probe_seed: int | None,
     built: bool = True,
 ) -> Model:
-    """What :func:`accelerate` does.
+    """Do what :func:`accelerate` says.
 
     :param built: False inside a constructor: the model has no kernel yet, and its dtype may still be changed.
     """

@@ -70,7 +70,7 @@ class PosteriorPathModel(DeterministicModel):
 
     @property
     def num_outputs(self) -> int:
-        """Of all models."""
+        """Number of outputs of all models."""
         return sum(samples.outputs for samples in self.samples)
 
     @property

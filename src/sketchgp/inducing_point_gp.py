@@ -206,13 +206,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
     @property
     def variance_method(self) -> str:
-        """What variances are of the present parameters and data: ``"dtc"`` or ``"samples"``."""
+        """Method of variances for the present parameters and data: ``"dtc"`` or ``"samples"``."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
         return self._variance_method()
 
     def _variance_method(self) -> str:
-        """The same, right after a look at whether anything changed, which copies all parameters."""
+        """Return :attr:`variance_method` without looking again whether anything changed, which copies parameters."""
         _check_variance(self.variance, self.variance_samples)
         if self.variance != "auto":
             return self.variance

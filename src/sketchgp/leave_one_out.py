@@ -182,8 +182,11 @@ def _probed(
 
 
 def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:
-    """By the formula of DTC: ``A = Q + D``, whose inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its
-    diagonal; the variance of a prediction is ``k - q`` larger than that of a model with the covariance Q."""
+    """Leave points out by the formula of DTC, with ``A = Q + D``.
+
+    The inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its diagonal; the variance of a prediction is
+    ``k - q`` larger than that of a model with the covariance Q.
+    """
     check_inputs("leave_one_out", model)
     if exact is False:
         raise InputError("leave_one_out: an InducingPointGP is always exact; exact expects True or None, got False.")

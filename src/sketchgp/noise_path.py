@@ -31,7 +31,7 @@ _CRITERIA = ("mean_squared_error", "mean_log_density", "log_marginal_likelihood"
 
 @dataclass(repr=False)
 class NoisePath:
-    """What a model would be with each of some noises; tensors are ``(k,)`` float64, in the order of ``noises``.
+    """Results of a model at each of some noises; tensors are ``(k,)`` float64, in the order of ``noises``.
 
     ``mean_squared_error`` and ``mean_log_density`` are of leave-one-out predictions
     (:func:`sketchgp.leave_one_out`); ``log_marginal_likelihood`` is divided by n, and lies between ``lower`` and

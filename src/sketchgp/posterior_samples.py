@@ -98,7 +98,7 @@ class PosteriorSamples:
 
     @property
     def outputs(self) -> int:
-        """How many there are."""
+        """Number of outputs."""
         return len(self._outputs)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
 
 
 def _name(model: Any) -> str:
-    """Of its class, as the user knows it."""
+    """Return the name of the model's class, as the user knows it."""
     return plain_class(type(model)).__name__
 
 

@@ -181,7 +181,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
 
     @property
     def variance_method(self) -> str:
-        """What variances are: ``"features"``, ``"samples"`` or ``"none"``; empty before anything was learned."""
+        """Method of variances: ``"features"``, ``"samples"`` or ``"none"``; empty before anything was learned."""
         self._known()
         return self._method
 
@@ -224,7 +224,9 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             return Prediction(mean, latent, latent + self.likelihood.noise, method, None, self.report, error)
 
     def deviations(self, steps: int | None = None) -> Any:
-        """What variances are the mean square of, at x ``(..., p, d)``: ``(..., p, S)``; ``samples`` is S.
+        """Return a function of x ``(..., p, d)`` whose values ``(..., p, S)`` have the variances as mean squares.
+
+        Its attribute ``samples`` is S.
 
         :param steps: that had been done when a prediction was made, whose variance is asked for.
         :raises InputError: where there are none, or more was learned since that prediction.

@@ -107,7 +107,7 @@ class ProbedDiagonal:
     solve_error: float = 0.0
 
     def over(self, squares: Tensor) -> ProbedDiagonal:
-        """The same in other units: each row over its square of a unit, ``(n,)``."""
+        """Return the estimates in other units, each row divided by its square of a unit, ``(n,)``."""
         fit, least, most = (values / squares for values in (self.fit, self.least, self.most))
         return ProbedDiagonal(self.samples / squares.unsqueeze(1), fit, least, most, self.solve_error)
 
@@ -139,7 +139,7 @@ class ProbedDiagonal:
         return torch.maximum(self._squares.mean(), unseen).clamp(min=1e-12)
 
     def spread_of(self, shares: Tensor) -> Tensor:
-        """The same of the rows that count: weighted by ``shares`` ``(n,)``; at least that of all."""
+        """Return the spread of rows weighted by ``shares`` ``(n,)``, which is at least that of all rows."""
         share = shares / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)
         return torch.maximum(share @ self._squares, self.spread)
 

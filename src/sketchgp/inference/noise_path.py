@@ -38,7 +38,7 @@ _TOLERANCE = 1e-2  # of the probes' solves
 
 @dataclass
 class AtNoise:
-    """What is known at one noise; the marginal likelihood and its bounds are divided by n.
+    """Results at one noise; the marginal likelihood and its bounds are divided by n.
 
     Errors are standard errors; ``lower`` and ``upper`` are certain in exact arithmetic, or infinite.
     """
@@ -54,7 +54,7 @@ class AtNoise:
 
 @torch.no_grad()
 def exact_path(system: System, residual: Tensor, scale: Tensor, noises: list[float]) -> list[AtNoise]:
-    """By one eigendecomposition in float64: ``9 n^3`` operations for all noises.
+    """Return results by one eigendecomposition in float64: ``9 n^3`` operations for all noises.
 
     :param system: whose operator is K; its noise is not looked at.
     :param residual: b, ``(n,)`` float64; :param scale: their unit in units of the data, ``(n,)``, which errors and

@@ -32,7 +32,7 @@ def positive(variance: Tensor, prior: Tensor) -> Tensor:
 
 
 class Formula:
-    """How the entries of a covariance ``(..., m, m)`` are computed.
+    """Formula of a covariance ``(..., m, m)``, which computes its entries.
 
     :ivar sources: tensors or operators that it is made of; the first one has the dtype and device of the covariance.
     :ivar shape: of the covariance.
@@ -56,7 +56,7 @@ class Formula:
         return None
 
     def changed(self) -> bool:
-        """Tell whether something that the covariance depends on was changed in place."""
+        """Return True if something that the covariance depends on was changed in place."""
         return False
 
     def select(self, rows: slice, batch: tuple[Any, ...]) -> Formula | None:

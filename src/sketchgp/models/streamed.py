@@ -155,7 +155,7 @@ class Streamed:
         return learner
 
     def _known(self) -> Learner | None:
-        """What was learned or loaded.
+        """Return the learner, from what was learned or loaded.
 
         :raises InputError: where the model has changed since.
         """
@@ -210,7 +210,7 @@ class Streamed:
         return found
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What was learned, as tensors, numbers and text: part of ``state_dict()``."""
+        """Return what was learned, as tensors, numbers and text, which is part of ``state_dict()``."""
         if self._known() is None:
             return {"learned": ""}
         state = self._state()

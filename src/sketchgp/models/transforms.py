@@ -17,7 +17,7 @@ _NAMES = ("input_transform", "outcome_transform")
 
 
 class Transforms:
-    """Of one of BoTorch's models, so that what is predicted is what its ``posterior`` says.
+    """Transforms of one of BoTorch's models, which make predictions agree with its ``posterior``.
 
     Outcomes that are shifted and scaled (``Standardize``, and chains of such) are so by the transform's own
     ``untransform``, in float64, and error bounds with them.  Of others (``Log``) mean and variance are those that
@@ -35,7 +35,7 @@ class Transforms:
 
     @classmethod
     def of(cls, owner: str, model: Any) -> Transforms | None:
-        """None for a model that has none, and no independent outputs of BoTorch's.
+        """Return the transforms of a model, or None if it has none and no independent outputs of BoTorch's.
 
         :raises InputError: for a model that has attributes of such names and is not BoTorch's.
         """
@@ -93,7 +93,7 @@ class Transforms:
         return tensor(self.owner, "x after input_transform", z, (2,))
 
     def check(self, x: Tensor, z: Tensor, variance: bool) -> None:
-        """Before anything is computed.
+        """Check, before anything is computed, that moments of outcomes are known.
 
         :raises InputError: for outcomes without a mean and variance of their own.
         """
@@ -153,7 +153,7 @@ class Transforms:
 
     @property
     def _linear(self) -> bool:
-        """Whether outcomes are shifted and scaled only."""
+        """True if outcomes are shifted and scaled only."""
         return bool(getattr(self.outcome, "_is_linear", False))
 
     def _moments(self, x: Tensor, z: Tensor, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What an accelerated model carries: its choices, and the caches that outlive GPyTorch's short-lived operators."""
+"""The choices of an accelerated model, and the caches that outlive GPyTorch's short-lived operators."""
 
 from __future__ import annotations
 
@@ -167,13 +167,13 @@ class Acceleration:
         return dataclasses.replace(solver, **left_open)
 
     def preconditions(self) -> bool:
-        """Whether there is to be a preconditioner, by the choice and the setting in force."""
+        """Return True if there is to be a preconditioner, by the choice and the setting in force."""
         return self.cache is not None and settings.max_preconditioner_size.value() > 0
 
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
-        """The preconditioner of ``operator + diag(noise)``, or None where there is to be none.
+        """Return the preconditioner of ``operator + diag(noise)``, or None where there is to be none.
 
-        Under ``deterministic_probes`` pivots are kept: they make one function of the losses as the probes do.
+        Under ``deterministic_probes`` pivots are kept, so that losses are one function of the hyperparameters.
         """
         if self.cache is None or not self.preconditions():
             return None
@@ -196,7 +196,7 @@ def _tolerance(evaluation: bool) -> float:
 
 
 class Inverse:
-    """``v -> P^-1 v``: the callable that linear_operator passes around as a preconditioner."""
+    """The map ``v -> P^-1 v``, a callable that linear_operator passes around as a preconditioner."""
 
     def __init__(self, built: LowRankPlusDiagonal) -> None:
         self.built = built.detached(built.out_dtype)
@@ -207,16 +207,17 @@ class Inverse:
 
 
 def marked_choices(covariance: Any) -> Acceleration | None:
-    """The choices of the accelerated model whose prior covariance this is, by the mark its forward left."""
+    """Return the choices of the accelerated model whose forward marked this prior covariance."""
     if isinstance(covariance, BatchRepeatLinearOperator):
         covariance = covariance.base_linear_op
     return getattr(covariance, ATTRIBUTE, None)
 
 
 def choices_of(covariance: Any, likelihood: Any) -> Acceleration | None:
-    """Those of a prior covariance, or of the last model that its likelihood was accelerated with; None for neither.
+    """Return the choices that a prior covariance is marked with, or else those of its likelihood's last model.
 
-    GPyTorch rebuilds some covariances (interpolation grids, fantasies), which loses the mark.
+    GPyTorch rebuilds some covariances (interpolation grids, fantasies), which loses the mark.  None is returned where
+    neither is known.
     """
     owners = likelihood.__dict__.get(ATTRIBUTE)
     return marked_choices(covariance) or (owners[-1] if owners else None)

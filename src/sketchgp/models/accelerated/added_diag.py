@@ -44,11 +44,10 @@ Points = Callable[[], tuple[Tensor, Tensor] | None]
 
 
 def left_to_us(flag: Any) -> bool:
-    """Whether a fast computation is on, or off only because some library changed GPyTorch's default.
+    """Return True if a fast computation is on, or off only because a library changed GPyTorch's default.
 
-    ``import botorch`` turns solves and log densities by iteration off for the whole process, by their defaults; a model
-    that was accelerated is meant to be solved by sketchgp all the same.  A ``fast_computations`` block of the user's is
-    heard.
+    ``import botorch`` turns iterative solves and log densities off for the whole process, by their defaults.  An
+    accelerated model is solved by sketchgp all the same, unless the user opened a ``fast_computations`` block.
 
     :param flag: ``settings.fast_computations.solves`` or ``.log_prob``.
     """
@@ -122,7 +121,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
 
     @property
     def factorizes_solves(self) -> bool:
-        """Whether GPyTorch solves by its Cholesky factorization."""
+        """True where GPyTorch solves by its Cholesky factorization."""
         return self._factorized(settings.fast_computations.solves)
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
@@ -213,7 +212,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         return value
 
     def _tell(self, report: SolveReport, *why: str) -> None:
-        """Notes of a solve, and what GPyTorch's settings want to see of it."""
+        """Add notes to the report of a solve, and log it where GPyTorch's settings ask for that."""
         for note in filter(None, (*why, why_iterative(self.shape[-1]))):
             report.notes.append(note)
             logger.info(note)
@@ -294,7 +293,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         return SumLinearOperator(*parts)
 
     def masked(self, mask: Tensor) -> LinearOperator:
-        """The rows and columns where ``mask`` (n,) is true, as an operator of this class."""
+        """Return the rows and columns where ``mask`` (n,) is true, as an operator of this class."""
         diagonal = DiagLinearOperator(self._noise_vector()[..., mask])
         linear_op = self._linear_op.evaluate_kernel()
         if isinstance(linear_op, KernelMatrix):
@@ -306,7 +305,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
 
 
 def _without_repeats(operator: Any) -> Any:
-    """A repeated matrix as one expanded along its batch, which a KernelMatrix does without copies."""
+    """Return a repeated matrix expanded along its batch, which a KernelMatrix does without copies."""
     if type(operator) is not BatchRepeatLinearOperator:
         return operator
     return operator.base_linear_op._expand_batch(operator.batch_shape)
@@ -321,7 +320,7 @@ def summands(operator: Any) -> tuple[Any, Any] | None:
 
 
 def solved_by_us(covariance: Any) -> bool:
-    """Whether solving with an evaluated covariance takes sketchgp's solvers."""
+    """Return True if solving with an evaluated covariance takes sketchgp's solvers."""
     ours = isinstance(covariance, AcceleratedAddedDiagLinearOperator) and covariance.acceleration is not None
     return ours and not covariance.factorizes_solves
 

@@ -1,7 +1,7 @@
-"""Variances of many test points, for a price that hardly depends on how many: low-rank ones, and samples.
+"""Approximate variances, low-rank or by samples, whose cost hardly depends on the number of test points.
 
-What they are made of takes one solve with 64 columns (low-rank ones), and one with as many as there are
-samples.  It is kept with the factor of the training covariance.
+Low-rank variances take one solve with 64 columns, samples one more with a column each.  The results are remembered
+with the training covariance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Approximate:
     # --- which ----------------------------------------------------------------------------------------------
 
     def exact_is_cheap(self, m: int) -> bool:
-        """Whether exact variances of m test points take little longer than others, or no time worth saving."""
+        """Return True if exact variances of m test points take little longer than others, or hardly any time."""
         n, kind, remembered = self.matrix.shape[-1], self.noise.device.type, self.training.remembered
         if m <= _FEW or n * n * m <= _EXACT_WORK.get(kind, 1e10):
             return True
@@ -59,7 +59,7 @@ class Approximate:
         return work <= max(_FACTOR_WORK.get(kind, 2e11), _WORTH * others)
 
     def best(self) -> str:
-        """The word of the better approximation: samples where low-rank variances scatter too much."""
+        """Return the name of the better approximation: samples where low-rank variances scatter too much."""
         if self.low_rank.scatter > _SCATTER and recognise(self.matrix.kernel, waves=True) is not None:
             return "samples"
         return "low_rank"
@@ -67,8 +67,10 @@ class Approximate:
     # --- what they are made of ------------------------------------------------------------------------------
 
     def prepare(self, x: Tensor) -> None:
-        """Find what low-rank variances are made of, and the exact ones at some of the points x ``(m, d)``, by one solve
-        with 64 columns; nothing where it was found before."""
+        """Prepare low-rank variances, and exact ones at some of the points x ``(m, d)``, by one solve with 64 columns.
+
+        Nothing is done where they are remembered.
+        """
         remembered = self.training.remembered
         if remembered.low_rank is None:
             self._checked_at = x[self._some(x)]
@@ -101,15 +103,17 @@ class Approximate:
         return result.weights, report
 
     def _goal(self) -> Energy:
-        """Of samples: what they leave out of the energy of targets, n in expectation, is as little a share of it as
-        would be of a variance, were it spread evenly."""
+        """Return the goal of a solve for samples, by the energy that it leaves out of the targets, n in expectation.
+
+        Its share is that which the error would have in a variance if it were spread evenly.
+        """
         prior = block(self.matrix, self.matrix.x1[:_ROWS], None).mean()
         least = self.noise.amin().to(torch.float64).reshape(1)
         typical = torch.maximum(self.low_rank.typical, 0.02 * least[0])
         return Energy(len(self.noise) * (typical / prior).clamp(max=1), least)
 
     def _left_out(self, indices: Tensor) -> Tensor:
-        """Exact latent variances at training points that are left out; and, beside them, at points to be checked."""
+        """Return exact latent variances at training points left out, and keep those at the points to be checked."""
         noise, n, points = self.noise.to(torch.float64), len(self.noise), self._checked_at
         units = torch.zeros(n, len(indices), dtype=torch.float64, device=noise.device)
         units[indices, torch.arange(len(indices), device=noise.device)] = 1
@@ -121,20 +125,20 @@ class Approximate:
         return (1 / explained[: len(indices)] - noise[indices]).clamp(min=0)
 
     def _explained(self, c: Tensor, goal: Goal) -> Tensor:
-        """``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
+        """Return ``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
         result, _ = self.training.solve_block(c, goal)
         return result.diagonal(c)
 
     def _explaining(self, prior: Tensor) -> Explaining:
-        """Variances that are right to some hundredths."""
+        """Return the goal of variances that are right to some hundredths."""
         return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.02, careful=False)
 
     # --- variances ------------------------------------------------------------------------------------------
 
     def __call__(self, x: Tensor, method: str) -> Tensor:
-        """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it, float64.
+        """Return latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it, float64.
 
-        Differentiable in x, with all that is the training side's as constants.
+        Differentiable in x, with everything of the training data as constants.
 
         :param method: ``"low_rank"`` or ``"samples"``.
         """
@@ -149,13 +153,15 @@ class Approximate:
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
     def error(self, method: str, variance: Tensor) -> Tensor:
-        """The relative standard errors of latent variances ``(m,)`` float64."""
+        """Return the relative standard errors of latent variances ``(m,)`` float64."""
         error = self.low_rank.error(variance)
         return error if method == "low_rank" else error / (1 + error.square() * self.deviations.samples / 2).sqrt()
 
     def _weighed(self, deviations: Tensor, low_rank: Tensor) -> Tensor:
-        """The mean square of samples, whose relative variance is ``2 / S``, and the low-rank variance, each by the
-        inverse of its relative variance."""
+        """Average the mean square of S samples and the low-rank variance by their inverse relative variances.
+
+        The relative variance of the mean square is ``2 / S``.
+        """
         # of the low-rank variance relative to the other
         share = self.low_rank.error(low_rank).square() * (deviations.shape[-1] / 2)
         return (share * deviations.square().mean(dim=-1) + low_rank) / (share + 1)
@@ -169,8 +175,10 @@ class Approximate:
 
     @torch.no_grad()
     def check(self, x: Tensor, variance: Tensor, method: str) -> tuple[Tensor, Tensor]:
-        """Indices of 4 of the test points x, and exact variances there; warns where those that were found are off by
-        more than their standard error says."""
+        """Return indices of 4 of the test points x and exact variances there.
+
+        A warning follows where the given variances are off by more than their standard errors say.
+        """
         some = self._some(x)
         at, floor = x[some], 0.02 * float(self.noise.amin())
         if self._exact is None or not torch.equal(at, self._checked_at):
@@ -194,7 +202,7 @@ class Approximate:
 
 
 class Refusing(torch.autograd.Function):
-    """A value, which requires gradients where one of some tensors does, and refuses to give any."""
+    """Identity of a value that requires gradients where one of some tensors does, and refuses to give any."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, method: str, *tensors: Tensor) -> Tensor:  # type: ignore[override]
@@ -209,5 +217,5 @@ class Refusing(torch.autograd.Function):
 
 
 def refuse(method: str) -> InputError:
-    """The error for an approximation that a model does not have."""
+    """Return the error for an approximation that a model does not have."""
     return InputError(f"variance={method!r} expects a plain kernel and one set of training inputs; use 'exact'.")

@@ -1,4 +1,4 @@
-"""Missing targets under ``observation_nan_policy("mask")``: what was observed is a system of its own, solved as one.
+"""Missing targets under ``observation_nan_policy("mask")``: the observed ones are a system of their own.
 
 GPyTorch wraps ``K + noise`` in a ``MaskedLinearOperator``, which has no preconditioner and whose conjugate gradients
 are its own.  Here the rows and columns are taken first.  The prediction strategy of an accelerated model does that by
@@ -44,7 +44,7 @@ def check_reduced(n: int) -> None:
 
 
 def observed_targets(targets: Tensor, event: torch.Size) -> Tensor:
-    """Where every element of the batch has a target: ``event``, bool.
+    """Return where every element of the batch has a target, a bool tensor of the shape ``event``.
 
     :raises InputError: where that is nowhere.
     """
@@ -55,8 +55,10 @@ def observed_targets(targets: Tensor, event: torch.Size) -> Tensor:
 
 
 def observed_rows(targets: Tensor) -> Tensor | None:
-    """Which targets ``(n,)`` a posterior is of; None where it is of all, or where GPyTorch's policy for missing ones is
-    its own: ``"ignore"``, and ``"fill"`` with elements of a batch that miss different ones.
+    """Return which targets ``(n,)`` a posterior is conditioned on, or None for all.
+
+    None is also returned where GPyTorch's policy has a way of its own: ``"ignore"``, and ``"fill"`` where elements of a
+    batch miss different targets.
 
     :param targets: ``(..., n)``.
     """
@@ -71,7 +73,7 @@ def observed_rows(targets: Tensor) -> Tensor | None:
 
 
 def observed_part(covariance: LinearOperator, observed: Tensor, acceleration: Acceleration) -> LinearOperator:
-    """The rows and columns of ``K + noise`` where ``observed`` ``(n,)`` is true, to be solved by sketchgp.
+    """Return the rows and columns of ``K + noise`` where ``observed`` ``(n,)`` is true, to be solved by sketchgp.
 
     :raises InputError: for a sum without a diagonal, whose noise is correlated between outputs.
     """

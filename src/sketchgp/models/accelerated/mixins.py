@@ -1,4 +1,4 @@
-"""Classes that an accelerated model and likelihood are given in place of their own, per instance.
+"""Subclasses that replace the class of an accelerated model and its likelihood, per instance.
 
 The technique is that of ``torch.nn.utils.parametrize``: a subclass of the instance's class is made on the fly, so
 isinstance, state_dict keys and every method stay as they were.  Pickling and copying rebuild the subclass by name.
@@ -36,7 +36,7 @@ _subclasses: dict[tuple[type, type], type] = {}
 
 
 class _Accelerated:
-    """What the mixins share: how instances are rebuilt.
+    """Base of the mixins, which rebuilds their instances.
 
     An instance of the subclass that ``accelerate`` never saw (``type(model)(x, y, likelihood)``) has no choices and
     behaves as one of its plain class.
@@ -232,13 +232,13 @@ def _places(model: Any) -> list[tuple[Any, ...]]:
 
 
 def posterior_part(covariance: Any) -> LazyCovariance | None:
-    """The covariance of a posterior in what may have noise added."""
+    """Return the posterior covariance in one that may have noise added, and None in others."""
     part = covariance.latent if isinstance(covariance, NoisyCovariance) else covariance
     return part if isinstance(part, LazyCovariance) else None
 
 
 def accelerated_class(base: type, mixin: type) -> type:
-    """The subclass of ``base`` with ``mixin`` in front, made once."""
+    """Return the subclass of ``base`` with ``mixin`` in front, made once."""
     if issubclass(base, mixin):
         return base
     key = (base, mixin)
@@ -248,7 +248,7 @@ def accelerated_class(base: type, mixin: type) -> type:
 
 
 def plain_class(accelerated: type) -> type:
-    """The class an accelerated instance had before; a subclass of an accelerated one stays what it is."""
+    """Return the class that an accelerated instance had before, or a subclass of an accelerated class itself."""
     return accelerated.__bases__[1] if accelerated in _subclasses.values() else accelerated
 
 
@@ -259,7 +259,7 @@ def check_likelihood(owner: str, likelihood: Any) -> None:
 
 
 def join(likelihood: Any, acceleration: Acceleration) -> None:
-    """What the likelihood makes of a model's covariance is solved by that model's choices from now on."""
+    """Let covariances that the likelihood makes of a model's be solved by that model's choices from now on."""
     if not is_accelerated(likelihood):  # it may have the class, where type(likelihood)(...) made it
         likelihood.__class__ = accelerated_class(type(likelihood), AcceleratedLikelihood)
     owners = likelihood.__dict__.setdefault(ATTRIBUTE, [])
@@ -280,7 +280,7 @@ def leave(likelihood: Any, acceleration: Acceleration) -> None:
 
 
 def is_accelerated(instance: Any) -> bool:
-    """Whether ``accelerate`` gave this model or likelihood its choices."""
+    """Return True if ``accelerate`` gave this model or likelihood its choices."""
     return isinstance(instance, _Accelerated) and ATTRIBUTE in instance.__dict__
 
 
@@ -298,6 +298,6 @@ def acceleration_of(model: Any, owner: str = "sketchgp") -> Acceleration:
 
 
 def _blank(mixin: type, base: type) -> Any:
-    """An empty instance of the accelerated subclass, for unpickling and copying."""
+    """Return an empty instance of the accelerated subclass, for unpickling and copying."""
     cls = accelerated_class(base, mixin)
     return object.__new__(cls)

@@ -33,7 +33,7 @@ _keys: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # of what 
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
-    """The prediction strategy of a model in eval mode, made where there is none; one for all threads."""
+    """Return the prediction strategy of a model in eval mode, made where there is none; one for all threads."""
     with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
         if strategy is None:
@@ -47,7 +47,7 @@ def strategy_of(model: Any, **kwargs: Any) -> Any:
 
 
 def note_strategy(model: Any, strategy: Any) -> None:
-    """Note what a new strategy of the model is made of; of fantasies GPyTorch sets the data only later."""
+    """Note the parameters and data of a new strategy; GPyTorch sets the data of fantasies only later."""
     if model.train_inputs is not None and model.train_targets is not None:
         _keys[strategy] = solution_key(model)
 
@@ -68,14 +68,14 @@ def drop_stale_strategy(model: Any) -> None:
 
 
 def present_strategy(model: Any, **kwargs: Any) -> Any:
-    """As :func:`strategy_of`, made anew where the one that is kept is of other parameters, data or settings."""
+    """Return :func:`strategy_of`, made anew where the kept one is of other parameters, data or settings."""
     with model.__dict__[ATTRIBUTE].lock:
         drop_stale_strategy(model)
         return strategy_of(model, **kwargs)
 
 
 def solution_key(model: Any) -> tuple[Any, ...]:
-    """Of all that the solution behind a model's mean depends on."""
+    """Return a key of everything that the solution behind a model's mean depends on."""
     asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
              settings.max_preconditioner_size)  # fmt: skip
     data = (*model.train_inputs, model.train_targets)
@@ -84,7 +84,7 @@ def solution_key(model: Any) -> tuple[Any, ...]:
 
 
 def solves_all(strategy: Any) -> bool:
-    """Whether no solve behind a strategy's posterior is by GPyTorch's own iterations."""
+    """Return True if no solve behind a strategy's posterior is by GPyTorch's own iterations."""
     known = strategy.__dict__.get(_OURS)
     if known is None:
         noisy = strategy.lik_train_train_covar
@@ -96,12 +96,12 @@ def solves_all(strategy: Any) -> bool:
 
 
 def calls_its_own_way(model: Any) -> bool:
-    """Whether the class of an accelerated model has a ``__call__`` of its own, which may do anything."""
+    """Return True if the class of an accelerated model has a ``__call__`` of its own, which may do anything."""
     return type(model).__bases__[1].__call__ is not ExactGP.__call__
 
 
 def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``model(*args, **kwargs)`` of an accelerated model.
+    """Return ``model(*args, **kwargs)`` of an accelerated model.
 
     :param plain_call: the method that GPyTorch would have called.
     """
@@ -124,7 +124,7 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def solve_for_mean(model: Any, x: Tensor | None) -> None:
-    """Have the strategy of a model in eval mode keep the weights behind its mean.
+    """Let the strategy of a model in eval mode solve for the weights behind its mean, and keep them.
 
     :param x: where the mean is wanted ``(m, d)``, if that is known.
     """
@@ -147,11 +147,11 @@ def solve_for_mean(model: Any, x: Tensor | None) -> None:
 
 
 def solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
-    """Have the model keep the solution behind its mean, of the present parameters, data and settings; its report.
-
-    :param x: where the mean is wanted, if that is known.
+    """Return the report of the solution behind the mean, of the present parameters, data and settings, which is kept.
 
     A solution that fell short of its tolerance warns each time it is used.
+
+    :param x: where the mean is wanted, if that is known.
     """
     with model.__dict__[ATTRIBUTE].lock:
         strategy = present_strategy(model)
@@ -177,7 +177,7 @@ def use_weights(model: Any, weights: Tensor) -> None:
 
 
 def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
-    """Posterior mean at x ``(m, d)`` without any variance, and how many dimensions one draw of it has.
+    """Return the posterior mean at x ``(m, d)`` without variances, and the number of dimensions of one draw.
 
     :param model: in eval mode.
     """

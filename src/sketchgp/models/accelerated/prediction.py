@@ -191,7 +191,7 @@ class Conditioned:
 
     @cached_property
     def _inputs_as_given(self) -> bool:
-        """Whether the kernel sees the model's inputs, and nothing computed from them."""
+        """True if the kernel sees the model's inputs, and nothing computed from them."""
         x, dims = self.model.train_inputs[0], self.training.matrix.kernel.active_dims
         x = x if self.observed is None else x[self.observed]
         return torch.equal(x if dims is None else x.index_select(-1, dims), self.training.matrix.x1)

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-5
 
 
 def _factorized(operator: Any) -> bool:
-    """Whether a product in it has a factor that may be an approximation."""
+    """Return True if a product in the operator has a factor that may be an approximation."""
     if isinstance(operator, MulLinearOperator):
         sides = operator.left_linear_op, operator.right_linear_op
         return any(isinstance(side, RootLinearOperator) and not isinstance(side, CholLinearOperator) for side in sides)
@@ -36,7 +36,7 @@ def check_products(forward: Callable[..., Any], inputs: tuple[Tensor, ...], cova
     The diagonal is computed anew from blocks of rows that are few enough for a factor without error; an approximation
     by projection lies below it.
 
-    :param forward: the model's own; :param inputs: what it was called with; :param covariance: what it gave.
+    :param forward: the model's own; :param inputs: its arguments; :param covariance: its result.
     """
     if not _factorized(covariance):
         return

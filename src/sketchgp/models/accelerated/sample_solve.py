@@ -1,4 +1,4 @@
-"""The solve behind samples of a posterior: a column for each sample, whose targets are drawn, not given."""
+"""The solve behind posterior samples: a column for each sample, with targets that are drawn from the prior."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SampleSolve:
 
     @property
     def _open(self) -> bool:
-        """Whether it is left to us when the solver ends."""
+        """True if the user left the tolerance open."""
         given = self.acceleration.solver
         return isinstance(self.solver, Cholesky) or (
             getattr(self.solver, "tol", None) is not None
@@ -67,14 +67,14 @@ class SampleSolve:
         )
 
     def __call__(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
-        """The weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
+        """Return the weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
         self.targets = targets if self._open else None
         with shortfall_counted() if self._open else nullcontext():
             return self._solve(self.solver, targets, self._start)
 
     @torch.no_grad()
     def refined(self, deviations: PosteriorDeviations) -> tuple[Tensor, SolveReport]:
-        """The weights ``(n, S)`` that this gave samples, solved for further where they need it, and the report.
+        """Return the weights ``(n, S)`` of samples, refined by further solves where they need it, and the report.
 
         :raises NumericalError: where most samples would be more than a deviation off, and the user set no limit.
         """
@@ -138,13 +138,16 @@ class SampleSolve:
 
 
 def typical(deviations: Tensor) -> Tensor:
-    """A standard deviation of normal numbers with different ones: their geometric mean, in which small ones count."""
+    """Return a typical standard deviation of normal numbers: a geometric mean, in which small ones count."""
     size = deviations.abs()
     return _NORMAL * size.clamp_min(1e-6 * size.max()).log().mean().exp()
 
 
 def _both(first: SolveReport, second: SolveReport, left: Tensor, tol: float) -> SolveReport:
-    """Of a solve and one for the residual of it; :param left: the first's residuals, :param tol: wanted of both."""
+    """Merge the reports of a solve and of one for its residual.
+
+    :param left: the first's residuals; :param tol: wanted of both.
+    """
     note = f"solved for residuals until they were {tol:.1e}, so that samples are right to some percent of a deviation"
     return dataclasses.replace(
         second,

@@ -1,4 +1,4 @@
-"""The prediction strategy of an accelerated model: GPyTorch's, with the mean's own solve marked."""
+"""The prediction strategy of an accelerated model: GPyTorch's, with solves by sketchgp."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ _STRUCTURED = (InterpolatedPredictionStrategy, LinearPredictionStrategy, SGPRPre
 
 
 class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
-    """GPyTorch's strategy, with the solve for the mean marked, its solution kept in float64, missing targets left out
-    of it, and posterior covariances solved for, by sketchgp.
+    """GPyTorch's strategy with means and posterior covariances that sketchgp solves for, without missing targets.
+
+    The solution behind the mean is kept in float64.
 
     The weights of neighbouring points cancel in a mean where the noise is small: rounded to float32, or multiplied by
     the kernel in float32, they lose as many digits as the solve has won.
@@ -54,7 +55,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     @property
     def mean_cache(self) -> Any:
-        """The weights in the model's dtype, for what GPyTorch makes of them."""
+        """Weights in the model's dtype, as GPyTorch's code uses them."""
         weights = self.weights
         return weights if weights is None else weights.to(self.train_labels.dtype)
 
@@ -81,7 +82,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return weights
 
     def _lock(self) -> AbstractContextManager[Any]:
-        """Of the model: of two threads, the second waits for what the first one solves."""
+        """Return the lock of the model: of two threads, the second waits for the solution of the first."""
         acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
         return nullcontext() if acceleration is None else acceleration.lock
 
@@ -115,7 +116,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return self._as_cached(weights)
 
     def _as_cached(self, value: Tensor) -> Tensor:
-        """A value as GPyTorch has it in a cache: detached, or dropped by a backward pass, which makes it useless."""
+        """Return a value as GPyTorch caches it: detached, or dropped by the backward pass that frees its graph."""
         if settings.detach_test_caches.on():
             return value.detach()
         if value.grad_fn is not None:
@@ -124,7 +125,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     @cached(name=_ROOT)
     def _root(self, nan_policy: str) -> Tensor | None:
-        """The Cholesky factor of ``K + noise`` of few observed targets in float64; see :func:`root_of`."""
+        """Return the Cholesky factor of ``K + noise`` of few observed targets in float64; see :func:`root_of`."""
         noisy, observed = self._unevaluated(), observed_rows(self.train_labels)
         if observed is not None and not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
             noisy, observed = self._of_observed(noisy, observed), None
@@ -142,8 +143,10 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return mean, self._posterior(test_test_covar, test_train_covar)
 
     def exact_predictive_mean(self, test_mean: Tensor, test_train_covar: Any) -> Tensor:
-        """The posterior mean ``(..., m)`` from the prior's and the covariance with the training points: in float64
-        where the weights are, then rounded to the model's dtype."""
+        """Return the posterior mean ``(..., m)``, computed in float64 where the weights are, in the model's dtype.
+
+        :param test_mean: the prior's; :param test_train_covar: covariance with the training points.
+        """
         weights = self.weights
         missing = settings.observation_nan_policy.value() != "ignore" and bool(weights.isnan().any())
         if weights.dtype == self.train_labels.dtype and not missing:
@@ -156,8 +159,10 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return (product.squeeze(-1) + test_mean.to(torch.float64)).to(self.train_labels.dtype)
 
     def exact_predictive_covar(self, test_test_covar: Any, test_train_covar: Any) -> Any:
-        """The posterior covariance ``(..., m, m)``, which is solved for where it is looked at, and exact: there is no
-        ``fast_pred_var``, whose root of rank 100 is off by many times where the noise is small."""
+        """Return the posterior covariance ``(..., m, m)``, which is exact, and solved for when it is looked at.
+
+        ``fast_pred_var`` has no effect: its root of rank 100 is off by many times where the noise is small.
+        """
         return self._posterior(test_test_covar, test_train_covar)
 
     def _posterior(self, test_test_covar: Any, test_train_covar: Any) -> Any:
@@ -179,13 +184,13 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
 
     def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
-        """``K + noise`` of the observed targets."""
+        """Return ``K + noise`` of the observed targets."""
         acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
         assert acceleration is not None  # the strategy is an accelerated model's
         return observed_part(noisy, observed, acceleration)
 
     def _noisy(self) -> Any:
-        """``K + noise`` of the training data, evaluated."""
+        """Return ``K + noise`` of the training data, evaluated."""
         noisy = self._unevaluated().evaluate_kernel()
         return noisy.detach() if settings.detach_test_caches.on() else noisy
 
@@ -237,14 +242,14 @@ def followed_points(covariance: Any, cross: Any) -> tuple[Tensor, Tensor] | None
 
 
 class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
-    """Of a model's fantasies."""
+    """Strategy of a model with fantasies."""
 
     of_fantasies = True
     _purpose: Purpose = "fantasies"
 
 
 def adopt(strategy: Any) -> Any:
-    """What an accelerated model uses as its prediction strategy: a plain one becomes an accelerated one, in place.
+    """Return the strategy that an accelerated model uses: a plain one becomes an accelerated one, in place.
 
     Those of structured kernels are left alone, unless targets are missing, which they do not know of (a mean would be
     NaN, or as if they had been observed).

@@ -1,4 +1,4 @@
-"""Whether training targets have the shape that a model's prior has at its inputs.
+"""Checks that training targets have the shape of the model's prior at its inputs.
 
 GPyTorch's marginal likelihood subtracts the prior mean ``(n,)`` from the targets whatever their shape is: with targets
 ``(n, 1)`` the difference is ``(n, n)``, a batch of n residuals that nobody meant.
@@ -20,7 +20,7 @@ from ...errors import InputError
 def check_targets(model: Any, built: bool) -> None:
     """Refuse targets that are not ``(..., n)``, or ``(..., n, t)`` of a model of t outputs.
 
-    Which of the two it is says the likelihood, and where that does not fit the model's prior at the training inputs.
+    The likelihood tells which of the two is right, and where it does not, the model's prior at the training inputs.
 
     :param built: False inside a constructor: there is no prior yet.
     :raises InputError: naming both shapes.
@@ -87,7 +87,7 @@ def _broadcast(found: torch.Size, batch: torch.Size) -> bool:
 
 
 def _event_shape(model: Any) -> torch.Size | None:
-    """Of the prior at the training inputs; None where the model's forward gives none."""
+    """Return the event shape of the prior at the training inputs; None where the model's forward gives none."""
     with torch.no_grad():
         try:
             prior = model.forward(*model.train_inputs)

@@ -1,8 +1,8 @@
-"""Up to how many points an accelerated model is left to GPyTorch's Cholesky factorization.
+"""The number of points up to which an accelerated model is left to GPyTorch's Cholesky factorization.
 
 Measured on one CPU thread (``benchmarks/threshold.py``): a training step is faster by conjugate gradients from 1,200 to
 3,000 points on, a mean from 2,000 to 4,000 and more, later where the noise is small.  GPyTorch's own threshold lies
-below that, BoTorch's above; the one is kept, as a user's cannot be told from it, the other is taken down.
+below that, and is kept, as a user's setting cannot be told from it; BoTorch's lies above, and is lowered.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _BOTORCHS_POINTS = 4096  # what ``import botorch`` makes of GPyTorch's default, 
 
 
 def cholesky_points() -> int:
-    """The threshold in force: ``max_cholesky_size`` as the user set it, else the library's own.
+    """Return the threshold in force: ``max_cholesky_size`` as the user set it, else the library's own.
 
-    GPyTorch keeps one number, which does not tell who set it.  BoTorch's default is therefore known by its value: a
-    block ``max_cholesky_size(4096)`` of the user's is taken for it while BoTorch is imported, and no other one is.
+    GPyTorch keeps one number, which does not tell who set it.  BoTorch's default is recognised by its value: a user's
+    block ``max_cholesky_size(4096)`` is taken for it while BoTorch is imported.
     """
     return _IN_PLACE_OF_BOTORCHS if _botorchs_default() else settings.max_cholesky_size.value()
 
 
 def threshold_untouched() -> bool:
-    """Whether nobody set ``max_cholesky_size``: what is to be factorized is then the library's own business."""
+    """Return True if nobody set ``max_cholesky_size``, so that the library chooses what is factorized."""
     return _botorchs_default() or settings.max_cholesky_size.value() == _GPYTORCHS_POINTS
 
 
 def why_iterative(n: int) -> str:
-    """For the report: why n points are not factorized although GPyTorch's setting says so; "" where it does not."""
+    """Return the reason, for the report, why n points are not factorized although GPyTorch's setting says so, or ""."""
     if n > settings.max_cholesky_size.value():
         return ""
     return (

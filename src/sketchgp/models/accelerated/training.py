@@ -86,7 +86,7 @@ class Training:
 
     @property
     def changed(self) -> bool:
-        """Whether a hyperparameter, or the data, were changed in place since then."""
+        """True if a hyperparameter, or the data, were changed in place since then."""
         return any(data_key(tensor) != key for tensor, key in self._noted)
 
     @cached_property
@@ -109,7 +109,7 @@ class Training:
 
     @property
     def plain(self) -> bool:
-        """Whether K is one kernel matrix without batch, whose kernel is known at any two inputs."""
+        """True if K is one kernel matrix without batch, whose kernel is known at any two inputs."""
         matrix = self.matrix if self.ours else None
         return isinstance(matrix, KernelMatrix) and not self.noisy.batch_shape and matrix.x1.dim() == 2
 
@@ -127,7 +127,7 @@ class Training:
 
     @property
     def _below(self) -> bool:
-        """Whether the preconditioner lies below A."""
+        """True if the preconditioner lies below A."""
         choice = self.acceleration.preconditioner
         return self.preconditioner is not None and choice is not None and choice.below
 
