@@ -21,6 +21,7 @@ from .models.accelerated.mixins import (
     leave,
     plain_class,
 )
+from .models.accelerated.posterior import clear_cache
 from .models.accelerated.targets import check_noise, check_targets
 from .operators.engines import ENGINES, check_choice, check_present
 from .preconditioners import Preconditioner, RPCholesky
@@ -151,7 +152,7 @@ def install(
     owners[:] = [owner for owner in owners if owner is not before]
     join(likelihood, acceleration)
     model.__dict__[ATTRIBUTE] = acceleration
-    model._clear_cache()
+    clear_cache(model)
     return model
 
 
@@ -166,7 +167,7 @@ def restore(model: Model) -> Model:
     acceleration = model.__dict__.pop(ATTRIBUTE)
     model.__class__ = plain_class(type(model))
     leave(model.likelihood, acceleration)
-    model._clear_cache()
+    clear_cache(model)
     return model
 
 

@@ -30,8 +30,11 @@ from .models.inducing.sparse_covariance import (
 )
 from .models.lazy_covariance import LazyCovariance
 from .models.prediction import Prediction, check_choice, in_chunks, observation_noise
+from .operators import KernelMatrix
+from .operators.access import Access
 from .operators.expression import recognise
 from .operators.lazies import KERNELS
+from .operators.tiles import spans
 from .report import no_answer, own_solves
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
@@ -43,6 +46,7 @@ from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
 
 _ROWS = 8192  # points that are predicted at once
+_LEFT_OUT = 4096  # points that are left out at once
 _STATISTICS_BYTES = 56  # times m^2
 _ROUNDED = 0.01  # of the least noise: what rounding may add to a variance without a warning
 _VARIANCES = ("auto", "dtc", "samples")
@@ -390,6 +394,23 @@ class InducingPointGP(gpytorch.models.ExactGP):
             noise = observation_noise(self.likelihood, [x], latent)
             error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
             return Prediction(mean, latent, None if noise is None else latent + noise, method, None, report, error)
+
+    def _left_out(self) -> tuple[Tensor, Tensor]:
+        """Return residuals and variances ``(n,)`` float64 of training points that are left out, by the formula of DTC.
+
+        With ``A = Q + D`` the inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its diagonal.  The
+        variance of a prediction is ``k - q`` larger than that of a model with the covariance Q.
+        """
+        statistics, x = self._statistics(), self._x
+        prior = Access(KernelMatrix.of(self.covar_module, x, engine="tiled")).diagonal()
+        noise = statistics.noise
+        diagonal, weights, beyond = (torch.empty_like(noise) for _ in range(3))
+        for rows in spans(len(x), _LEFT_OUT):
+            half, inner = statistics.half(x[rows])
+            diagonal[rows] = (1 - inner.square().sum(dim=0) / noise[rows]) / noise[rows]
+            weights[rows] = (statistics.residual[rows, 0] - inner.mT @ statistics.projected[:, 0]) / noise[rows]
+            beyond[rows] = (prior[rows] - half.square().sum(dim=0)).clamp(min=0)
+        return weights / diagonal, 1 / diagonal + beyond
 
     def _several(self, single: MultivariateNormal) -> MultivariateNormal:
         """A prior of each output."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError
-from .inducing_point_gp import InducingPointGP
 from .inference.full_scale import FullScale
 from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
 from .memory import require_memory
@@ -23,7 +22,6 @@ from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .models.accelerated.training_data import TrainingData, check_inputs
 from .operators import KernelMatrix
 from .operators.access import Access
-from .operators.tiles import spans
 from .report import SolveReport
 from .settings import memory_budget
 from .solvers import Cholesky, System
@@ -33,7 +31,6 @@ from .space import whole
 _ALWAYS = 800  # rows up to which a factorization is taken whatever it costs
 _EXACT_WORK = {"cpu": 2e11, "cuda": 2e15}  # n^3 up to which it is the default
 _TOLERANCE = 5e-3  # of the probes' solve: what it leaves falls with its square, and is less than the probes' noise
-_ROWS = 4096
 
 
 @dataclass(repr=False)
@@ -109,14 +106,14 @@ def leave_one_out(
     A solve that does not reach its tolerance warns.
     """
     owner = "leave_one_out"
-    sparse = isinstance(model, InducingPointGP)
-    acceleration = None if sparse else acceleration_of(model, owner)
+    closed = hasattr(model, "_left_out")  # models that have a closed form bring it
+    acceleration = None if closed else acceleration_of(model, owner)
     exact = checks.flag(owner, "exact", exact, optional=True)
     num_probes = checks.count(owner, "num_probes", num_probes, least=2)
     seed = checks.seed(owner, "seed", seed)
     checks.flag(owner, "progress", progress, optional=True)
     if acceleration is None:
-        return _inducing(model, exact)
+        return _closed(model, exact)
     data = TrainingData.of(owner, model)
     system = data.training.system
     with torch.no_grad():
@@ -181,15 +178,12 @@ def _probed(
     return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, left), report
 
 
-def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:
-    """Leave points out by the formula of DTC, with ``A = Q + D``.
-
-    The inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its diagonal; the variance of a prediction is
-    ``k - q`` larger than that of a model with the covariance Q.
-    """
+def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
+    """Return the predictions of a model that has a closed form for them."""
     check_inputs("leave_one_out", model)
+    name = type(model).__name__
     if exact is False:
-        raise InputError("leave_one_out: an InducingPointGP is always exact; exact expects True or None, got False.")
+        raise InputError(f"leave_one_out: an {name} is always exact; exact expects True or None, got False.")
     if model.train_targets.dim() != 1:
         raise InputError(
             f"leave_one_out: model expects one output, targets (n,), got {tuple(model.train_targets.shape)}."
@@ -197,35 +191,26 @@ def _inducing(model: InducingPointGP, exact: bool | None) -> LeaveOneOut:
     if bool(torch.isnan(model.train_targets).any()):
         raise InputError("The training targets hold NaN; give the model the observed rows by set_train_data.")
     model.eval()
+    dtype, targets = model.train_targets.dtype, model.train_targets.to(torch.float64)
     with torch.no_grad():
-        statistics, x = model._statistics(), model.train_inputs[0]
-        prior = Access(KernelMatrix.of(model.covar_module, x, engine="tiled")).diagonal()
-        noise, targets = statistics.noise, model.train_targets.to(torch.float64)
-        diagonal, weights, beyond = (torch.empty_like(targets) for _ in range(3))
-        for rows in spans(len(x), _ROWS):
-            half, inner = statistics.half(x[rows])
-            diagonal[rows] = (1 - inner.square().sum(dim=0) / noise[rows]) / noise[rows]
-            weights[rows] = (statistics.residual[rows, 0] - inner.mT @ statistics.projected[:, 0]) / noise[rows]
-            beyond[rows] = (prior[rows] - half.square().sum(dim=0)).clamp(min=0)
-        residual, variance = weights / diagonal, 1 / diagonal + beyond
+        residual, variance = model._left_out()
         density = -0.5 * (variance.log() + residual.square() / variance + math.log(2 * math.pi))
-        zero, dtype = torch.zeros_like(targets).to(model.train_targets.dtype), model.train_targets.dtype
-        return LeaveOneOut(
-            mean=(targets - residual).to(dtype),
-            variance=variance.to(dtype),
-            residual=residual.to(dtype),
-            log_density=density.to(dtype),
-            variance_standard_error=zero,
-            residual_standard_error=zero.clone(),
-            mean_squared_error=float(residual.square().mean()),
-            mean_squared_error_standard_error=0.0,
-            mean_log_density=float(density.mean()),
-            mean_log_density_standard_error=0.0,
-            exact=True,
-            num_probes=0,
-            report=None,
-            mean_report=None,
-        )
+    return LeaveOneOut(
+        mean=(targets - residual).to(dtype),
+        variance=variance.to(dtype),
+        residual=residual.to(dtype),
+        log_density=density.to(dtype),
+        variance_standard_error=torch.zeros_like(targets, dtype=dtype),
+        residual_standard_error=torch.zeros_like(targets, dtype=dtype),
+        mean_squared_error=float(residual.square().mean()),
+        mean_squared_error_standard_error=0.0,
+        mean_log_density=float(density.mean()),
+        mean_log_density_standard_error=0.0,
+        exact=True,
+        num_probes=0,
+        report=None,
+        mean_report=None,
+    )
 
 
 def _result(

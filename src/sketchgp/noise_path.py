@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError
-from .inducing_point_gp import InducingPointGP
 from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
 from .interactive import shows_progress
@@ -104,12 +103,12 @@ def noise_path(
     A solve that does not reach its tolerance warns.
     """
     owner = "noise_path"
-    if isinstance(model, InducingPointGP):
+    if hasattr(model, "_left_out"):
         raise InputError(
             f"{owner}: model expects one that accelerate was called on; an InducingPointGP has a closed form, "
             "leave_one_out, for each noise."
         )
-    acceleration = acceleration_of(model, owner)
+    acceleration_of(model, owner)
     grid = _grid(owner, noises)
     exact = checks.flag(owner, "exact", exact, optional=True)
     num_probes = checks.count(owner, "num_probes", num_probes, least=2)
@@ -128,32 +127,38 @@ def noise_path(
         if exact:
             require_memory(_EXACT_BYTES * n * n, noise.device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
             return _result(exact_path(system, data.residual, data.scale, grid), True)
-        built, choice = None, acceleration.preconditioner
-        shift: Tensor | float = 0.0
-        if acceleration.preconditions():
-            least = torch.full_like(data.residual, min(grid))
-            built = acceleration.build(system.operator, least, differentiable=False)
-            assert built is not None
-            shift = built.diagonal_part - least
-        path = _Path(
-            system.operator,
-            data.residual,
-            data.scale,
-            built,
-            shift,
-            below=choice is None or choice.pivoted or built is None,
-            solver=dataclasses.replace(
-                acceleration.conjugate_gradients(evaluation=True), max_seconds=None, checkpoint=None
-            ),
-            probes=num_probes,
-            seed=seed,
-            name=acceleration.preconditioner_name,
-        )
-        found: dict[float, AtNoise] = {}
-        show = shows_progress(show)
-        for value in tqdm(sorted(set(grid), reverse=True), desc="noise path", disable=not show, leave=False):
-            found[value] = path.at(value)
-        return _result([found[value] for value in grid], False)
+        path = _path(data, min(grid), num_probes, seed)
+        results: dict[float, AtNoise] = {}
+        falling, hidden = sorted(set(grid), reverse=True), not shows_progress(show)
+        for value in tqdm(falling, desc="noise path", disable=hidden, leave=False):
+            results[value] = path.at(value)
+        return _result([results[value] for value in grid], False)
+
+
+def _path(data: TrainingData, least_noise: float, num_probes: int, seed: int) -> _Path:
+    """Return the solves along a grid of noises, with one factor of a preconditioner for all of them."""
+    training = data.training
+    acceleration, system, built = training.acceleration, training.system, None
+    choice = acceleration.preconditioner
+    shift: Tensor | float = 0.0
+    if acceleration.preconditions():
+        least = torch.full_like(data.residual, least_noise)
+        built = acceleration.build(system.operator, least, differentiable=False)
+        assert built is not None
+        shift = built.diagonal_part - least
+    solver = acceleration.conjugate_gradients(evaluation=True)
+    return _Path(
+        system.operator,
+        data.residual,
+        data.scale,
+        built,
+        shift,
+        below=choice is None or choice.pivoted or built is None,
+        solver=dataclasses.replace(solver, max_seconds=None, checkpoint=None),
+        probes=num_probes,
+        seed=seed,
+        name=acceleration.preconditioner_name,
+    )
 
 
 def _grid(owner: str, noises: Any) -> list[float]:

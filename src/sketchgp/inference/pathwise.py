@@ -47,7 +47,7 @@ class _Deviations:
         self.kernel, self.points, self.samples = kernel, points, samples
         self.prior = PriorPaths(kernel, points.mean(dim=0, keepdim=True), samples, self._stream, frequencies)
 
-    def _targets(self, x: Tensor, noise: Tensor) -> Tensor:
+    def targets(self, x: Tensor, noise: Tensor) -> Tensor:
         """``f(x) + noise^(1/2) xi``, ``(n, S)`` float64."""
         targets = self.prior(x)
         unit = torch.randn(targets.shape, dtype=torch.float64, generator=self._stream).to(x.device)
@@ -66,7 +66,7 @@ def sample_targets(kernel: Any, x: Tensor, noise: Tensor, samples: int, seed: in
 
     :param x: ``(n, d)``; :param noise: ``(n,)``.
     """
-    return _Deviations(kernel, x, samples, seed, _POSTERIOR)._targets(x, noise)
+    return _Deviations(kernel, x, samples, seed, _POSTERIOR).targets(x, noise)
 
 
 class PosteriorDeviations(_Deviations):
@@ -100,7 +100,7 @@ class PosteriorDeviations(_Deviations):
         frequencies: int | None = None,
     ) -> None:
         super().__init__(kernel, x, samples, seed, _POSTERIOR, frequencies)
-        self.weights, self.report = solve(self._targets(x, noise))
+        self.weights, self.report = solve(self.targets(x, noise))
 
 
 class ErrorPaths(_Deviations):
@@ -138,7 +138,7 @@ class ErrorPaths(_Deviations):
         frequencies: int | None = None,
     ) -> None:
         super().__init__(kernel, z, samples, seed, "functions and noises of pathwise variances", frequencies)
-        targets = self._targets(x, noise)
+        targets = self.targets(x, noise)
         self.solution = solve(InducingPointProblem(kernel, x, targets.to(x.dtype), noise, z))
         self.weights = self.solution.value
 

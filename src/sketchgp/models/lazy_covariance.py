@@ -175,7 +175,8 @@ class LazyCovariance(LinearOperator):
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         alike = isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
         if self._evaluated is not None or not alike:
-            return self.evaluate_kernel()._getitem(row_index, col_index, *batch_indices)
+            index = (*batch_indices, row_index, col_index)
+            return self.evaluate_kernel()[index]
         some = self.formula.select(row_index, batch_indices)
         if some is None:
             return LazyCovariance(Part(self, (*batch_indices, row_index)))
@@ -193,22 +194,23 @@ class LazyCovariance(LinearOperator):
         return self.evaluate_kernel().to_dense()
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.evaluate_kernel()._matmul(rhs)
+        return self.evaluate_kernel() @ rhs
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return self.evaluate_kernel()._expand_batch(batch_shape)
+        return self.evaluate_kernel().expand(*batch_shape, *self.shape[-2:])
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return self.evaluate_kernel()._unsqueeze_batch(dim)
+        return self.evaluate_kernel().unsqueeze(dim)
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
-        return self.evaluate_kernel()._permute_batch(*dims)
+        return self.evaluate_kernel().permute(*dims, -2, -1)
 
     def _sum_batch(self, dim: int) -> LinearOperator:
-        return self.evaluate_kernel()._sum_batch(dim)
+        return self.evaluate_kernel().sum(dim)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
-        return self.evaluate_kernel()._get_indices(row_index, col_index, *batch_indices)
+        index = (*batch_indices, row_index, col_index)
+        return self.evaluate_kernel()[index]
 
     def detach(self) -> LinearOperator:
         return self.evaluate_kernel().detach()

@@ -31,7 +31,7 @@ class Transforms:
         self.owner, self.model = owner, model
         self.outcome: Any = getattr(model, "outcome_transform", None)
         self.outputs = getattr(model, "_num_outputs", 1)
-        self._batched = self.outputs > 1 and hasattr(model, "_aug_batch_shape")  # a batch of outputs, (..., t, p)
+        self.batched = self.outputs > 1 and hasattr(model, "_aug_batch_shape")  # a batch of outputs, (..., t, p)
 
     @classmethod
     def of(cls, owner: str, model: Any) -> Transforms | None:
@@ -45,7 +45,7 @@ class Transforms:
                 f"{owner}: model has an {' or '.join(_NAMES)} and is no model of BoTorch's, whose transforms are known."
             )
         found = cls(owner, model)
-        return found if transformed or found._batched else None
+        return found if transformed or found.batched else None
 
     @property
     def raw(self) -> Tensor:
@@ -98,7 +98,7 @@ class Transforms:
         :raises InputError: for outcomes without a mean and variance of their own.
         """
         if self.outcome is not None:
-            one = torch.ones(1, self.outputs if self._batched else 1, dtype=torch.float64, device=x.device)
+            one = torch.ones(1, self.outputs if self.batched else 1, dtype=torch.float64, device=x.device)
             self._moments(x[:1], z[:1], one, one if variance else None)
 
     def in_units(self, found: Any, x: Tensor, z: Tensor) -> Any:
@@ -109,7 +109,7 @@ class Transforms:
             if values is None:
                 return None
             values = values.to(torch.float64)
-            if self._batched:
+            if self.batched:
                 return values.mT
             return values if self.outputs > 1 and values.dim() > 1 else values.unsqueeze(-1)
 

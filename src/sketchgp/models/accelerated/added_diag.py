@@ -27,6 +27,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ...density import Probes
+from ...density.base import bilinear_derivative
 from ...errors import NumericalError
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.first_order import in_callers_context
@@ -72,9 +73,9 @@ class _Solve(torch.autograd.Function):
         back = _Solve.apply(ctx.tree, "columns", None, grad, *args)
         of_args: tuple[Tensor | None, ...] = (None,) * len(args)
         if any(ctx.needs_input_grad[4:]):  # symmetrized, as the matrix is symmetric
-            operator = ctx.tree(*args)  # whose dtype a right-hand side in float64 need not have
+            operator = ctx.tree(*args)
             left, right = torch.cat([back, value], dim=-1), torch.cat([value, back], dim=-1) * -0.5
-            of_args = operator._bilinear_derivative(left.to(operator.dtype), right.to(operator.dtype))
+            of_args = bilinear_derivative(operator, left, right)
         return (None, None, None, back.sum_to_size(ctx.rhs_shape), *of_args)
 
 
@@ -108,10 +109,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
 
     def system(self) -> System:
         """Return ``K + noise`` without gradients, for a solver."""
-        return System(self._linear_op, self._noise_vector())
-
-    def _noise_vector(self) -> Tensor:
-        return self._diag_tensor._diagonal()
+        return System(self._linear_op, self.noise)
 
     # --- solves and preconditioner --------------------------------------------------------------------------
 
@@ -187,7 +185,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         """
         acceleration = self.acceleration
         assert acceleration is not None
-        system = System(self._linear_op, self._noise_vector())
+        system = self.system()
         solver, why = acceleration.solver_for(purpose, system.n, self.device, self.evaluation)
         with shortfall_counted():
             if isinstance(solver, ConjugateGradients):
@@ -195,7 +193,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
                 if solver.tol == "posterior":
                     known = None if points is None or system.batch_shape else points()
                     followed = Followed.of(system, known if known is None or len(known[0]) == system.n else None)
-                built = acceleration.build(self._linear_op.evaluate_kernel(), self._noise_vector(), False)
+                built = acceleration.build(self._linear_op.evaluate_kernel(), self.noise, False)
                 built = None if built is None else built.detached(built.out_dtype)
                 name, below, seconds = acceleration.described(built)
                 value, report, _ = solver.run(
@@ -222,7 +220,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     def _preconditioner(self) -> tuple[Any, Any, Any]:
         if self.acceleration is None:
             return super()._preconditioner()
-        noise = self._noise_vector()
+        noise = self.noise
         built = self.acceleration.build(self._linear_op.evaluate_kernel(), noise, torch.is_grad_enabled())
         if built is None:
             return None, None, None
@@ -245,7 +243,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         assert acceleration is not None
         name, below, seconds = acceleration.described(built)
         value, report, matrices, vectors = acceleration.conjugate_gradients(self.evaluation).tridiagonalize(
-            System(self._linear_op, self._noise_vector()),
+            self.system(),
             columns,
             built,
             probes,
@@ -278,10 +276,11 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         return self.rebuilt(self._linear_op._mul_constant(other), self._diag_tensor._mul_constant(other))
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return self.rebuilt(self._linear_op._expand_batch(batch_shape), self._diag_tensor._expand_batch(batch_shape))
+        shape = (*batch_shape, *self.shape[-2:])
+        return self.rebuilt(self._linear_op.expand(*shape), self._diag_tensor.expand(*shape))
 
     def _sum_batch(self, dim: int) -> LinearOperator:
-        return self.rebuilt(self._linear_op._sum_batch(dim), self._diag_tensor._sum_batch(dim))
+        return self.rebuilt(self._linear_op.sum(dim), self._diag_tensor.sum(dim))
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self.rebuilt(self._linear_op.mT, self._diag_tensor.mT)
@@ -294,7 +293,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
 
     def masked(self, mask: Tensor) -> LinearOperator:
         """Return the rows and columns where ``mask`` (n,) is true, as an operator of this class."""
-        diagonal = DiagLinearOperator(self._noise_vector()[..., mask])
+        diagonal = DiagLinearOperator(self.noise[..., mask])
         linear_op = self._linear_op.evaluate_kernel()
         if isinstance(linear_op, KernelMatrix):
             kept = linear_op.at(linear_op.x1[..., mask, :], linear_op.x2[..., mask, :], linear_op.same)
@@ -308,7 +307,7 @@ def _without_repeats(operator: Any) -> Any:
     """Return a repeated matrix expanded along its batch, which a KernelMatrix does without copies."""
     if type(operator) is not BatchRepeatLinearOperator:
         return operator
-    return operator.base_linear_op._expand_batch(operator.batch_shape)
+    return operator.base_linear_op.expand(*operator.shape)
 
 
 def summands(operator: Any) -> tuple[Any, Any] | None:

@@ -46,6 +46,11 @@ def strategy_of(model: Any, **kwargs: Any) -> Any:
     return strategy
 
 
+def clear_cache(model: Any) -> None:
+    """Let a model forget its prediction strategy, and with it the solution behind its mean."""
+    model._clear_cache()
+
+
 def note_strategy(model: Any, strategy: Any) -> None:
     """Note the parameters and data of a new strategy; GPyTorch sets the data of fantasies only later."""
     if model.train_inputs is not None and model.train_targets is not None:
@@ -62,7 +67,7 @@ def drop_stale_strategy(model: Any) -> None:
         if strategy not in _keys and getattr(strategy, "of_fantasies", False):
             _keys[strategy] = key
         elif _keys.get(strategy) != key:
-            model._clear_cache()
+            clear_cache(model)
             for part in model.modules():
                 take_caches(part)
 
@@ -116,11 +121,15 @@ def call(model: Any, plain_call: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if settings.debug.on() and all(map(torch.equal, model.train_inputs, inputs)):
         warn("The input matches the stored training data. Did you forget to call model.train()?", GPInputWarning)
     strategy = strategy_of(model, **kwargs)
-    mean, covariance, cross, batch, shape, posterior = model._get_test_prior_mean_and_covariances(
-        train_inputs=list(model.train_inputs), test_inputs=inputs, **kwargs
-    )
+    mean, covariance, cross, batch, shape, posterior = _test_prior(model, inputs, **kwargs)
     mean, covariance = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
     return posterior(mean.view(*batch, *shape).contiguous(), covariance)
+
+
+def _test_prior(model: Any, inputs: list[Tensor], **kwargs: Any) -> tuple[Any, ...]:
+    """Return prior mean and covariances of test inputs, and shapes and class of their posterior, as GPyTorch does."""
+    train = list(model.train_inputs)
+    return model._get_test_prior_mean_and_covariances(train_inputs=train, test_inputs=inputs, **kwargs)
 
 
 def solve_for_mean(model: Any, x: Tensor | None) -> None:
@@ -135,9 +144,7 @@ def solve_for_mean(model: Any, x: Tensor | None) -> None:
             return None
         some = x[some_rows(len(x)).to(x.device)]
         with torch.no_grad():
-            _, covariance, cross, *_ = model._get_test_prior_mean_and_covariances(
-                train_inputs=list(model.train_inputs), test_inputs=[some]
-            )
+            _, covariance, cross, *_ = _test_prior(model, [some])
         return followed_points(covariance, cross)
 
     if isinstance(strategy, AcceleratedPredictionStrategy):
@@ -172,7 +179,7 @@ def use_weights(model: Any, weights: Tensor) -> None:
     :param weights: ``(n,)``, float64 and on its device, taken on trust.
     """
     with torch.no_grad():
-        model._clear_cache()
+        clear_cache(model)
         strategy_of(model).set_weights(weights)
 
 
@@ -185,9 +192,7 @@ def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
         posterior = model(x)
         return posterior.mean, len(posterior.event_shape)
     strategy = strategy_of(model)
-    mean, covariance, cross, batch, shape, _ = model._get_test_prior_mean_and_covariances(
-        train_inputs=list(model.train_inputs), test_inputs=[x]
-    )
+    mean, covariance, cross, batch, shape, _ = _test_prior(model, [x])
     if isinstance(strategy, LinearPredictionStrategy):  # which has no mean without it, and no solve for it
         found, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
     else:

@@ -12,6 +12,7 @@ import torch
 from linear_operator import settings
 from torch import Tensor
 
+from ...density.base import bilinear_derivative
 from ...errors import NumericalError
 from ...fingerprint import data_key
 from ...inference import explained
@@ -295,8 +296,7 @@ class _Explained(torch.autograd.Function):
         with torch.no_grad():
             half = weights * grad.unsqueeze(-2) if ctx.diagonal else weights @ ((grad + grad.mT) / 2)
             if any(ctx.needs_input_grad[5:]):
-                operator = ctx.tree(*parts)
-                of_parts = operator._bilinear_derivative(-half.to(operator.dtype), weights.to(operator.dtype))
+                of_parts = bilinear_derivative(ctx.tree(*parts), -half, weights)
             of_c = (2 * half).sum_to_size(c.shape)
         return first_order((None, None, None, None, of_c, *of_parts), grad, *ctx.saved_tensors)
 

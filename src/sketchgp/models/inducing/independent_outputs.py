@@ -59,15 +59,15 @@ class IndependentOutputs(KroneckerProductLinearOperator):
         p, batch = self.covariance.shape[-1], self.covariance.batch_shape
         if other.batch_shape == (*batch, p) and other.shape[-1] == self.outputs:
             if not isinstance(other, ConstantDiagLinearOperator):
-                whole = DiagLinearOperator(other._diagonal().reshape(*batch, p * self.outputs))
-                return super().__add__(whole)
+                noises = other.diagonal(dim1=-1, dim2=-2).reshape(*batch, p * self.outputs)
+                return super().__add__(DiagLinearOperator(noises))
             if getattr(self.covariance, "noises_differ", False):
                 raise InputError(
                     "The likelihood's noises are of the training points; give it them: mll(model(x), y, x)."
                 )
             return self._with(self.covariance + DiagLinearOperator(other.diag_values.squeeze(-1)))
         if other.shape[-1] == p and len(other.batch_shape) <= len(batch):
-            return self._with(self.covariance + DiagLinearOperator(other._diagonal()))
+            return self._with(self.covariance + DiagLinearOperator(other.diagonal(dim1=-1, dim2=-2)))
         of_training = p == 1 < self.outputs and not isinstance(other, ConstantDiagLinearOperator)  # as many as outputs
         if other.shape[-1] != self.shape[-1] or (of_training and not other.batch_shape):
             raise InputError(

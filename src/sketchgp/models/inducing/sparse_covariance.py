@@ -63,7 +63,7 @@ class SparsePrior(LinearOperator):
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, DiagLinearOperator) and self.noise is None:
-            noise = other._diagonal().expand(len(self.x))
+            noise = other.diagonal(dim1=-1, dim2=-2).expand(len(self.x))
             return SparsePrior(
                 self.x, collapse=self.collapse, term=self.term, noise=noise, noises_differ=self.noises_differ
             )
