@@ -195,21 +195,9 @@ def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
     with torch.no_grad():
         residual, variance = model._left_out()
         density = -0.5 * (variance.log() + residual.square() / variance + math.log(2 * math.pi))
-    return LeaveOneOut(
-        mean=(targets - residual).to(dtype),
-        variance=variance.to(dtype),
-        residual=residual.to(dtype),
-        log_density=density.to(dtype),
-        variance_standard_error=torch.zeros_like(targets, dtype=dtype),
-        residual_standard_error=torch.zeros_like(targets, dtype=dtype),
-        mean_squared_error=float(residual.square().mean()),
-        mean_squared_error_standard_error=0.0,
-        mean_log_density=float(density.mean()),
-        mean_log_density_standard_error=0.0,
-        exact=True,
-        num_probes=0,
-        report=None,
-        mean_report=None,
+    error, likely = float(residual.square().mean()), float(density.mean())
+    return _assembled(
+        targets, dtype, residual, variance, density, torch.zeros_like(residual), (error, 0.0), (likely, 0.0)
     )
 
 
@@ -231,20 +219,41 @@ def _result(
         error, likely = (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
     else:
         error, likely = totals(probed, weights)
-    residual_of_all = data.spread(residual)
+    columns = map(data.spread, (residual, variance, density, relative))
+    probes = 0 if probed is None else probed.samples.shape[1]
+    return _assembled(data.targets, dtype, *columns, error, likely, probes, report, mean_report)
+
+
+def _assembled(
+    targets: Tensor,
+    dtype: torch.dtype,
+    residual: Tensor,
+    variance: Tensor,
+    density: Tensor,
+    relative: Tensor,
+    error: tuple[float, float],
+    likely: tuple[float, float],
+    num_probes: int = 0,
+    report: SolveReport | None = None,
+    mean_report: SolveReport | None = None,
+) -> LeaveOneOut:
+    """Return the predictions, from float64 values of all rows and relative standard errors of the variances.
+
+    :param error: the mean squared error, :param likely: and the mean log density, each with its standard error.
+    """
     return LeaveOneOut(
-        mean=(data.targets - residual_of_all).to(dtype),
-        variance=data.spread(variance).to(dtype),
-        residual=residual_of_all.to(dtype),
-        log_density=data.spread(density).to(dtype),
-        variance_standard_error=data.spread(variance * relative).to(dtype),
-        residual_standard_error=data.spread(residual.abs() * relative).to(dtype),
+        mean=(targets - residual).to(dtype),
+        variance=variance.to(dtype),
+        residual=residual.to(dtype),
+        log_density=density.to(dtype),
+        variance_standard_error=(variance * relative).to(dtype),
+        residual_standard_error=(residual.abs() * relative).to(dtype),
         mean_squared_error=error[0],
         mean_squared_error_standard_error=error[1],
         mean_log_density=likely[0],
         mean_log_density_standard_error=likely[1],
-        exact=probed is None,
-        num_probes=0 if probed is None else probed.samples.shape[1],
+        exact=num_probes == 0,
+        num_probes=num_probes,
         report=report,
         mean_report=mean_report,
     )

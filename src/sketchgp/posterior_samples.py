@@ -144,9 +144,9 @@ class PosteriorSamples:
             stop, step = start + 1, 1
         if step != 1 or stop <= start:
             raise InputError(f"samples[...] expects a slice without step, of at least one of {len(self)}; got {index}.")
-        found = copy.copy(self)
-        found._outputs = [out.part(slice(start, stop)) for out in self._outputs]
-        return found
+        some = copy.copy(self)
+        some._outputs = [out.part(slice(start, stop)) for out in self._outputs]
+        return some
 
     def __repr__(self) -> str:
         first = self._outputs[0]

@@ -90,14 +90,14 @@ class Calibrated:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it; float64, differentiable in x."""
-        found = self.low_rank(x)
+        low_rank = self.low_rank(x)
         if self.factor == 1.0:
-            return found
+            return low_rank
         prior = self.block(x, None)
-        left = (found / prior.clamp(min=torch.finfo(prior.dtype).tiny)).clamp(
+        left = (low_rank / prior.clamp(min=torch.finfo(prior.dtype).tiny)).clamp(
             max=1
         )  # where nothing is known, it is exact
-        return torch.minimum(found * self.factor ** (1 - left), prior)
+        return torch.minimum(low_rank * self.factor ** (1 - left), prior)
 
 
 def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:

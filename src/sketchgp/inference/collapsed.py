@@ -84,8 +84,8 @@ class _Statistics(torch.autograd.Function):
             grad_half = (both @ half + grad_c @ residual[span].mT) * precision[span]
             grad_tile = torch.linalg.solve_triangular(root.mT, grad_half, upper=True).mT
             if live and tile.requires_grad:
-                found = torch.autograd.grad(tile, [wanted[i] for i in live], grad_tile, allow_unused=True)
-                for i, grad in zip(live, found, strict=True):
+                of_tile = torch.autograd.grad(tile, [wanted[i] for i in live], grad_tile, allow_unused=True)
+                for i, grad in zip(live, of_tile, strict=True):
                     if grad is not None:
                         known = grads[i]
                         grads[i] = grad if known is None else known + grad

@@ -164,13 +164,13 @@ class ProbedDiagonal:
 
         total, squares = relative.sum(dim=1, keepdim=True), relative.square().sum(dim=1, keepdim=True)
         mean = total / count
-        whole = expanded(mean, (squares / count - mean.square()) / (count - 1))
+        full_mean = expanded(mean, (squares / count - mean.square()) / (count - 1))
         left = count - 1  # each probe left out in turn
         mean = (total - relative) / left
         noise = ((squares - relative.square()) / left - mean.square()) / max(left - 1, 1)
         each = expanded(mean, noise)
         error = (left / count * (each - each.mean()).square().sum()).sqrt()
-        return float(whole), float(error)
+        return float(full_mean), float(error)
 
 
 def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:
@@ -213,11 +213,11 @@ def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float]
         value, first, second = (0.5 * (log - ratio * inverse) for log, inverse in zip(of_log, of_inverse, strict=True))
         return probed.total(constant + value, first, second)
 
-    found, none = [], torch.zeros_like(probed.spread)
+    results, none = [], torch.zeros_like(probed.spread)
     for quantity, shares in ((error, square), (density, ratio)):
         (value, own), (taylor, _) = quantity(probed.spread_of(shares)), quantity(none)
-        found.append((value, math.hypot(own, value - taylor)))  # what quadratics leave out may be as much
-    return found[0], found[1]
+        results.append((value, math.hypot(own, value - taylor)))  # what quadratics leave out may be as much
+    return results[0], results[1]
 
 
 def expected_log_density(samples: Tensor, fit: Tensor, weights: Tensor) -> Tensor:

@@ -36,12 +36,12 @@ def conditional_variances(matrix: KernelMatrix, noise: Tensor, near: Tensor) -> 
     :param noise: ``(n,)`` float64; :param near: ``(n, m)``.
     """
     n, m = near.shape
-    access, found = Access(matrix), torch.empty_like(noise)
+    access, variances = Access(matrix), torch.empty_like(noise)
     for rows in spans(n, max(1, _ENTRIES // (m + 1) ** 2)):
         index = torch.cat([torch.arange(rows.start, rows.stop, device=near.device).unsqueeze(1), near[rows]], dim=1)
         block = access.block(index, index)
         block.diagonal(dim1=-2, dim2=-1).add_(noise[index])
         root, failed = torch.linalg.cholesky_ex(block[:, 1:, 1:])
         half = torch.linalg.solve_triangular(root, block[:, 1:, :1], upper=False).square().sum(dim=(1, 2))
-        found[rows] = block[:, 0, 0] - torch.where(failed > 0, 0, half)
-    return torch.maximum(found, noise)
+        variances[rows] = block[:, 0, 0] - torch.where(failed > 0, 0, half)
+    return torch.maximum(variances, noise)

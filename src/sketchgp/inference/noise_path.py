@@ -65,16 +65,16 @@ def exact_path(system: System, residual: Tensor, scale: Tensor, noises: list[flo
     values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
     values = values.clamp(min=0)  # rounding errors may be negative
     turned, squares = vectors.mT @ residual, vectors.square()
-    found = []
+    results = []
     for noise in noises:
         inverse = 1 / (values + noise)
         weights, diagonal = vectors @ (inverse * turned) / scale, squares @ inverse / scale.square()
         likelihood = _likelihood(turned @ (inverse * turned), (values + noise).log().sum(), scale)
         error, density = (weights / diagonal).square().mean(), log_density(diagonal, weights).mean()
-        found.append(
+        results.append(
             AtNoise(noise, (float(error), 0.0), (float(density), 0.0), (likelihood, 0.0), likelihood, likelihood)
         )
-    return found
+    return results
 
 
 def _likelihood(quadratic: Tensor | float, log_determinant: Tensor | float, scale: Tensor) -> float:
@@ -147,8 +147,8 @@ class NoisePath:
         solved, report, _ = self.rough.run(system, self.columns, use, name=name, initial=start)
         right, first = self.columns[:, :1], solved[:, :1]
         weights, refined, _ = self.solver.run(system, right, use, name=name, initial=first)
-        found = torch.cat([weights, solved[:, 1:]], dim=1)
-        self.known.append((found, system.product(found) - noise * found))
+        solutions = torch.cat([weights, solved[:, 1:]], dim=1)
+        self.known.append((solutions, system.product(solutions) - noise * solutions))
         remainder = right - system.accurate_product(weights)
         quadratic = float((weights * (right + remainder)).sum())
         missing = float((remainder * built.apply_inverse(remainder)).sum())

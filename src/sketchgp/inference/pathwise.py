@@ -56,8 +56,8 @@ class _Deviations:
     def __call__(self, x: Tensor) -> Tensor:
         """The deviations at x ``(..., p, d)``: ``(..., p, S)``, float64, differentiable in x."""
         flat = x.reshape(-1, x.shape[-1])
-        found = self.prior(flat) - expansion(self.kernel, flat, self.points, self.weights)
-        return found.reshape(*x.shape[:-1], self.samples)
+        values = self.prior(flat) - expansion(self.kernel, flat, self.points, self.weights)
+        return values.reshape(*x.shape[:-1], self.samples)
 
 
 def sample_targets(kernel: Any, x: Tensor, noise: Tensor, samples: int, seed: int) -> Tensor:

@@ -116,15 +116,15 @@ class LowRankVariance:
         half, prior = self._half(x), self.block(x, None)
         rest, explained = (prior - half.square().sum(dim=0)).clamp(min=0), torch.zeros_like(prior)
         if self.neighbours:
-            found = self._nearest(x, own)
-            weights, explained = self._conditioned(x, half, found)
-            half = half - (self._features[found].mT @ weights).squeeze(-1).mT
+            near = self._nearest(x, own)
+            weights, explained = self._conditioned(x, half, near)
+            half = half - (self._features[near].mT @ weights).squeeze(-1).mT
         known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
         variance = (rest - explained).clamp(min=0) + known.square().sum(dim=0)
         if own is not None:  # the point itself told the low-rank part something
-            told, near = self._remainder.weighted_features(own), self._remainder.near[own]
-            mine = torch.linalg.solve_triangular(self.inner_root, told.mT, upper=False)
-            left = (near - mine.square().sum(dim=0)).clamp(min=torch.finfo(near.dtype).eps * near)
+            features, local = self._remainder.weighted_features(own), self._remainder.near[own]
+            mine = torch.linalg.solve_triangular(self.inner_root, features.mT, upper=False)
+            left = (local - mine.square().sum(dim=0)).clamp(min=torch.finfo(local.dtype).eps * local)
             variance = variance + (mine * known).sum(dim=0).square() / left
         return variance
 
@@ -137,11 +137,11 @@ class LowRankVariance:
             most -= 1
         return near.topk(min(self.neighbours, most), dim=1, sorted=False).indices
 
-    def _conditioned(self, x: Tensor, half: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    def _conditioned(self, x: Tensor, half: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """b ``(p, M, 1)``, and what the neighbours explain of the remainder, ``(p,)``."""
-        points, features = self.x[found], self._features[found]
+        points, features = self.x[near], self._features[near]
         between = self.block(points, points) - features @ features.mT
-        between.diagonal(dim1=-2, dim2=-1).add_(self.noise[found])
+        between.diagonal(dim1=-2, dim2=-1).add_(self.noise[near])
         cross = self.block(points, x.unsqueeze(1)) - features @ half.mT.unsqueeze(-1)
         root, bad = torch.linalg.cholesky_ex(between)
         if bool(bad.any()):

@@ -41,9 +41,9 @@ class FrozenPrior:
     def matrix(self, x: Tensor) -> tuple[Tensor, KernelMatrix]:
         """The prior at x ``(p, d)``, after any transform of inputs."""
         prior = self.model.forward(x.expand(*self.batch, *x.shape[-2:]))
-        found = KernelMatrix.from_lazy(prior.lazy_covariance_matrix, "tiled")
-        assert found is not None
-        return prior.mean, found
+        matrix = KernelMatrix.from_lazy(prior.lazy_covariance_matrix, "tiled")
+        assert matrix is not None
+        return prior.mean, matrix
 
     def __call__(self, x: Tensor, outputs: int) -> tuple[Tensor, list[Tensor]]:
         """Means ``(p, t)`` in float64, or ``(p, 1)`` of all outputs, and of each output the points ``(p, d')`` as its

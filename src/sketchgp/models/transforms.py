@@ -44,8 +44,8 @@ class Transforms:
             raise InputError(
                 f"{owner}: model has an {' or '.join(_NAMES)} and is no model of BoTorch's, whose transforms are known."
             )
-        found = cls(owner, model)
-        return found if transformed or found.batched else None
+        transforms = cls(owner, model)
+        return transforms if transformed or transforms.batched else None
 
     @property
     def raw(self) -> Tensor:
@@ -101,7 +101,7 @@ class Transforms:
             one = torch.ones(1, self.outputs if self.batched else 1, dtype=torch.float64, device=x.device)
             self._moments(x[:1], z[:1], one, one if variance else None)
 
-    def in_units(self, found: Any, x: Tensor, z: Tensor) -> Any:
+    def in_units(self, prediction: Any, x: Tensor, z: Tensor) -> Any:
         """A :class:`sketchgp.Prediction` at x, which the model sees as z, in units of the data: ``(m,)``, or ``(m, t)``
         of t outputs."""
 
@@ -113,37 +113,38 @@ class Transforms:
                 return values.mT
             return values if self.outputs > 1 and values.dim() > 1 else values.unsqueeze(-1)
 
-        mean, variance, observed = (columns(v) for v in (found.mean, found.variance, found.observation_variance))
+        mean, variance = columns(prediction.mean), columns(prediction.variance)
+        observed = columns(prediction.observation_variance)
         assert mean is not None
-        one_column = mean.dim() > found.mean.dim()
+        one_column = mean.dim() > prediction.mean.dim()
 
         def plain(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
-            return (values.squeeze(-1) if one_column else values).to(found.mean.dtype)
+            return (values.squeeze(-1) if one_column else values).to(prediction.mean.dtype)
 
         if self.outcome is None:
-            return replace(found, mean=plain(mean), variance=plain(variance), observation_variance=plain(observed))
+            return replace(prediction, mean=plain(mean), variance=plain(variance), observation_variance=plain(observed))
         new_mean, new_variance = self._moments(x, z, mean, variance)
         new_observed = None if observed is None else self._moments(x, z, mean, observed)[1]
-        found_mean = plain(new_mean)
+        final_mean = plain(new_mean)
         changed = replace(
-            found, mean=found_mean, variance=plain(new_variance), observation_variance=plain(new_observed),
+            prediction, mean=final_mean, variance=plain(new_variance), observation_variance=plain(new_observed),
             mean_error_bound=None, mean_error_bound_deviations=None, variance_error_bound=None,
         )  # fmt: skip
         if not self._linear:
             changed.variance_standard_error = None
-        bound, off = found.mean_error_bound, found.variance_error_bound
+        bound, off = prediction.mean_error_bound, prediction.variance_error_bound
         if not self._linear or not one_column or bound is None:
             return changed
         scale = self._moments(x, z, torch.zeros_like(mean), torch.ones_like(mean))[1]
-        assert scale is not None and found_mean is not None
+        assert scale is not None and final_mean is not None
         squares = scale.squeeze(-1)
-        eps, sizes = torch.finfo(found_mean.dtype).eps, found_mean.abs().to(torch.float64)
-        scaled = squares.sqrt() * found.mean.abs().to(torch.float64)
+        eps, sizes = torch.finfo(final_mean.dtype).eps, final_mean.abs().to(torch.float64)
+        scaled = squares.sqrt() * prediction.mean.abs().to(torch.float64)
         rounding = eps * sizes + 4 * torch.finfo(torch.float64).eps * (sizes + scaled)
         changed.mean_error_bound = bound * squares.sqrt() + rounding
-        if found.mean_error_bound_deviations is not None:
+        if prediction.mean_error_bound_deviations is not None:
             changed.mean_error_bound_deviations = (
                 changed.mean_error_bound / changed.observation_variance.to(torch.float64).sqrt()
             )
@@ -158,10 +159,10 @@ class Transforms:
 
     def _moments(self, x: Tensor, z: Tensor, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Mean and variance ``(..., m, t)`` float64 of outcomes, of those of transformed ones."""
-        told = x if hasattr(self.model, "_output_tasks") else z  # as BoTorch's posteriors have it
+        points = x if hasattr(self.model, "_output_tasks") else z  # as BoTorch's posteriors have it
         with torch.no_grad():
             if self._linear:
-                return self.outcome.untransform(mean, variance, X=told)
+                return self.outcome.untransform(mean, variance, X=points)
             kind = type(self.outcome).__name__
             if variance is None:
                 raise InputError(
@@ -175,7 +176,7 @@ class Transforms:
             else:
                 normal = MultitaskMultivariateNormal(mean, DiagLinearOperator(variance.flatten(-2)))
             try:
-                posterior = self.outcome.untransform_posterior(GPyTorchPosterior(normal), X=told)
+                posterior = self.outcome.untransform_posterior(GPyTorchPosterior(normal), X=points)
                 return posterior.mean, posterior.variance
             except NotImplementedError as error:
                 raise InputError(

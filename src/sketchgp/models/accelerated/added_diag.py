@@ -331,8 +331,8 @@ def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> 
     measured), are stored densely where they fit the memory budget.  Everything else is returned as it is.
     """
     if isinstance(operator, LazyEvaluatedKernelTensor):
-        found = KernelMatrix.from_lazy(operator, matmul, precision)
-        return operator if found is None else found
+        matrix = KernelMatrix.from_lazy(operator, matmul, precision)
+        return operator if matrix is None else matrix
     if type(operator) is SumLinearOperator:
         return SumLinearOperator(*(as_kernel_matrix(part, matmul, precision) for part in operator.linear_ops))
     if type(operator) is ConstantMulLinearOperator:

@@ -145,11 +145,11 @@ class Approximate:
         self.prepare(x.detach())
         low_rank, parts = self.low_rank, []
         for rows in spans(len(x), _ROWS):
-            found = low_rank(x[rows])
+            variance = low_rank(x[rows])
             if method == "samples":
                 prior = block(self.matrix, x[rows], None)
-                found = torch.minimum(self._weighed(self.deviations(x[rows]), found), prior)
-            parts.append(found)
+                variance = torch.minimum(self._weighed(self.deviations(x[rows]), variance), prior)
+            parts.append(variance)
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
     def error(self, method: str, variance: Tensor) -> Tensor:

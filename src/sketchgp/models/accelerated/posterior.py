@@ -194,7 +194,7 @@ def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
     strategy = strategy_of(model)
     mean, covariance, cross, batch, shape, _ = _test_prior(model, [x])
     if isinstance(strategy, LinearPredictionStrategy):  # which has no mean without it, and no solve for it
-        found, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
+        mean, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
     else:
-        found = strategy.exact_predictive_mean(mean, cross)
-    return found.view(*batch, *shape), len(shape)
+        mean = strategy.exact_predictive_mean(mean, cross)
+    return mean.view(*batch, *shape), len(shape)

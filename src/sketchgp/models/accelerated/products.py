@@ -40,14 +40,14 @@ def check_products(forward: Callable[..., Any], inputs: tuple[Tensor, ...], cova
     """
     if not _factorized(covariance):
         return
-    found = covariance.diagonal(dim1=-1, dim2=-2)
+    diagonal = covariance.diagonal(dim1=-1, dim2=-2)
     parts = []
-    for rows in spans(found.shape[-1], _ROWS):
+    for rows in spans(diagonal.shape[-1], _ROWS):
         alone = forward(*(x[..., rows, :] for x in inputs)).lazy_covariance_matrix
         parts.append(alone.diagonal(dim1=-1, dim2=-2))
     expected = torch.cat(parts, dim=-1)
     largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    error = float((found - expected).abs().max() / largest)
+    error = float((diagonal - expected).abs().max() / largest)
     if error > max(_TOLERANCE, 100 * torch.finfo(expected.dtype).eps):
         warn(
             "The elementwise product of two covariances in the model's forward was approximated by GPyTorch before "

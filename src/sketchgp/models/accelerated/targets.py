@@ -71,16 +71,16 @@ def check_value(value: Tensor, event: torch.Size) -> None:
         raise InputError(_message(value.shape, event, event[0]))
 
 
-def _message(found: torch.Size, expected: torch.Size, n: int) -> str:
-    what = f"The training targets have shape {tuple(found)} where the model expects {tuple(expected)}"
-    if found[-1:] == (1,) and found[-2:-1] == (n,):
+def _message(shape: torch.Size, expected: torch.Size, n: int) -> str:
+    what = f"The training targets have shape {tuple(shape)} where the model expects {tuple(expected)}"
+    if shape[-1:] == (1,) and shape[-2:-1] == (n,):
         return f"{what}, one number a point; use train_y.squeeze(-1)."
     return f"{what}; give it one target for each of the {n} points (and of its outputs, if it has several)."
 
 
-def _broadcast(found: torch.Size, batch: torch.Size) -> bool:
+def _broadcast(shape: torch.Size, batch: torch.Size) -> bool:
     try:
-        torch.broadcast_shapes(found, batch)
+        torch.broadcast_shapes(shape, batch)
     except RuntimeError:
         return False
     return True
