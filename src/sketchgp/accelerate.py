@@ -9,7 +9,6 @@ from gpytorch.models import ExactGP
 
 from .checks import count, found, seed, word
 from .errors import InputError
-from .inducing_point_gp import InducingPointGP
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
     AcceleratedModel,
@@ -71,22 +70,8 @@ def accelerate(
         covariances made in ``forward`` is stored wherever it fits.)
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"`` or ``"tf32"``.
         Whatever it is, residuals are checked in float64 arithmetic.
-    :param variance: how ``model(x).variance`` is computed (covariance matrices and draws are exact in any case):
-
-        - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.
-        - ``"low_rank"``: conditioned on the 128 nearest training points and 100 inducing points, times a factor that
-          makes exact variances of 60 training points that are left out right on the average; one solve with 64 columns
-          for any number of test points.  What they scatter by there is their standard error.
-        - ``"samples"``: the mean square of ``variance_samples`` draws of the posterior about its mean
-          (:class:`sketchgp.inference.pathwise.PosteriorDeviations`), averaged with the low-rank variance by the inverse
-          of their squared standard errors; one solve with as many columns more.  For kernels with random features:
-          RBF, Matern, rational quadratic, periodic, Laplace and constant kernels, their sums and products.
-        - ``"auto"``: exact while that takes at most three times as long; else low-rank where its standard error is at
-          most a tenth, and samples where it is not.  It compares 4 test points with exact variances once, and warns
-          where it is off by more than the standard errors say.  Where gradients may be asked for, and for all but one
-          plain kernel without batch, it is exact.
-
-        For a moment, ``with sketchgp.settings.variance("exact"):`` says otherwise.
+    :param variance: how ``model(x).variance`` is computed: ``"auto"``, ``"exact"``, ``"low_rank"`` or ``"samples"``, as
+        :class:`sketchgp.settings.variance` describes them.  Covariance matrices and draws are exact in any case.
     :param variance_samples: of ``"samples"``, whose relative standard error is below ``sqrt(2 / variance_samples)``.
     :param probe_seed: of the probe vectors that log determinants are estimated with.  They are the same at every
         evaluation, so that a loss is one function of the hyperparameters: a line search (BoTorch's
@@ -119,7 +104,7 @@ def install(
             f"accelerate: model expects a gpytorch.models.ExactGP, got {found(model)}"
             + ("; accelerate each model of its .models." if hasattr(model, "models") else ".")
         )
-    if isinstance(model, InducingPointGP):
+    if hasattr(model, "_left_out"):  # an InducingPointGP
         raise InputError(
             "accelerate: model expects one whose n x n systems are solved; an InducingPointGP has none, and takes its "
             "choices itself: InducingPointGP(..., solver=KRILL()). fit and predict take it as it is."

@@ -33,7 +33,8 @@ def predict(
         the training inputs' dtype and device (float64 to float32, too, for a float32 model).  A tuple of them for a
         model of several inputs, with as many rows each; variances are exact then.  Of BoTorch's models x and what is
         predicted are in units of the data, as those of ``model.posterior(x)``: see below.
-    :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as :func:`accelerate` has them; the latter two are
+    :param variance: ``"exact"``, ``"low_rank"`` or ``"samples"``, as
+        :class:`sketchgp.settings.variance` describes them; the latter two are
         compared with exact variances at 4 test points, with a warning where they are off by more than their standard
         errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
