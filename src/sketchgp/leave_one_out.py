@@ -219,9 +219,19 @@ def _result(
         error, likely = (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
     else:
         error, likely = totals(probed, weights)
-    columns = map(data.spread, (residual, variance, density, relative))
-    probes = 0 if probed is None else probed.samples.shape[1]
-    return _assembled(data.targets, dtype, *columns, error, likely, probes, report, mean_report)
+    return _assembled(
+        data.targets,
+        dtype,
+        data.spread(residual),
+        data.spread(variance),
+        data.spread(density),
+        data.spread(relative),
+        error,
+        likely,
+        0 if probed is None else probed.samples.shape[1],
+        report,
+        mean_report,
+    )
 
 
 def _assembled(
