@@ -126,7 +126,7 @@ def leave_one_out(
             return _result(model, data, weights, diagonal / data.scale.square(), None, report, None)
         weights, mean_report = _weights(model, data)
         probed, report = _probed(data, num_probes, seed, progress)
-        probed = probed.over(data.scale.square())
+        probed = probed.in_units(data.scale.square())
         return _result(model, data, weights, probed.shrunk[0], probed, report, mean_report)
 
 

@@ -121,8 +121,8 @@ class PosteriorSamples:
         if len(x) != len(self):
             raise InputError(f"each: x expects points for each of {len(self)} functions, got {len(x)} sets.")
         mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
-        own = [out.each(z.unflatten(0, (len(x), -1))) for out, z in zip(self._outputs, features, strict=True)]
-        values = (torch.stack(own, dim=-1).flatten(0, 1) + mean).to(x.dtype)  # (S p, t)
+        each = [out.each(z.unflatten(0, (len(x), -1))) for out, z in zip(self._outputs, features, strict=True)]
+        values = (torch.stack(each, dim=-1).flatten(0, 1) + mean).to(x.dtype)  # (S p, t)
         return self._finished(values.reshape(*x.shape[:-1], values.shape[-1]))
 
     def _points(self, x: Any, least: int) -> Tensor:
@@ -244,8 +244,8 @@ def _of_inducing_points(model: InducingPointGP, samples: int, seed: int, frequen
     columns = samples * mean_weights.shape[1]
     errors = ErrorPaths(kernel, x.x1, z.x1.clone(), model.noise().to(torch.float64), columns, model._solve, seed)
     outputs = []
-    for number, own in enumerate(mean_weights.unbind(1)):
+    for number, column in enumerate(mean_weights.unbind(1)):
         which = slice(number * samples, (number + 1) * samples)
-        weights = own.unsqueeze(1) - errors.weights[:, which]
+        weights = column.unsqueeze(1) - errors.weights[:, which]
         outputs.append(_Output(errors.prior.part(which), kernel, errors.points, weights))
     return PosteriorSamples(prior, outputs, several, errors.solution.report, _name(model))

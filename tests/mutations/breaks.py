@@ -427,7 +427,7 @@ BREAKS = (
         "a mean that failed is returned",
     ),
     Break(
-        "without = (spread.square() - own).clamp(min=0)",
+        "without = (spread.square() - error).clamp(min=0)",
         "without = spread.square()",
         ("test_failing_solves.py",),
         "the errors of samples are measured by a spread that they make themselves",

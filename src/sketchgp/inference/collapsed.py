@@ -69,10 +69,10 @@ class _Statistics(torch.autograd.Function):
         live = [i for i, t in enumerate(wanted) if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanted)
         shards = ctx.shards if ctx.shards is not None and ctx.shards.open else None
-        own = slice(0, len(x)) if shards is None else shards.span(len(x))
+        held = slice(0, len(x)) if shards is None else shards.span(len(x))
         for i in () if shards is None else live:
             grads[i] = torch.zeros_like(wanted[i])
-        for span in spans(own.stop, max(16, _ENTRIES // len(root)), own.start):
+        for span in spans(held.stop, max(16, _ENTRIES // len(root)), held.start):
             with torch.enable_grad():
                 tensors = [x[span].to(z.dtype), z, *parameters]
                 tile = KernelMatrix.on(ctx.matrix.pairs.of(tensors, same=False, centre=centre)).to_dense()
@@ -90,8 +90,8 @@ class _Statistics(torch.autograd.Function):
                         known = grads[i]
                         grads[i] = grad if known is None else known + grad
         if shards is not None:
-            grad_precision = shards.gather(grad_precision[own], len(x), dim=-1)
-            grad_residual, grads = shards.gather(grad_residual[own], len(x)), list(summed(shards, tuple(grads)))
+            grad_precision = shards.gather(grad_precision[held], len(x), dim=-1)
+            grad_residual, grads = shards.gather(grad_residual[held], len(x)), list(summed(shards, tuple(grads)))
         return (None, None, None, grad_root, grad_precision, grad_residual, *grads)
 
 

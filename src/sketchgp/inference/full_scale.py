@@ -51,8 +51,8 @@ class FullScale:
             factor = factor.contiguous()  # its rows are read, and a preconditioner's lies by columns
             order = torch.randperm(n, generator=generator(seed, "order of a full-scale approximation"))
             near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
-            own, others, self.rest = _regressions(matrix, noise.double(), factor, near, known)
-            self._regress = _sparse(own, others, near)
+            entries, others, self.rest = _regressions(matrix, noise.double(), factor, near, known)
+            self._regress = _sparse(entries, others, near)
             self._turned = self._regress.t().coalesce()
             self.near = torch.zeros_like(self.rest)
             self.near.index_add_(0, self._regress.indices()[1], self._regress.values().square())
@@ -87,39 +87,38 @@ class FullScale:
         return (self.near - far).clamp(min=torch.finfo(far.dtype).eps * self.near)
 
 
-def _sparse(own: Tensor, others: Tensor, near: Tensor) -> Tensor:
-    """G as a sparse matrix, ``(n, n)``; neighbours that there are not have the entry 0."""
+def _sparse(entries: Tensor, others: Tensor, near: Tensor) -> Tensor:
+    """Return G as a sparse matrix, ``(n, n)``; missing neighbours have the entry 0."""
     n, m = near.shape
     rows = torch.arange(n, device=near.device)
     index = torch.stack([torch.cat([rows, rows.repeat_interleave(m)]), torch.cat([rows, near.flatten()])])
-    values = torch.cat([own, others.flatten()])
+    values = torch.cat([entries, others.flatten()])
     return torch.sparse_coo_tensor(index, values, (n, n), check_invariants=False).coalesce()
 
 
 def _earlier(matrix: KernelMatrix, order: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows ``(n, count)`` before each one in the order that have the largest correlations with it, and which of
-    these there are."""
+    """Return the rows ``(n, count)`` before each one in the order that correlate most with it, and which exist."""
     n = len(order)
     near, known = order.new_zeros(n, count), torch.zeros(n, count, dtype=torch.bool, device=order.device)
     scale = matrix.diagonal(dim1=-1, dim2=-2).clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
     for rows in spans(n, max(1, _ENTRIES // n)):
-        here, before = order[rows], order[: rows.stop]
-        tile = matrix.rows(here, before).to_dense().abs_().mul_(scale[before])
-        last = tile[:, rows.start :]  # of the rows themselves: of each only those before it
+        some, before = order[rows], order[: rows.stop]
+        tile = matrix.rows(some, before).to_dense().abs_().mul_(scale[before])
+        last = tile[:, rows.start :]  # columns of the rows themselves: only earlier ones count
         last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu(), -1)
         top = tile.topk(min(count, rows.stop), dim=1, sorted=False)
-        near[here, : top.indices.shape[1]] = before[top.indices]
-        known[here, : top.indices.shape[1]] = top.values >= 0
+        near[some, : top.indices.shape[1]] = before[top.indices]
+        known[some, : top.indices.shape[1]] = top.values >= 0
     return near, known
 
 
 def _regressions(
     matrix: KernelMatrix, noise: Tensor, factor: Tensor, near: Tensor, known: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of G: the entry of the row itself ``(n,)`` and of its neighbours ``(n, m)``; the diagonal of T."""
+    """Return the entries of G for each row itself ``(n,)`` and its neighbours ``(n, m)``, and the diagonal of T."""
     n, m = near.shape
     access = Access(matrix)
-    own, others, rest = torch.empty_like(noise), torch.empty_like(near, dtype=noise.dtype), torch.empty_like(noise)
+    entries, others, rest = torch.empty_like(noise), torch.empty_like(near, dtype=noise.dtype), torch.empty_like(noise)
     for rows in spans(n, max(1, _ENTRIES // ((m + 1) * max(factor.shape[1], m + 1)))):
         index = torch.cat([torch.arange(rows.start, rows.stop, device=near.device).unsqueeze(1), near[rows]], dim=1)
         there = torch.cat([known.new_ones(len(index), 1), known[rows]], dim=1)
@@ -133,6 +132,6 @@ def _regressions(
         weights = cholesky_solve(cross, root)
         weights = torch.where((failed > 0)[:, None, None], 0, weights)
         left = block[:, 0, 0] - (weights * cross).sum(dim=(1, 2))
-        own[rows] = torch.maximum(left, noise[rows]).rsqrt()
-        others[rows] = -own[rows].unsqueeze(1) * weights.squeeze(2)
-    return own, others, rest
+        entries[rows] = torch.maximum(left, noise[rows]).rsqrt()
+        others[rows] = -entries[rows].unsqueeze(1) * weights.squeeze(2)
+    return entries, others, rest

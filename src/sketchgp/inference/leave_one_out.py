@@ -106,7 +106,7 @@ class ProbedDiagonal:
     most: Tensor
     solve_error: float = 0.0
 
-    def over(self, squares: Tensor) -> ProbedDiagonal:
+    def in_units(self, squares: Tensor) -> ProbedDiagonal:
         """Return the estimates in other units, each row divided by its square of a unit, ``(n,)``."""
         fit, least, most = (values / squares for values in (self.fit, self.least, self.most))
         return ProbedDiagonal(self.samples / squares.unsqueeze(1), fit, least, most, self.solve_error)
@@ -215,8 +215,8 @@ def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float]
 
     results, none = [], torch.zeros_like(probed.spread)
     for quantity, shares in ((error, square), (density, ratio)):
-        (value, own), (taylor, _) = quantity(probed.spread_of(shares)), quantity(none)
-        results.append((value, math.hypot(own, value - taylor)))  # what quadratics leave out may be as much
+        (value, deviation), (taylor, _) = quantity(probed.spread_of(shares)), quantity(none)
+        results.append((value, math.hypot(deviation, value - taylor)))  # what quadratics leave out may be as much
     return results[0], results[1]
 
 

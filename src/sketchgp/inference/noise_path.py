@@ -176,7 +176,7 @@ class NoisePath:
         else:
             guess = conditional_variances(self.operator, variances, self.near)  # type: ignore[arg-type]
         fit = fitted(samples.mean(dim=1), guess)
-        return ProbedDiagonal(samples, fit, 1 / (self.prior + noise), 1 / variances).over(self.scale.square())
+        return ProbedDiagonal(samples, fit, 1 / (self.prior + noise), 1 / variances).in_units(self.scale.square())
 
     def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
         """``log det A - log det P``, its standard error, and the report of the solve."""

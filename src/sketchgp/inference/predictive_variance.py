@@ -111,29 +111,29 @@ class LowRankVariance:
             return _ROWS
         return max(1, _ENTRIES // max(len(self.x), self.neighbours * (self.neighbours + len(self.root))))
 
-    def _variance(self, x: Tensor, own: Tensor | None = None) -> Tensor:
-        """:param own: indices of the points among the training points, to be left out."""
+    def _variance(self, x: Tensor, left_out: Tensor | None = None) -> Tensor:
+        """Return variances ``(p,)`` at x, without the training points ``left_out`` that they are."""
         half, prior = self._half(x), self.block(x, None)
         rest, explained = (prior - half.square().sum(dim=0)).clamp(min=0), torch.zeros_like(prior)
         if self.neighbours:
-            near = self._nearest(x, own)
+            near = self._nearest(x, left_out)
             weights, explained = self._conditioned(x, half, near)
             half = half - (self._features[near].mT @ weights).squeeze(-1).mT
         known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
         variance = (rest - explained).clamp(min=0) + known.square().sum(dim=0)
-        if own is not None:  # the point itself told the low-rank part something
-            features, local = self._remainder.weighted_features(own), self._remainder.near[own]
+        if left_out is not None:  # the low-rank part knows the point itself
+            features, local = self._remainder.weighted_features(left_out), self._remainder.near[left_out]
             mine = torch.linalg.solve_triangular(self.inner_root, features.mT, upper=False)
             left = (local - mine.square().sum(dim=0)).clamp(min=torch.finfo(local.dtype).eps * local)
             variance = variance + (mine * known).sum(dim=0).square() / left
         return variance
 
     @torch.no_grad()
-    def _nearest(self, x: Tensor, own: Tensor | None) -> Tensor:
-        """``(p, M)`` indices of the training points of the largest covariance with each of x."""
+    def _nearest(self, x: Tensor, left_out: Tensor | None) -> Tensor:
+        """Return indices ``(p, M)`` of the training points of the largest covariance with each of x."""
         near, most = self.block(x, self.x).abs(), len(self.x)
-        if own is not None:
-            near.scatter_(1, own.unsqueeze(1), -1)
+        if left_out is not None:
+            near.scatter_(1, left_out.unsqueeze(1), -1)
             most -= 1
         return near.topk(min(self.neighbours, most), dim=1, sorted=False).indices
 

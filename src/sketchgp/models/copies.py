@@ -13,12 +13,12 @@ Copied = TypeVar("Copied", bound=Module)
 
 
 def copied(module: Copied) -> Copied:
-    """A deep copy.
+    """Return a deep copy.
 
     GPyTorch's copy of an ``InducingPointKernel`` is in training mode, and holds the likelihood of the model itself,
     which would be converted with it.  Matrices that kernels have cached are not copied.
 
-    :raises RuntimeError, TypeError: for what is no one's to copy.
+    :raises RuntimeError, TypeError: for a module that cannot be copied.
     """
     memo: dict[int, object] = {}
     with KERNELS:
@@ -28,10 +28,10 @@ def copied(module: Copied) -> Copied:
         finally:
             for part, cached in caches:
                 part.__dict__.update(cached)
-    own = {id(part) for part in module.modules()}
+    originals = {id(part) for part in module.modules()}
     for part in list(twin.modules()):
         for name, child in part._modules.items():
-            if id(child) in own and id(part) not in own:
+            if id(child) in originals and id(part) not in originals:
                 part._modules[name] = copy.deepcopy(child, memo)
     modes = {name: part.training for name, part in module.named_modules(remove_duplicate=False)}
     for name, part in twin.named_modules(remove_duplicate=False):

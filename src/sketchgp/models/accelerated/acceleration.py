@@ -109,7 +109,10 @@ class Acceleration:
         """
         if purpose == "mean":
             return self.mean_solver(n, device)
-        return (self.fantasy_solver() if purpose == "fantasies" else self.column_solver(evaluation)), ""
+        if purpose == "columns" or isinstance(self.solver, Cholesky):
+            return self.column_solver(evaluation), ""
+        tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None  # as accurate as the mean
+        return dataclasses.replace(self._gradients_of_mean(tol), max_seconds=None, checkpoint=None), ""
 
     def conjugate_gradients(self, evaluation: bool = False) -> ConjugateGradients:
         """Return conjugate gradients to a relative residual; choices left open follow GPyTorch's settings in force.
@@ -143,13 +146,6 @@ class Acceleration:
         """Return the solver that the user named, with ``cg_tolerance`` where its own tolerance was left open."""
         assert not isinstance(self.solver, str)
         return self._with_tolerance(self.solver, evaluation=False)
-
-    def fantasy_solver(self) -> ConjugateGradients | Cholesky:
-        """Return the solver of the means of fantasies, which is as accurate as that of the mean."""
-        if isinstance(self.solver, Cholesky):
-            return self.solver
-        tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None
-        return dataclasses.replace(self._gradients_of_mean(tol), max_seconds=None, checkpoint=None)
 
     def _gradients_of_mean(self, tol: float | Literal["posterior", "certified"] | None) -> ConjugateGradients:
         """Return conjugate gradients that end once predictions are accurate, unless a residual was asked for."""

@@ -169,13 +169,8 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         return each.sum(dim=-1) if columns is not None and reduce_inv_quad else each, determinant
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
-        acceleration = self.acceleration
-        if acceleration is None:
+        if self.acceleration is None or num_tridiag:
             return super()._solve(rhs, preconditioner, num_tridiag)
-        if num_tridiag:
-            built = preconditioner.built if isinstance(preconditioner, Inverse) else None
-            value, matrices, _ = self.probed_solve(rhs, built, num_tridiag)
-            return value, matrices.to(self.dtype)
         return self.solved(rhs)
 
     def solved(self, rhs: Tensor, purpose: Purpose = "columns", points: Points | None = None) -> Tensor:

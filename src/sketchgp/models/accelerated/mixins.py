@@ -63,9 +63,9 @@ class AcceleratedModel(_Accelerated):
         return result
 
     def extra_repr(self) -> str:
-        own: str = super().extra_repr()  # type: ignore[misc]
+        text: str = super().extra_repr()  # type: ignore[misc]
         if not is_accelerated(self):
-            return own
+            return text
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         inputs = self.train_inputs or ()  # type: ignore[attr-defined]
         precise = acceleration.matmul_precision
@@ -77,7 +77,7 @@ class AcceleratedModel(_Accelerated):
             matmul=acceleration.matmul + ("" if precise == "float32" else f", {precise}"),
             variance=acceleration.variance,
         )
-        return own + ("\n" if own else "") + rows.text().lstrip("\n")
+        return text + ("\n" if text else "") + rows.text().lstrip("\n")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "likelihood" and is_accelerated(self) and value is not None:

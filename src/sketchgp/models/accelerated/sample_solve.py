@@ -107,8 +107,8 @@ class SampleSolve:
 
         :param spread: their typical deviation from the mean; :param errors: ``(S,)``, at a typical point at the most.
         """
-        own = (2 * errors).square().mean()  # the spread that is seen holds the errors; it is an estimate, so twice
-        without = (spread.square() - own).clamp(min=0)
+        error = (2 * errors).square().mean()  # the spread holds the errors; they are estimates, so twice
+        without = (spread.square() - error).clamp(min=0)
         observed = (without + self.system.noise.to(torch.float64).mean()).sqrt()
         median, largest = float((errors / observed).median()), float((errors / observed).max())
         text = (
