@@ -75,11 +75,11 @@ class PosteriorPathModel(DeterministicModel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """That of the functions."""
+        """Batch shape of the functions."""
         return self.sample_shape
 
     def forward(self, X: Tensor) -> Tensor:
-        """The functions at X ``(..., q, d)``: ``(..., q, m)``; its batch shape is X's and ``sample_shape``, broadcast.
+        """Return the functions at X ``(..., q, d)``: ``(..., q, m)``; X's batch and ``sample_shape`` are broadcast.
 
         Every function at the same points where X lacks the dimensions of ``sample_shape`` or has 1 in their place;
         each at its own where it has them.

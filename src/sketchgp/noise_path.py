@@ -64,7 +64,7 @@ class NoisePath:
         return f"<NoisePath of {len(self.noises)} noises{', exact' if self.exact else ''}; best by {best}>"
 
     def __str__(self) -> str:
-        """A table, a line for each noise; ``*`` marks the best of each column."""
+        """Return a table with a line for each noise; ``*`` marks the best of each column."""
         lines = [f"{'noise':>10}  {'mean squared error':>24}  {'log density':>24}  {'log marginal / n':>24}  products"]
         for i, noise in enumerate(self.noises.tolist()):
             cells = []
@@ -84,7 +84,7 @@ def noise_path(
     seed: int = 0,
     progress: bool | None = None,
 ) -> NoisePath:
-    """Leave-one-out error and marginal likelihood of a model for each of some noises, its kernel as it is.
+    """Return leave-one-out error and marginal likelihood of a model for each of some noises, its kernel as it is.
 
     One low-rank factor serves every noise, and the solutions of larger noises start those of smaller ones.  The
     marginal likelihood comes from bounds where these are near each other, else from probes.  The model is left as it

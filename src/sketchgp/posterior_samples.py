@@ -35,7 +35,7 @@ _OWNER = "sample_posterior"
 def sample_posterior(
     model: ExactGP, num_samples: int, seed: int = 0, frequencies: int | None = None
 ) -> PosteriorSamples:
-    """Functions ``f_s`` drawn from the posterior of a model: evaluated anywhere, at any number of points, at any time.
+    """Draw functions ``f_s`` from the posterior of a model, to be evaluated anywhere, at any number of points.
 
     A prior function, a sum of waves with random frequencies of the kernel's spectral density, is corrected by one
     solve (Matheron's rule):
@@ -80,7 +80,7 @@ def sample_posterior(
 
 
 class PosteriorSamples:
-    """Functions drawn from a posterior; what :func:`sample_posterior` makes.
+    """Functions drawn from a posterior by :func:`sample_posterior`.
 
     ``samples(x)`` is differentiable in x, once: differentiating the gradient again is an error.  Each evaluation takes
     ``p S frequencies`` cosines a term of the kernel and one product with ``k(x, X)``, in tiles.  ``samples[2:5]`` are
@@ -102,7 +102,7 @@ class PosteriorSamples:
         return len(self._outputs)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Every function at x ``(..., p, d)``: ``(S, ..., p)``, or ``(S, ..., p, t)`` of t outputs, in x's dtype.
+        """Return every function at x ``(..., p, d)``: ``(S, ..., p)`` or ``(S, ..., p, t)`` of t outputs, in x's dtype.
 
         :raises InputError: for points that do not fit the training inputs.
         """
@@ -113,7 +113,7 @@ class PosteriorSamples:
         return self._finished(values.reshape(len(self), *x.shape[:-1], values.shape[-1]))
 
     def each(self, x: Tensor) -> Tensor:
-        """Every function at points of its own, x ``(S, ..., p, d)``: ``(S, ..., p)``, or ``(S, ..., p, t)``.
+        """Return every function at points of its own, x ``(S, ..., p, d)``: ``(S, ..., p)``, or ``(S, ..., p, t)``.
 
         :raises InputError: for points that do not fit the training inputs, or are not as many sets as functions.
         """
@@ -170,16 +170,16 @@ class _Output:
     weights: Tensor
 
     def __call__(self, z: Tensor) -> Tensor:
-        """At z ``(p, d)``: ``(p, S)``, float64."""
+        """Return the functions at z ``(p, d)``: ``(p, S)``, float64."""
         return self.prior(z) + expansion(self.kernel, z, self.points, self.weights)
 
     def each(self, z: Tensor) -> Tensor:
-        """Each function at its own z ``(S, p, d)``: ``(S, p)``, float64."""
+        """Return each function at its own z ``(S, p, d)``: ``(S, p)``, float64."""
         all_of_them = expansion(self.kernel, z.flatten(0, 1), self.points, self.weights).unflatten(0, z.shape[:2])
         return self.prior.each(z) + all_of_them.diagonal(dim1=0, dim2=2).mT
 
     def part(self, which: slice) -> _Output:
-        """Some of the functions."""
+        """Return some of the functions."""
         return replace(self, prior=self.prior.part(which), weights=self.weights[:, which])
 
 

@@ -1,4 +1,4 @@
-"""Low-rank variances made right on the average, by the exact ones at a few training points that are left out.
+"""Low-rank variances calibrated by exact ones at a few training points that are left out.
 
 For training point i the variance of the posterior of all others is ``1 / (A^-1)_ii - noise_i``, which takes one solve
 (Dubrule, "Cross validation of kriging in a unique neighborhood", Mathematical Geology 1983; Rasmussen and Williams,
@@ -82,14 +82,14 @@ class Calibrated:
         return block(self.matrix, a, b)
 
     def error(self, variance: Tensor) -> Tensor:
-        """Relative standard errors of variances ``(m,)``: larger for those below the floor."""
+        """Return relative standard errors of variances ``(m,)``, larger for those below the floor."""
         if self.scatter == 0:
             return torch.zeros_like(variance)
         spread = self.spread * (1 + self.floor / variance.clamp(min=torch.finfo(variance.dtype).tiny))
         return (spread.square() + _EXACT**2).sqrt()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it; float64, differentiable in x."""
+        """Return latent variances ``(m,)`` at x ``(m, d)``, as the kernel sees it; float64, differentiable in x."""
         low_rank = self.low_rank(x)
         if self.factor == 1.0:
             return low_rank
@@ -101,7 +101,7 @@ class Calibrated:
 
 
 def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:
-    """``k(a, b)`` in float64 by the kernel of a matrix, or the diagonal ``k(a_i, a_i)`` where b is None.
+    """Return ``k(a, b)`` in float64 by the kernel of a matrix, or the diagonal ``k(a_i, a_i)`` where b is None.
 
     :param a: ``(..., p, d)`` and :param b: ``(..., q, d)``, as the kernel sees them.
     """

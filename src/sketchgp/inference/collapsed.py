@@ -134,15 +134,15 @@ class Collapsed:
         self._diagonal = torch.cat([matrix.at(part, part, True).diagonal(dim1=-1, dim2=-2) for part in parts])
 
     def inv_quad(self) -> Tensor:
-        """``residual^T (Q + diag(noise))^-1 residual``, the sum over columns."""
+        """Return ``residual^T (Q + diag(noise))^-1 residual``, the sum over columns."""
         return (self.residual.square() / self.noise.unsqueeze(1)).sum() - self.projected.square().sum()
 
     def logdet(self) -> Tensor:
-        """``log det(Q + diag(noise))``."""
+        """Return ``log det(Q + diag(noise))``."""
         return 2 * self.inner_root.diagonal().log().sum() + self.noise.log().sum()
 
     def trace_gap(self) -> Tensor:
-        """``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, what the inducing points leave unexplained."""
+        """Return ``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, which the inducing points leave unexplained."""
         return (self._diagonal / self.noise).sum() - self.s.diagonal().sum()
 
     def half(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from ..solvers.energy import Explaining
 
 @dataclass
 class Explained:
-    """``weights`` ``(..., n, m)`` near ``A^-1 c``, and ``product`` A times them, float64.
+    """Weights ``(..., n, m)`` near ``A^-1 c`` and their product with A, float64.
 
     :ivar certain: of one system, ``(3, m)``: at least the errors of the weights in the norm of A, and what lies below
         and above ``c^T A^-1 c`` (:class:`sketchgp.solvers.certificate.Certificate`); None where it is not known.
@@ -36,11 +36,11 @@ class Explained:
     certain: Tensor | None = None
 
     def diagonal(self, c: Tensor) -> Tensor:
-        """Explained variances ``(..., m)``, from below."""
+        """Return explained variances ``(..., m)``, from below."""
         return (self.weights * (2 * c - self.product)).sum(dim=-2)
 
     def matrix(self, c: Tensor) -> Tensor:
-        """Explained covariances ``(..., m, m)``, symmetric, and never more than the exact ones."""
+        """Return explained covariances ``(..., m, m)``, symmetric, and never more than the exact ones."""
         half = self.weights.mT @ (c - 0.5 * self.product)
         return half + half.mT
 

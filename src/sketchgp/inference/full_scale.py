@@ -67,19 +67,19 @@ class FullScale:
 
     @torch.no_grad()
     def apply_inverse(self, vectors: Tensor) -> Tensor:
-        """``B^-1 v`` for v ``(n, t)``, float64."""
+        """Return ``B^-1 v`` for v ``(n, t)``, float64."""
         near = torch.sparse.mm(self._regress, vectors)
         far = self._half @ cholesky_solve(self._half.mT @ near, self.root)
         return torch.sparse.mm(self._turned, near - far)
 
     @torch.no_grad()
     def weighted_features(self, rows: Tensor) -> Tensor:
-        """Rows of ``G^T G F``, ``(p, r)``, at indices ``(p,)``."""
+        """Return rows of ``G^T G F``, ``(p, r)``, at indices ``(p,)``."""
         return torch.sparse.mm(self._turned.index_select(0, rows), self._half)
 
     @torch.no_grad()
     def inverse_diagonal(self) -> Tensor:
-        """The diagonal of B^-1, ``(n,)``, positive."""
+        """Return the diagonal of B^-1, ``(n,)``, positive."""
         far, turned = torch.zeros_like(self.near), torch.sparse.mm(self._turned, self._half)
         for rows in spans(len(far), max(1, _ENTRIES // max(1, len(self.root)))):
             half = torch.linalg.solve_triangular(self.root, turned[rows].mT, upper=False)

@@ -39,7 +39,7 @@ _LEAST = 1e-3  # of a deviation: below it quadratics are Taylor's to six digits
 
 @torch.no_grad()
 def exact_diagonal(system: System, residual: Tensor) -> tuple[Tensor, Tensor, SolveReport]:
-    """w ``(n,)``, the diagonal of ``A^-1`` ``(n,)``, and the report of the factorization, by Cholesky in float64.
+    """Return w ``(n,)``, the diagonal of ``A^-1`` ``(n,)``, and the report of a Cholesky factorization in float64.
 
     :param residual: r, ``(n,)`` float64.
     :raises InputError: if the matrix does not fit in memory; :raises NumericalError: if it is not positive definite.
@@ -56,7 +56,7 @@ def exact_diagonal(system: System, residual: Tensor) -> tuple[Tensor, Tensor, So
 
 
 def signs(n: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """Probes ``(n, count)`` of random signs, float64."""
+    """Return probes ``(n, count)`` of random signs, float64."""
     stream = generator(seed, "probe vectors of leave-one-out predictions")
     bits = torch.randint(0, 2, (n, count), generator=stream)
     return (2 * bits - 1).to(device, torch.float64)
@@ -64,7 +64,7 @@ def signs(n: int, count: int, seed: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fitted(values: Tensor, *features: Tensor) -> Tensor:
-    """The fit ``exp(b_0 + b_1 log u + ...)`` to noisy values ``(..., n)`` by features u ``(..., n)``, all positive.
+    """Return a fit ``exp(b_0 + b_1 log u + ...)`` to noisy values ``(..., n)`` by positive features u ``(..., n)``.
 
     Values may be negative, their sum may not.  It is the maximum of ``sum (values log(fit) - fit)``, a concave function
     whose equations ``sum (values - fit) log(u) = 0`` are linear in the values, so that noise of mean zero leaves the
@@ -123,17 +123,17 @@ class ProbedDiagonal:
 
     @cached_property
     def _noise(self) -> Tensor:
-        """``(n,)``: the variance of ``mean / fit``."""
+        """Variance of ``mean / fit``, ``(n,)``."""
         return self.variance_of_mean / self.fit.square()
 
     @cached_property
     def _squares(self) -> Tensor:
-        """``(n,)``: those of ``values / fit - 1``, of the true values, unbiased."""
+        """Unbiased squares of ``values / fit - 1`` for the true values, ``(n,)``."""
         return (self.mean / self.fit - 1).square() - self._noise
 
     @cached_property
     def spread(self) -> Tensor:
-        """The mean square of ``values / fit - 1``, of the true values; at least what n values cannot tell from 0."""
+        """Mean square of ``values / fit - 1`` for the true values; at least what n values cannot tell from 0."""
         n = len(self.fit)
         unseen = (_FITTED + math.sqrt(2 * n)) / n * self._noise.mean()
         return torch.maximum(self._squares.mean(), unseen).clamp(min=1e-12)
@@ -145,8 +145,7 @@ class ProbedDiagonal:
 
     @cached_property
     def shrunk(self) -> tuple[Tensor, Tensor]:
-        """Values ``(n,)`` and their standard errors: what a row's own probes say, and what the fit says, each by its
-        precision."""
+        """Values ``(n,)`` and their standard errors: averages of a row's probes and of the fit, by their precisions."""
         noise = self._noise
         share = self.spread / (self.spread + noise)
         value = self.fit * (1 + share * (self.mean / self.fit - 1))
@@ -154,8 +153,10 @@ class ProbedDiagonal:
         return value.clamp(self.least, self.most), self.fit * (share * noise + of_solve).sqrt()
 
     def total(self, value: Tensor, first: Tensor, second: Tensor) -> tuple[float, float]:
-        """The mean over rows of ``value + first d + second d^2``, ``(n,)`` each, for ``d_i = a_i / fit_i - 1``, and its
-        standard error."""
+        """Return the mean over rows of ``value + first d + second d^2`` and its standard error.
+
+        The coefficients are ``(n,)`` each, and ``d_i = a_i / fit_i - 1``.
+        """
         count = self.samples.shape[1]
         relative = self.samples / self.fit.unsqueeze(1) - 1
 
@@ -174,12 +175,12 @@ class ProbedDiagonal:
 
 
 def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:
-    """Log predictive densities ``(...)`` of targets left out, from a_i and w_i."""
+    """Return log predictive densities ``(...)`` of targets left out, from a_i and w_i."""
     return 0.5 * (diagonal.log() - weights.square() / diagonal - math.log(2 * math.pi))
 
 
 def quadratics(spread: Tensor) -> Tensor:
-    """Coefficients ``(3, 3)`` of 1, d and d^2 for the functions ``x^-2``, ``x^-1`` and ``log x`` of ``x = 1 + d``.
+    """Return coefficients ``(3, 3)`` of 1, d and d^2 for the functions ``x^-2``, ``x^-1``, ``log x`` of ``x = 1 + d``.
 
     The mean of a quadratic in d can be estimated without bias from unbiased samples of d.  These are the nearest ones
     in the mean square for a log-normal x of mean 1 and the variance ``spread``, and have the same means; where the
@@ -197,7 +198,7 @@ def quadratics(spread: Tensor) -> Tensor:
 
 
 def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Mean squared error and mean log predictive density, left one out; with standard errors.
+    """Return mean squared error and mean log predictive density, left one out, with standard errors.
 
     :param weights: w, ``(n,)``.
     """
@@ -221,10 +222,10 @@ def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float]
 
 
 def expected_log_density(samples: Tensor, fit: Tensor, weights: Tensor) -> Tensor:
-    """The sum over rows of the log predictive densities, ``(...)``; differentiable in samples and weights.
+    """Return the sum over rows of the log predictive densities, ``(...)``; differentiable in samples and weights.
 
-    Expanded at the fit: what it leaves out is of third order in the distance of the a_i from the fit, which is why the
-    fit may be taken for a constant.
+    It is expanded at the fit.  The remainder is of third order in the distance of the a_i from the fit, which is why
+    the fit may be taken for a constant.
 
     :param samples: ``(..., n, S)`` of the a_i, S at least 2; :param fit: ``(..., n)``; :param weights: ``(..., n)``.
     """

@@ -1,4 +1,4 @@
-"""What a few rows of a kernel matrix say of another one: the rows that it is tied to most, and what they leave open."""
+"""The rows of a kernel matrix that each row correlates with most, and the variance that they leave open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENTRIES = 2**23  # of a block that is worked on at once
 
 @torch.no_grad()
 def nearest(matrix: KernelMatrix, count: int) -> Tensor:
-    """The ``count`` other rows of the largest correlations with each, ``(n, count)``; takes K once.
+    """Return the ``count`` other rows that correlate most with each, ``(n, count)``; K is evaluated once.
 
     :param matrix: ``(n, n)`` without batch; :param count: below n.
     """
@@ -31,7 +31,7 @@ def nearest(matrix: KernelMatrix, count: int) -> Tensor:
 
 @torch.no_grad()
 def conditional_variances(matrix: KernelMatrix, noise: Tensor, near: Tensor) -> Tensor:
-    """Variances of observations given those of their neighbours, ``(n,)`` float64: at least ``1 / (A^-1)_ii``.
+    """Return variances of observations given those of their neighbours, ``(n,)`` float64, at least ``1 / (A^-1)_ii``.
 
     :param noise: ``(n,)`` float64; :param near: ``(n, m)``.
     """

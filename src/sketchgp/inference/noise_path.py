@@ -119,7 +119,7 @@ class NoisePath:
         self.near = nearest(operator, min(_NEIGHBOURS, self.n - 1)) if plain else None  # type: ignore[arg-type]
 
     def preconditioner(self, noise: float) -> LowRankPlusDiagonal:
-        """``F F^T + (noise + shift) I``, whose capacitance matrix is made from the one ``F^T F``."""
+        """Return ``F F^T + (noise + shift) I``, whose capacitance matrix is made from the one ``F^T F``."""
         diagonal = torch.full_like(self.residual, noise) + self.shift
         built = LowRankPlusDiagonal(self.factor, diagonal)
         inner = self.gram / diagonal[0]
@@ -129,7 +129,7 @@ class NoisePath:
         return built
 
     def start(self, noise: float) -> Tensor | None:
-        """The combination of earlier solutions of the least residual at this noise, ``(n, 1 + S)``."""
+        """Return the combination of earlier solutions with the least residual at this noise, ``(n, 1 + S)``."""
         if not self.known:
             return None
         weights, products = (torch.stack(part, dim=-1) for part in zip(*self.known, strict=True))  # (n, 1 + S, k)
@@ -139,7 +139,7 @@ class NoisePath:
 
     @torch.no_grad()
     def at(self, noise: float) -> AtNoise:
-        """Everything at this noise."""
+        """Return all results at this noise."""
         system = System(self.operator, torch.full_like(self.residual, noise))
         built, start = self.preconditioner(noise), self.start(noise)
         name = self.name if self.factor.shape[1] else "none"
@@ -179,7 +179,7 @@ class NoisePath:
         return ProbedDiagonal(samples, fit, 1 / (self.prior + noise), 1 / variances).in_units(self.scale.square())
 
     def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
-        """``log det A - log det P``, its standard error, and the report of the solve."""
+        """Return ``log det A - log det P``, its standard error, and the report of the solve."""
         stream = generator(self.seed, "probe vectors of a noise path")
         shapes = (built.rank, self.probes), (self.n, self.probes)
         normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]

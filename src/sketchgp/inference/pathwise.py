@@ -48,21 +48,22 @@ class _Deviations:
         self.prior = PriorPaths(kernel, points.mean(dim=0, keepdim=True), samples, self._stream, frequencies)
 
     def targets(self, x: Tensor, noise: Tensor) -> Tensor:
-        """``f(x) + noise^(1/2) xi``, ``(n, S)`` float64."""
+        """Return ``f(x) + noise^(1/2) xi``, ``(n, S)`` float64."""
         targets = self.prior(x)
         unit = torch.randn(targets.shape, dtype=torch.float64, generator=self._stream).to(x.device)
         return targets + unit.mul_(noise.to(torch.float64).sqrt().unsqueeze(1))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The deviations at x ``(..., p, d)``: ``(..., p, S)``, float64, differentiable in x."""
+        """Return the deviations at x ``(..., p, d)``: ``(..., p, S)``, float64, differentiable in x."""
         flat = x.reshape(-1, x.shape[-1])
         values = self.prior(flat) - expansion(self.kernel, flat, self.points, self.weights)
         return values.reshape(*x.shape[:-1], self.samples)
 
 
 def sample_targets(kernel: Any, x: Tensor, noise: Tensor, samples: int, seed: int) -> Tensor:
-    """``f_s(X) + D^(1/2) xi_s`` of the :class:`PosteriorDeviations` with this seed and 1024 frequencies, ``(n, S)``
-    float64: draws of ``N(0, K + D)``.
+    """Return ``f_s(X) + D^(1/2) xi_s`` of :class:`PosteriorDeviations` with this seed and 1024 frequencies.
+
+    They are draws of ``N(0, K + D)``, ``(n, S)`` float64.
 
     :param x: ``(n, d)``; :param noise: ``(n,)``.
     """
@@ -70,8 +71,8 @@ def sample_targets(kernel: Any, x: Tensor, noise: Tensor, samples: int, seed: in
 
 
 class PosteriorDeviations(_Deviations):
-    """``d_s(x) = f_s(x) - k(x, X) v_s`` with ``v_s = (K + D)^-1 (f_s(X) + D^(1/2) xi_s)``: what S samples of the
-    posterior differ from its mean by, so that ``E d d^T`` is its covariance.
+    """``d_s(x) = f_s(x) - k(x, X) v_s`` with ``v_s = (K + D)^-1 (f_s(X) + D^(1/2) xi_s)``: deviations of S samples
+    of the posterior from its mean, so that ``E d d^T`` is its covariance.
 
     One solve with S columns and ``n S L`` cosines a term of the kernel (:class:`PriorPaths`); ``O((n + L d) S)`` memory
     beside tiles and what the solver needs.  A solve that ends early adds to the variance the mean square of what its
@@ -144,7 +145,7 @@ class ErrorPaths(_Deviations):
 
 
 def expansion(kernel: Any, x: Tensor, z: Tensor, weights: Tensor) -> Tensor:
-    """``k(x, z) W`` for x ``(..., p, d)``, z ``(m, d)`` and float64 W ``(m, t)``: ``(..., p, t)``, float64.
+    """Return ``k(x, z) W`` for x ``(..., p, d)``, z ``(m, d)`` and float64 W ``(m, t)``: ``(..., p, t)``, float64.
 
     Differentiable in x, with the kernel's parameters as constants; the matrix is evaluated in float64, by tiles.
     """

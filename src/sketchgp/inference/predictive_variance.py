@@ -95,18 +95,18 @@ class LowRankVariance:
         return torch.linalg.solve_triangular(self.root, self.block(self.inducing_points, x), upper=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Variances ``(m,)`` of the latent function at x ``(m, d)``; differentiable in x as far as ``block`` is."""
+        """Return variances ``(m,)`` of the latent function at x ``(m, d)``, differentiable in x where ``block`` is."""
         parts = [self._variance(x[rows]) for rows in spans(len(x), self._rows)]
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=self.root.dtype)
 
     def left_out(self, indices: Tensor) -> Tensor:
-        """Variances ``(p,)`` at training points that are no inducing points, each as if it were not among the data."""
+        """Return variances ``(p,)`` at training points, no inducing points, each as if it were not among the data."""
         parts = [self._variance(self.x[some], some) for some in indices.split(self._rows)]
         return torch.cat(parts) if parts else self.noise.new_zeros(0)
 
     @property
     def _rows(self) -> int:
-        """Points at once."""
+        """Number of points at once."""
         if not self.neighbours:
             return _ROWS
         return max(1, _ENTRIES // max(len(self.x), self.neighbours * (self.neighbours + len(self.root))))
@@ -138,7 +138,7 @@ class LowRankVariance:
         return near.topk(min(self.neighbours, most), dim=1, sorted=False).indices
 
     def _conditioned(self, x: Tensor, half: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """b ``(p, M, 1)``, and what the neighbours explain of the remainder, ``(p,)``."""
+        """Return b ``(p, M, 1)``, and the variance of the remainder that neighbours explain, ``(p,)``."""
         points, features = self.x[near], self._features[near]
         between = self.block(points, points) - features @ features.mT
         between.diagonal(dim1=-2, dim2=-1).add_(self.noise[near])

@@ -39,15 +39,14 @@ class FrozenPrior:
         self.width = train.shape[-1]
 
     def matrix(self, x: Tensor) -> tuple[Tensor, KernelMatrix]:
-        """The prior at x ``(p, d)``, after any transform of inputs."""
+        """Return the prior mean and covariance at x ``(p, d)``, after any transform of inputs."""
         prior = self.model.forward(x.expand(*self.batch, *x.shape[-2:]))
         matrix = KernelMatrix.from_lazy(prior.lazy_covariance_matrix, "tiled")
         assert matrix is not None
         return prior.mean, matrix
 
     def __call__(self, x: Tensor, outputs: int) -> tuple[Tensor, list[Tensor]]:
-        """Means ``(p, t)`` in float64, or ``(p, 1)`` of all outputs, and of each output the points ``(p, d')`` as its
-        kernel sees them."""
+        """Return means ``(p, t)`` or ``(p, 1)`` in float64, and each output's points ``(p, d')`` for its kernel."""
         z = x
         if self.transformed:
             z = self.model.transform_inputs(x)
@@ -60,7 +59,7 @@ class FrozenPrior:
         return mean.to(torch.float64).mT, list(points.unbind())
 
     def check(self, x: Any, least: int) -> Tensor:
-        """Points of at least so many dimensions."""
+        """Return points, checked to have at least so many dimensions."""
         if torch.is_tensor(x) and x.dim() == least - 1 and self.width == 1:
             x = x.unsqueeze(-1)
         shape = "(..., p, d)" if least == 2 else "(S, ..., p, d)"
@@ -76,6 +75,6 @@ class FrozenPrior:
         return x
 
     def untransformed(self, values: Tensor) -> Tensor:
-        """Values ``(..., p, t)`` in units of the data, which BoTorch's models standardize."""
+        """Return values ``(..., p, t)`` in units of the data, which BoTorch's models standardize."""
         transform = getattr(self.model, "outcome_transform", None)
         return values if transform is None else transform.untransform(values)[0]

@@ -1,4 +1,4 @@
-"""What models of random features share: a function that is learned from tensors, streams or single batches."""
+"""The base of models of random features: a function that is learned from tensors, streams or single batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CENTRE = 1024  # rows of the first batch that phases are counted from the mean 
 
 
 class Streamed:
-    """A mixin of modules: ``learn``, ``partial_fit``, and the function they have found.
+    """A mixin of modules with ``learn``, ``partial_fit``, and the function that they learn.
 
     :ivar solver: how it is learned; :ivar report: of the last ``learn``.
     """
@@ -48,17 +48,17 @@ class Streamed:
         raise NotImplementedError
 
     def _parts(self) -> tuple[Any, ...]:
-        """Modules that the function hangs on."""
+        """Return the modules that the function depends on."""
         return (self.covar_module,)
 
     def _started(self, problem: RandomFeatureProblem, learner: Learner) -> None:
-        """A learner was made."""
+        """Prepare the model for a learner that was just made."""
 
     def _extra(self) -> Extra | None:
         return None
 
     def _held(self, held_out: Any) -> Any:
-        """Held-out points and targets as the problem has them."""
+        """Return held-out points and targets as the problem has them."""
         return held_out
 
     # --- learning -------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Streamed:
         callback: Callable[[Progress], Any] | None = None,
         progress: bool | None = None,
     ) -> SolveReport:
-        """Learn from tensors, or from a stream of batches; what was learned before is gone on from.
+        """Learn from tensors, or from a stream of batches, continuing from what was learned before.
 
         A batch with NaN or infinity, or one that does not fit those before, raises an error that names it: what the
         batches before it taught is kept.  So it is when Ctrl-C ends the learning.
@@ -102,10 +102,11 @@ class Streamed:
         return self.report
 
     def partial_fit(self, x: Tensor, y: Any, rows: int | None = None) -> Any:
-        """One step on one batch, ``(b, d)`` and its targets or labels; the model itself.
+        """Take one step on one batch, ``(b, d)`` and its targets or labels.
 
         :param rows: n, if it is known; else all rows that were seen are taken for different ones.  Give it where the
             same rows come again.
+        :returns: the model.
         :raises InputError: for a batch that does not fit, or holds NaN; nothing has changed then.
         """
         owner = f"{type(self).__name__}.partial_fit"
@@ -127,12 +128,12 @@ class Streamed:
         return self
 
     def forget(self) -> Any:
-        """Everything that was learned; the model itself.  What follows may have another kernel or solver."""
+        """Forget everything that was learned, so that another kernel or solver may follow, and return the model."""
         self._learner, self._loaded, self._learned, self.report = None, None, "", None
         return self
 
     def _learner_for(self, problem: RandomFeatureProblem, rows: int | None = None, one: bool = False) -> Learner:
-        """The present one, or a new one.
+        """Return the present learner, or a new one.
 
         :param one: whether the data are one batch of more.
         """
@@ -178,7 +179,7 @@ class Streamed:
 
     @property
     def num_features(self) -> int:
-        """That have coefficients; 0 before anything was learned."""
+        """Number of features that have coefficients; 0 before anything was learned."""
         learner = self._known()
         return 0 if learner is None else 2 * len(learner.coefficients)
 
@@ -194,7 +195,7 @@ class Streamed:
         return learner, x
 
     def _values(self, learner: Learner, x: Tensor, columns: slice = slice(None)) -> Tensor:
-        """The function at x ``(..., p, d)``: ``(..., p, c)`` float64, differentiable in x."""
+        """Return the function at x ``(..., p, d)``: ``(..., p, c)`` float64, differentiable in x."""
         flat, a = x.reshape(-1, x.shape[-1]), learner.average[..., columns]
         parts = [learner.evaluate(learner.features.prepare(flat[span]), a) for span in spans(len(flat), _ROWS)]
         return torch.cat(parts).reshape(*x.shape[:-1], a.shape[2])
@@ -202,7 +203,7 @@ class Streamed:
     # --- moving and saving --------------------------------------------------------------------------------------------
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        """``to``, ``cuda``, ``double`` and so on: what was learned goes along to another device."""
+        """Move what was learned along with the modules to another device (``to``, ``cuda``, ``double`` and so on)."""
         state = self._state() if self._learner is not None else None
         found = super()._apply(*arguments, **options)  # type: ignore[misc]
         if state is not None:
@@ -243,7 +244,7 @@ class Streamed:
         pass
 
     def _restored(self, state: dict[str, Any]) -> Learner:
-        """The learner of a state, once kernel and all else are there.
+        """Return the learner of a state, once kernel and everything else exist.
 
         :raises InputError: where the model is another one.
         """
@@ -271,11 +272,11 @@ class Streamed:
         return "squared"
 
     def _restarted(self, learner: Learner) -> None:
-        """A learner was loaded."""
+        """Prepare the model for a learner that was loaded."""
 
 
 class Mapped:
-    """A stream whose targets are changed as it goes by."""
+    """A stream whose targets are mapped as its batches are read."""
 
     def __init__(self, stream: Iterable[Any], change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.stream, self.change = stream, change

@@ -55,7 +55,7 @@ class Transforms:
         return kept if kept is not None and getattr(self.model, "_has_transformed_inputs", False) else given
 
     def training(self) -> tuple[Tensor, Tensor]:
-        """Training targets ``(n,)`` float64 in units of the data, and the size ``(n,)`` of the model's unit in these.
+        """Return training targets ``(n,)`` float64 in units of the data, and the size ``(n,)`` of the model's unit.
 
         :raises InputError: for outcomes that are not shifted and scaled, and for inputs that a transform treats in
             another way in training than in predictions.
@@ -79,7 +79,7 @@ class Transforms:
         return values.squeeze(-1), squares.squeeze(-1).sqrt()
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Points ``(m, d)`` as the model in eval mode sees them, ``(m, d')``.
+        """Return points ``(m, d)`` as the model in eval mode sees them, ``(m, d')``.
 
         :raises InputError: for a transform that makes other points, or no finite ones.
         """
@@ -102,8 +102,10 @@ class Transforms:
             self._moments(x[:1], z[:1], one, one if variance else None)
 
     def in_units(self, prediction: Any, x: Tensor, z: Tensor) -> Any:
-        """A :class:`sketchgp.Prediction` at x, which the model sees as z, in units of the data: ``(m,)``, or ``(m, t)``
-        of t outputs."""
+        """Return a :class:`sketchgp.Prediction` in units of the data, of shape ``(m,)``, or ``(m, t)`` of t outputs.
+
+        :param x: its points; :param z: these as the model sees them.
+        """
 
         def columns(values: Tensor | None) -> Tensor | None:
             if values is None:
@@ -158,7 +160,7 @@ class Transforms:
         return bool(getattr(self.outcome, "_is_linear", False))
 
     def _moments(self, x: Tensor, z: Tensor, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Mean and variance ``(..., m, t)`` float64 of outcomes, of those of transformed ones."""
+        """Return mean and variance ``(..., m, t)`` float64 of outcomes, from those of transformed outcomes."""
         points = x if hasattr(self.model, "_output_tasks") else z  # as BoTorch's posteriors have it
         with torch.no_grad():
             if self._linear:

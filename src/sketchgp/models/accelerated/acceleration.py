@@ -88,7 +88,7 @@ class Acceleration:
 
     @contextmanager
     def fixed_probes(self, seed: int, count: int) -> Iterator[None]:
-        """Probe vectors of log determinants are the same ``count`` ones for every one inside the block."""
+        """Estimate all log determinants inside the block with the same ``count`` probe vectors."""
         before = self.probe_seed, self.probe_count
         self.probe_seed, self.probe_count = seed, count
         try:

@@ -145,7 +145,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
     ) -> tuple[Tensor, Tensor]:
-        """``(r^T A^-1 r, log det A)`` of ``A = K + noise``, for r ``(..., n, t)`` or ``(n,)``; differentiable.
+        """Return ``(r^T A^-1 r, log det A)`` of ``A = K + noise``, for r ``(..., n, t)`` or ``(n,)``; differentiable.
 
         The density that the model carries computes both; GPyTorch factorizes few rows.
         """
@@ -228,7 +228,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     def probed_solve(
         self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int, judged: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``A^-1 columns``, by conjugate gradients, with T and W of the first so many columns
+        """Return ``A^-1 columns`` by conjugate gradients, with T and W of the first so many columns
         (:meth:`sketchgp.solvers.ConjugateGradients.tridiagonalize`).
 
         :param judged: whether to end where rounding has made another matrix of A.
@@ -320,7 +320,7 @@ def solved_by_us(covariance: Any) -> bool:
 
 
 def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:
-    """GPyTorch's unevaluated covariance with its plain kernel matrices replaced by :class:`KernelMatrix`.
+    """Return GPyTorch's unevaluated covariance with its plain kernel matrices replaced by :class:`KernelMatrix`.
 
     Elementwise products of two covariances, whose products GPyTorch approximates by Lanczos (1.6e-2 relative error
     measured), are stored densely where they fit the memory budget.  Everything else is returned as it is.

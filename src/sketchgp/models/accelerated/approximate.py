@@ -78,14 +78,14 @@ class Approximate:
 
     @property
     def low_rank(self) -> Calibrated:
-        """Found by :meth:`prepare`."""
+        """Low-rank variances, which :meth:`prepare` found."""
         low_rank = self.training.remembered.low_rank
         assert low_rank is not None
         return low_rank
 
     @property
     def deviations(self) -> PosteriorDeviations:
-        """Kept, or found now by a solve with a column for each sample.
+        """Posterior samples, remembered or computed now by a solve with a column for each.
 
         :raises InputError: for a kernel without random features.
         """

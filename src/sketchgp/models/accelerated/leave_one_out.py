@@ -36,7 +36,7 @@ class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
     """
 
     def forward(self, function_dist: Any, target: Tensor, *params: Any) -> Tensor:
-        """The pseudo-likelihood divided by the number of targets, ``(...)`` for targets ``(..., n)``.
+        """Return the pseudo-likelihood divided by the number of targets, ``(...)`` for targets ``(..., n)``.
 
         :raises InputError: for several outputs, targets that are NaN, or fewer than two probes.
         """
@@ -62,7 +62,7 @@ class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
 
 
 def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``A^-1 residual`` and unbiased samples ``(..., n, S)`` of the diagonal of ``A^-1``, differentiable."""
+    """Return ``A^-1 residual`` and unbiased samples ``(..., n, S)`` of the diagonal of ``A^-1``, differentiable."""
     assert operator.acceleration is not None
     seed, count = operator.acceleration.probe_choice()
     if count < 2:
@@ -78,7 +78,7 @@ def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> t
 
 @torch.no_grad()
 def _fit(operator: AcceleratedAddedDiagLinearOperator, values: Tensor) -> Tensor:
-    """A fit to estimates of the diagonal of ``A^-1``, by what the neighbours of a point leave open."""
+    """Return a fit to estimates of the diagonal of ``A^-1``, by the variance that neighbours leave open."""
     system, batch = operator.system(), values.shape[:-1]
     known = torch.empty_like(values)
     for index in itertools.product(*(range(size) for size in batch)):

@@ -28,7 +28,7 @@ class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
     """
 
     def forward(self, function_dist: Any, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
-        """The marginal log likelihood divided by the number of all targets, missing ones included, as GPyTorch does.
+        """Return the marginal log likelihood divided by the number of all targets, as GPyTorch does, missing or not.
 
         :raises InputError: if no target was observed, the noise is correlated between outputs, or the kernel is an
             ``InducingPointKernel`` and targets are missing.
