@@ -14,7 +14,6 @@ from .accelerate import acceleration_of
 from .checks import count
 from .checks import seed as checked_seed
 from .errors import InputError
-from .inducing_point_gp import InducingPointGP
 from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
 from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import calls_its_own_way, solution_report
@@ -63,7 +62,8 @@ def sample_posterior(
     Wilson, Borovitskiy, Terenin, Mostowsky, Deisenroth, "Efficiently sampling functions from Gaussian process
     posteriors" (ICML 2020).
     """
-    if not isinstance(model, InducingPointGP):
+    sparse = hasattr(type(model), "variance_solution")  # an InducingPointGP, which solves for samples itself
+    if not sparse:
         acceleration_of(model, _OWNER)
     num_samples = count(_OWNER, "num_samples", num_samples)
     seed = checked_seed(_OWNER, "seed", seed)
@@ -74,7 +74,7 @@ def sample_posterior(
             f"{_OWNER}: the training targets hold NaN; give the model the observed rows by set_train_data."
         )
     model.eval()
-    make = _of_inducing_points if isinstance(model, InducingPointGP) else _of_accelerated
+    make = _of_inducing_points if sparse else _of_accelerated
     with torch.inference_mode(False), torch.no_grad():
         return make(model, num_samples, seed, frequencies)
 
@@ -235,7 +235,7 @@ def _name(model: Any) -> str:
     return plain_class(type(model)).__name__
 
 
-def _of_inducing_points(model: InducingPointGP, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
+def _of_inducing_points(model: Any, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
     prior = FrozenPrior(model)
     (_, x), (_, z) = (prior.matrix(points) for points in (model.train_inputs[0], model.inducing_points))
     kernel, several = of_all_dims(z.kernel), model.train_targets.dim() > 1
