@@ -49,7 +49,7 @@ def iterative(probes: int = 30, tol: float = 1e-8) -> Iterator[None]:
 def small_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits start from 10 rows, those of 40 and 80 rows then from half of theirs."""
     for name, value in {"_SUBSET": 10, "_LEVELS": ((40, 20), (80, 40))}.items():
-        monkeypatch.setattr(f"sketchgp.fitting.start.{name}", value)
+        monkeypatch.setattr(f"sketchgp.fitting.plan.{name}", value)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 import sketchgp
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, N, Plain, data, dense, iterative, marginal, relative
 from sketchgp.density import Bound, Exact
-from sketchgp.fitting.route import WIDTH
+from sketchgp.fitting.plan import WIDTH
 from sketchgp.operators import KernelMatrix
 from sketchgp.preconditioners.tightened import Tightened, log_slack
 

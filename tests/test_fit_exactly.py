@@ -25,7 +25,7 @@ from gp_models import (
     relative,
     small_subsets,
 )
-from sketchgp.fitting import route
+from sketchgp.fitting import plan
 
 pytestmark = TORCH_WARNINGS
 
@@ -293,7 +293,7 @@ def test_inducing_points_move_where_asked_whatever_their_unit() -> None:
 
 def test_factorizes_where_solves_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for more rows than are factorized at once; a preconditioner of three columns makes solves long."""
-    monkeypatch.setitem(route.EXACT, "cpu", 100)
+    monkeypatch.setitem(plan.EXACT, "cpu", 100)
     x, y = regression(820, torch.float32)
     model = ard(x, y, noise=1e-2)
     sketchgp.restore(model)

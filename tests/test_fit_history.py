@@ -97,7 +97,7 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(
 @pytest.mark.parametrize("phase", range(4))
 def test_rough_losses_do_not_end_a_fit_where_a_subset_left_it(phase: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Solves leave more of a loss than a step that is far too short would change it by."""
-    monkeypatch.setattr("sketchgp.fitting.start._SUBSET", 160)
+    monkeypatch.setattr("sketchgp.fitting.plan._SUBSET", 160)
     expected = fitted(objective="exact", start="subset", iterations=100, tol=1e-5).best_loss
     exactly = Objective.evaluate
 

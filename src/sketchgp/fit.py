@@ -13,7 +13,7 @@ from gpytorch.models import ExactGP
 
 from . import checks
 from .accelerate import acceleration_of
-from .distributed import Shards, in_force
+from .distributed import in_force
 from .errors import InputError
 from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
@@ -42,89 +42,52 @@ def fit(
 ) -> FitHistory:
     """Maximise the marginal likelihood of an accelerated model, or an :class:`InducingPointGP`, in place.
 
-    The loss is computed *exactly*, by one factorization in float64, up to 5,000 rows (CUDA: 20,000) that fit the memory
-    budget, unless ``accelerate`` was given a solver, or GPyTorch a ``max_cholesky_size``: ``n^3`` operations a loss
-    (and whatever n is with the solver :class:`Cholesky`).
-    Above that an upper *bound* of it is minimised where it is within 0.002 a row of a lower one: of Artemev, Burt, van
-    der Wilk (arXiv:2102.08314), with exact gradients, and no random number but those of the pivots.  Elsewhere the loss
-    is estimated with *probes*, drawn once, so that it is the same function at every step; log determinants are as in
-    Wenger et al. (arXiv:2107.00243), gradients their derivatives, and the preconditioner's pivots are kept while they
-    serve, by L-BFGS throughout.  Bounds that become wider on the way are made anew, with more pivots, or left for
-    probes, and probes whose solves take longer than a factorization that fits into memory are left for exact losses;
-    never within a line search, and ``FitHistory.notes`` say so.  An inducing-point model has a *bound* of its own.
-
-    A solver that ``accelerate`` was given, ASkotch, say, that is neither conjugate gradients nor Cholesky, serves Adam,
-    which is then what ``"auto"`` takes: gradients are those of *samples* that it solves for, with no n x r factor
-    (:mod:`.density.samples`); losses are right but for a constant.  L-BFGS asked for, 800 rows or
-    fewer (2,000 with BoTorch) and covariances other than one plain kernel with random features are as above.
+    The page on tuning says what ``"auto"`` chooses and why, which fits to fewer rows and from other starts come first,
+    and when a fit goes on with another objective.
 
     :param model: a model that :func:`accelerate` was called on, or an :class:`InducingPointGP`.  It is left in eval
         mode with the parameters of the best step; parameters with ``requires_grad=False`` stay as they are.
     :param mll: a GPyTorch marginal log likelihood (default: ``ExactMarginalLogLikelihood``), or
         ``LeaveOneOutPseudoLikelihood``.
     :param optimizer: ``"lbfgs"`` (SciPy's, within the bounds of constraints), ``"adam"``, or ``"auto"``: L-BFGS, but
-        where a ``learning_rate`` is given, or for losses by samples.
-    :param start: ``"model"`` starts from the model's parameters; ``"subset"`` first fits them to 2,000 random rows,
-        exactly, then, from 8,000, 40,000, 96,000 and 320,000 rows on, to 5,000, 16,000, 40,000 and 128,000 of them;
-        ``"auto"`` does so with L-BFGS above 3,000 rows where it is known how to take rows of the model (a Gaussian
-        likelihood and no batch).  Both, and ``"auto"`` with L-BFGS on exact losses, or an :class:`InducingPointGP`, of
-        more than 1,000 rows, begin with fits to 500 rows (25 for each hyperparameter, where that is more, and at most
-        1,000; 1,000 where all are 8,000 or more) from three starts, the model's parameters, and lengthscales of 3 and
-        of 0.3 times the size of what the kernel is given, with a noise of 0.01 and 0.001 of the targets' variance, and
-        go on from the best one with 1,000; up to 1,000 rows ``"auto"`` goes on at the best end.  Where only one start
-        came to the lowest end a fourth is tried.  Output scale and noise that are of another unit than the targets,
-        and lengthscales with which every point is alone, or all are alike, so that the loss does not change with them,
-        are first given the size of the data, the latter with a warning; with ``"model"`` there is only the warning.
-    :param objective: ``"exact"``, ``"bound"``, ``"probes"`` or ``"samples"``, or ``"auto"`` as above.  A bound that is
-        asked for is minimised however wide it is.
-    :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam) of each fit: to all rows, to some of them,
-        and from each start.
+        Adam where a ``learning_rate`` is given or losses are by samples.
+    :param start: ``"model"``, the model's parameters; ``"subset"``, the optimum of 2,000 random rows or more; or
+        ``"auto"``.  Both of the latter compare at least three starts on 500 to 1,000 rows.
+    :param objective: ``"exact"``, by factorizations in float64; ``"bound"``, an upper bound; ``"probes"``,
+        estimated; ``"samples"``, up to a constant by a solver that ``accelerate`` was given; or ``"auto"``.
+    :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam) of each fit, those to some rows included.
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
-    :param num_probes: probe vectors, or samples, of the log determinant.
-    :param seed: of the probe vectors, the samples and the subset.
-    :param tol: the loss has settled when ten steps of L-BFGS together improved it by less than this (four after a
-        subset, three where it is estimated), or the mean of five steps of Adam over the five before.  An estimated
-        loss has settled, too, when the improvement is smaller than half its standard error, by the spread of the
-        probes; not so where ``tol`` is 0 or less.
+    :param num_probes: number of probe vectors, or samples, of the log determinant.
+    :param seed: seed of the probe vectors, the samples and the subset.
+    :param tol: the loss has settled when ten steps of L-BFGS together improved it by less (four after a subset, three
+        where it is estimated), or the mean of five steps of Adam over the five before.  An estimated loss has settled,
+        too, at an improvement below half its standard error, unless ``tol`` is 0 or less.
     :param progress: show a progress bar (default: in a terminal or notebook).
-    :param callback: called with step and loss; returning True ends the fit.  Ctrl-C ends it too.  Fits to some of the
-        rows, and from another start, call it as well; each counts its own steps.
-    :param checkpoint: a file that keeps every evaluation (tensors only).  Where it exists, the fit goes through them at
-        no cost, one of each choice of pivots and the last of each bound excepted, and then on: to the bits that an
-        uninterrupted one ends with (on the same device and number of threads), from the parameters that the first run
-        began with.  Of another model, other data or other choices than ``iterations`` and ``tol`` it is refused; so is
-        one that another fit is using, and any for losses by samples.
+    :param callback: called with step and loss, in each fit; returning True ends the fit, as Ctrl-C does.  Where several
+        ranks work together (:func:`sketchgp.distributed.sharded`), rank 0 decides.
+    :param checkpoint: a file that keeps every evaluation; not for samples.  Where it exists, a fit with the same
+        choices but ``iterations`` and ``tol`` goes on from it, to the bits of an uninterrupted one.
     :param every: seconds between two writes of the checkpoint.
-
-    Where several ranks work together (:func:`sketchgp.distributed.sharded`), rank 0 says what the callback does.
-
     :raises InputError: for a model that is not accelerated, or arguments that do not fit; the model is then as it was.
-    :raises NumericalError: if the first loss is not finite.
-
-    A call that ends in an error before there is a first loss leaves the model as it was: parameters, gradients, and
-    which of its parts are in training mode.
+    :raises NumericalError: if the first loss is not finite; the model is then as it was.
     """
-    acceleration = None if isinstance(model, InducingPointGP) else acceleration_of(model, "fit")
-    if acceleration is not None:
-        check_targets(model, built=True)
-        check_noise(model.likelihood, model.train_targets)
-    checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
-    checks.word("fit", "start", start, ("auto", "model", "subset"))
-    checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes", "samples"))
-    iterations = checks.count("fit", "iterations", iterations, optional=True)
-    num_probes = checks.count("fit", "num_probes", num_probes)
-    if learning_rate is not None:
-        learning_rate = checks.number("fit", "learning_rate", learning_rate, above=0, finite=True)
-    seed, tol = checks.seed("fit", "seed", seed), checks.number("fit", "tol", tol)
+    _check_model(model)
+    choices = _choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
     checks.flag("fit", "progress", progress, optional=True)
     checks.function("fit", "callback", callback)
     checkpoint = checks.path("fit", "checkpoint", checkpoint, optional=True)
     every = checks.number("fit", "every", every, above=0)
-    checks.function("fit", "mll", mll)
-    if optimizer == "lbfgs" and learning_rate is not None:
-        raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
-    if getattr(mll, "model", model) is not model:
-        raise InputError("fit: mll expects to be of the model that is fitted, got one of another model.")
+    mll, (show, callback) = _solved_by_us(model, mll), _of_rank_0(shows_progress(progress), callback)
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # gradients are wanted
+        return Fit(model, mll, choices, show, callback, checkpoint, every)()
+
+
+def _check_model(model: Any) -> None:
+    """:raises InputError: for a model that cannot be fitted."""
+    if not isinstance(model, InducingPointGP):
+        acceleration_of(model, "fit")
+        check_targets(model, built=True)
+        check_noise(model.likelihood, model.train_targets)
     if model.train_inputs is None or model.train_targets is None:
         raise InputError("fit: model expects training data, got none.")
     if not any(p.requires_grad for p in model.parameters()):
@@ -132,21 +95,57 @@ def fit(
     missing = bool(torch.isnan(model.train_targets).any())
     if missing and gpytorch.settings.observation_nan_policy.value() != "mask":
         raise InputError('fit: the training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+
+
+def _choices(
+    optimizer: str,
+    start: str,
+    objective: str,
+    iterations: int | None,
+    learning_rate: float | None,
+    num_probes: int,
+    seed: int,
+    tol: float,
+) -> Choices:
+    """Return the arguments of a fit, checked.
+
+    :raises InputError: for arguments that do not fit.
+    """
+    checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
+    checks.word("fit", "start", start, ("auto", "model", "subset"))
+    checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes", "samples"))
+    iterations = checks.count("fit", "iterations", iterations, optional=True)
+    num_probes = checks.count("fit", "num_probes", num_probes)
+    if learning_rate is not None:
+        learning_rate = checks.number("fit", "learning_rate", learning_rate, above=0, finite=True)
+    if optimizer == "lbfgs" and learning_rate is not None:
+        raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
+    seed, tol = checks.seed("fit", "seed", seed), checks.number("fit", "tol", tol)
+    return Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
+
+
+def _solved_by_us(model: Any, mll: Any) -> Any:
+    """Return the marginal log likelihood, as the library's own class where it is one of GPyTorch's that it extends."""
+    checks.function("fit", "mll", mll)
+    if getattr(mll, "model", model) is not model:
+        raise InputError("fit: mll expects to be of the model that is fitted, got one of another model.")
     if mll is None:
-        mll = ExactMarginalLogLikelihood(model.likelihood, model)
-    elif type(mll) is gpytorch.mlls.ExactMarginalLogLikelihood:  # the same, and knows of missing targets
-        mll = ExactMarginalLogLikelihood(mll.likelihood, mll.model)
-    elif type(mll) is gpytorch.mlls.LeaveOneOutPseudoLikelihood:  # the same, by sketchgp's solves
-        mll = LeaveOneOutPseudoLikelihood(mll.likelihood, mll.model)
-    choices = Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
-    show = shows_progress(progress)
+        return ExactMarginalLogLikelihood(model.likelihood, model)
+    for ours in (ExactMarginalLogLikelihood, LeaveOneOutPseudoLikelihood):
+        if type(mll) is ours.__base__:
+            return ours(mll.likelihood, mll.model)
+    return mll
+
+
+def _of_rank_0(
+    show: bool, callback: Callable[[int, float], Any] | None
+) -> tuple[bool, Callable[[int, float], Any] | None]:
+    """Return whether this rank shows progress, and a callback whose answer on rank 0 all ranks follow."""
     shards = in_force()
-    if shards is not None:
-        show, callback = show and shards.rank == 0, _of_rank_0(callback, shards)
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # gradients are wanted
-        return Fit(model, mll, acceleration, choices, show, callback, checkpoint, every)()
+    if shards is None:
+        return show, callback
 
+    def agreed(step: int, loss: float) -> bool:
+        return bool(shards.agree(bool(callback is not None and callback(step, loss))))
 
-def _of_rank_0(callback: Callable[[int, float], Any] | None, shards: Shards) -> Callable[[int, float], bool]:
-    """Each rank calls its own, and rank 0's says whether the fit ends."""
-    return lambda step, loss: bool(shards.agree(bool(callback is not None and callback(step, loss))))
+    return show and shards.rank == 0, agreed

@@ -1,10 +1,10 @@
 """Floor 6: ``log p(y)`` and its gradient, one file for each way to compute it."""
 
-from .base import LogDensity, log_density
+from .base import LogDensity, Solutions, log_density
 from .bound import Bound, TooWide
 from .exact import Exact
 from .probes import Probes, standard_error
-from .samples import Samples, Solutions
+from .samples import Samples
 
 __all__ = [
     "Bound",

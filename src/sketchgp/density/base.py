@@ -7,11 +7,28 @@ for the process.  :func:`log_density` calls it whatever these settings say.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
 from torch import Tensor
+
+from ..preconditioners import PreconditionerCache
+
+
+@dataclass(frozen=True)
+class Solutions:
+    """Solutions of the last evaluation of a fit, at hyperparameters near those that were kept.
+
+    :ivar seed: seed of the samples.
+    :ivar targets: solutions for the model's targets less its mean, ``(n, t)`` float64.
+    :ivar samples: solutions for the samples, ``(n, S)`` float64.
+    """
+
+    seed: int
+    targets: Tensor
+    samples: Tensor
 
 
 class LogDensity:
@@ -22,13 +39,17 @@ class LogDensity:
     :cvar always: whether it is used for few rows, too, which GPyTorch otherwise factorizes.
     :cvar exact: whether values are exact up to rounding.
     :ivar gap: nats between the value and the lower end of its bound since :meth:`begin`; None where there is no bound.
-    :ivar values: what each probe said of the loss since :meth:`begin`, ``(s,)`` float64 for every log determinant.
+    :ivar values: the loss by each probe since :meth:`begin`, ``(s,)`` float64 for every log determinant.
+    :ivar cache: its own cache of preconditioners; None where it uses the model's.
+    :ivar solutions: solutions of the latest evaluation, for solves to start from; None where there are none.
     """
 
     always: ClassVar[bool] = True
     exact: ClassVar[bool] = False
     gap: float | None = None
     values: tuple[Tensor, ...] = ()
+    cache: PreconditionerCache | None = None
+    solutions: Solutions | None = None
 
     def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and ``log det A``, differentiable once in A and r.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,23 +28,9 @@ from ..operators.expression import recognise
 from ..operators.first_order import in_callers_context
 from ..solvers import Budgeted, Cholesky, ConjugateGradients, System
 from ..solvers.solver import kernel_of, solve_system
-from .base import LogDensity, bilinear_derivative
+from .base import LogDensity, Solutions, bilinear_derivative
 
 _LOOSEST = 0.5  # relative residual of a correction, however near the solution before was
-
-
-@dataclass(frozen=True)
-class Solutions:
-    """Solutions of the last evaluation of a fit, at hyperparameters near those that were kept.
-
-    :ivar seed: seed of the samples.
-    :ivar targets: solutions for the model's targets less its mean, ``(n, t)`` float64.
-    :ivar samples: solutions for the samples, ``(n, S)`` float64.
-    """
-
-    seed: int
-    targets: Tensor
-    samples: Tensor
 
 
 class Samples(LogDensity):
@@ -61,7 +46,7 @@ class Samples(LogDensity):
             solver = dataclasses.replace(solver, checkpoint=None, max_seconds=None)
         self.solver, self.seed, self.count = solver, seed, count
         self._system: System | None = None
-        self._solutions: Tensor | None = None  # (n, t + count)
+        self._value: Tensor | None = None  # (n, t + count)
         self._forms: Tensor | None = None  # mean of u^T A u
         self._determinant: Tensor | None = None
 
@@ -88,10 +73,10 @@ class Samples(LogDensity):
     def evaluate(self, system: System, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``A^-1 [columns, z]``, ``(n, t + count)`` float64, and ``log det A`` up to a constant."""
         rhs = torch.cat([columns.to(torch.float64), self._drawn(system)], dim=1)
-        t, before = columns.shape[1], self._solutions
+        t, before = columns.shape[1], self._value
         if before is None or before.shape != rhs.shape or self._system is None:
             value, _ = solve_system(self.solver, system, rhs)
-            diagonal = system.operator._diagonal().to(torch.float64) + system.noise.to(torch.float64)
+            diagonal = system.operator.diagonal().to(torch.float64) + system.noise.to(torch.float64)
             determinant = diagonal.log().sum()
         else:
             product = system.accurate_product(before)
@@ -101,7 +86,8 @@ class Samples(LogDensity):
             moved = (before * product)[:, t:].sum() / self.count - old  # u^T (A' - A) u
             behind = (value * self._system.accurate_product(value))[:, t:].sum() / self.count
             determinant = self._determinant + (moved + (value * rhs)[:, t:].sum() / self.count - behind) / 2
-        self._system, self._solutions, self._determinant = _copied(system), value, determinant
+        self._system, self._value, self._determinant = _copied(system), value, determinant
+        self.solutions = Solutions(self.seed, value[:, :t], value[:, t:])
         self._forms = (value * rhs)[:, t:].sum() / self.count
         return value, determinant
 
@@ -121,13 +107,6 @@ class Samples(LogDensity):
         """Return z, ``(n, count)`` float64: the targets of :func:`sketchgp.sample_posterior` with this seed."""
         matrix = system.operator
         return sample_targets(kernel_of(matrix), matrix.x1.detach(), system.noise, self.count, self.seed)
-
-    @property
-    def solutions(self) -> Solutions | None:
-        """Solutions of the latest evaluation; None before the first."""
-        if self._solutions is None:
-            return None
-        return Solutions(self.seed, self._solutions[:, : -self.count], self._solutions[:, -self.count :])
 
 
 def _copied(system: System) -> System:

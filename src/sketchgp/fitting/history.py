@@ -1,13 +1,15 @@
-"""What a fit did."""
+"""The history of a fit, and its picture."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .. import checks
 from ..cards import Card, Shown, seconds, several
-from .picture import draw
+from ..errors import InputError
+from ..style import COLORS, RING, axes_for, finish
 
 SETTLED = "the loss has settled"
 FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
@@ -15,45 +17,54 @@ WIDENED = "the bounds of the loss have become too wide"
 UNSURE = "not sure"  # the first words of a note that doubts where a fit ended
 STOPPED = "stopped by the callback"
 DEAR = "solves take longer than a factorization"
+_LOSS, _GRADIENT = COLORS[0], "0.55"
 
 
 @dataclass(repr=False)
 class FitHistory(Shown):
-    """What a fit did.  ``losses`` are negative log marginal likelihoods divided by n (by n t for t outputs), one a
-    step; ``gradients`` the norms of their gradients, by Adam in the unconstrained parameters, by L-BFGS in the
-    logarithms of what is positive; ``seconds`` since the fit began, what came before the first step included.
+    """The course of a fit, step by step, and how it ended.
 
-    ``standard_errors`` are of the losses, by the spread of what the probes say: 0 where log determinants are not
-    estimated (that of a leave-one-out pseudo-likelihood is not known), infinite with one probe.  As all losses have the
-    same probes, their differences are far more certain.
-    ``residuals`` are the largest true relative residual of the linear solves of a step, ``iterations`` those of
-    conjugate gradients and ``products`` those with the kernel matrix, in all evaluations of the step; 0 without solves.
+    ``print(history)`` shows the notes that begin with "not sure", those of ``subset`` included.
 
-    ``best_step`` is the step whose parameters the model was left with; ``reason`` says why the fit ended.
-    ``optimizer`` is ``"lbfgs"`` or ``"adam"``; ``objective`` says how losses were computed: ``"exact"`` (one
-    factorization in float64 each), ``"probes"`` (log determinants estimated with fixed probe vectors),
-    ``"samples"`` (gradients by samples that a solver of the user's choice solves for, losses right but for a constant,
-    of which no standard error is known),
-    ``"bound"`` (an upper bound of the exact one; Titsias's for an inducing-point model) or ``"given"`` (whatever the
-    ``mll`` does).
-    ``widths`` say how far below the loss of a step the exact one may be, None where that is not known; ``restarts`` at
-    which steps the optimiser began anew: with another function (new pivots of the bound, probes instead of it, it
-    instead of probes, or the exact loss instead of them), or at the lower end of a fit from another start.  By L-BFGS
-    losses never rise between restarts.  ``bracket`` holds two numbers between which the exact loss at the final
-    parameters certainly is, by one more solve, rounding included; with exact losses that number twice, as float64
-    rounds it; None where nothing is certain.
-    ``by_other_probes`` is the loss at the final parameters by as many probes that no step has seen, and its standard
-    error: a fit of many parameters follows what its own probes say too much or too little, and ends with a loss that is
-    too low; None where the fit did not end with probes.  ``evaluations`` counts losses with gradient, those of a line
-    search included, but not those of a fit from another start.  ``subset`` is the history of the fit on a random
-    subset that this one started from, with ``rows`` rows, which may have one of its own; None where it started from the
-    model's parameters.  ``notes`` say what was decided on the way.
-    A note that begins with "not sure" doubts that there is no lower loss: only one of the starts came to this one.
-    ``print(history)`` shows such notes, those of ``subset`` included.
-    ``at_limits`` are hyperparameters that ended where their constraint does, or at L-BFGS's own bounds, by name, and
-    the limit: the least noise that a likelihood allows, say. The marginal likelihood may be larger beyond it.
-    ``hyperparameters`` are those of each step by name (``"covar_module.base_kernel.lengthscale"``), as the model has
-    them, without what has more than 100 numbers.
+    :ivar losses: negative log marginal likelihoods divided by n (by n t for t outputs), one a step.  By L-BFGS they
+        never rise between ``restarts``.
+    :ivar seconds: seconds since the fit began, the time before the first step included.
+    :ivar best_step: the step whose parameters the model was left with.
+    :ivar reason: why the fit ended.
+    :ivar gradients: norms of the gradients, by Adam in the unconstrained parameters, by L-BFGS in the logarithms of
+        positive ones.
+    :ivar standard_errors: standard errors of the losses, by the spread of the probes: 0 where log determinants are not
+        estimated (that of a leave-one-out pseudo-likelihood is not known), infinite with one probe.  As all losses have
+        the same probes, their differences are far more certain.
+    :ivar residuals: the largest true relative residual of the linear solves of a step, 0 without solves.
+    :ivar iterations: iterations of conjugate gradients in all evaluations of a step.
+    :ivar products: products with the kernel matrix in all evaluations of a step.
+    :ivar evaluations: number of losses with gradient, those of a line search included, but not those of a fit from
+        another start.
+    :ivar optimizer: ``"lbfgs"`` or ``"adam"``.
+    :ivar objective: how losses were computed: ``"exact"`` (one factorization in float64 each), ``"probes"`` (log
+        determinants estimated with fixed probe vectors), ``"samples"`` (gradients by samples that a solver of the
+        user's choice solves for; losses are right up to a constant, of which no standard error is known), ``"bound"``
+        (an upper bound of the exact loss; Titsias's for an inducing-point model) or ``"given"`` (whatever the ``mll``
+        does).
+    :ivar rows: number of rows.
+    :ivar subset: the history of the fit to a random subset that this one started from, which may have one of its own;
+        None where it started from the model's parameters.
+    :ivar widths: distance to which the exact loss of a step may lie below its loss; None where that is not known.
+    :ivar restarts: steps at which the optimiser began anew: with another function (new pivots of the bound, probes
+        instead of it, it instead of probes, or the exact loss instead of them), or at the lower end of a fit from
+        another start.
+    :ivar notes: what was decided on the way.  A note that begins with "not sure" doubts that there is no lower loss:
+        only one of the starts came to this one.
+    :ivar bracket: two numbers between which the exact loss at the final parameters certainly is, by one more solve,
+        rounding included; with exact losses that number twice, as float64 rounds it; None where nothing is certain.
+    :ivar by_other_probes: the loss at the final parameters by as many probes that no step has seen, and its standard
+        error; None where the fit did not end with probes.  A fit of many parameters follows the errors of its own
+        probes, and ends with a loss that is too low.
+    :ivar at_limits: hyperparameters that ended where their constraint does, or at L-BFGS's own bounds, by name, and the
+        limit: the least noise that a likelihood allows, say.  The marginal likelihood may be larger beyond it.
+    :ivar hyperparameters: hyperparameters of each step by name (``"covar_module.base_kernel.lengthscale"``), as the
+        model has them, without those of more than 100 numbers.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -85,7 +96,7 @@ class FitHistory(Shown):
 
     @property
     def converged(self) -> bool:
-        """Whether further steps promise nothing."""
+        """True if the loss has settled."""
         return self.reason == SETTLED
 
     def plot(self, ax: Any = None, by: Literal["steps", "seconds"] = "steps") -> Any:
@@ -97,10 +108,10 @@ class FitHistory(Shown):
         :returns: the axes of the loss.
         :raises InputError: before there is a step.
         """
-        return draw(self, ax, checks.word("FitHistory.plot", "by", by, ("steps", "seconds")))
+        return _draw(self, ax, checks.word("FitHistory.plot", "by", by, ("steps", "seconds")))
 
     def latest(self) -> str:
-        """The latest step in a few words."""
+        """Describe the latest step in a few words."""
         error = f" +- {self.standard_errors[-1]:.4f}" if self.standard_errors[-1] else ""
         width = self.widths[-1]
         if width:
@@ -111,7 +122,7 @@ class FitHistory(Shown):
         return text
 
     def _worth(self) -> str:
-        """What the last loss is worth, in a few words."""
+        """Describe what the last loss is worth."""
         words = ""
         if self.by_other_probes is not None:
             words = ", by other probes {:.4f} +- {:.4f}".format(*self.by_other_probes)
@@ -121,12 +132,16 @@ class FitHistory(Shown):
         return words
 
     def _doubts(self) -> list[str]:
-        """Notes that doubt the end, of the fits to some of the rows, too."""
-        before = [] if self.subset is None else self.subset._doubts()
-        return [*before, *(note for note in self.notes if note.startswith(UNSURE))]
+        """Return the notes that doubt the end, those of fits to some of the rows included."""
+        doubts: list[str] = []
+        history: FitHistory | None = self
+        while history is not None:
+            doubts = [*(note for note in history.notes if note.startswith(UNSURE)), *doubts]
+            history = history.subset
+        return doubts
 
     def _limits(self) -> str:
-        """What ended on a limit, in a few words."""
+        """Describe which hyperparameters ended on a limit."""
         return ", ".join(f"{name} at its limit {limit:g}" for name, limit in self.at_limits.items())
 
     def __str__(self) -> str:
@@ -163,3 +178,31 @@ class FitHistory(Shown):
             at_limits=self._limits(),
             notes="; ".join(self.notes),
         )
+
+
+def _draw(history: FitHistory, ax: Any, by: str) -> Any:
+    """Draw the course of a fit, as :meth:`FitHistory.plot` describes it."""
+    if not history.losses:
+        raise InputError("FitHistory.plot expects a fit with at least one step.")
+    ax = axes_for("FitHistory.plot", ax)
+    x = history.seconds if by == "seconds" else list(range(len(history.losses)))
+    other = ax.twinx()
+    norms = [norm if norm > 0 else math.nan for norm in history.gradients]
+    other.plot(x, norms, color=_GRADIENT, linewidth=1.2, linestyle="--", marker=".", markersize=4)
+    other.set_yscale("log" if any(norm > 0 for norm in history.gradients) else "linear")
+    other.set_ylabel("norm of the gradient (dashed)", color="0.35")
+    other.spines["top"].set_visible(False)
+    errors = history.standard_errors
+    if any(errors) and all(map(math.isfinite, errors)):
+        lower, upper = ([v + side * e for v, e in zip(history.losses, errors, strict=True)] for side in (-1, 1))
+        ax.fill_between(x, lower, upper, color=_LOSS, alpha=0.15, linewidth=0, label="one standard error")
+    ax.plot(x, history.losses, color=_LOSS, linewidth=2, marker=".", markersize=7, label="loss")
+    best = history.best_step
+    ax.plot([x[best]], [history.losses[best]], color=_LOSS, label="parameters kept", **RING)
+    time, loss = "seconds since the fit began", "loss: negative log marginal likelihood per row"
+    title = f"{history.optimizer}, {history.objective}; {history.reason}"
+    finish(ax, title, time if by == "seconds" else "step", loss, grid="y")
+    ax.spines["right"].set_visible(True)  # the axis of the gradient
+    ax.set_zorder(other.get_zorder() + 1)
+    ax.patch.set_visible(False)
+    return ax

@@ -1,4 +1,7 @@
-"""Noises of hardly anything, which few rows may find and more rows then do not leave."""
+"""Noise and output scale where a fit starts.
+
+Few rows may be fitted best by hardly any noise, which a fit to more rows then does not leave.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ from torch import Tensor
 from .objective import Objective
 from .scales import buffers_kept, inside, prior_variance, set_scale
 
-_NONE = 1e-3  # of the targets' variance: noises below it are hardly any
-_TRIED = (1e-3, 1e-2)  # of it, one after the other while the loss falls
-_OTHER_UNIT = 10.0  # times the mean square of the targets, or its inverse: they are in another unit than the prior
+_NONE = 1e-3  # share of the targets' variance below which there is hardly any noise
+_TRIED = (1e-3, 1e-2)  # shares of it, tried one after the other while the loss falls
+_OTHER_UNIT = 10.0  # ratio of prior variance and mean square of the targets that tells of different units
 _NAMES = ("raw_noise", "raw_task_noises")
-_ABOVE = 9.0  # times its limit that a noise is above it, to begin with: next to it no gradient leads away;
-_WITHIN = 0.1  # but no more of the targets' variance
+_ABOVE = 9.0  # distance of a noise to its limit at the start, in limits: next to it no gradient leads away;
+_WITHIN = 0.1  # but no more than this share of the targets' variance
 
 
 @torch.no_grad()
 def raise_noise(objective: Objective) -> str:
-    """Where a fit to fewer rows ended with hardly any noise, and the loss of more rows is lower with more of it, give
-    the model that noise.  What was done, in words; "" for nothing.
+    """Raise the noise of a model that a fit to fewer rows left with hardly any, where that lowers the loss.
 
-    Lengthscales that pass through all of the few rows without noise may miss those between them, and with the noise at
-    its limit the gradient does not tell.  It takes one loss without gradient where there is no noise, two or three
-    where there is some.
+    A posterior mean without noise that passes through few rows may miss those between them, and next to the limit of
+    the noise the gradient does not tell.  This takes up to three losses without gradient.
+
+    :returns: what was done, in words; "" for nothing.
     """
     model = objective.model
     variance, noises = targets_variance(model), _noises(model)
@@ -49,7 +52,7 @@ def raise_noise(objective: Objective) -> str:
 
 @torch.no_grad()
 def set_noise(model: Any, share: float) -> None:
-    """Noises that a fit may change become such a share of the targets' variance, or more next to their limit."""
+    """Set the noises that a fit may change to a share of the targets' variance, or more next to their limit."""
     variance = targets_variance(model)
     for parameter, constraint in _noises(model) if variance else ():
         limit = max(float(constraint.lower_bound.max()), 0.0)
@@ -58,7 +61,7 @@ def set_noise(model: Any, share: float) -> None:
 
 
 def targets_variance(model: Any) -> float:
-    """Of the targets; 0 where there are none to tell it."""
+    """Return the variance of the targets; 0 where there are fewer than two."""
     targets = model.train_targets.detach().double()
     targets = targets[~torch.isnan(targets)]
     return float(targets.var()) if len(targets) > 1 else 0.0
@@ -66,7 +69,7 @@ def targets_variance(model: Any) -> float:
 
 @torch.no_grad()
 def mean_square(model: Any) -> float:
-    """Mean square of the targets about the mean of the model; 0 where that is not known."""
+    """Return the mean square of the targets about the mean of the model; 0 where that is not known."""
     residual = _residual(model)
     return 0.0 if residual is None else float(residual.square().mean())
 
@@ -90,7 +93,7 @@ def centre_mean(model: Any) -> None:
 
 
 def _residual(model: Any) -> Tensor | None:
-    """Targets less the prior mean, float64, missing ones left out; None where a forward does not tell."""
+    """Return targets less the prior mean, float64, without missing ones; None where ``forward`` does not tell."""
     try:
         with buffers_kept(model):
             mean = model.forward(*model.train_inputs).mean
@@ -103,8 +106,9 @@ def _residual(model: Any) -> Tensor | None:
 
 @torch.no_grad()
 def to_unit(objective: Objective) -> str:
-    """Where the prior variance is ten times another one than the mean square of the targets about the mean, give the
-    output scale and the noise the targets' unit, if the loss is lower then.  What was done, in words; "" for nothing.
+    """Give output scale and noise the unit of the targets where the prior variance is of another, if the loss falls.
+
+    :returns: what was done, in words; "" for nothing.
     """
     model, before, prior = objective.model, objective.state(), prior_variance(objective.model)
     if not set_scale(model, mean_square(model), _OTHER_UNIT):
@@ -121,12 +125,12 @@ def to_unit(objective: Objective) -> str:
 
 
 def _noises(model: Any) -> list[tuple[Any, Any]]:
-    """The parameters, and their constraints."""
-    found = model.likelihood.named_parameters_and_constraints()
-    return [(p, c) for name, p, c in found if name.rpartition(".")[-1] in _NAMES and c is not None and p.requires_grad]
+    """Return the noises that a fit may change, and their constraints."""
+    named = model.likelihood.named_parameters_and_constraints()
+    return [(p, c) for name, p, c in named if name.rpartition(".")[-1] in _NAMES and c is not None and p.requires_grad]
 
 
 def _loss(objective: Objective) -> float:
-    """Infinite where it cannot be computed."""
+    """Return the loss; infinity where it cannot be computed."""
     value = objective.evaluate(gradient=False).value
     return value if math.isfinite(value) else math.inf

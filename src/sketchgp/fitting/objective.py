@@ -1,4 +1,4 @@
-"""The loss that a fit minimises, and its gradient."""
+"""The loss that a fit minimises with its gradient, and the state of the model before it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..density import LogDensity
 from ..errors import NumericalError
 from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..report import own_solves
-from .record import Evaluation, Stage, flat, parts
+from .record import Evaluation, Evaluations, flat, parts
 
-_MANY_NUMBERS = 100  # of a hyperparameter, above which its course is not kept
-_AT = 0.01  # of a constraint's limit, or of its interval, from which a value is no farther that ended on it
+_MANY_NUMBERS = 100  # numbers of a hyperparameter above which its course is not kept
+_AT = 0.01  # distance to a limit, relative to it or to the interval, at which a value ended on it
 
 
 class Objective:
@@ -29,11 +29,11 @@ class Objective:
     :param density: how log densities are computed; None where the model computes them its own way.
 
     :ivar parameters: parameters of the model that require a gradient.
-    :ivar rows: what a log likelihood is divided by.
-    :ivar stage: where evaluations are kept, and found again; None for nowhere.
+    :ivar rows: number that a log likelihood is divided by.
+    :ivar evaluations: where evaluations are kept, and found again; None for nowhere.
     """
 
-    stage: Stage | None = None
+    evaluations: Evaluations | None = None
 
     def __init__(self, model: Any, mll: Any, density: LogDensity | None = None) -> None:
         self.model, self.mll, self.density = model, mll, density
@@ -49,37 +49,37 @@ class Objective:
 
     @property
     def exact(self) -> bool:
-        """Whether losses are exact up to rounding."""
+        """True if losses are exact up to rounding."""
         return self.density is not None and self.density.exact
 
     def evaluate(self, gradient: bool = True) -> Evaluation:
-        """One forward and backward pass, which leaves gradients on the parameters; or what a file has of it.
+        """Evaluate loss and gradient, which is left on the parameters, or take both from the file of a checkpoint.
 
         :param gradient: whether to make the backward pass.
-        :raises TooWide: where the first bound leaves more open than was allowed.
+        :raises TooWide: where the first bound is wider than was allowed.
         """
-        if self.stage is None or not gradient:
+        if self.evaluations is None or not gradient:
             return self._computed(gradient)
         point = flat(self.parameters)
-        known = self.stage.find(point)
+        known = self.evaluations.find(point)
         if known is None:
-            selections = self.stage.selections()
-            found = self._computed()
+            selections = self.evaluations.selections()
+            evaluation = self._computed()
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            self.stage.add(point, found, flat(gradients), selections)
-            return found
-        found, kept, again = known
+            self.evaluations.add(point, evaluation, flat(gradients), selections)
+            return evaluation
+        evaluation, kept, again = known
         if again:
-            self.stage.replayed()
+            self.evaluations.replayed()
             self._computed()
-        if found.doubled and self.acceleration is not None:
+        if evaluation.doubled and self.acceleration is not None:
             self.acceleration.doubled = True
         if self.density is not None:
-            self.density.gap = None if found.width is None else found.width * self.rows
-        self.stage.replayed()
+            self.density.gap = None if evaluation.width is None else evaluation.width * self.rows
+        self.evaluations.replayed()
         for parameter, part in zip(self.parameters, parts(kept, self.parameters), strict=True):
             parameter.grad = part
-        return found
+        return evaluation
 
     def _computed(self, gradient: bool = True) -> Evaluation:
         for parameter in self.parameters:
@@ -117,21 +117,21 @@ class Objective:
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients are."""
+        """True if all gradients are finite."""
         return all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in self.parameters)
 
     def state(self) -> list[Tensor]:
-        """Copies of the parameters."""
+        """Return copies of the parameters."""
         return [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
     def restore(self, state: list[Tensor]) -> None:
-        """Give the parameters what :meth:`state` found, here or in a copy of the model of another dtype."""
+        """Give the parameters what :meth:`state` returned, also in a copy of the model of another dtype."""
         for parameter, kept in zip(self.parameters, state, strict=True):
             parameter.copy_(kept)
 
     def norm(self) -> float:
-        """Of the gradient."""
+        """Return the norm of the gradient."""
         return math.sqrt(sum(float(p.grad.double().square().sum()) for p in self.parameters if p.grad is not None))
 
     def into_bounds(self) -> None:
@@ -143,28 +143,28 @@ class Objective:
                     parameter.copy_(parameter.clamp(*ends))
 
     def constraints(self) -> list[Any]:
-        """Of each parameter; None where it has none."""
+        """Return the constraint of each parameter; None where it has none."""
         known = {id(p): constraint for _, p, constraint in self.model.named_parameters_and_constraints()}
         return [known.get(id(p)) for p in self.parameters]
 
     @torch.no_grad()
     def named(self, state: list[Tensor]) -> dict[str, tuple[float, ...]]:
-        """What :meth:`state` found as hyperparameters by name, but for those of many numbers."""
+        """Return the hyperparameters of a :meth:`state` by name, except those of many numbers."""
         places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        found = {}
+        values_by_name = {}
         for name, parameter, constraint in self.model.named_parameters_and_constraints():
             if id(parameter) in places and parameter.numel() <= _MANY_NUMBERS:
                 value = state[places[id(parameter)]]
                 value = value if constraint is None else constraint.transform(value)
-                found[name.replace("raw_", "")] = tuple(value.reshape(-1).tolist())
-        return found
+                values_by_name[name.replace("raw_", "")] = tuple(value.reshape(-1).tolist())
+        return values_by_name
 
     @torch.no_grad()
     def at_limits(self) -> dict[str, float]:
-        """Hyperparameters with a value as small, or as large, as its constraint allows, by name; and that limit."""
-        of_mine, found = {id(p) for p in self.parameters}, {}
+        """Return the limits of hyperparameters that are as small, or as large, as their constraint allows, by name."""
+        fitted, limits = {id(p) for p in self.parameters}, {}
         for name, parameter, constraint in self.model.named_parameters_and_constraints():
-            if id(parameter) not in of_mine or constraint is None:
+            if id(parameter) not in fitted or constraint is None:
                 continue
             value = constraint.transform(parameter)
             lower, upper = constraint.lower_bound.to(value), constraint.upper_bound.to(value)
@@ -172,8 +172,8 @@ class Objective:
                 size = torch.minimum(limit.abs(), upper - lower)
                 near = ((value - limit).abs() <= _AT * size) & torch.isfinite(limit) & (limit != 0)
                 if bool(near.any()):
-                    found[name.replace("raw_", "")] = float(limit.expand_as(value)[near][0])
-        return found
+                    limits[name.replace("raw_", "")] = float(limit.expand_as(value)[near][0])
+        return limits
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -182,6 +182,26 @@ class Objective:
 
 
 def _likelihood_inputs(model: Any) -> list[Tensor]:
-    """What a likelihood may ask of the inputs (task numbers), as the model's forward sees them."""
+    """Return the inputs that a likelihood may ask for (task numbers), as the model's forward sees them."""
     transform = getattr(model, "transform_inputs", None)
     return [x if transform is None else transform(x) for x in model.train_inputs]
+
+
+class ModelState:
+    """The parts of a model that a fit changes: parameters, modes, gradients, and its prediction strategy."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.strategy = model, model.prediction_strategy
+        self.modes = [(part, part.training) for part in model.modules()]
+        self.parameters = [(p, p.grad, p.detach().clone()) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        """Give the model this state again."""
+        self.model.train(self.modes[0][1])
+        for part, mode in self.modes:
+            part.training = mode
+        for parameter, gradient, value in self.parameters:
+            parameter.grad = gradient
+            if not torch.equal(parameter, value):
+                parameter.data.copy_(value)
+        self.model.prediction_strategy = self.strategy

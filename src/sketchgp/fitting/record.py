@@ -1,4 +1,4 @@
-"""What a fit evaluated, kept so that one that was killed goes on from where it was.
+"""The evaluations of a fit, kept so that one that was killed goes on from where it was.
 
 Neither SciPy's L-BFGS nor Adam has to be looked into: given the same losses and gradients they take the same steps.
 So every evaluation is kept, parameters, loss and gradient, and a fit that is called again runs through them at no cost
@@ -29,14 +29,15 @@ from ..solvers.loop import Checkpoint
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One loss and what it took.
+    """One loss and the work that it took.
 
     :ivar value: NaN where the linear algebra broke down.
-    :ivar probes: what each probe said of the loss, ``(s,)`` float64 for every log determinant that was estimated.
-    :ivar clock: when it was there, as ``time.perf_counter`` has it.
-    :ivar width: how far below the exact loss may be, None where it is no bound.
+    :ivar probes: the loss by each probe, ``(s,)`` float64 for every log determinant that was estimated.
+    :ivar clock: time at its end, by ``time.perf_counter``.
+    :ivar width: distance to which the exact loss may lie below it; None where it is no bound.
     :ivar residual: the largest true relative residual of its solves, 0 where there were none.
-    :ivar iterations: of conjugate gradients, and ``products`` with the kernel matrix.
+    :ivar iterations: number of iterations of conjugate gradients.
+    :ivar products: number of products with the kernel matrix.
     :ivar doubled: whether log determinants are by float64 products from here on, 0 or 1.
     """
 
@@ -53,28 +54,31 @@ class Evaluation:
 _NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("probes", "clock", "width")]
 
 
-class Stage:
+class Evaluations:
     """The evaluations of one objective of a fit.
 
     :param record: the record of the fit.
-    :param cache: the cache of preconditioners that its evaluations use, or None.
-    :param density: the density that its evaluations use, which may carry a state from one to the next.
+    :param cache: the model's cache of preconditioners, or None.
+    :param density: the density of its evaluations, which may carry a state, and have a cache of its own.
     """
 
     def __init__(self, record: Record, cache: Any, density: LogDensity | None) -> None:
-        self.record, self.cache, self.density = record, cache, density
+        self.record, self.density = record, density
+        self.cache = cache if density is None or density.cache is None else density.cache
         self._state: dict[str, Tensor] = {}  # of the density, after the latest evaluation
         self.points, self.gradients = list[Tensor](), list[Tensor]()
         self.evaluations = list[Evaluation]()
         self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
 
     def find(self, point: Tensor) -> tuple[Evaluation, Tensor, bool] | None:
-        """The evaluation at a point ``(p,)`` float64, its gradient, and whether it is to be computed again for what
-        that leaves in caches; None where the earlier run has not come to it."""
+        """Return the evaluation at a point ``(p,)`` float64, its gradient, and whether caches need it computed again.
+
+        It is None where the earlier run has not come to this point.
+        """
         index = self.next
         if index >= len(self.points):
             return None
-        if not torch.equal(self.points[index], point):  # another SciPy, say: from here on the steps are others
+        if not torch.equal(self.points[index], point):  # with another SciPy, say, the steps differ from here on
             del self.points[index:], self.gradients[index:], self.evaluations[index:]
             return None
         self.next += 1
@@ -87,22 +91,22 @@ class Stage:
             self.density.restore(self._state)
 
     def selections(self) -> int:
-        """How often the cache has chosen pivots."""
+        """Return the number of times that the cache has chosen pivots."""
         return 0 if self.cache is None else self.cache.selections
 
-    def add(self, point: Tensor, found: Evaluation, gradient: Tensor, selections: int) -> None:
-        """Keep one more; :param selections: before it."""
+    def add(self, point: Tensor, evaluation: Evaluation, gradient: Tensor, selections: int) -> None:
+        """Keep an evaluation; ``selections`` is their number before it."""
         if self.selections() != selections:
             self.chosen = len(self.points)
         self.points.append(point)
         self.gradients.append(gradient)
-        self.evaluations.append(found)
+        self.evaluations.append(evaluation)
         self.next = len(self.points)
         self._state = {} if self.density is None else self.density.state()
         self.record.save(rarely=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file keeps; nothing before there is an evaluation."""
+        """Return the tensors that a file keeps; none before there is an evaluation."""
         if not self.points:
             return {}
         began, none = self.record.began, torch.zeros(0, 0, dtype=torch.float64)
@@ -139,11 +143,12 @@ class Stage:
 class Record:
     """The stages of one fit, in one file.
 
-    :param objective: whose parameters, and what modules learn beside them, begin as they did in the first run.
-    :param path: the file, or None to keep nothing; :param every: seconds between two writes.
-    :param marks: makes those of the fit, for a file.
+    :param objective: the losses whose parameters, and running means, are restored to those of the first run.
+    :param path: the file, or None to keep nothing.
+    :param every: seconds between two writes.
+    :param marks: makes the marks of the fit for a file.
 
-    :ivar began: when the fit did, as ``time.perf_counter`` has it, the time between runs left out.
+    :ivar began: time at which the fit began, by ``time.perf_counter``, the time between runs left out.
     """
 
     def __init__(
@@ -154,11 +159,11 @@ class Record:
         self.began = self._saved_at = time.perf_counter()
         self.start = flat(self.parameters)
         self._open = ExitStack()
-        self._stages: dict[str, Stage] = {}
+        self._stages: dict[str, Evaluations] = {}
         self._kept: dict[str, dict[str, Tensor]] = {}
 
     def begin(self) -> float:
-        """Take over what is in the file; returns ``began``.
+        """Take over the contents of the file, and return ``began``.
 
         :raises InputError: where the file is of another fit, or in use by one.
         """
@@ -169,22 +174,22 @@ class Record:
         return self.began
 
     def end(self) -> None:
-        """Write what there is."""
+        """Write the last evaluations, and release the file."""
         with self._open:
             self.save()
 
-    def stage(self, cache: Any, density: LogDensity | None = None) -> Stage | None:
-        """One more objective, in their order; the parameters are those of :class:`Stage`."""
+    def evaluations(self, cache: Any, density: LogDensity | None = None) -> Evaluations | None:
+        """Return the evaluations of the next objective, in their order; None without a file."""
         if self.checkpoint is None:
             return None
         name = str(len(self._stages))
-        self._stages[name] = stage = Stage(self, cache, density)
+        self._stages[name] = stage = Evaluations(self, cache, density)
         if name in self._kept:
             stage.restore(self._kept[name])
         return stage
 
     def save(self, rarely: bool = False) -> None:
-        """Write what there is; :param rarely: only if that is due."""
+        """Write all evaluations; where ``rarely``, only if that is due."""
         checkpoint = self.checkpoint
         if checkpoint is None or not checkpoint.ours or not self._stages:
             return
@@ -214,24 +219,24 @@ class Record:
                 self._kept.setdefault(stage, {})[key] = tensor
 
     def _learned(self) -> dict[str, Tensor]:
-        """Running means and the like."""
+        """Return the running means and the like of normalisations."""
         norms = [(name, part) for name, part in self.model.named_modules() if isinstance(part, _NormBase)]
         return {f"{name}.{key}": tensor for name, part in norms for key, tensor in part.named_buffers()}
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
-    """``(p,)`` float64 on the CPU, of all of them; a copy."""
+    """Return all tensors as one vector ``(p,)``, float64 on the CPU; a copy."""
     return torch.cat([t.detach().to("cpu", torch.float64).reshape(-1) for t in tensors])
 
 
 def parts(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The reverse."""
+    """Split a vector from :func:`flat` into tensors like the given ones."""
     pieces = vector.split([t.numel() for t in like])
     return [piece.reshape(t.shape).to(t) for piece, t in zip(pieces, like, strict=True)]
 
 
 def fit_marks(model: Any, mll: Any, choices: str) -> dict[str, str]:
-    """Marks of what a fit depends on beside the parameters that it moves; equal marks, equal fits.
+    """Return marks of what a fit depends on beside the parameters that it moves: equal marks, equal fits.
 
     :param choices: arguments of the fit and choices of the acceleration, in words.
     """

@@ -21,15 +21,15 @@ from torch import Tensor
 from ..operators import KernelMatrix
 from ..random_streams import generator
 
-_POINTS = 128  # whose nearest neighbours are looked at
-_ALONE = 1e-6  # a correlation of neighbours, and
-_FEW = 0.05  # of the points, which may be near another one by chance and still leave nothing to learn from, and
-_ALIKE = 1e-5  # of any points below 1, that no gradient is felt of
-_FAR = 1e3  # of lengthscales that nobody set, over the size of their input
-_LITTLE = 10.0  # lengthscales over the size of their input, at which it matters a little
-_APART = 0.1  # lengthscales over the least distance of two values, at which all of them are uncorrelated
+_POINTS = 128  # points whose nearest neighbours are looked at
+_ALONE = 1e-6  # correlation of neighbours below which the loss does not change with lengthscales
+_FEW = 0.05  # share of the points that may be near another one by chance and leave nothing to learn from
+_ALIKE = 1e-5  # distance of all correlations from 1 below which the loss does not change with lengthscales
+_FAR = 1e3  # ratio of a lengthscale that nobody set and the size of its input
+_LITTLE = 10.0  # ratio of a lengthscale and the size of its input at which it matters a little
+_APART = 0.1  # ratio of a lengthscale and the least distance of two values at which all of them are uncorrelated
 _SOME = 32  # points whose prior variance is looked at
-_ABOUT = 1.01  # times what it should be, or its inverse, that a prior variance is then
+_ABOUT = 1.01  # ratio of the prior variance and its target that is near enough
 _ROOTS = 8  # trials of a factor of output scales
 ALONE = "every point is alone"
 ALIKE = "all points are alike"
@@ -37,7 +37,7 @@ ALIKE = "all points are alike"
 
 @torch.no_grad()
 def flatness(model: Any, seed: int) -> str:
-    """Why lengthscales change nothing where the model is: :data:`ALONE`, :data:`ALIKE`, or "" where they do.
+    """Return why the loss does not change with lengthscales: :data:`ALONE`, :data:`ALIKE`, or "" where it does.
 
     Correlations of some rows and their nearest neighbours are looked at; "" for models of which no rows can be taken.
     """
@@ -65,10 +65,10 @@ def flatness(model: Any, seed: int) -> str:
 
 @torch.no_grad()
 def rescale(model: Any, seed: int) -> str:
-    """Where the loss is flat, give the kernels lengthscales of the size of their inputs; what was wrong, or "".
+    """Give the kernels lengthscales of the size of their inputs where the loss is flat; return what was wrong, or "".
 
-    Those with ``requires_grad=False`` stay.  Where that does not help all are as they were.  An input that is a
-    thousand times smaller than a lengthscale which all inputs share, as they do before a fit, is given one of its own.
+    Those with ``requires_grad=False`` stay, and all do where that does not help.  An input that is a thousand times
+    smaller than a lengthscale that all inputs share, as they do before a fit, is given one of its own.
     """
     why = flatness(model, seed)
     before, seen = [(p, p.detach().clone()) for p in model.parameters()], inputs_seen(model)
@@ -84,10 +84,10 @@ def rescale(model: Any, seed: int) -> str:
 
 @torch.no_grad()
 def spread(model: Any, times: float) -> bool:
-    """Give the kernels lengthscales of so many times the size of their inputs, times the root of their number: at that
-    of an input alone all points are far from each other where there are many.  Whether any was another one before.
+    """Give the kernels lengthscales of so many times the size of their inputs; return whether any changed.
 
-    Those of periodic kernels are in other units, and stay.
+    The size is multiplied by the root of the number of inputs: at that of one input alone all points are far from each
+    other where there are many.  Lengthscales of periodic kernels are in other units, and stay.
     """
     before, seen = [p.detach().clone() for p in model.parameters()], inputs_seen(model)
     for part in _scaled(model):
@@ -98,12 +98,12 @@ def spread(model: Any, times: float) -> bool:
 
 @torch.no_grad()
 def set_scale(model: Any, variance: float, apart: float = 1.0) -> bool:
-    """Give the output scales such values that the prior variance is about this one; whether that could be done.
+    """Give the prior variance about this value by the output scales; return whether that could be done.
 
-    :param apart: nothing is done where the prior variance is less than so many times as large or small.
+    All scales are multiplied by one factor, a root of the ratio where they are nested.  Those with
+    ``requires_grad=False`` stay, and all do where that is not enough.
 
-    All are multiplied by one factor, which of scales inside of each other is a root of the ratio.  Those with
-    ``requires_grad=False`` stay; all are as they were where that does not do it.
+    :param apart: nothing is done where the ratio of the variances is below this factor.
     """
     scaled = [
         part for part in model.modules() if hasattr(part, "raw_outputscale") and part.raw_outputscale.requires_grad
@@ -130,7 +130,7 @@ def set_scale(model: Any, variance: float, apart: float = 1.0) -> bool:
 
 
 def prior_variance(model: Any) -> float:
-    """The mean variance of a few training points; 0 where it is not known."""
+    """Return the mean prior variance of a few training points; 0 where it is not known."""
     try:
         with buffers_kept(model):
             prior = model.forward(*(part[:_SOME] for part in model.train_inputs)).lazy_covariance_matrix
@@ -141,20 +141,21 @@ def prior_variance(model: Any) -> float:
 
 @contextmanager
 def buffers_kept(model: Any) -> Iterator[None]:
-    """Buffers that a pass in training mode changes are put back."""
-    norms = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Put back the buffers that a pass in training mode changes."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for buffer, kept in norms:
-            buffer.copy_(kept)
+        for buffer, value in kept:
+            buffer.copy_(value)
 
 
 @dataclass(frozen=True)
 class Woken:
     """Lengthscales of one kernel that were made such that the loss depends on them.
 
-    :ivar before: what they were, ``(..., d)``; :ivar huge: which of them were.
+    :ivar before: their values before, ``(..., d)``.
+    :ivar huge: which of them were huge.
     """
 
     kernel: Any
@@ -163,7 +164,7 @@ class Woken:
 
     @torch.no_grad()
     def judge(self) -> None:
-        """Give those back that were huge and that the gradient, which is there, sends there again."""
+        """Put back those that were huge where the gradient, now present, points there again."""
         raw = self.kernel.raw_lengthscale
         if raw.grad is None or not bool(torch.isfinite(raw.grad).all()):
             return
@@ -172,19 +173,19 @@ class Woken:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Give all of them back."""
+        """Put all of them back."""
         self.kernel.lengthscale = self.before.to(self.kernel.raw_lengthscale)
 
 
 @torch.no_grad()
 def wake(model: Any) -> list[Woken]:
-    """Make lengthscales of single inputs, at which the loss hardly depends on them, such that it does a little.
+    """Move single lengthscales on which the loss hardly depends to where it depends on them a little.
 
-    Few rows may take an input for one that does not matter, or for a mere label; with the lengthscales of that, huge or
-    tiny, no gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge, or
+    Few rows may take an input for irrelevant, or for a mere label.  Its lengthscale is then huge or tiny, and no
+    gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge, or
     :meth:`Woken.take_back` all.
     """
-    found, seen = [], inputs_seen(model)
+    woken, seen = [], inputs_seen(model)
     for kernel in _scaled(model):
         x = seen.get(id(kernel)) if kernel.raw_lengthscale.requires_grad else None
         if x is None or len(x) < 2 or kernel.ard_num_dims is None or kernel.lengthscale.shape[-1] != x.shape[1]:
@@ -197,20 +198,20 @@ def wake(model: Any) -> list[Woken]:
         if bool((tiny | huge).any()):
             chosen = torch.where(tiny, size, torch.where(huge, _LITTLE * size, now)).to(kernel.raw_lengthscale)
             kernel.lengthscale = inside(chosen, kernel.raw_lengthscale_constraint)
-            found.append(Woken(kernel, before, huge))
-    return found
+            woken.append(Woken(kernel, before, huge))
+    return woken
 
 
 def _scaled(model: Any) -> list[Any]:
-    """The kernels that have lengthscales."""
+    """Return the kernels that have lengthscales."""
     return [part for part in model.modules() if getattr(part, "has_lengthscale", False)]
 
 
 def inputs_seen(model: Any) -> dict[int, Tensor]:
-    """What each kernel of a model is given of the training inputs, ``(n, d)`` float64 on the CPU, by the kernel's id.
+    """Return the inputs that each kernel sees, ``(n, d)`` float64 on the CPU, by the kernel's id.
 
-    ``forward`` may standardise the inputs, or pass them through a network.  Kernels that are given a batch, several
-    different inputs or integers are left out.
+    ``forward`` may standardise the training inputs, or pass them through a network.  Kernels of a batch, of several
+    different inputs or of integers are left out.
 
     :param model: in training mode.
     """
@@ -231,10 +232,7 @@ def inputs_seen(model: Any) -> dict[int, Tensor]:
 
 
 def _descend(kernel: Any, x: Tensor, seen: dict[int, Tensor]) -> None:
-    """Add a kernel and those inside of it.
-
-    :param x: what it is given, its own ``active_dims`` selected.
-    """
+    """Add a kernel and those inside it; ``x`` are its inputs, its own ``active_dims`` selected."""
     seen[id(kernel)] = x
     for child in kernel.children():
         for part in child if isinstance(child, torch.nn.ModuleList) else (child,):
@@ -244,9 +242,9 @@ def _descend(kernel: Any, x: Tensor, seen: dict[int, Tensor]) -> None:
 
 
 def _moved(kernel: Any, x: Tensor | None, all_of_it: bool, times: float = 1.0) -> bool:
-    """Whether a kernel now has other lengthscales.
+    """Give a kernel lengthscales of the size of its inputs x, which may be unknown; return whether they changed.
 
-    :param x: what it is given, None where that is not known.
+    :param all_of_it: whether to do so for all inputs, not only for those that are far smaller.
     """
     raw = kernel.raw_lengthscale
     if x is None or len(x) < 2 or not raw.requires_grad:
@@ -273,14 +271,14 @@ def _moved(kernel: Any, x: Tensor | None, all_of_it: bool, times: float = 1.0) -
 
 
 def inside(values: Tensor, constraint: Any) -> Tensor:
-    """Moved inside of the bounds; on them a transform would give infinity."""
+    """Return values moved inside the bounds; on them a transform would give infinity."""
     lower, upper = (float(bound.max()) for bound in (constraint.lower_bound, constraint.upper_bound))
     room = 1e-3 * (upper - lower) if upper < float("inf") else 1e-3 * abs(lower)
     return values.clamp(lower + room, upper - room)
 
 
 def _floating(model: Any) -> Tensor | None:
-    """``(n, d)`` float64 on the CPU: the inputs that are measured, of rows with a target; None of a batch."""
+    """Return the real-valued inputs, ``(n, d)`` float64 on the CPU; None for a batch or several of them."""
     inputs = [part for part in model.train_inputs if part.is_floating_point()]
     if len(inputs) != 1 or inputs[0].dim() != 2:
         return None
@@ -288,7 +286,7 @@ def _floating(model: Any) -> Tensor | None:
 
 
 def _neighbours(x: Tensor, seed: int) -> Tensor:
-    """Rows, and the nearest other point of each by standardised inputs."""
+    """Return some rows, and the nearest other point of each by standardised inputs."""
     unit = x / x.std(dim=0).where(x.std(dim=0) > 0, 1)
     some = torch.randperm(len(x), generator=generator(seed, "rows whose neighbours tell a flat start"))[:_POINTS]
     distance = torch.cdist(unit[some], unit, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,9 +1,10 @@
-"""What all optimisers share: steps are noted, the best one is kept, and a fit ends where it is to."""
+"""Steps that all minimisers share: each is recorded, the best one is kept, and a run ends where it is to."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,75 +14,79 @@ from .history import DEAR, SETTLED, STOPPED, WIDENED, FitHistory
 from .objective import Objective
 from .record import Evaluation
 
+_NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
+_SPAN = {"exact": 10, "bound": 10}  # and elsewhere, by the kind of the loss
+_ESTIMATED = 3  # of other kinds
 _WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"
-# (trials, times the tolerance): so many of a line search, one after the other, that came to nothing but losses so near
-# to where it began; the second by solves only, as on a plateau exact losses lead away from it
+# (trials, factor on the tolerance): a line search is in vain after so many trials in a row whose losses are that near
+# to where it began.  The second holds for solves only, as exact losses lead away from a plateau.
 _IN_VAIN = ((4, 1.0), (2, 0.1))
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
+@dataclass
 class Steps:
     """The steps of one fit, or of one of its runs.
 
-    :param limit: the most steps; :param bar: a progress bar; :param callback: called with step and loss.
-    :param improvement: what the latest of a sequence took off, linear in its members; None where it is too short.
+    :param limit: the most steps.
     :param tol: the loss has settled when the improvement is smaller.  An estimated loss has settled, too, when the
-        improvement is smaller than half its own standard error: what each probe says of it tells that, and as the same
-        probes make all losses it is far smaller than that of a loss, and falls with the length of the steps.
+        improvement is smaller than half its own standard error.  The same probes make all losses, so that this is far
+        smaller than the standard error of a loss, and falls with the length of the steps.
+    :param bar: a progress bar.
+    :param callback: called with step and loss.
+    :param began: time at which the fit began, by ``time.perf_counter``.
+    :param near: whether the run begins near a minimum.
     :param widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
-        its first step; :param best: the parameters of the best step of the run before.
+        its first step.
     :param dearest: a run ends where an evaluation takes more products with the kernel matrix.
 
-    :ivar first: how many steps there were before this run.
-    :ivar best: the parameters of the best step.
+    :ivar first: number of steps before this run.
+    :ivar best: the parameters of the best step, of this run or the one before.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        history: FitHistory,
-        limit: int,
-        bar: Any,
-        callback: Callable[[int, float], Any] | None,
-        improvement: Callable[[Sequence[Any]], Any],
-        tol: float,
-        began: float,
-        widest: float = math.inf,
-        best: list[Tensor] | None = None,
-        dearest: float = math.inf,
-    ) -> None:
-        self.objective, self.history, self.limit, self.bar = objective, history, limit, bar
-        self.callback, self.improvement, self.tol, self.began = callback, improvement, tol, began
-        self.first, self.widest, self.dearest = len(history.losses), widest, dearest
-        self.best = objective.state() if best is None else best
+    objective: Objective
+    history: FitHistory
+    limit: int
+    tol: float
+    bar: Any
+    callback: Callable[[int, float], Any] | None
+    began: float
+    near: bool
+    widest: float = math.inf
+    dearest: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.first, self.best = len(self.history.losses), self.objective.state()
+        span = _SPAN.get(self.history.objective, _ESTIMATED)
+        self._span = min(span, _NEAR) if self.near else span
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
-        self._since: list[Evaluation] = []  # the step before: those of a line search under way
+        self._since: list[Evaluation] = []  # evaluations since the last step: those of a line search
 
-    def count(self, found: Evaluation) -> None:
-        """After each evaluation, those of a line search among them."""
+    def count(self, evaluation: Evaluation) -> None:
+        """Count an evaluation, those of a line search among them."""
         self.history.evaluations += 1
-        self._since.append(found)
+        self._since.append(evaluation)
 
-    def note(self, found: Evaluation, gradient: float, state: list[Tensor]) -> bool:
-        """After a step: whether the run ends here.
+    def note(self, evaluation: Evaluation, gradient: float, state: list[Tensor]) -> bool:
+        """Record a step; return whether the run ends here.
 
-        :param gradient: its norm; :param state: of the parameters.
+        :param gradient: norm of the gradient.
+        :param state: state of the parameters.
         """
-        history, value, width = self.history, found.value, found.width
-        error = standard_error(found.probes)
+        history, value, width = self.history, evaluation.value, evaluation.width
         history.losses.append(value)
-        history.standard_errors.append(error)
+        history.standard_errors.append(standard_error(evaluation.probes))
         history.gradients.append(gradient)
         history.residuals.append(max((one.residual for one in self._since), default=0.0))
         history.iterations.append(sum(one.iterations for one in self._since))
         history.products.append(sum(one.products for one in self._since))
-        history.seconds.append(max((one.clock for one in self._since), default=found.clock) - self.began)
+        history.seconds.append(max((one.clock for one in self._since), default=evaluation.clock) - self.began)
         history.widths.append(width)
         for name, values in self.objective.named(state).items():
             history.hyperparameters.setdefault(name, []).append(values)
         self._since.clear()
-        self._probes.append(found.probes)
+        self._probes.append(evaluation.probes)
         if len(history.losses) == self.first + 1:
             history.best_step, self.best = self.first, state
             self.widest = max(self.widest, _WIDENS * (width or 0))
@@ -93,7 +98,7 @@ class Steps:
             history.reason = STOPPED
         elif width is not None and width > self.widest:
             history.reason = WIDENED
-        elif found.products > self.dearest:
+        elif evaluation.products > self.dearest:
             history.reason = DEAR
         elif self._settled():
             history.reason = SETTLED
@@ -105,7 +110,7 @@ class Steps:
 
     @property
     def in_vain(self) -> bool:
-        """Whether a line search meets nothing but what solves leave of a loss.
+        """True if a line search finds nothing but the errors that solves leave in a loss.
 
         SciPy's goes on for twenty evaluations, and for as many again along the gradient.
         """
@@ -116,9 +121,15 @@ class Steps:
         rules = _IN_VAIN[:1] if self.objective.exact else _IN_VAIN
         return any(len(apart) >= most and max(apart[-most:]) < share * self.tol for most, share in rules)
 
+    def _improvement(self, losses: Sequence[Any]) -> Any:
+        """Return the improvement at the end of losses, which is linear in them; None where they are too few."""
+        if self.history.optimizer == "adam":
+            return None if len(losses) < 10 else sum(losses[-10:-5]) / 5 - sum(losses[-5:]) / 5
+        return losses[-1 - self._span] - losses[-1] if len(losses) > self._span else None
+
     def _settled(self) -> bool:
-        gain = self.improvement(self.history.losses[self.first :])
+        gain = self._improvement(self.history.losses[self.first :])
         if gain is None or gain < self.tol or self.tol <= 0:
             return gain is not None and gain < self.tol
-        error = standard_error([self.improvement(each) for each in zip(*self._probes, strict=False)])
+        error = standard_error([self._improvement(each) for each in zip(*self._probes, strict=False)])
         return gain < _SHARE * error < math.inf

@@ -20,16 +20,16 @@ from torch import Tensor
 from .objective import Objective
 from .scales import inputs_seen
 
-_LEAST, _MOST = 1e-5, 1e5  # of a positive value, in units of the data; as scikit-learn has it for such of size 1
-_ABOVE = 1e-8  # of what is above a constraint's least value
-_NEXT_TO = 1e-6  # a limit, of a variable that is on it
-_ROOM = 1e3  # about where a model starts, should that be outside
+_LEAST, _MOST = 1e-5, 1e5  # limits of a positive value in units of the data; scikit-learn's, for data of size 1
+_ABOVE = 1e-8  # least distance to a constraint's least value
+_NEXT_TO = 1e-6  # distance to a limit at which a variable is on it
+_ROOM = 1e3  # factor of the interval about a start outside these limits
 
 
 class Variables:
-    """Of the parameters of an objective.
+    """The variables of an objective, which are functions of its parameters.
 
-    :ivar lower: ``(p,)``, and ``upper``: bounds.
+    :ivar lower: lower bounds, ``(p,)``; ``upper`` are the upper ones.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -59,19 +59,21 @@ class Variables:
         return np.broadcast_to(lower, size) / units, np.broadcast_to(upper, size) / units
 
     def _units(self, of_inputs: bool) -> tuple[float, float]:
-        """The least and the largest size of what the data are measured in, 1 included: deviations of the inputs, or the
-        mean square of the targets, which scales and noises are of."""
+        """Return the least and the largest unit of the data, 1 included.
+
+        Units are deviations of the inputs, or the mean square of the targets, for scales and noises.
+        """
         sizes = torch.cat([*self._inputs, torch.ones(1).double()]) if of_inputs else self._square().reshape(1)
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
         return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
 
     def _units_of_inputs(self) -> list[Tensor]:
-        """Deviations of the inputs, and of what the kernels are given of them."""
+        """Return the deviations of the inputs, and of the inputs that the kernels see."""
         seen = inputs_seen(self.objective.model).values()
         return [*self._deviations(), *(x.std(dim=0, correction=0) for x in seen)]
 
     def _centred_means(self) -> dict[int, tuple[int, Tensor]]:
-        """For the constant of each linear mean, by its place: the place of the weights, and the centre ``(d,)``."""
+        """Return, by the place of the constant of a linear mean, that of the weights and the centre ``(d,)``."""
         places = {id(p): place for place, p in enumerate(self.objective.parameters)}
         inputs, result = self.objective.model.train_inputs, {}
         for module in self.objective.model.modules():
@@ -84,7 +86,7 @@ class Variables:
         return result
 
     def _deviations(self) -> list[Tensor]:
-        """Of each input ``(d,)``, float64, for each of the tensors that hold inputs."""
+        """Return the deviation of each input ``(d,)``, float64, for each of the tensors that hold inputs."""
         return [
             x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).std(dim=0, correction=0)
             for x in self.objective.model.train_inputs
@@ -92,12 +94,12 @@ class Variables:
         ]
 
     def _square(self) -> Tensor:
-        """The mean square of the targets, float64."""
+        """Return the mean square of the targets, float64."""
         targets = self.objective.model.train_targets.detach().to("cpu", torch.float64)
         return targets[~torch.isnan(targets)].square().mean()
 
     def _size(self, parameter: Tensor, log: bool) -> Tensor:
-        """What a parameter is measured in, in its shape; 1 where that is not known."""
+        """Return the unit of a parameter, in its shape; 1 where that is not known."""
         unknown = torch.ones(parameter.shape, dtype=torch.float64)
         if log:
             return unknown
@@ -124,7 +126,7 @@ class Variables:
         return torch.where((size > 0) & torch.isfinite(size), size, unknown)
 
     def _of(self, index: int) -> np.ndarray:
-        """Those of one parameter."""
+        """Return the variables of one parameter."""
         parameter = self.objective.parameters[index].detach().to("cpu", torch.float64)
         if self._logs[index]:
             constraint = self._constraints[index]
@@ -136,13 +138,13 @@ class Variables:
         return (parameter / self._sizes[index]).reshape(-1).numpy()
 
     def __call__(self) -> np.ndarray:
-        """``(p,)`` float64: what they are."""
+        """Return the values of the variables, ``(p,)`` float64."""
         return np.clip(np.concatenate([self._of(i) for i in range(len(self._logs))]), self.lower, self.upper)
 
     def pressed(self, vector: np.ndarray, gradient: np.ndarray, least: float) -> dict[str, float]:
-        """Hyperparameters that are on a limit and that the gradient sends beyond it, by name; and that limit.
+        """Return the limits of hyperparameters that the gradient would send beyond them, by name.
 
-        :param least: derivative from which it does.
+        :param least: derivative above which it does.
         """
         result, first = {}, 0
         for index, parameter in enumerate(self.objective.parameters):
@@ -158,13 +160,13 @@ class Variables:
         return result
 
     def put(self, vector: np.ndarray) -> None:
-        """Give the parameters these values."""
+        """Give the parameters the values of these variables."""
         with torch.no_grad():
             for parameter, part in zip(self.objective.parameters, self._raw(torch.from_numpy(vector)), strict=True):
                 parameter.copy_(part)
 
     def gradient(self, vector: np.ndarray) -> np.ndarray:
-        """``(p,)`` float64, at these values: by the chain rule from those that parameters have."""
+        """Return the gradient ``(p,)`` float64 at these values, by the chain rule from that of the parameters."""
         variables = torch.from_numpy(vector).clone().requires_grad_()
         with torch.enable_grad():
             raw = self._raw(variables)
@@ -174,8 +176,8 @@ class Variables:
                     total = total + (part * parameter.grad.to("cpu", torch.float64)).sum()
             if not total.requires_grad:
                 return np.zeros_like(vector)
-            (found,) = torch.autograd.grad(total, variables)
-        return found.numpy()
+            (gradient,) = torch.autograd.grad(total, variables)
+        return gradient.numpy()
 
     def _raw(self, vector: Tensor) -> list[Tensor]:
         sizes = [p.numel() for p in self.objective.parameters]
@@ -192,7 +194,7 @@ class Variables:
 
 
 def _positive(constraint: Any) -> bool:
-    """Whether it keeps values above a bound by a transform, and below none."""
+    """Return whether a constraint keeps values above a bound by a transform, and has no upper bound."""
     return (
         constraint is not None
         and constraint.enforced

@@ -1,0 +1,196 @@
+"""How the losses of a fit are computed, and copies of a model with some of its rows, which larger fits start from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
+from linear_operator import settings
+
+from ..density import Bound, Exact, Samples
+from ..errors import InputError
+from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
+from ..models.accelerated.added_diag import left_to_us
+from ..models.accelerated.missing import marginal_of_all
+from ..models.accelerated.threshold import cholesky_points, threshold_untouched
+from ..models.copies import copied
+from ..preconditioners.tightened import Tightened
+from ..random_streams import generator
+from ..settings import memory_budget
+from ..solvers import Cholesky
+from .objective import ModelState, Objective
+
+EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
+# An evaluation by factorization takes the time of so many rows a product with K (and its share of all else) in one with
+# probes: 45 at 9,600 rows and 68 at 6,000 of uci_pol, on one core.
+_ROWS_A_PRODUCT = 60
+_ROOM = 1.5  # factor by which the memory budget must exceed one matrix for a factorization on the way
+# Nats a row that a bound may leave open to be taken for the loss.  A fit loses at most that, and lost a tenth of it to
+# all of it where it was measured; one with probes lost 0.0001 to 0.0007 (benchmarks/bounds.py).
+WIDTH = 0.002
+_KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
+_SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, those that larger ones start from:
+_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))  # (rows, those that come before)
+
+
+def route(own: Objective, asked: str, optimizer: str) -> tuple[str, str]:
+    """Return ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``, and a note of the reason.
+
+    :param own: the model's own losses.
+    :param asked: one of the first four, or ``"auto"``: a bound is then to be tried first.
+    :param optimizer: the optimizer asked for; samples are of no use to L-BFGS.
+    :raises InputError: where the model does not have what is asked for.
+    """
+    acceleration = own.acceleration
+    if acceleration is None:
+        if asked in ("exact", "probes", "samples"):
+            raise InputError(f'fit: objective="{asked}" is of accelerated models; an InducingPointGP has a bound.')
+        return "bound", ""
+    if isinstance(own.mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
+        own.mll, gpytorch.mlls.ExactMarginalLogLikelihood
+    ):
+        if asked != "auto":
+            raise InputError(
+                f'fit: objective="{asked}" is of marginal likelihoods; {type(own.mll).__name__} is its own.'
+            )
+        return "given", ""
+    rows, device = own.rows, own.model.train_targets.device
+    no_bound = why_no_bound(acceleration)
+    if asked == "bound" and no_bound:
+        raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
+    if asked in ("auto", "samples"):
+        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(own.model, acceleration):
+            return "samples", ""
+        if asked == "samples":
+            raise InputError(
+                'fit: objective="samples" expects Adam, a solver such as accelerate(model, solver=ASkotch()), one '
+                f"plain kernel with random features, and more than {cholesky_points()} rows."
+            )
+    if asked != "auto":
+        return asked, ""
+    if isinstance(acceleration.solver, Cholesky):
+        return "exact", ""
+    fits = 8 * rows * rows * _systems(own) <= memory_budget.value(device)
+    if _free(acceleration) and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
+        return "exact", ""
+    if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
+        return "probes", "GPyTorch factorizes the matrix, by its settings in force"
+    return ("probes", f"no bound: {no_bound}") if no_bound else ("bound", "")
+
+
+def _free(acceleration: Acceleration) -> bool:
+    """Return whether the user left the choice of the solver to the library."""
+    return isinstance(acceleration.solver, str) and threshold_untouched()
+
+
+def _sampled(model: Any, acceleration: Acceleration) -> bool:
+    """Return whether losses are by samples that the solver of the user's choice solves for."""
+    if isinstance(acceleration.solver, str):
+        return False
+    before = ModelState(model)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            prior = model.train()(*model.train_inputs)
+            marginal = marginal_of_all(model.likelihood, prior)
+            return Samples.serves(acceleration.solver, marginal.lazy_covariance_matrix.evaluate_kernel())
+    finally:
+        before.put_back()
+
+
+def _systems(objective: Objective) -> int:
+    """Return the number of systems of a model: 1, or that of its batch."""
+    return int(objective.model.train_targets.numel()) // max(objective.rows, 1)
+
+
+def dearest(own: Objective, asked: str) -> float:
+    """Return the products with K of an evaluation with probes above which a factorization is sooner done.
+
+    It is infinite where a factorization does not fit into memory, or was not left to the library.
+    """
+    acceleration = own.acceleration
+    if acceleration is None or asked != "auto" or own.model.train_targets.device.type != "cpu":
+        return math.inf
+    fits = _ROOM * 8 * own.rows**2 <= memory_budget.value()
+    return own.rows / _ROWS_A_PRODUCT if fits and _systems(own) == 1 and _free(acceleration) else math.inf
+
+
+def why_no_bound(acceleration: Acceleration) -> str:
+    """Return why the preconditioner of a model gives no bounds; "" where it does."""
+    choice = acceleration.preconditioner
+    if choice is None or not acceleration.preconditions():
+        return "there is no preconditioner"
+    return "" if Bound.serves(choice) else f"{choice.name} has no pivots, or need not lie below the matrix"
+
+
+def new_bound(own: Objective, asked: str = "auto", limited: bool = True, held: bool = True) -> Bound:
+    """Return a bound whose pivots are chosen at its first loss.
+
+    :param own: the model's own losses.
+    :param asked: ``"bound"`` for as many columns as there may be, and no limit.
+    :param limited: whether a first loss wider than :data:`WIDTH` is refused.
+    :param held: whether pivots are held; otherwise they are chosen anew where losses become wider than that.
+    """
+    assert own.acceleration is not None and own.acceleration.preconditioner is not None
+    choice = Tightened(base=own.acceleration.preconditioner, slack=WIDTH / 2, hopeful=asked == "bound")
+    nats = WIDTH * own.rows * _systems(own)
+    return Bound(choice, limit=nats if limited and asked != "bound" else None, redrawn=None if held else nats)
+
+
+def exact_objective(model: Any, mll: Any) -> Objective:
+    """Return exact losses of a model: in float64, on a copy if need be.
+
+    They are in the model's own dtype where it cannot be copied, or where its ``forward`` holds what no copy converts.
+    """
+    if all(t.dtype == torch.float64 for t in (*model.parameters(), *model.train_inputs, model.train_targets)):
+        return Objective(model, mll, Exact())
+    try:
+        twin = _in_float64(mll)
+        with torch.no_grad(), twin.model.__dict__[ATTRIBUTE].by(Exact()):
+            _ = twin.model(*twin.model.train_inputs).variance  # fails unless all of it is in float64 now
+    except (RuntimeError, TypeError):
+        return Objective(model, mll, Exact())
+    return Objective(twin.model, twin, Exact())
+
+
+def _in_float64(mll: Any) -> Any:
+    """Return a copy of a marginal log likelihood with its model, in float64 and in training mode."""
+    twin = copied(mll)
+    twin.train()
+    return twin.double()
+
+
+def rows_before(rows: int) -> int:
+    """Return the number of rows of the fit that one to so many rows starts from."""
+    return max([_SUBSET, *(level for least, level in _LEVELS if rows >= least)])
+
+
+def on_subset(mll: Any, rows: int, seed: int, double: bool) -> Any | None:
+    """Return a copy of a marginal log likelihood whose model has only so many random rows of its data.
+
+    It is None for a model that cannot be copied or whose rows cannot be taken: one with a batch, or with noises of its
+    own making.
+
+    :param double: whether the copy is in float64.
+    """
+    model = mll.model
+    inputs, targets = model.train_inputs, model.train_targets
+    outputs = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
+    if not isinstance(model.likelihood, _KNOWN) or any(x.dim() != 2 for x in inputs) or targets.dim() != outputs:
+        return None
+    seen = (~torch.isnan(targets.reshape(len(targets), -1))).any(dim=1).nonzero().squeeze(-1).cpu()
+    order = torch.randperm(len(seen), generator=generator(seed, "rows of a subset to start a fit from"))
+    chosen = seen[order[:rows]].sort().values.to(targets.device)
+    try:
+        twin = _in_float64(mll) if double else copied(mll).train()
+    except (RuntimeError, TypeError):  # some models hold what cannot be copied
+        return None
+    twin.model.set_train_data(
+        tuple(x[chosen] for x in twin.model.train_inputs), twin.model.train_targets[chosen], strict=False
+    )
+    if isinstance(twin.model.likelihood, FixedNoiseGaussianLikelihood):
+        noise = twin.model.likelihood.noise_covar
+        noise.noise = noise.noise[..., chosen]
+    return twin
