@@ -76,6 +76,7 @@ class Bound(LogDensity):
     certain: bool = False
     gap: float | None = field(default=None, init=False)
     rank: int = field(default=0, init=False)
+    cache: PreconditionerCache = field(init=False, repr=False)
     _ease: float = field(default=3.0, init=False)  # factor on the tolerance that is surely small enough
     _open: float = field(default=0.0, init=False)  # gap in nats of the latest log determinant
     _weights: Tensor | None = field(default=None, init=False)
