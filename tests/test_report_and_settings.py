@@ -79,7 +79,7 @@ def test_text():
 def test_a_solve_without_columns():
     report = Cholesky().solve(_problem(columns=0)).report
     assert report.max_residual == 0.0
-    assert "0 column(s)" in str(report)
+    assert "0 columns" in str(report)
 
 
 def test_several_solves_are_one_report():

@@ -1,4 +1,4 @@
-"""What results show of themselves: a few aligned lines in a console, a table of two columns in a notebook."""
+"""Cards of results: a few aligned lines in a console, a table of two columns in a notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 400  # characters of a value
 
 @dataclass(frozen=True)
 class Card:
-    """A title, and rows of a label and what there is to say; rows without a text are left out."""
+    """A title, and rows of a label and a text; rows without a text are left out."""
 
     title: str
     rows: tuple[tuple[str, str], ...]
@@ -31,7 +31,7 @@ class Card:
         return cls(title, tuple(kept))
 
     def text(self) -> str:
-        """Aligned lines."""
+        """Return the card as aligned lines."""
         width = max((len(label) for label, _ in self.rows), default=0)
         lines = [self.title]
         for label, value in self.rows:
@@ -42,7 +42,7 @@ class Card:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """A table, without colours of its own: it takes those of the notebook."""
+        """Return the card as a table without colours, which takes those of the notebook."""
         left = 'style="text-align: left"'
         rows = "".join(
             f"<tr><th {left}>{html.escape(label)}</th><td {left}>{html.escape(value)}</td></tr>"
@@ -53,7 +53,7 @@ class Card:
 
 
 class Shown:
-    """Base class of what shows itself by a card."""
+    """Base class of objects that show themselves by a card."""
 
     def _card(self) -> Card:
         raise NotImplementedError
@@ -66,7 +66,7 @@ class Shown:
 
 
 def seconds(value: float) -> str:
-    """``0.13 s``, ``12.3 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    """Return a time such as ``0.13 s``, ``12.3 s``, ``4 min 10 s`` or ``2 h 05 min``."""
     if value < 60:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
     whole = round(value)
@@ -76,12 +76,12 @@ def seconds(value: float) -> str:
 
 
 def several(count: int, thing: str) -> str:
-    """``1 column``, ``1,234 columns``."""
+    """Return a count such as ``1 column`` or ``1,234 columns``."""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
 def span(values: Tensor) -> str:
-    """From the least to the largest of some numbers."""
+    """Return the least and the largest of some numbers, as text."""
     finite = values.detach()[torch.isfinite(values)]
     if not finite.numel():
         return "no finite number"
@@ -90,17 +90,17 @@ def span(values: Tensor) -> str:
 
 
 def tensor_kind(values: Tensor) -> str:
-    """``float64 on cpu``."""
+    """Return dtype and device, such as ``float64 on cpu``."""
     return f"{str(values.dtype).removeprefix('torch.')} on {values.device}"
 
 
 def shape(values: Tensor) -> str:
-    """``10,000 x 8``."""
+    """Return a shape such as ``10,000 x 8``."""
     return " x ".join(f"{size:,}" for size in values.shape)
 
 
 def choice(value: Any) -> str:
-    """A choice as one types it: what differs from the defaults."""
+    """Return a choice as one types it, without the parameters that have their defaults."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value if isinstance(value, str) else "none" if value is None else type(value).__name__
     fields = (f for f in dataclasses.fields(value) if f.init and getattr(value, f.name) != f.default)
@@ -108,31 +108,29 @@ def choice(value: Any) -> str:
 
 
 def report_card(report: Any) -> Card:
-    """Of a :class:`sketchgp.SolveReport`."""
-    endless = report.tol == float("inf")
-    state = (
-        "converged" if report.converged else "ended as planned" if endless and report.reason.final else "NOT converged"
-    )
-    aim = "" if endless else f" (tolerance {report.tol:.0e})"
+    """Return the card of a :class:`sketchgp.SolveReport`."""
+    tolerance = "" if report.tol == float("inf") else f" (tolerance {report.tol:.0e})"
     work = ", ".join(
         f"{count:,} {name.replace('_', ' ')}" if isinstance(count, int) else f"{count:,.1f} {name.replace('_', ' ')}"
         for name, count in report.work.items()
     )
-    about = [] if report.max_deviations == float("inf") else [f"{report.max_deviations:.2g} (estimated)"]
-    about += [] if report.certainty == float("inf") else [f"{report.certainty:.2g} (certain)"]
-    off = f"off by at most {', '.join(about)} posterior deviations" if about else ""
-    if not off and report.judged == "predictions":
-        off = "off by an unknown number of posterior deviations"
+    off = []
+    if report.max_deviations < float("inf"):
+        off.append(f"within about {report.max_deviations:.2g} posterior deviations")
+    elif report.judged == "predictions":
+        off.append("within an unknown number of posterior deviations")
+    if report.certainty < float("inf"):
+        off.append(f"certainly within {report.certainty:.2g}" + ("" if off else " posterior deviations"))
     held_out = report.held_out[-1].error if report.held_out else None
     label, text = report.fit_in_words
     return Card.of(
-        f"SolveReport: {report.solver}, {state}",
-        outcome=None if report.reason is None else str(report.reason),
+        f"SolveReport: {report.solver}, {report.state}",
+        outcome=str(report.reason),
         system=f"{report.sizes}, {several(report.columns, 'column')}, {report.dtype} on {report.device}",
         preconditioner=None if report.preconditioner == "none" else report.preconditioner_and_rank,
         work=work,
-        **{label: f"{text}{aim if report.judged == 'residual' else ''}"},
-        predictions=off and off + ("" if report.judged == "residual" else aim),
+        **{label: text + tolerance * (report.judged == "residual")},
+        predictions=", ".join(off) + tolerance * (report.judged != "residual") if off else None,
         held_out=None if held_out is None else f"root mean square error {span(held_out)}",
         time=f"{seconds(report.seconds)} + {seconds(report.setup_seconds)} set-up",
         peak_memory=in_words(report.peak_memory) if report.peak_memory else None,

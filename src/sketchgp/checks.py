@@ -391,7 +391,7 @@ def refusal(owner: str, name: str, kind: str, value: Any, optional: bool = False
 
 
 def found(value: Any) -> str:
-    """What an argument is, in a few words."""
+    """Describe an argument in a few words."""
     if torch.is_tensor(value) and value.dim():
         return f"a tensor of shape {tuple(value.shape)}"
     shape = getattr(value, "shape", None)

@@ -109,7 +109,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
     forward = scores
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Of each class at x ``(..., p, d)``: ``(..., p, c)``, sums 1.
+        """Return the probability of each class at x ``(..., p, d)``, shape ``(..., p, c)``.
 
         :raises InputError: for the hinge loss, besides.
         """

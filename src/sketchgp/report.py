@@ -1,4 +1,4 @@
-"""What a linear solve did: :class:`SolveReport`, and :func:`record_solves` to collect them."""
+"""Reports of linear solves: :class:`SolveReport`, and :func:`record_solves` to collect them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 class Reason(str, Enum):
-    """Why a solve ended: the words that reports use, and what to try next (:meth:`SolveReport.advice`)."""
+    """Reason for which a solve ended; :meth:`SolveReport.advice` says what to try next."""
 
     REACHED = "reached the tolerance"
     ROUNDED = "was rounded"
@@ -48,7 +48,7 @@ class Reason(str, Enum):
 
     @property
     def final(self) -> bool:
-        """Whether a larger budget changes nothing."""
+        """True where a larger budget changes nothing."""
         return self in (*_FINAL, *_WITHOUT_TOLERANCE)
 
 
@@ -162,17 +162,17 @@ class SolveReport(Shown):
 
     @property
     def columns(self) -> int:
-        """Right-hand sides."""
+        """Number of right-hand sides."""
         return self.residual.numel()
 
     @property
     def iterations(self) -> int:
-        """Of ``work``; 0 for a direct solve."""
+        """Steps of the solver; 0 for a direct solve."""
         return int(self.work.get("iterations", 0))
 
     @property
     def passes(self) -> float:
-        """Of ``work``."""
+        """Kernel entries evaluated, over those of the matrix."""
         return float(self.work.get("passes", 0.0))
 
     @property
@@ -194,7 +194,7 @@ class SolveReport(Shown):
 
     @property
     def fit_in_words(self) -> tuple[str, str]:
-        """What the residual is called, and how it is shown: of random features it is the root of a loss."""
+        """Name and text of the residual; for random features it is the root of a loss, which is shown instead."""
         if self.letter == "features":
             return "loss", f"{self.max_residual**2:.1%} of that of f = 0"
         return "residual", f"{self.max_residual:.2e}"
@@ -206,8 +206,10 @@ class SolveReport(Shown):
 
     @property
     def failed(self) -> bool:
-        """Whether the value is no answer: predictions are estimated to be more than a posterior deviation off.  Where
-        nothing is known of them, the residual must be less than 0.9: that of zero is 1."""
+        """True where the value is no answer: predictions are estimated to be more than a posterior deviation off.
+
+        Where no such estimate exists, the residual must be less than 0.9; that of a zero value is 1.
+        """
         if self.converged or self.reason in (*_STOPPED, *_WITHOUT_TOLERANCE, Reason.SINGULAR):
             return False
         return self.max_deviations > 1 if self.judged == "predictions" else self.max_residual >= 0.9
@@ -243,45 +245,32 @@ class SolveReport(Shown):
 
     @property
     def sizes(self) -> str:
-        """n, and that of the system where it is another, in words."""
+        """Text with n, and with the size of the system where that is another."""
         if self.size == self.n and self.letter != "features":
             return f"n = {self.n}"
         own = f"{self.letter} = {self.size}"
         return own if self.n is None else f"n = {self.n}, {own}"
 
+    @property
+    def state(self) -> str:
+        """``"converged"``, ``"NOT converged"``, or ``"no tolerance"`` where the solver knows none."""
+        return "converged" if self.converged else "no tolerance" if self.tol == float("inf") else "NOT converged"
+
     def __str__(self) -> str:
-        endless = self.tol == float("inf")  # a solver that knows no tolerance
-        state = "converged" if self.converged else "no tolerance" if endless else "NOT converged"
-        tolerance = "" if endless else f" (tolerance {self.tol:.0e})"
-        residual, error = " ".join(self.fit_in_words), ""
-        if self.max_deviations < float("inf") or self.judged == "predictions":
-            far = f"about {self.max_deviations:.2g}" if self.max_deviations < float("inf") else "an unknown number of"
-            error = f", predictions within {far} posterior deviations"
-        if self.judged == "predictions":
-            error += tolerance
-        if self.certainty < float("inf"):
-            certain = f"certainly within {self.certainty:.2g}"
-            error += f", {certain}" if error else f", predictions {certain} posterior deviations"
-        if self.judged == "bound":
-            error += tolerance
-        if self.judged == "residual":
-            residual += tolerance
-        done = (f"{count if isinstance(count, int) else format(count, '.1f')} {name.replace('_', ' ')}, "
-                for name, count in self.work.items())  # fmt: skip
-        text = (
-            f"{self.solver} ({self.preconditioner_and_rank}): {state}, {self.reason}; {self.sizes}, "
-            f"{self.columns} column(s), {''.join(done)}{residual}{error}, "
-            f"{self.seconds:.2f} s + {self.setup_seconds:.2f} s set-up, "
-            f"{self.dtype} on {self.device}"
-        )
-        return f"{text}; notes: {'; '.join(self.notes)}" if self.notes else text
+        parts = [f"{self.solver} ({self.preconditioner_and_rank}): {self.state}, {self.reason}"]
+        for label, text in self._card().rows:
+            if label in ("system", "work", "time"):
+                parts.append(text)
+            elif label in (self.fit_in_words[0], "predictions"):
+                parts.append(f"{label} {text}")
+        return "; ".join([*parts, f"notes: {'; '.join(self.notes)}"] if self.notes else parts)
 
     def _card(self) -> Card:
         return report_card(self)
 
     @property
     def preconditioner_and_rank(self) -> str:
-        """Its name, with the rank where the name does not say it."""
+        """Name of the preconditioner, with the rank where the name does not say it."""
         said = not self.rank or re.search(rf"\b{self.rank}\b", self.preconditioner)
         return self.preconditioner if said else f"{self.preconditioner}, rank {self.rank}"
 
@@ -322,13 +311,13 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
 
 
 def _together(parts: list[Tensor | None]) -> Tensor | None:
-    """The columns of all after each other; None where some are not known."""
+    """Concatenate the columns of all; return None where some are not known."""
     known = [part for part in parts if part is not None]
     return torch.cat(known, dim=-1) if len(known) == len(parts) else None
 
 
 def _lengthened(history: Tensor, rows: int) -> Tensor:
-    """To so many rows, the last one repeated."""
+    """Repeat the last row until there are ``rows``."""
     return torch.cat([history, history[-1:].expand(rows - len(history), -1)])
 
 
@@ -353,7 +342,7 @@ def record_solves() -> Iterator[list[SolveReport]]:
 
 @contextmanager
 def own_solves() -> Iterator[list[SolveReport]]:
-    """As :func:`record_solves`, but of solves that are done inside the block itself, not by other threads."""
+    """Collect the report of every solve that this thread does inside the block; compare :func:`record_solves`."""
     solves: list[SolveReport] = []
     token = _own.set((*_own.get(), solves))
     try:
@@ -364,7 +353,7 @@ def own_solves() -> Iterator[list[SolveReport]]:
 
 @contextmanager
 def shortfall_counted() -> Iterator[None]:
-    """Solves inside warn of nothing: what they are short of their tolerance is a part of what is made of them."""
+    """Silence the warnings of solves inside the block, whose shortfall is accounted for by the caller."""
     token = _counted.set(True)
     try:
         yield
@@ -382,8 +371,7 @@ def record(report: SolveReport) -> None:
 
 
 def conclude(report: SolveReport) -> None:
-    """What every solve ends with: its report to the recorders, and a warning if it did not meet its tolerance, or
-    where it knows none did not do all that it was to do."""
+    """Record the report of a solve that ended, and warn where it fell short of its tolerance or of its plan."""
     record(report)
     warn_of(report)
 

@@ -1,4 +1,4 @@
-"""The one style of all figures, by matplotlib (imported when the first is drawn), without pyplot."""
+"""The style of all figures, drawn by matplotlib without pyplot; it is imported when the first is drawn."""
 
 from __future__ import annotations
 
@@ -15,28 +15,50 @@ RING: dict[str, Any] = {
     "markeredgewidth": 2,
     "linestyle": "none",
 }  # around a value that counts
+_SHORT = 40  # points up to which each has a dot
+
+
+def new_figure(size: tuple[float, float], dpi: int = 120) -> Any:
+    """Return a figure that no window system and no global state knows of.
+
+    :raises InputError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("matplotlib draws pictures: python -m pip install 'sketchgp[plot]'") from error
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def axes_for(owner: str, ax: Any, size: tuple[float, float] = (7.5, 4.2)) -> Any:
-    """The axes to draw into: those that are given, or those of a new figure, which no window system and no global
-    state knows of; ``axes.figure`` has ``savefig``, and a notebook shows it.
+    """Return the given axes, or those of a new figure; ``axes.figure`` has ``savefig``, and a notebook shows it.
 
-    :raises InputError: for what are no axes.
+    :raises InputError: if ``ax`` is something else than axes.
     """
-    if ax is not None:
-        if not all(hasattr(ax, name) for name in ("plot", "set_xlabel", "figure")):
-            raise InputError(f"{owner}: ax expects matplotlib axes, or None, got {found(ax)}.")
-        return ax
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    if ax is None:
+        return new_figure(size).subplots()
+    if not all(hasattr(ax, name) for name in ("plot", "set_xlabel", "figure")):
+        raise InputError(f"{owner}: ax expects matplotlib axes, or None, got {found(ax)}.")
+    return ax
 
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure.subplots()
+
+def residuals(ax: Any, x: Any, y: Any, color: str, label: str, final: float | None, **line: Any) -> None:
+    """Draw the residuals of a solve, with dots where they are few, and a ring at the residual of its result.
+
+    :param line: properties of the line.
+    """
+    if len(x) > 1:
+        dots = "." if len(x) <= _SHORT else ""
+        ax.plot(x, y, color=color, label=label, **{"linewidth": 1.8, "marker": dots, "markersize": 6, **line})
+    if final is not None and len(x):
+        ax.plot(x[-1:], [final], color=color, zorder=100, label=label if len(x) < 2 else None, **RING)
 
 
 def finish(ax: Any, title: str = "", x: str = "", y: str = "", grid: str = "both", legend: bool = True) -> Any:
-    """Labels, a light grid behind, no frame above and on the right, and a legend of what has a label; the axes."""
+    """Add labels, a light grid and a legend, remove the frame above and on the right, and return the axes."""
     ax.set_title(title, loc="left", fontsize=10)
     ax.set_xlabel(x)
     ax.set_ylabel(y)
@@ -50,13 +72,13 @@ def finish(ax: Any, title: str = "", x: str = "", y: str = "", grid: str = "both
 
 
 def below_axes(ax: Any, handles: Any) -> None:
-    """A legend below the axes, where no curve is."""
+    """Add a legend below the axes, where no curve is."""
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15), "ncols": 3}
     ax.legend(handles=handles, frameon=False, fontsize=9, **place)
 
 
 def level(ax: Any, value: float, text: str) -> None:
-    """A dotted line across, with its name at the right end."""
+    """Draw a dotted line across, with its name at the right end."""
     ax.axhline(value, color="0.45", linewidth=1, linestyle=(0, (2, 2)), zorder=1)
     where = {"xy": (1.0, value), "xycoords": ("axes fraction", "data"), "annotation_clip": False}
     shifted = {"xytext": (-2, 3), "textcoords": "offset points"}

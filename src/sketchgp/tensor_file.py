@@ -76,7 +76,7 @@ def replacing(path: Path_, mode: str, overwrite: bool = True) -> Iterator[IO[Any
 
 
 def is_stream(path: Path_) -> bool:
-    """Whether a path is a device such as ``/dev/stdout`` or a pipe: there is nothing in it to lose."""
+    """Return whether a path is a device such as ``/dev/stdout``, or a pipe, which cannot be overwritten."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
@@ -183,7 +183,7 @@ def save(path: Path_, described: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 
 def load(path: Path_) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What :func:`save` wrote, on the CPU.
+    """Read a file that :func:`save` wrote; tensors are on the CPU.
 
     :raises ValueError: the file is none of :func:`save`, or damaged.
     :raises OSError: or MemoryError: it cannot be read now, and may be whole.

@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each command's module adds its own part."""
+    """Return the parser of all commands; each command's module adds its part."""
     from . import demo, fit, info, predict
 
     parser = argparse.ArgumentParser(
@@ -29,12 +29,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    """A warning as a line, without the place in the package where it comes from."""
+    """Print a warning as one line, without its place in the package."""
     print(f"warning: {message}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
+    """Run one command and return its exit code.
 
     :param arguments: the words after ``python -m sketchgp``; those of this process when None.
     :returns: 0 when all went well; 2 for bad input (one line on stderr, no traceback); 130 when stopped by

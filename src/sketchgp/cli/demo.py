@@ -7,6 +7,7 @@ import itertools
 import time
 import warnings
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import gpytorch
@@ -34,7 +35,7 @@ BLUE, LIGHT_BLUE, ORANGE, GREY = "#1a5a99", "#62aee3", "#d95f02", "#8a8a8a"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a demo: rows of the data, of the tuning subset, of the comparison; steps of tuning."""
+    """Sizes of a demo: rows of the data, of the tuning subset and of the comparison; steps of tuning."""
 
     rows: int
     tuning: int
@@ -73,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the demo; see the module's docstring."""
+    """Run the demo; see the module's docstring."""
     if not options.output.is_dir():
         raise InputError(f"--output {options.output}: no such folder")
     picture = claim(_unused(options.output), "--output", [], force=False)
@@ -91,13 +92,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _unused(folder: Path) -> Path:
-    """The picture's file, numbered from the second demo on."""
+    """Return the file of the picture, numbered from the second demo on."""
     names = itertools.chain(["sketchgp-demo.png"], (f"sketchgp-demo-{number}.png" for number in itertools.count(2)))
     return next(path for name in names if not (path := folder / name).exists())
 
 
 def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
-    """:param alone: whether GPyTorch's side is left out."""
+    """Run the demo of some size.
+
+    :param alone: whether GPyTorch's side is left out.
+    """
     data = load_diamonds()
     rows = torch.randperm(len(data.y), generator=generator(seed, "rows of the demo"))[: sizes.rows]
     x, y = data.x[rows], data.y[rows].log()
@@ -144,18 +148,37 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     print(format_table([part.row, *([] if default_row is None else [default_row]), whole.row]))
     print(_footnotes(sizes, len(test)))
 
+    if find_spec("matplotlib") is None:
+        print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
+    else:
+        _draw(sizes, faster, whole, part, default_row, default_solve, picture)
+    print(_verdict(whole, part, default_row, scaling))
+
+
+def _draw(
+    sizes: Sizes,
+    model: Regression,
+    whole: Outcome,
+    part: Outcome,
+    default_row: Row | None,
+    default_solve: WatchedSolve | None,
+    picture: Output,
+) -> None:
+    """Draw how the solves converge, and one without a preconditioner.
+
+    :param model: the model on the rows of the comparison.
+    """
     print("drawing how the solves converge, and one without a preconditioner ...")
-    default_tolerance = gpytorch.settings.eval_cg_tolerance.value()
+    tolerance = gpytorch.settings.eval_cg_tolerance.value()
     with working("conjugate gradients without a preconditioner", EVERY):
-        plain = _without_preconditioner(faster, default_tolerance, sizes.plain_iterations)
+        plain = _without_preconditioner(model, tolerance, sizes.plain_iterations)
     curves = _curves(whole, part, plain, default_row, default_solve)
     noise = model.likelihood.noise.item()
     title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
-    names = {} if alone else {f"GPyTorch's\ntolerance {default_tolerance:g}": default_tolerance}
+    names = {} if default_row is None else {f"GPyTorch's\ntolerance {tolerance:g}": tolerance}
     with picture.errors():
         plot_convergence(picture.path, curves, title, names, picture.overwrite)
     print(f"picture: {picture.path}")
-    print(_verdict(whole, part, default_row, scaling))
 
 
 def _seconds(row: Row) -> float:
@@ -229,7 +252,7 @@ def _named(report: SolveReport) -> str:
 
 
 def _curve(report: SolveReport, label: str, color: str) -> Curve:
-    """A solve's residuals against time, which is interpolated: all iterations cost the same."""
+    """Return the curve of a solve; times are interpolated, since all iterations cost the same."""
     residuals = report.history.max(dim=-1).values.tolist()
     steps = max(len(residuals) - 1, 1)
     seconds = [report.setup_seconds + report.seconds * k / steps for k in range(len(residuals))]
@@ -237,7 +260,7 @@ def _curve(report: SolveReport, label: str, color: str) -> Curve:
 
 
 def _verdict(whole: Outcome, part: Outcome, default: Row | None, scaling: Scaling) -> str:
-    """One sentence of result, from the numbers of this run, whichever way they fall."""
+    """Return the result of this run in one sentence, whichever way it falls."""
     row = whole.row
     error = 100 * (row.rmse or 0.0) * scaling.y_std
     solved = "solved" if whole.solve is None or whole.solve.converged else "not solved to its tolerance"

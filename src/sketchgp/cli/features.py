@@ -22,10 +22,10 @@ _TRUTH = {word: float(value) for words in (*_WORDS, {"0", "1"}) for value, word 
 
 @dataclass(frozen=True)
 class Feature:
-    """A column and what becomes of it: a number, standardised; yes or no, 1 or 0, standardised, too; or categories.
+    """A column as inputs: a standardised number, a standardised 1 or 0 for yes or no, or categories.
 
-    Of k categories become k inputs, one of them 1 and all others 0, and these are left as they are: two categories are
-    then sqrt(2) apart, as two numbers are in the root mean square, and a rare one is no outlier.
+    A column of k categories gives k inputs, one of them 1 and all others 0, which are not standardised. Two categories
+    are then sqrt(2) apart, as two numbers are in the root mean square, and a rare one is no outlier.
 
     :param name: of the column.
     :param kind: one of :data:`KINDS`.
@@ -62,7 +62,7 @@ class Feature:
 
 
 def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> list[Feature]:
-    """What each of some columns is.
+    """Return the feature of each of some columns.
 
     :param table: with categories as text.
     :param categorical: columns that were said to hold categories, however many.
@@ -75,16 +75,16 @@ def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> lis
     return [one for one in found if isinstance(one, Feature)]
 
 
-def _learn(table: Table, name: str, told: bool) -> Feature | str:
+def _learn(table: Table, name: str, named: bool) -> Feature | str:
     """Return the feature, or why there is none."""
     values = table.columns[name]
     if values.dtype != object:
         return Feature(name)
     present = [value for value in values if value is not None]
     found = sorted(set(present))
-    if not told and {word.lower() for word in found} in _WORDS:
+    if not named and {word.lower() for word in found} in _WORDS:
         return Feature(name, "boolean")
-    if not told and (len(found) > _MOST or (len(found) == len(present) > _FEW)):
+    if not named and (len(found) > _MOST or (len(found) == len(present) > _FEW)):
         quoted = shlex.quote(name)
         return (
             f"column {name!r} is text with {len(found):,} different values in {len(present):,} rows, such as "
@@ -130,7 +130,7 @@ def encode(
 
 
 def summary(features: Sequence[Feature]) -> list[str]:
-    """What becomes of the features, a line for each kind."""
+    """Return a line for each kind of feature, with what becomes of it."""
     numbers = [feature.name for feature in features if feature.kind == "number"]
     booleans = [feature.name for feature in features if feature.kind == "boolean"]
     categories = [f"{f.name} ({len(f.categories)})" for f in features if f.kind == "category"]

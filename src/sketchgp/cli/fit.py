@@ -18,6 +18,7 @@ from ..accelerate import accelerate
 from ..errors import InputError
 from ..preconditioners import RPCholesky
 from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
+from ..style import new_figure
 from .arguments import MISSING, add_table, fraction, names, notation, opened, positive
 from .columns import MARKS, Rules, Table
 from .features import Feature, learn, summary
@@ -85,11 +86,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; see the module's docstring."""
+    """Run the command; see the module's docstring."""
     saving = None if options.save is None else claim(options.save, "--save", [options.data], options.force)
     picture = None if options.picture is None else claim(options.picture, "--picture", [options.data], options.force)
     if picture is not None and options.test_fraction == 0:
         raise InputError("--picture: it shows held-out rows, and --test-fraction 0 leaves none")
+    if picture is not None:
+        new_figure((1, 1))  # fails before the work where matplotlib is missing
     if options.rank is not None and options.solver not in ("auto", "cg"):
         raise InputError(f"--rank is of conjugate gradients' preconditioner; --solver {options.solver} has none")
     table, chosen = _read(options)
@@ -146,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
 def _condition(
     model: Regression, options: argparse.Namespace, x: Tensor, y: Tensor, train: Tensor, test: Tensor
 ) -> Outcome:
-    """Conditions the model on all training rows, by the solver that was asked for, and predicts the held-out ones."""
+    """Condition the model on all training rows, by the solver that was asked for, and predict the held-out rows."""
     asked = options.solver != "auto" or options.rank is not None
     if asked:
         rank = options.rank
@@ -170,12 +173,12 @@ def _condition(
 
 
 def _about(n: int) -> str:
-    """How long it may take, in words: n^2 kernel entries an iteration."""
+    """Return the expected time in words: an iteration takes n^2 kernel entries."""
     return "seconds" if n < 10_000 else "seconds to minutes" if n < 50_000 else "minutes" if n < 150_000 else "hours"
 
 
 def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
-    """The rows that are used, and what the columns to predict from are."""
+    """Return the rows that are used, and the features among the columns."""
     began = time.perf_counter()
     source = opened(options)
     print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
@@ -205,9 +208,9 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
 def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) -> list[str]:
     target, features, drop = options.target, options.features, options.drop
     apart = [] if options.id is None else [options.id]
-    told = {"--numeric": options.numeric, "--categorical": options.categorical}
+    declared = {"--numeric": options.numeric, "--categorical": options.categorical}
     others = {"--features": features or [], "--drop": drop, "--id": apart}
-    for option, named in {"--target": [target], **others, **told}.items():
+    for option, named in {"--target": [target], **others, **declared}.items():
         source.require(named, option, rules)
         if target in named and option in others:
             raise InputError(f"{option}: {target!r} is the target")
@@ -224,7 +227,7 @@ def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) 
     chosen = [name for name in (features or source.default_features) if name not in (target, *drop, *apart)]
     if not chosen:
         raise InputError(f"{source.path}: no columns are left to predict {target!r} from")
-    for option, named in told.items():
+    for option, named in declared.items():
         unused = [name for name in named if name not in (*chosen, target)]
         if unused:
             raise InputError(f"{option}: {unused[0]!r} is not among the features")

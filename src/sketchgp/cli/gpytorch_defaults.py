@@ -40,7 +40,7 @@ class WatchedSolve:
 
 @contextmanager
 def watch_linear_cg(name: str = "GPyTorch") -> Iterator[list[WatchedSolve]]:
-    """Collects every conjugate gradients solve that GPyTorch does in the block.
+    """Collect every solve by conjugate gradients that GPyTorch does in the block.
 
     ``linear_cg`` applies its preconditioner to the residual once before the first and once in every
     iteration, so a wrapper around that preconditioner sees all residuals and changes nothing.

@@ -15,8 +15,8 @@ from ..errors import InputError
 from ..memory import available_memory
 from ..operators.engines import ENGINES, check_present
 
-_NEEDED = ("torch", "gpytorch", "linear_operator", "numpy", "scipy", "tqdm", "matplotlib")
-_OPTIONAL = ("botorch", "pykeops", "triton", "scikit-learn", "pyarrow", "pandas")
+_NEEDED = ("torch", "gpytorch", "linear_operator", "numpy", "scipy", "tqdm")
+_OPTIONAL = ("matplotlib", "botorch", "pykeops", "triton", "scikit-learn", "pyarrow", "pandas")
 _VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; see the module's docstring."""
+    """Run the command; see the module's docstring."""
     sections = [*_versions(), *_machine(), *_devices()]
     width = max(len(name) for name, _ in sections) + 2
     for name, value in sections:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def version() -> str:
-    """Of sketchgp; the package itself, which has it, is above this floor."""
+    """Return the version of sketchgp."""
     return str(vars(sys.modules["sketchgp"])["__version__"])
 
 
@@ -99,7 +99,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _engines(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Which ways to multiply by a kernel matrix there are on a device, and why not."""
+    """Yield which engines a device has, with the reason where one is missing."""
     for engine in ENGINES[1:]:
         try:
             check_present(engine, device, torch.float32)

@@ -62,7 +62,7 @@ class SavedModel:
 
 
 def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> None:
-    """Writes the model by a temporary file and a rename, so that the path never holds half a file.
+    """Write the model by a temporary file and a rename, so that the path never holds half a file.
 
     :param overwrite: False to keep a file that is there.
     :raises InputError: the folder does not exist or cannot be written.
@@ -96,7 +96,7 @@ def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> N
 
 
 def load_model(path: str | Path) -> SavedModel:
-    """Reads and checks a file written by ``save_model``; unpickles nothing but tensors.
+    """Read and check a file written by ``save_model``; unpickle nothing but tensors.
 
     The file's digest is checked, and the weights are checked against the training data: their residual has to be what
     the file says.
@@ -143,7 +143,7 @@ def load_model(path: str | Path) -> SavedModel:
 
 
 def weights_residual(model: Regression, weights: Tensor) -> float:
-    """The true relative residual of weights ``(n,)`` on all rows, or on as many as are cheap (always the same ones)."""
+    """Return the relative residual of weights ``(n,)`` on all rows, or on a fixed choice of rows where n is large."""
     n = len(weights)
     count = min(n, max(_LEAST_ROWS, _ENTRIES // n))
     return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())

@@ -15,7 +15,7 @@ from ..tensor_file import is_stream, replacing
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """The option ``--force``."""
+    """Add the option ``--force``."""
     parser.add_argument("--force", action="store_true", help="write over files that exist (never over an input)")
 
 
@@ -31,13 +31,13 @@ class Output:
 
     @contextmanager
     def open(self, mode: str) -> Iterator[IO[Any]]:
-        """The file, written whole or not at all; see :func:`sketchgp.tensor_file.replacing`."""
+        """Open the file, which is written completely or not at all; see :func:`sketchgp.tensor_file.replacing`."""
         with self.errors(), replacing(self.path, mode, self.overwrite) as file:
             yield file
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Errors of the system as InputErrors that name the file."""
+        """Raise errors of the system as InputErrors that name the file."""
         try:
             yield
         except FileExistsError as error:
@@ -48,7 +48,7 @@ class Output:
 
 
 def claim(path: Path, option: str, inputs: Sequence[Path], force: bool) -> Output:
-    """Checks, before any work, that a file may be written.
+    """Check, before any work, that a file may be written.
 
     :param path: the file.
     :param option: what named it, such as ``--save``, for messages.

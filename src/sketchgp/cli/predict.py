@@ -37,11 +37,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("model", type=Path, metavar="FILE", help="a model saved by the command fit")
     parser.add_argument("data", type=Path, metavar="DATA", help=".csv with a header row, .parquet, or .npz")
     parser.add_argument("--output", type=Path, metavar="CSV", help="write all rows here (columns mean, std)")
-    parser.add_argument("--id", metavar="COLUMN", help="write this column, too (the one that fit was told)")
+    parser.add_argument("--id", metavar="COLUMN", help="write this column, too (the one named to fit)")
     parser.add_argument(
         "--missing",
         choices=MISSING,
-        help="missing values: end with an error, predict nothing for the row, or take the mean (as fit was told)",
+        help="missing values: end with an error, predict nothing for the row, or take the mean (as in fit)",
     )
     parser.add_argument(
         "--unknown",
@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; see the module's docstring."""
+    """Run the command; see the module's docstring."""
     output = None
     if options.output is not None:
         output = claim(options.output, "--output", [options.model, options.data], options.force)

@@ -19,10 +19,10 @@ __all__ = ["Inputs", "training_inputs", "without_missing"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a table becomes: inputs ``(n, d)`` without a missing value and a target ``(n,)``, float64.
+    """Inputs ``(n, d)`` without a missing value, and a target ``(n,)``, float64.
 
     :param features: the columns that are used.
-    :param fill: what stands for missing values, ``(d,)``.
+    :param fill: the values in place of missing ones, ``(d,)``.
     :param scaling: of the training rows; inputs of categories are left as they are.
     """
 
@@ -34,14 +34,14 @@ class Inputs:
 
 
 def without_missing(table: Table, policy: str, columns: Sequence[str], target: str) -> Table:
-    """The rows that are kept; says what is done about missing values.
+    """Return the rows that are kept, and print what is done about missing values.
 
     :param policy: ``"drop"`` or ``"mean"``, or anything where no value is missing.
     :param columns: the features.
     :raises InputError: no row is left.
     """
-    untold = table.lacking([target])
-    lacking = table.lacking([*columns, target]) if policy == "drop" else untold
+    unknown = table.lacking([target])
+    lacking = table.lacking([*columns, target]) if policy == "drop" else unknown
     where = ", ".join(name for name in (*columns, target) if table.lacking([name]).any())
     if not where:
         return table
@@ -63,7 +63,7 @@ def without_missing(table: Table, policy: str, columns: Sequence[str], target: s
 
 
 def training_inputs(table: Table, features: list[Feature], target: str, train: Tensor) -> Inputs:
-    """Missing values filled, constant columns left out, which is said, and scaled by the training rows.
+    """Return scaled inputs with missing values filled, without constant columns; print which these are.
 
     :param train: numbers of the training rows.
     :raises InputError: every column is constant in them, or the target is.

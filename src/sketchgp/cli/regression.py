@@ -49,7 +49,7 @@ class Regression(gpytorch.models.ExactGP):
 
 
 def copy_hyperparameters(model: Regression, x: Tensor, y: Tensor, kernel: str) -> Regression:
-    """A new model, in eval mode, with the hyperparameters of ``model`` and other training data."""
+    """Return a new model, in eval mode, with the hyperparameters of ``model`` and other training data."""
     copy = Regression(x, y, kernel)
     copy.load_state_dict(model.state_dict())
     return copy.eval()
@@ -66,7 +66,7 @@ class Scaling:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, target: str) -> Scaling:
-        """The scaling of training data ``x`` ``(n, d)`` and ``y`` ``(n,)``.
+        """Return the scaling of training data ``x`` ``(n, d)`` and ``y`` ``(n,)``.
 
         :param target: name of the target, for messages.
         :raises InputError: fewer than two rows, a target that is constant (there is nothing to learn), or
@@ -82,19 +82,19 @@ class Scaling:
         return scaling
 
     def scale_x(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Features ``(n, d)`` to mean 0 and deviation 1 over the training rows."""
+        """Scale features ``(n, d)`` to mean 0 and deviation 1 over the training rows."""
         return ((x.double() - self.x_mean) / self.x_std).to(dtype)
 
     def scale_y(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Targets ``(n,)`` to mean 0 and deviation 1 over the training rows."""
+        """Scale targets ``(n,)`` to mean 0 and deviation 1 over the training rows."""
         return ((y.double() - self.y_mean) / self.y_std).to(dtype)
 
     def unscale_mean(self, mean: Tensor) -> Tensor:
-        """A standardised mean ``(m,)`` in the target's own units, float64."""
+        """Return a standardised mean ``(m,)`` in the units of the target, float64."""
         return mean.double() * self.y_std + self.y_mean
 
     def unscale_std(self, variance: Tensor) -> Tensor:
-        """A standardised variance ``(m,)`` as a deviation in the target's own units, float64."""
+        """Return a standardised variance ``(m,)`` as a deviation in the units of the target, float64."""
         return variance.double().clamp_min(0).sqrt() * self.y_std
 
 

@@ -1,4 +1,4 @@
-"""The table of results, and what it takes to fill it: a peak of memory, a residual measured independently."""
+"""The table of results, with peak memory and an independently measured residual."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text under a header."""
+    """Return the rows as aligned text under a header."""
 
     def show(value: float | None, pattern: str) -> str:
         return "-" if value is None else format(value, pattern)

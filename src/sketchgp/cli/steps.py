@@ -25,7 +25,7 @@ __all__ = ["Outcome", "describe", "evaluate", "split_rows", "tune", "working"]
 
 
 def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Random disjoint row numbers ``(train, test)``; the test part has ``round(n * test_fraction)`` rows."""
+    """Return random disjoint row numbers ``(train, test)``; the test part has ``round(n * test_fraction)`` rows."""
     order = torch.randperm(n, generator=generator(seed, "training and test rows"))
     size = round(n * test_fraction)
     return order[size:], order[:size]
@@ -41,7 +41,7 @@ def tune(
     lengthscale: float | None = None,
     every: float = 30.0,
 ) -> Regression:
-    """A regression on all rows, its hyperparameters tuned on a random subset of them.
+    """Return a regression on all rows, its hyperparameters tuned on a random subset of them.
 
     :param x: ``(n, d)``, standardised.
     :param y: ``(n,)``, standardised.
@@ -90,11 +90,11 @@ def working(what: str, every: float) -> Iterator[Callable[[str], None]]:
         return
     texts, done, start = [what], threading.Event(), time.perf_counter()
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(every):
             print(f"  ... {texts[-1]}, {time.perf_counter() - start:.0f} s")
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield lambda text: texts.__setitem__(0, text)
@@ -128,7 +128,7 @@ def evaluate(
     rows_for_nll: int | None = None,
     every: float = 30.0,
 ) -> Outcome:
-    """Mean and variance of test rows by an accelerated model, and the row of the table.
+    """Predict test rows by an accelerated model, and return the row of the table with the predictions.
 
     :param model: accelerated, in eval mode.
     :param x: test features ``(m, d)``.
@@ -169,7 +169,7 @@ def evaluate(
 
 
 def describe(outcome: Outcome) -> str:
-    """Lines on the solve and on the variances, indented, to print under a step's announcement."""
+    """Return indented lines on the solve and on the variances."""
     lines = []
     if outcome.solve is None:
         lines.append("  solved by GPyTorch's Cholesky factorisation, as it does for few rows")

@@ -30,7 +30,7 @@ _SNIFFED = 50  # lines that are looked at to find the separator
 
 @dataclass(frozen=True)
 class Text:
-    """How a text file is read.
+    """Options for reading a text file.
 
     :param encoding: None is UTF-8, or UTF-16 where the file begins with its mark.
     :param separator: between cells; None is the one that fits the first lines.

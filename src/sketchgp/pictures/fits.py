@@ -13,17 +13,17 @@ _STYLES = ("-", "--", "-.")
 
 
 def hyperparameters(history: Any, ax: Any = None, by: Literal["steps", "seconds"] = "steps", names: Any = None) -> Any:
-    """The course of the hyperparameters of a fit, with rings at the ones that the model was left with.
+    """Draw the hyperparameters during a fit, with rings at those that the model keeps.
 
-    Of several numbers (lengthscales of features) each has a line, in one colour.  The axis is logarithmic; what is not
-    positive throughout (constants of means) is dotted, with an axis of its own on the right.
+    A hyperparameter of several numbers, such as lengthscales, has several lines of one colour.  The axis is
+    logarithmic; values that are not all positive, such as constants of means, are dotted, with an axis on the right.
 
     :param history: what :func:`sketchgp.fit` returned.
     :param ax: matplotlib axes; None makes a figure.
     :param by: ``"steps"`` or ``"seconds"``.
     :param names: which, keys of ``history.hyperparameters`` or ends of them, such as ``["lengthscale"]``; None for all.
     :returns: the axes.
-    :raises InputError: for what is no history with a step, or a name that there is not.
+    :raises InputError: for a history without a step, or an unknown name.
     """
     owner = "hyperparameters"
     checks.instance(owner, "history", history, FitHistory, "a FitHistory")
@@ -58,7 +58,7 @@ def hyperparameters(history: Any, ax: Any = None, by: Literal["steps", "seconds"
 
 
 def _chosen(owner: str, known: dict[str, Any], names: Any) -> dict[str, Any]:
-    """The hyperparameters of these names, or ends of names."""
+    """Return the hyperparameters of these names, or ends of names."""
     if names is None:
         kept = known
     else:
@@ -73,7 +73,7 @@ def _chosen(owner: str, known: dict[str, Any], names: Any) -> dict[str, Any]:
 
 
 def _short(name: str, among: dict[str, Any]) -> str:
-    """The end of a name that tells it from the others."""
+    """Return the shortest end of a name that no other name has."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         short = ".".join(parts[-count:])

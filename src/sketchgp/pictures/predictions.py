@@ -21,7 +21,7 @@ _LEVELS = 99
 
 
 def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0) -> Any:
-    """The posterior of a model of one feature: mean, the function within so many deviations, and observations.
+    """Draw the posterior of a model of one feature: the mean, and bands for the function and for observations.
 
     :param model: as :func:`sketchgp.predict` takes it, with inputs ``(n, 1)`` and one output.
     :param ax: matplotlib axes; None makes a figure.
@@ -70,10 +70,10 @@ def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0
 
 
 def calibration(prediction: Any, y: Any, ax: Any = None) -> Any:
-    """How often targets lie within the central intervals of a prediction, against how often they should.
+    """Draw how often targets lie within the central intervals of a prediction, against how often they should.
 
-    On the diagonal deviations are right; below it they are too small.  The band is where the share of as many
-    independent targets lies in 95 of 100 cases.  The title has the root mean square error and the mean negative log
+    Deviations are right on the diagonal and too small below it.  The share of as many independent targets would lie
+    in the band in 95 of 100 cases.  The title has the root mean square error and the mean negative log
     density, in nats.
 
     :param prediction: a :class:`sketchgp.Prediction` with ``observation_variance``, of one output.
@@ -91,21 +91,25 @@ def calibration(prediction: Any, y: Any, ax: Any = None) -> Any:
     if given.is_complex() or mean.dim() != 1 or given.shape != mean.shape:
         raise InputError(f"{owner}: y expects shape {tuple(mean.shape)} of one output, got {tuple(given.shape)}.")
     given = checks.tensor(owner, "y", _double(given), (1,))
-    score = (given - mean) / variance.sqrt()
+    return draw_calibration(axes_for(owner, ax, (4.8, 4.6)), mean, variance, given)
+
+
+def draw_calibration(ax: Any, mean: Tensor, variance: Tensor, y: Tensor) -> Any:
+    """Draw the calibration of predictions of y, all ``(m,)`` float64, and return the axes."""
+    score = (y - mean) / variance.sqrt()
     within = torch.erf(score.abs() / math.sqrt(2))  # the level of the interval that just holds it
     levels = torch.arange(1, _LEVELS + 1, dtype=torch.float64) / (_LEVELS + 1)
     shares = (within.unsqueeze(0) <= levels.unsqueeze(1)).double().mean(dim=1)
-    spread = 1.96 * (levels * (1 - levels) / len(given)).sqrt()
-    ax = axes_for(owner, ax, (4.8, 4.6))
+    spread = 1.96 * (levels * (1 - levels) / len(y)).sqrt()
     at = levels.tolist()
     ax.plot([0, 1], [0, 1], color="0.45", linewidth=1, linestyle=(0, (2, 2)))
     lower, upper = ((levels + side * spread).clamp(0, 1).tolist() for side in (-1, 1))
-    ax.fill_between(at, lower, upper, color="0.8", linewidth=0, label=f"chance, {len(given):,} targets")
+    ax.fill_between(at, lower, upper, color="0.8", linewidth=0, label=f"chance, {len(y):,} targets")
     ax.plot(at, shares.tolist(), color=COLORS[0], linewidth=2, label="targets within the interval")
     ax.set_aspect("equal")
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1)
-    error = float((given - mean).square().mean().sqrt())
+    error = float((y - mean).square().mean().sqrt())
     density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * score.square()).mean())
     title = f"RMSE {error:.4g}, negative log density {density:.3g} nats"
     finish(ax, title, "level of the central interval", "share of targets in it", legend=False)

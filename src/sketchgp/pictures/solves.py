@@ -16,20 +16,19 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..row_sources import RowSource
 from ..solvers import FullProblem, Solution
-from ..style import COLORS, RING, axes_for, finish, level
+from ..style import COLORS, axes_for, finish, level, residuals
 
-_SHORT = 40  # windows up to which each has a dot
 _LEAST_SHARE = 1e-16  # of the largest eigenvalue, below which rounding is all that is seen
 
 
 def convergence(reports: Any, ax: Any = None) -> Any:
-    """How the largest relative residual of each solve fell, with a ring at the true residual that it ended with.
+    """Draw the largest relative residual of each solve, with a ring at the true residual of its result.
 
-    :param reports: a :class:`sketchgp.SolveReport` or several, such as ``record_solves`` collects; or solutions.  Those
-        of direct solvers have a ring alone.
+    :param reports: a :class:`sketchgp.SolveReport` or several, such as ``record_solves`` collects; or solutions.
+        Direct solvers have a ring only.
     :param ax: matplotlib axes; None makes a figure.
     :returns: the axes.
-    :raises InputError: for what are no reports.
+    :raises InputError: if these are no reports.
     """
     found, ax = _reports("convergence", reports), axes_for("convergence", ax)
     for number, report in enumerate(found):
@@ -37,13 +36,9 @@ def convergence(reports: Any, ax: Any = None) -> Any:
         worst = [float(row.max()) if row.numel() else 0.0 for row in report.history]
         steps = report.iterations if report.iterations else len(worst) - 1
         x = [steps * place / max(1, len(worst) - 1) for place in range(len(worst))]
-        if len(worst) > 1:
-            dots = "." if len(worst) <= _SHORT else ""
-            ax.plot(x, worst, color=color, linewidth=1.8, marker=dots, markersize=6, label=_name(report))
-        label = _name(report) if len(worst) < 2 else None
-        ax.plot(x[-1:], [report.max_residual], color=color, zorder=10, label=label, **RING)
-    aims = {report.tol for report in found if report.judged == "residual" and len(report.history) > 1}
-    for tol in sorted(aims - {float("inf")}):
+        residuals(ax, x, worst, color, _name(report), report.max_residual)
+    tolerances = {report.tol for report in found if report.judged == "residual" and len(report.history) > 1}
+    for tol in sorted(tolerances - {float("inf")}):
         level(ax, tol, f"tolerance {tol:.0e}")
     if any(report.max_residual > 0 for report in found):
         ax.set_yscale("log")
@@ -53,12 +48,12 @@ def convergence(reports: Any, ax: Any = None) -> Any:
 
 
 def solvers(reports: Any, ax: Any = None) -> Any:
-    """What each solve took: seconds of set-up and of solving as bars, with iterations and the residual beside them.
+    """Draw the seconds of set-up and of solving of each solve as bars, with iterations and residual beside them.
 
     :param reports: as :func:`convergence` has them.
     :param ax: matplotlib axes; None makes a figure.
     :returns: the axes.
-    :raises InputError: for what are no reports.
+    :raises InputError: if these are no reports.
     """
     found = _reports("solvers", reports)
     ax = axes_for("solvers", ax, (8.5, 1.4 + 0.5 * len(found)))
@@ -84,8 +79,9 @@ def solvers(reports: Any, ax: Any = None) -> Any:
 
 
 def spectrum(source: Any, rank: int | None = None, ax: Any = None, rows: int = 1000, seed: int = 0) -> Any:
-    """The eigenvalues of the kernel matrix, as those of a random part of its rows show them, the noise, and the rank of
-    the preconditioner: what is right of the rank and above the noise is what conjugate gradients are left with.
+    """Draw the eigenvalues of the kernel matrix, estimated from random rows, the noise and the preconditioner's rank.
+
+    Eigenvalues right of the rank and above the noise are left to conjugate gradients.
 
     The eigenvalues of the matrix of s rows, times n / s, are near those of all n (Williams and Seeger, NIPS 2000); with
     ``rows`` at least n they are exact.
@@ -97,7 +93,7 @@ def spectrum(source: Any, rank: int | None = None, ax: Any = None, rows: int = 1
     :param rows: the most rows to look at: ``rows^2`` kernel entries, ``rows^3`` operations.
     :param seed: of the rows.
     :returns: the axes.
-    :raises InputError: for what is something else.
+    :raises InputError: if it is something else.
     """
     owner = "spectrum"
     rank, rows = checks.count(owner, "rank", rank, optional=True), checks.count(owner, "rows", rows)
@@ -122,7 +118,7 @@ def spectrum(source: Any, rank: int | None = None, ax: Any = None, rows: int = 1
 
 
 def _of(owner: str, source: Any) -> tuple[Any, Tensor | RowSource, float, int | None]:
-    """Kernel, inputs, the geometric mean of the noises, and the rank that is known."""
+    """Return kernel, inputs, the geometric mean of the noises, and the rank if it is known."""
     rank = None
     if isinstance(source, Solution):
         rank, source = source.report.rank or None, source.problem

@@ -186,7 +186,7 @@ class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
         return checks.copied((y - self._y_mean) / self._y_std, x.device, x.dtype)
 
     def _given_noise(self, n: int) -> Any:
-        """Of normalised targets: None, a number or ``(n,)``, as numpy has them."""
+        """Return the noise of normalised targets: None, a number or an array ``(n,)``."""
         if self.alpha is None:
             return None
         noise = np.asarray(self.alpha)
@@ -217,9 +217,11 @@ class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
 
     @property
     def log_marginal_likelihood_value_(self) -> float:
-        """Of all rows with the hyperparameters found, for normalised targets, as scikit-learn has it; computed when it
-        is read, unless the fit has it: exactly up to 800 rows, beyond by random probes.  For inducing points the lower
-        bound of Titsias."""
+        """Log marginal likelihood of all rows at the fitted hyperparameters, for normalised targets.
+
+        It is computed when it is read, unless the fit has it: exactly up to 800 rows, by random probes beyond. With
+        inducing points it is the lower bound of Titsias.
+        """
         check_is_fitted(self)
         history, n = self.history_, len(self.model_.train_targets)
         if history is not None and history.rows == n and history.objective == "exact":
