@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sketchgp
+from cases import each
 from gp_models import (
     SOLVED,
     TORCH_WARNINGS,
@@ -57,7 +58,7 @@ def step(model: Any, optimizer: Any) -> None:
 # --- what the model looks like ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "fixed-noise", "batch", "hadamard", "lcm", "deep"])
+@each("name", ["scale-rbf-ard", "fixed-noise", "batch", "hadamard", "lcm", "deep"])
 def test_class_and_state_stay(name: str) -> None:
     model, _ = SOLVED[name].build()
     kind, likelihood_kind, before = type(model), type(model.likelihood), copy.deepcopy(model.state_dict())
@@ -493,7 +494,7 @@ class NotExact(gpytorch.models.ApproximateGP):
         super().__init__(gpytorch.variational.VariationalStrategy(self, points, distribution))
 
 
-@pytest.mark.parametrize(
+@each(
     "thing",
     [None, 3, "model", torch.nn.Linear(2, 1), gpytorch.likelihoods.GaussianLikelihood(), NotExact()],
     ids=lambda thing: type(thing).__name__,
@@ -635,7 +636,7 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@each("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_models_that_cannot_be_solved_are_refused(damage: Any) -> None:
     model, _ = RBF.build()
     damage(model)
@@ -1107,7 +1108,7 @@ def test_models_in_threads(threads: int) -> None:
         assert relative(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("how", ["assigned", "registered", "of a loss"])
+@each("how", ["assigned", "registered", "of a loss"])
 def test_a_plain_likelihood_is_solved_by_the_library(how):
     x, y, test = data()
     model = sketchgp.accelerate(

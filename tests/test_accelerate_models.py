@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from gp_models import (
     KEOPS,
     LEFT_ALONE,
@@ -83,7 +84,7 @@ def test_marginal_likelihood_and_gradient_are_the_dense_ones(name: str) -> None:
     assert gradient_error(found_gradient, gradient) < 3e-2
 
 
-@pytest.mark.parametrize("name", list(LEFT_ALONE))
+@each("name", list(LEFT_ALONE))
 def test_structured_models_keep_gpytorchs_answers(name: str) -> None:
     mean, variance, value, gradient = reference(name)
     model, test = case(name).build()

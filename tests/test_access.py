@@ -16,6 +16,7 @@ from linear_operator.operators import (
     ToeplitzLinearOperator,
 )
 
+from cases import each
 from problems import dense, normal, points, relative, set_scales
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import Access, AccurateProduct
@@ -60,8 +61,8 @@ def _matrix(name):
     return OPERATORS[name](torch.float64).to_dense()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", OPERATORS)
+@each("dtype", [torch.float32, torch.float64])
+@each("name", OPERATORS)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_parts_of_an_operator(name, dtype):
     access, matrix = Access(OPERATORS[name](dtype)), _matrix(name)
@@ -77,8 +78,8 @@ def test_parts_of_an_operator(name, dtype):
         assert relative(access.matmul(normal(N, 2)), matrix @ normal(N, 2)) < limit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "product"])
+@each("dtype", [torch.float32, torch.float64])
+@each("name", [name for name in OPERATORS if name != "product"])
 def test_accurate_product_of_the_stored_entries(name, dtype):
     """Float64 arithmetic on the operator as it is: float32 data are not better than they are, nor worse."""
     operator = OPERATORS[name](dtype)

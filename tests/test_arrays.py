@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import sketchgp
+from cases import each
 from gp_models import TORCH_WARNINGS, Plain
 from sketchgp.sklearn import GaussianProcessRegressor, KernelClassifier, KernelRidge
 
@@ -96,8 +97,8 @@ def test_what_holds_the_same_numbers_gives_the_same(entry: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:X (has|does not have valid) feature names")
-@pytest.mark.parametrize("entry", [name for name in ENTRIES if name != "OneHot.decode"])
-@pytest.mark.parametrize("kind", BAD)
+@each("entry", [name for name in ENTRIES if name != "OneHot.decode"])
+@each("kind", BAD)
 def test_what_hides_numbers_or_lacks_them_is_refused(entry: str, kind: str) -> None:
     values, advice = BAD[kind]
     with pytest.raises((ValueError, TypeError), match=advice):  # scikit-learn's own error, for a sparse matrix

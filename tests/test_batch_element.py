@@ -19,6 +19,7 @@ from gpytorch.kernels import (
 from linear_operator import to_dense
 
 import sketchgp
+from cases import each
 from gp_models import dense, iterative
 from problems import normal, points, relative
 from sketchgp.errors import InputError, NumericalError
@@ -96,8 +97,8 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", KERNELS)
+@each("dtype", [torch.float32, torch.float64])
+@each("name", KERNELS)
 def test_an_element_is_the_batchs(name, dtype):
     kernel = KERNELS[name]().to(dtype)
     x = points(2 * N, dtype=dtype).reshape(2, N, 3) if name != "recognised sum" else points(N, dtype=dtype)
@@ -182,7 +183,7 @@ def test_prediction(names, solver):
     assert all(report.converged for report in solves)
 
 
-@pytest.mark.parametrize("name", ["user's", "recognised sum", "product"])
+@each("name", ["user's", "recognised sum", "product"])
 def test_one_output_of_a_small_model(name):
     """Up to 800 points the covariance is GPyTorch's, which would index the kernel."""
     model = Batch([KERNELS[name]()])

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cases import each
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " in path.read_text(encoding="utf-8"))
 UNMEASURED = ("device",)  # it needs a GPU; once it has results, they are looked at too
@@ -152,7 +154,7 @@ def test_other_parameters_are_refused(run):
     assert run("--fresh")["sets"]["here"]["size"] == 8
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNMEASURED])
+@each("name", [name for name in NAMES if name not in UNMEASURED])
 def test_committed_results_are_read(name, module, monkeypatch, tmp_path):
     """The table beside a JSON is what the script makes of it, and its parameters are those of the script."""
     benchmark = module(name).BENCHMARK

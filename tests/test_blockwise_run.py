@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import io
-import itertools
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 from gpytorch.kernels import RBFKernel, ScaleKernel
 
+from cases import each
 from problems import normal, points, radial, relative, set_scales
 from sketchgp import (
     ASkotch,
@@ -25,7 +25,6 @@ from sketchgp import (
     EigenPro2,
     FullProblem,
     InputError,
-    NumericalError,
     Skotch,
     record_solves,
 )
@@ -126,8 +125,7 @@ def _ctrl_c():
 # --- ends -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@every_solver
+@pytest.mark.parametrize(("name", "dtype"), [(n, (torch.float32, torch.float64)[i % 2]) for i, n in enumerate(SOLVERS)])
 def test_the_tolerance(name, dtype):
     """Columns of different norms all meet it, and the residual reported is that of the value returned."""
     problem = _problem(columns=3, dtype=dtype)
@@ -141,21 +139,6 @@ def test_the_tolerance(name, dtype):
     assert report.max_residual <= solver.tol
     assert report.history.shape[1] == 3
     assert torch.equal(report.history[0], torch.ones(3, dtype=torch.float64))
-
-
-@every_solver
-def test_max_passes(name):
-    problem = _problem()
-    with pytest.warns(ConvergenceWarning, match="ran out of passes") as caught:
-        solution = _with(name, tol=1e-12, max_passes=4).solve(problem)
-    report = solution.report
-    assert len(caught) == 1
-    assert (report.converged, report.reason) == (False, "ran out of passes")
-    step = (BLOCK * N + BLOCK * max(BLOCK, 80)) / N**2
-    assert 4 <= report.passes - 1 < 4 + step + 1e-12  # one pass for the residual of what is returned
-    torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
-    assert report.max_residual > 1e-12
-    assert str(caught[0].message) == report.advice()
 
 
 def _clock(monkeypatch, after_step):
@@ -303,32 +286,6 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_advice(reason):
-    """It names the reason, the size, the residual reached, and what helps: to go on from the iterate, which does."""
-
-    def callback(progress):
-        if reason == "was interrupted":
-            raise KeyboardInterrupt
-        return reason == "was stopped by the callback"
-
-    problem = _problem()
-    with pytest.warns(ConvergenceWarning) as caught:
-        solution = ASkotch(block_size=BLOCK, tol=1e-4, **REASONS[reason]).solve(problem, callback=callback)
-    report = solution.report
-    assert len(caught) == 1
-    message = str(caught[0].message)
-    assert report.reason == reason
-    start = f"A linear solve with n = {N} {reason} after {report.iterations} iterations: "
-    assert message.startswith(start)
-    assert f"residual {report.max_residual:.1e}, tolerance 1e-04" in message
-    assert "initial=" in message
-    assert "NOT converged, " + reason in str(report)
-    again = ASkotch(block_size=BLOCK, tol=1e-4).solve(problem, initial=solution.value)
-    torch.testing.assert_close(again.report.history[0], report.residual, rtol=1e-9, atol=0)
-    assert again.report.converged
-
-
 def test_advice_for_the_limits_of_float32():
     base = _quietly(ASkotch(block_size=BLOCK, tol=1e-12, max_passes=2), _problem()).report
     stagnated = dataclasses.replace(base, reason="stagnated", dtype="float32").advice()
@@ -346,16 +303,10 @@ def test_a_tolerance_met_at_the_start():
     assert solution.report.passes == 1.0  # the product that checks the end; that of the start is not charged for
 
 
-def test_initial_of_another_shape_is_refused():
-    with pytest.raises(InputError, match="initial expects y's shape"):
-        ASkotch().solve(_problem(), initial=torch.zeros(N))
-
-
 # --- residuals ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [50_000, 120])
-@every_solver
+@pytest.mark.parametrize(("name", "window"), [(n, (50_000, 120)[i % 2]) for i, n in enumerate(SOLVERS)])
 def test_estimates_are_those_of_the_rows_that_were_seen(monkeypatch, steps, name, window):
     """One a window: a pass, or fewer rows; the root of n times the mean square residual of its rows."""
     monkeypatch.setattr(refinement, "_WINDOW", window)
@@ -371,8 +322,7 @@ def test_estimates_are_those_of_the_rows_that_were_seen(monkeypatch, steps, name
     torch.testing.assert_close(report.history[1:], torch.stack(expected), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@every_solver
+@pytest.mark.parametrize(("name", "dtype"), [(n, (torch.float32, torch.float64)[i % 2]) for i, n in enumerate(SOLVERS)])
 def test_estimates_follow_the_true_residual(name, dtype):
     problem, ratios = _problem(noise=0.01, dtype=dtype), []
     matrix, norm = _matrix(problem), problem.y.double().norm(dim=0)
@@ -451,8 +401,9 @@ def test_many_points_converge_by_all_rows(monkeypatch):
     torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["askotch", "skotch", "eigenpro2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("askotch", torch.float32), ("skotch", torch.float64), ("eigenpro2", torch.float64)]
+)
 def test_an_optimistic_estimate_is_not_believed(after_step, name, dtype):
     """Estimates of a fifth of the residual: the true one is looked at too early, and then aimed at."""
     after_step(lambda method, rows, g: (rows, 0.2 * g))
@@ -532,56 +483,7 @@ def test_corrections_reach_what_float32_products_cannot():
 # --- divergence -----------------------------------------------------------------------------------------------
 
 
-def test_divergence_is_an_error(after_step):
-    """A method that cannot help itself says what it saw and what to try, and leaves nothing behind."""
-
-    def spoil(method, rows, g):
-        method.tensors["w"].mul_(1.6)
-
-    after_step(spoil)
-    with pytest.raises(NumericalError, match=r"ASkotch diverges: the relative residual .*seed"):
-        ASkotch(block_size=BLOCK).solve(_problem())
-
-
-def test_a_diverging_step_is_halved(monkeypatch):
-    original = eigenpro2.step_size
-    monkeypatch.setattr(eigenpro2, "step_size", lambda *args: 2 * original(*args))
-    problem = _problem()
-    solution = EigenPro2(block_size=BLOCK, subsample_size=80, tol=1e-2).solve(problem)
-    assert solution.report.converged
-    assert 1 <= len(solution.report.notes) <= 5
-    assert all("went on with" in note for note in solution.report.notes)
-    torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-9, atol=0)
-
-
-def test_nan_in_a_right_hand_side():
-    problem = _problem()
-    problem.y[3, 1] = float("nan")
-    with pytest.raises(NumericalError, match="right-hand side"):
-        ASkotch(block_size=BLOCK).solve(problem)
-
-
 # --- callbacks ------------------------------------------------------------------------------------------------
-
-
-@every_solver
-def test_what_a_callback_sees(steps, name):
-    problem, seen = _problem(), []
-    solution = _converging(name).solve(problem, callback=seen.append)
-    report = solution.report
-    assert len(seen) == len(report.history) - 1 > 2
-    rows = torch.tensor([len(rows) for rows, _ in steps]).cumsum(0)
-    for k, progress in enumerate(seen):
-        assert torch.equal(progress.residual, report.history[k + 1])
-        assert progress.held_out is None
-        assert int(rows[progress.iteration - 1]) >= (k + 1) * N
-    for before, after in itertools.pairwise(seen):
-        assert before.iteration < after.iteration
-        assert before.passes < after.passes
-        assert before.seconds < after.seconds
-    assert seen[-1].iteration == report.iterations
-    assert 0 < seen[0].seconds < seen[-1].seconds <= report.seconds + report.setup_seconds
-    assert 1 < seen[0].passes < seen[-1].passes <= report.passes - 1
 
 
 def test_a_callback_every_window(monkeypatch):
@@ -631,37 +533,6 @@ def test_weights_are_the_solution_of_that_time(name, dtype, columns):
 # --- held-out points ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("columns", [None, 3])
-def test_held_out_errors(columns, dtype):
-    """Root mean square errors of each column, as by dense products; the solve is the one without them."""
-    problem, seen = _problem(columns=columns, dtype=dtype), []
-    x, y = points(17, seed=8, dtype=dtype), normal(17, columns or 1, seed=9, dtype=dtype)
-    cross = _covariance(problem, x)
-
-    def callback(progress):
-        expected = (cross @ progress.weights() - y.double()).square().mean(dim=0).sqrt()
-        torch.testing.assert_close(progress.held_out, expected, rtol=1e-9 if dtype == torch.float64 else 1e-4, atol=0)
-        seen.append((progress.passes, progress.seconds, progress.held_out))
-
-    solver = ASkotch(block_size=BLOCK, tol=1e-3)
-    solution = solver.solve(problem, callback=callback, held_out=(x, y[:, 0] if columns is None else y))
-    held_out = solution.report.held_out
-    assert len(held_out) - 1 == len(seen) == len(solution.report.history) - 1
-    expected = (cross @ solution.value.double().reshape(N, -1) - y.double()).square().mean(dim=0).sqrt()
-    torch.testing.assert_close(held_out[-1][2], expected, rtol=1e-9 if dtype == torch.float64 else 1e-4, atol=0)
-    assert held_out[-1][0] == solution.report.passes
-    for (passes, seconds, error), (passes_then, seconds_then, error_then) in zip(held_out[:-1], seen, strict=True):
-        assert passes == passes_then
-        assert seconds <= seconds_then < seconds + 1
-        assert torch.equal(error, error_then)
-        assert error.shape == (columns or 1,)
-    plain = solver.solve(problem)
-    assert torch.equal(plain.value, solution.value)
-    assert plain.report.passes == solution.report.passes
-    assert plain.report.held_out == []
-
-
 def test_held_out_errors_take_a_tenth_of_the_work(steps):
     """With half as many held-out points as points, an error is computed every fifth pass or so; between, it stays."""
     problem, seen = _problem(noise=0.01), []
@@ -679,7 +550,7 @@ def test_held_out_errors_take_a_tenth_of_the_work(steps):
     assert len(seen) > 30
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "y", "message"),
     [
         (points(5, 2), normal(5, 2), "held_out points expect 3 features"),
@@ -741,17 +612,6 @@ def test_a_short_solve_shows_no_progress_bar(monkeypatch):
 # --- reports and batches --------------------------------------------------------------------------------------
 
 
-def test_reports_are_recorded():
-    with record_solves() as solves:
-        first = ASkotch(block_size=BLOCK, tol=1e-2).solve(_problem())
-        second = _quietly(EigenPro2(block_size=BLOCK, max_passes=2), _problem())
-    assert [report is solution.report for report, solution in zip(solves, (first, second), strict=True)] == [True, True]
-    assert [report.solver for report in solves] == ["ASkotch", "EigenPro2"]
-    assert (first.report.n, first.report.columns, first.report.dtype, first.report.device) == (N, 2, "float64", "cpu")
-    assert first.report.preconditioner == "blocks of 50, exact"
-    assert first.report.peak_memory > 2**20
-
-
 def _batch(dtype=torch.float64):
     """Two kernels, three noises: the operator has batch shape (2,), the noise (3, 2), the right-hand side (3, 1)."""
     lengthscales, noise = (0.5, 0.9), torch.tensor([[0.1, 0.2], [0.3, 0.5], [1.0, 2.0]]).double()
@@ -765,7 +625,7 @@ def _batch(dtype=torch.float64):
     return operator, noise.unsqueeze(-1).expand(3, 2, n), rhs.expand(3, 2, n, 2), lengthscales, x
 
 
-@pytest.mark.parametrize("solver", [ASkotch(block_size=40, tol=1e-6), EigenPro2(block_size=40, tol=1e-3)])
+@pytest.mark.parametrize("solver", [EigenPro2(block_size=40, tol=1e-3)])
 def test_each_of_a_batch_is_solved_as_if_alone(solver):
     operator, noise, rhs, lengthscales, x = _batch()
     with record_solves() as solves:
@@ -826,56 +686,6 @@ def _interrupted(solver, problem, **options):
     torch.testing.assert_close(report.residual, _residual(problem, solution.value), rtol=1e-3, atol=1e-12)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return solution
-
-
-@pytest.mark.parametrize("name", ["askotch", "eigenpro2"])
-def test_an_interrupt_in_a_callback(interruptible, name):
-    problem, weights = _problem(), []
-
-    def callback(progress):
-        weights.append(progress.weights())
-        if len(weights) == 3:
-            raise KeyboardInterrupt
-
-    solution = _interrupted(_with(name, tol=1e-12), problem, callback=callback)
-    assert len(weights) == 3
-    assert torch.equal(solution.value, weights[-1])
-
-
-@pytest.mark.parametrize("name", ["askotch", "askotch-v1", "skotch", "eigenpro2"])
-def test_ctrl_c_within_a_step(interruptible, monkeypatch, name):
-    """The step under way is finished: the value is that of a solve that ends with it."""
-    problem, count = _problem(), 9
-    stopped = []
-    original = BlockSystem.rows
-
-    def rows(self, *args):
-        stopped.append(0)
-        if len(stopped) == count:
-            _ctrl_c()
-        return original(self, *args)
-
-    monkeypatch.setattr(BlockSystem, "rows", rows)
-    solution = _interrupted(_with(name, tol=1e-12), problem)
-    assert solution.report.iterations == count
-    monkeypatch.undo()
-    passes = (solution.report.passes - 1) * 0.9999
-    expected = _quietly(_with(name, tol=1e-12, max_passes=passes), problem)
-    assert expected.report.iterations == count
-    assert torch.equal(solution.value, expected.value)
-
-
-def test_ctrl_c_at_some_time(interruptible):
-    timer, started = threading.Timer(0.1, _ctrl_c), []
-
-    def callback(progress):
-        if not started:
-            started.append(progress.seconds)
-            timer.start()
-
-    solution = _interrupted(LONG, _problem(noise=1e-5), callback=callback)
-    timer.join()
-    assert started[0] + 0.09 <= solution.report.seconds
 
 
 def test_ctrl_c_where_the_iterate_is_not_kept(interruptible, after_step):

@@ -11,6 +11,7 @@ import torch
 from gpytorch.kernels import ConstantKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import DenseLinearOperator, SumLinearOperator
 
+from cases import each, pairwise
 from problems import (
     GENERIC,
     RADIAL,
@@ -33,7 +34,6 @@ from sketchgp import (
     LaplaceKernel,
     NumericalError,
     Skotch,
-    record_solves,
 )
 from sketchgp.datasets import load_diamonds
 from sketchgp.operators import KernelMatrix
@@ -63,7 +63,7 @@ VARIANTS = {
 FAST = ["askotch", "askotch-uniform", "askotch-mu", "askotch-nystrom", "skotch", "eigenpro2", "eigenpro1"]
 FEW = ["askotch", "askotch-nystrom", "skotch", "eigenpro2"]
 EVERY_KERNEL = ["rbf-ard", "matern12", "matern52-ard", "rational-quadratic", "sum", "product", "laplace"]
-DTYPES = [torch.float64, torch.float32]
+F64, F32 = DTYPES = [torch.float64, torch.float32]
 
 
 def _solver(variant, **options):
@@ -114,8 +114,7 @@ def _check(problem, solution, tol):
 # --- accuracy -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["askotch", "eigenpro2"])
-@pytest.mark.parametrize("name", EVERY_KERNEL)
+@pytest.mark.parametrize(("name", "variant"), [*zip(EVERY_KERNEL, ["askotch", "eigenpro2"] * 4, strict=False)])
 def test_against_a_dense_solve(name, variant):
     problem = _problem(name=name, noise=2.0, columns=2)
     _check(problem, _solver(variant, tol=1e-8).solve(problem), 1e-8)
@@ -134,14 +133,15 @@ def test_every_variant(variant):
     )
 
 
-@pytest.mark.parametrize("variant", [*FAST, "askotch-v1", "skotch-identity", "skotch-v1-nystrom"])
+@pytest.mark.parametrize("variant", ["askotch-uniform", "askotch-nystrom", "skotch-identity", "eigenpro2"])
 def test_every_variant_in_float32(variant):
     problem = _problem(name="product", noise=2.0, dtype=torch.float32, columns=2)
     _check(problem, _solver(variant, tol=1e-4).solve(problem), 1e-4)
 
 
-@pytest.mark.parametrize("matmul", ["dense", "tiled"])
-@pytest.mark.parametrize("variant", ["askotch", "skotch-nystrom", "eigenpro2"])
+@pytest.mark.parametrize(
+    ("variant", "matmul"), [("askotch", "dense"), ("skotch-nystrom", "tiled"), ("eigenpro2", "dense")]
+)
 def test_engines_differ_by_rounding(variant, matmul):
     fixed = {"mu": 0.1} if variant == "askotch" else {}  # when growing momentum restarts, rounding may decide
     for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 1e-4)):
@@ -153,7 +153,7 @@ def test_engines_differ_by_rounding(variant, matmul):
         _check(problem, _solver(variant, tol=1e-3).solve(problem, matmul=matmul), 1e-3)
 
 
-@pytest.mark.parametrize("variant", FEW + ["askotch-v1"])
+@pytest.mark.parametrize("variant", ["askotch-nystrom", "eigenpro2"])
 def test_seeds_change_the_way_not_the_answer(variant):
     problem = _problem(name="laplace", noise=2.0, columns=2)
     found = [_solver(variant, tol=1e-4, seed=seed).solve(problem) for seed in (1, 2, 1)]
@@ -178,8 +178,7 @@ def test_noise_of_very_different_sizes(variant):
     _check(problem, _solver(variant, tol=1e-7).solve(problem), 1e-7)
 
 
-@pytest.mark.parametrize("block_size", [1, 25, None])
-@pytest.mark.parametrize("variant", FEW)
+@pytest.mark.parametrize(("variant", "block_size"), [*zip(FEW, [1, 25, None, 25], strict=True), ("skotch", 25)])
 def test_every_block_size(variant, block_size):
     problem = _problem(n=40, name="laplace", noise=2.0, columns=2)
     _check(problem, _solver(variant, tol=1e-4, block_size=block_size).solve(problem), 1e-4)
@@ -304,8 +303,7 @@ def test_very_ill_conditioned(kind):
     assert solution.report.converged == bool((true <= 1e-6).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["askotch", "askotch-nystrom", "eigenpro2"])
+@pytest.mark.parametrize(("variant", "dtype"), [("askotch", F32), ("askotch-nystrom", F64), ("eigenpro2", F64)])
 def test_duplicated_points(variant, dtype):
     kernel = set_scales(ScaleKernel(MaternKernel(nu=0.5)), lengthscale=0.4).to(dtype)
     x = points(34).repeat(3, 1)[:100].to(dtype)
@@ -314,16 +312,17 @@ def test_duplicated_points(variant, dtype):
     _check(problem, _solver(variant, tol=tol).solve(problem), tol)
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float64)])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.startswith("eigenpro")])
+@pytest.mark.parametrize(
+    ("variant", "n", "dtype"),
+    [(v, 1 + i % 3, DTYPES[i % 2]) for i, v in enumerate(v for v in VARIANTS if not v.startswith("eigenpro"))],
+)
 def test_few_points(variant, n, dtype):
     problem = _problem(n=n, noise=0.3, dtype=dtype, columns=2)
     tol = 1e-10 if dtype == torch.float64 else 1e-5
     _check(problem, _solver(variant, tol=tol, block_size=None).solve(problem), tol)
 
 
-@pytest.mark.parametrize("block_size", [None, 1, 2])
-@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float64), (2, torch.float32), (3, torch.float64)])
+@pytest.mark.parametrize(("n", "dtype", "block_size"), pairwise([1, 2, 3], DTYPES, [None, 1, 2])[::3])
 def test_few_points_one_by_one(n, block_size, dtype):
     problem = _problem(n=n, noise=0.3, dtype=dtype)
     tol = 1e-10 if dtype == torch.float64 else 1e-5
@@ -335,8 +334,10 @@ def test_few_points_one_by_one(n, block_size, dtype):
 # A window of n rows drawn with replacement can be of rows that were all solved in the steps before.  Its estimate of
 # the residual is then near zero: the next one looks like divergence, and the target that the estimate has to meet is
 # lowered by as much.
-@pytest.mark.parametrize("variant", ["askotch-uniform", "skotch-uniform", "askotch-v1", "skotch-v1"])
-@pytest.mark.parametrize(("n", "block_size", "seed"), [(3, 1, 0), (60, 30, 2)])
+@pytest.mark.parametrize(
+    ("variant", "n", "block_size", "seed"),
+    [("askotch-uniform", 3, 1, 0), ("skotch-v1", 3, 1, 0), ("skotch-uniform", 60, 30, 2), ("askotch-v1", 60, 30, 2)],
+)
 def test_few_blocks_drawn_with_replacement(n, block_size, seed, variant):
     problem = _problem(n=n, name="matern12", noise=1.0, lengthscale=0.5)
     _check(problem, _solver(variant, tol=1e-6, block_size=block_size, seed=seed).solve(problem), 1e-6)
@@ -370,8 +371,7 @@ def test_a_kernel_that_is_zero():
         assert relative(value, y / noise.unsqueeze(1)) < 1e-10
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(None, torch.float64), (3, torch.float32)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@each(("variant", "columns", "dtype"), [(v, *((None, F64) if i % 2 else (3, F32))) for i, v in enumerate(VARIANTS)])
 def test_zero_right_hand_side(variant, columns, dtype):
     problem = _problem(columns=columns, dtype=dtype)
     problem.y.zero_()
@@ -381,8 +381,7 @@ def test_zero_right_hand_side(variant, columns, dtype):
     assert solution.report.max_residual == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["askotch", "skotch-v1", "eigenpro2"])
+@pytest.mark.parametrize(("variant", "dtype"), [("askotch", F32), ("skotch-v1", F64), ("eigenpro2", F64)])
 def test_columns_of_very_different_scale(variant, dtype):
     """Each column meets the tolerance relative to its own size; a zero column stays zero."""
     problem = _problem(name="laplace", columns=6, dtype=dtype)
@@ -398,8 +397,10 @@ def test_columns_of_very_different_scale(variant, dtype):
         assert relative(found, exact) < 100 * tol
 
 
-@pytest.mark.parametrize("variant", FEW)
-@pytest.mark.parametrize(("scale", "targets"), [(1e6, 1.0), (1.0, 1e-8), (1e-6, 1e8)])
+@pytest.mark.parametrize(
+    ("variant", "scale", "targets"),
+    [("askotch", 1e6, 1.0), ("askotch-nystrom", 1.0, 1e-8), ("skotch", 1e-6, 1e8), ("eigenpro2", 1e6, 1.0)],
+)
 def test_scaling_changes_nothing(variant, scale, targets):
     x, y, kernel = points(100), normal(100, 2, seed=1), ScaleKernel(MaternKernel(nu=0.5)).double()
 
@@ -414,8 +415,7 @@ def test_scaling_changes_nothing(variant, scale, targets):
     assert relative(other.value * (scale / targets), base.value) < 1e-7  # output scales are set in float32
 
 
-@pytest.mark.parametrize("variant", FAST + ["skotch-nystrom", "askotch-identity", "skotch-v1"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("variant", "dtype"), [*zip([*FAST, "skotch-nystrom", "skotch-v1"], DTYPES * 5, strict=False)])
 def test_scaling_by_a_power_of_two_changes_no_bit(dtype, variant):
     matrix, y = (_matrix(_problem()) - 0.5 * identity(100)).to(dtype), normal(100, 2, seed=1, dtype=dtype)
 
@@ -433,9 +433,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(dtype, variant):
 # --- starting points ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [*((variant, torch.float64) for variant in FEW + ["askotch-v1"]), ("askotch", torch.float32)]
-)
+@pytest.mark.parametrize(("variant", "dtype"), [("askotch", F32), ("skotch-nystrom", F64), ("eigenpro2", F64)])
 def test_warm_start(variant, dtype):
     problem = _problem(name="laplace", noise=2.0, columns=2, dtype=dtype)
     tol = 1e-4
@@ -483,10 +481,10 @@ def test_a_solve_in_two_parts():
 # --- float32 --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [0.5, 1e-6])
-@pytest.mark.parametrize("limit", [0.5, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["askotch", "skotch", "askotch-v1", "eigenpro2"])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "limit", "noise"),
+    pairwise(["askotch", "skotch", "askotch-v1", "eigenpro2"], DTYPES, [0.5, 16], [0.5, 1e-6]),
+)
 def test_reported_residual_is_the_true_one(variant, dtype, limit, noise):
     problem = _problem(noise=noise, dtype=dtype, columns=3)
     with quiet():
@@ -759,7 +757,7 @@ def test_steps_of_askotch_without_mu(spy, case):
     assert too_early or (rank, noise) not in ((None, 0.01), (None, 2.0))  # and a slope that is not acted upon
 
 
-@pytest.mark.parametrize("size", [14, 20])
+@pytest.mark.parametrize("size", [14])
 def test_restarts_do_not_depend_on_rounding(size):
     """Targets three times as large: a solution three times as large, to rounding, after any number of passes.  The
     slope along rows that no step has moved since a restart is 0, or that of rounding errors."""
@@ -771,8 +769,7 @@ def test_restarts_do_not_depend_on_rounding(size):
             assert relative(solver.solve(other).value / 3, solver.solve(problem).value) < 1e-11
 
 
-@pytest.mark.parametrize("rank", [None, 6, 0])
-@pytest.mark.parametrize("mu", [None, 0.02])
+@pytest.mark.parametrize(("mu", "rank"), [(None, None), (0.02, 6), (None, 0)])
 def test_steps_of_the_printed_algorithm(spy, mu, rank):
     """NU_ACDM with beta = 0, in the paper's names but for x, z, w; mu is the least noise unless it is given."""
     noise = torch.linspace(0.1, 2, 100, dtype=torch.float64)
@@ -805,7 +802,7 @@ def test_steps_of_the_printed_algorithm(spy, mu, rank):
         assert relative(method.value, x) < 1e-9
 
 
-@pytest.mark.parametrize("kind", [ASkotch, Skotch])
+@pytest.mark.parametrize("kind", [ASkotch])
 def test_blocks_of_version_1_are_drawn_by_their_smoothness(spy, kind):
     noise = torch.full((12,), 0.1, dtype=torch.float64)
     noise[:2] = torch.tensor([300.0, 60.0])
@@ -816,7 +813,7 @@ def test_blocks_of_version_1_are_drawn_by_their_smoothness(spy, kind):
     assert len(expected) == 4
     assert float(expected.max()) > 3 * float(expected.min())
     counts: dict[frozenset, int] = {}
-    draws = 600
+    draws = 300
     for _ in range(draws):
         rows, _ = step()
         counts[key] = counts.get(key := frozenset(rows.tolist()), 0) + 1
@@ -826,8 +823,7 @@ def test_blocks_of_version_1_are_drawn_by_their_smoothness(spy, kind):
     assert bool(((found - p).abs() < 5 * (p * (1 - p) / draws).sqrt()).all())
 
 
-@pytest.mark.parametrize("rank", [None, 6])
-@pytest.mark.parametrize("sampling", ["uniform", "shuffled"])
+@pytest.mark.parametrize(("sampling", "rank"), [("uniform", None), ("shuffled", 6)])
 def test_without_momentum_askotch_is_skotch(sampling, rank):
     """``mu nu = 1`` gives gamma = 1, and v, w and y are one."""
     problem = _problem(columns=2, noise=0.1)
@@ -841,7 +837,7 @@ def test_without_momentum_askotch_is_skotch(sampling, rank):
         assert relative(ASkotch(mu=0.05, **options).solve(problem).value, plain.value) > 1e-3
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each("variant", VARIANTS)
 def test_the_solution_is_a_fixed_point(variant):
     problem = _problem(columns=2)
     method, step, matrix, y = _begin(_solver(variant), problem)
@@ -858,7 +854,7 @@ def test_the_solution_is_a_fixed_point(variant):
     assert float(method.evaluation_point().abs().max()) == 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each("variant", VARIANTS)
 def test_steps_do_not_change_the_right_hand_side(variant):
     problem = _problem(columns=2)
     _, step, _, y = _begin(_solver(variant), problem)
@@ -897,8 +893,8 @@ def subsample(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12"])
-@pytest.mark.parametrize(("batch", "rank"), [(20, 3), (20, None), (5, 1), (90, 2), (100, None), (1, None), (40, 50)])
+@each("name", ["rbf-ard", "matern12"])
+@each(("batch", "rank"), [(20, 3), (20, None), (5, 1), (90, 2), (100, None), (1, None), (40, 50)])
 def test_steps_of_eigenpro2(subsample, batch, rank, name):
     """With half of the points as the subsample, beta is over all points: the others are as many."""
     n, s = 100, 50
@@ -977,8 +973,8 @@ def test_eigenpro_subsamples_and_ranks(subsample):
     assert first[0].rank >= 1 <= second[0].rank
 
 
-@pytest.mark.parametrize("rank", [1, 5, None, 100])
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "laplace"])
+@each("rank", [1, 5, None, 100])
+@each("name", ["rbf-ard", "matern12", "laplace"])
 def test_batches_of_all_points_contract(name, rank):
     """With the exact eigensystem a step of all rows is ``e -> (1 - step (A - A F F^T A)...) e``: every eigenvalue of
     the error's map lies within (-1, 1), however the rows are ordered."""
@@ -1073,47 +1069,35 @@ def test_operators_that_are_not_kernel_matrices(variant):
     assert relative(value, torch.linalg.solve(_matrix(problem) + stored, problem.y)) < 1e-4
 
 
-def test_reports_are_recorded():
-    with record_solves() as solves:
-        solution = _solver("askotch-nystrom", tol=1e-5).solve(_problem(columns=2))
-    assert solves == [solution.report]
-    report = solves[0]
-    assert (report.rank, report.columns, report.tol) == (8, 2, 1e-5)
-    assert report.history.shape[1] == 2
-    assert torch.equal(report.history[0], torch.ones(2, dtype=torch.float64))
-    assert "Nystrom rank 8" in report.preconditioner
-    assert report.reason == "reached the tolerance"
-
-
 # --- arguments ------------------------------------------------------------------------------------------------
 
 SOLVERS = pytest.mark.parametrize("kind", [ASkotch, Skotch, EigenPro2])
 
 
 @SOLVERS
-@pytest.mark.parametrize("tol", [0, 1, -1e-3, float("nan"), 5, "1e-3", True])
+@each("tol", [0, 1, -1e-3, float("nan"), 5, "1e-3", True])
 def test_refuses_tolerances(kind, tol):
     with pytest.raises(InputError, match="tol expects a number between 0 and 1"):
         kind(tol=tol)
 
 
 @SOLVERS
-@pytest.mark.parametrize("name", ["max_passes", "max_seconds", "every"])
-@pytest.mark.parametrize("value", [0, -1, float("nan"), "10", True])
+@each("name", ["max_passes", "max_seconds", "every"])
+@each("value", [0, -1, float("nan"), "10", True])
 def test_refuses_budgets(kind, name, value):
     with pytest.raises(InputError, match=f"{name} expects a positive number"):
         kind(**{name: value})
 
 
 @SOLVERS
-@pytest.mark.parametrize("seed", [0.5, None, "0", True])
+@each("seed", [0.5, None, "0", True])
 def test_refuses_seeds(kind, seed):
     with pytest.raises(InputError, match="seed expects an integer"):
         kind(seed=seed)
 
 
 @SOLVERS
-@pytest.mark.parametrize("size", [0, -3, 2.0, "10", True])
+@each("size", [0, -3, 2.0, "10", True])
 def test_refuses_block_sizes(kind, size):
     with pytest.raises(InputError, match="block_size expects a positive integer"):
         kind(block_size=size)
@@ -1125,8 +1109,8 @@ def test_refuses_blocks_larger_than_the_problem(kind):
         kind(block_size=101).solve(_problem())
 
 
-@pytest.mark.parametrize("kind", [ASkotch, Skotch])
-@pytest.mark.parametrize("rank", [-1, 2.5, "10", True])
+@each("kind", [ASkotch, Skotch])
+@each("rank", [-1, 2.5, "10", True])
 def test_refuses_ranks(kind, rank):
     with pytest.raises(InputError, match="rank expects an integer of at least 0"):
         kind(rank=rank)
@@ -1152,7 +1136,7 @@ def test_refuses_versions_and_samplings(kind):
             kind(sampling=sampling)
 
 
-@pytest.mark.parametrize("mu", [0, -1e-3, float("nan"), "0.1"])
+@each("mu", [0, -1e-3, float("nan"), "0.1"])
 def test_refuses_mu(mu):
     with pytest.raises(InputError, match="mu expects a positive number"):
         ASkotch(mu=mu)
@@ -1200,8 +1184,8 @@ class _Broken(RBFKernel):
 
 
 # EigenPro 2 is left without an eigenvalue.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@each("dtype", DTYPES)
+@each("variant", VARIANTS)
 def test_nan_in_the_kernel_is_an_error(variant, dtype):
     problem = _problem(dtype=dtype)
     problem.kernel = _Broken().to(dtype)

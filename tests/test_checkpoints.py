@@ -1,7 +1,4 @@
-"""Saving a solve by blocks of rows and going on with it: the same bits, whatever ended the process before.
-
-Run as a script, this file is the process that forks solves and kills them: see :func:`_kill_and_restart`.
-"""
+"""Saving a solve by blocks of rows and going on with it: the same bits, whatever ended the process before."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +21,8 @@ import torch
 from gpytorch.constraints import Positive
 from gpytorch.kernels import MaternKernel, PolynomialKernel, RBFKernel, RQKernel, ScaleKernel
 
-from forks import CAN_FORK, die, ended, fork, one_thread, run_script
+from cases import each
+from forks import CAN_FORK, ended, fork
 from problems import Crash, normal, points, quiet, radial, set_scales
 from sketchgp import (
     ASkotch,
@@ -52,13 +49,10 @@ VARIANTS = {
     "askotch-float32-stagnates": ASkotch(block_size=BLOCK, tol=1e-6),  # float32 cannot do better
     "askotch-optimistic": ASkotch(block_size=BLOCK, tol=1e-3),  # its target is lowered, as its estimates are wrong
     "askotch-nystrom": ASkotch(block_size=BLOCK, rank=15, tol=1e-3),
-    "askotch-uniform": ASkotch(block_size=BLOCK, sampling="uniform", mu=0.1, tol=1e-2),
     "askotch-small-blocks": ASkotch(block_size=7, sampling="uniform", max_passes=2, tol=1e-8),
     "askotch-v1-nystrom": ASkotch(block_size=BLOCK, version=1, rank=15, max_passes=9, tol=1e-8),
     "skotch": Skotch(block_size=BLOCK, tol=1e-3),
-    "skotch-v1": Skotch(block_size=BLOCK, version=1, max_passes=9, tol=1e-8),
     "eigenpro2": EigenPro2(block_size=BLOCK, subsample_size=80, tol=1e-3),
-    "eigenpro2-float32": EigenPro2(block_size=BLOCK, subsample_size=80, tol=1e-2),
     "eigenpro2-halved": EigenPro2(block_size=BLOCK, subsample_size=80, max_passes=12, tol=1e-8),  # its step diverged
 }
 WAYS = {  # how a variant ends, what its notes say, and how many products it takes at least
@@ -68,7 +62,6 @@ WAYS = {  # how a variant ends, what its notes say, and how many products it tak
     "askotch-optimistic": ("reached the tolerance", "", 2),
     "eigenpro2-halved": ("", "went on with", 1),
 }
-every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
 def _kernel(lengthscale=0.6):
@@ -175,7 +168,7 @@ def test_a_restart_of_the_momentum_is_on_the_way(monkeypatch):
     assert any(restarts)
 
 
-@every_variant
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("askotch", "skotch", "eigenpro2")])
 def test_a_solve_that_crashes_again_and_again(monkeypatch, name, path):
     """Every process dies in its third window, having saved two at best; the last one's answer is kept."""
     solver, problem = VARIANTS[name], _problem_of(name)
@@ -215,16 +208,7 @@ def test_a_solve_that_crashes_again_and_again(monkeypatch, name, path):
     assert path.read_bytes() == contents
 
 
-@pytest.mark.parametrize("name", ["askotch", "askotch-float32", "eigenpro2"])
-def test_saving_changes_nothing(name, path):
-    solver, problem = VARIANTS[name], _problem_of(name)
-    plain = _solve(solver, problem)
-    saved = _solve(dataclasses.replace(solver, checkpoint=path, every=ALWAYS), problem)
-    _same(saved, plain)
-    assert saved.report.passes == plain.report.passes
-
-
-@pytest.mark.parametrize("name", ["askotch", "askotch-float32", "askotch-v1-nystrom", "skotch", "eigenpro2"])
+@pytest.mark.parametrize("name", ["askotch-float32", "eigenpro2"])
 def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     """By its budget, which cuts through windows and passes."""
     solver, problem = VARIANTS[name], _problem_of(name)
@@ -239,7 +223,7 @@ def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     monkeypatch.setattr(refinement.Refinement, "step", step)
     expected = _solve(solver, problem)
     stops = passes[:-1]
-    for count in range(0, len(stops), max(1, len(stops) // 6)):
+    for count in range(0, len(stops), max(1, len(stops) // 4)):
         stopped = _solve(dataclasses.replace(solver, checkpoint=path, max_passes=stops[count]), problem)
         reached = bool((stopped.report.residual <= stopped.report.tol).all())
         assert stopped.report.reason == ("reached the tolerance" if reached else "ran out of passes")
@@ -249,9 +233,7 @@ def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     assert found.report.passes == expected.report.passes
 
 
-@pytest.mark.parametrize(
-    ("name", "end"), [("askotch-float32", "stop"), ("askotch", "interrupt"), ("eigenpro2", "stop")]
-)
+@pytest.mark.parametrize(("name", "end"), [("askotch-float32", "stop"), ("eigenpro2", "interrupt")])
 def test_a_solve_that_is_stopped_in_any_window(name, end, path):
     """By its callback, or by Ctrl-C in there: also in the window in which the tolerance is met."""
     solver, problem = VARIANTS[name], _problem_of(name)
@@ -316,7 +298,7 @@ def test_every_crash_within_a_save(monkeypatch, path):
             assert found.report.passes == expected.report.passes
 
 
-@pytest.mark.parametrize("name", ["askotch", "eigenpro2"])
+@pytest.mark.parametrize("name", ["askotch"])
 def test_held_out_errors_go_on(name, path):
     solver, problem = VARIANTS[name], _problem_of(name)
     held_out = points(100, seed=8), normal(100, 2, seed=9)
@@ -353,123 +335,7 @@ def test_a_start_is_kept(path):
     assert found.report.passes == expected.report.passes
 
 
-# --- killed ---------------------------------------------------------------------------------------------------
-
-KILLED = ("askotch-float32",)  # one of each kind is killed in test_solver_contract.py, between two steps
-AT_ANY_TIME = ("askotch-float32",)  # beside moments that are chosen
-MOMENTS = ("in a step", "before writing", "half written", "before renaming", "after renaming")
-
-
-_save = torch.save
-
-
-def _half(contents, file):
-    whole = io.BytesIO()
-    _save(contents, whole)
-    file.write(whole.getvalue()[: whole.tell() // 2])
-    file.flush()
-    die()
-
-
-def _arrange_death(moment, count):
-    """Kill this process with SIGKILL the ``count``-th time that it comes to the moment."""
-    owner, name, dying = {
-        "in a step": (BlockSystem, "rows", die),
-        "before writing": (torch, "save", die),
-        "half written": (torch, "save", _half),
-        "before renaming": (os, "replace", die),
-        "after renaming": (os, "replace", None),
-    }[moment]
-    original, seen = getattr(owner, name), [0]
-
-    def replaced(*args):
-        seen[0] += 1
-        if seen[0] == count and dying is not None:
-            dying(*args)
-        result = original(*args)
-        if seen[0] == count:
-            die()
-        return result
-
-    setattr(owner, name, replaced)
-
-
-def _solve_into(name, target, saved=None):
-    solver = VARIANTS[name]
-    if saved is not None:
-        solver = dataclasses.replace(solver, checkpoint=saved, every=ALWAYS)
-    found = _solve(solver, _problem_of(name))
-    report = found.report
-    parts = {"value": found.value, "history": report.history, "residual": report.residual}
-    torch.save({**parts, "iterations": torch.tensor(report.iterations)}, target)
-
-
-def _kill_and_restart(directory):
-    """For each of KILLED: solve once without a checkpoint; then start the same solve with one, kill it, start it again
-    and so on, and let the last one end.  Every solve has a process of its own."""
-    one_thread()
-    _solve_into("askotch", directory / "warm", directory / "up")  # children inherit all that is imported by it
-    logs, chance = {}, random.Random(0)
-    for name in KILLED:
-        begun = time.perf_counter()
-        assert ended(fork(lambda name=name: _solve_into(name, directory / f"{name}.expected"))) == 0
-        seconds = time.perf_counter() - begun
-        for how in ("moments", "times")[: 1 + (name in AT_ANY_TIME)]:
-            saved, log = directory / f"{name}.{how}.saved", []
-
-            def start(death=None, name=name, how=how, saved=saved):
-                def work():
-                    if death is not None:
-                        _arrange_death(*death)
-                    _solve_into(name, directory / f"{name}.{how}.found", saved)
-
-                return fork(work)
-
-            for number in range(10):
-                if how == "moments":
-                    moment = MOMENTS[number % len(MOMENTS)]
-                    child = start((moment, 8 if moment == "in a step" else 1 + chance.randrange(2)))
-                else:
-                    child = start()
-                    time.sleep(chance.uniform(0.02, 0.5) * seconds)
-                    os.kill(child, signal.SIGKILL)
-                killed = ended(child)
-                log.append((killed, _steps_in(saved) if saved.exists() else -1))
-                if not killed:
-                    break
-            assert ended(start()) == 0
-            logs[f"{name}.{how}"] = log
-    (directory / "logs.json").write_text(json.dumps(logs))
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """The directory of what the killed solves left, and the log of their deaths."""
-    if not CAN_FORK:
-        pytest.skip("this system has no fork")
-    directory = tmp_path_factory.mktemp("killed")
-    run_script(__file__, directory)
-    return directory, json.loads((directory / "logs.json").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "how"), [(name, "moments") for name in KILLED] + [(name, "times") for name in AT_ANY_TIME]
-)
-def test_killed_and_started_again(killed, name, how):
-    directory, logs = killed
-    found, expected = (torch.load(directory / f"{name}.{end}") for end in (f"{how}.found", "expected"))
-    assert set(found) == {"value", "history", "residual", "iterations"}
-    for part, wanted in expected.items():
-        assert torch.equal(found[part], wanted), part
-    left = {file.name for file in directory.iterdir() if file.name.startswith(f"{name}.{how}.saved")}
-    assert left == {f"{name}.{how}.saved"}  # no temporary file, no lock, whenever it was killed
-    deaths = logs[f"{name}.{how}"]
-    steps = [number for _, number in deaths]
-    assert sum(signal_ == signal.SIGKILL for signal_, _ in deaths) >= (4 if how == "moments" else 1)
-    assert steps == sorted(steps)  # nothing that was saved is lost
-    if how == "moments":
-        assert len({number for number in steps if 0 < number < int(expected["iterations"])}) >= 3
+# --- several processes -----------------------------------------------------------------------------------------
 
 
 def test_two_processes_on_one_path(tmp_path, path):
@@ -686,7 +552,7 @@ def _interrupting(monkeypatch, count, times=1):
     monkeypatch.setattr(BlockSystem, "rows", rows)
 
 
-@pytest.mark.parametrize("name", ["askotch-float32", "eigenpro2"])
+@pytest.mark.parametrize("name", ["askotch-float32"])
 def test_ctrl_c_saves_the_step_under_way(interruptible, monkeypatch, name, path):
     """Also where the iterate is not returned; then the solve goes on as if nothing had happened."""
     solver, problem = dataclasses.replace(VARIANTS[name], checkpoint=path), _problem_of(name)
@@ -1000,7 +866,7 @@ def test_truncated_files_are_refused(path, valid):
     _same(_solve(solver, problem), expected)
 
 
-@pytest.mark.parametrize(
+@each(
     "contents",
     [
         torch.zeros(3),
@@ -1075,7 +941,7 @@ class _Malicious:
         return (os.mkdir, (self.marker,))
 
 
-@pytest.mark.parametrize("form", ["torch", "legacy", "pickle", "beside tensors"])
+@each("form", ["torch", "legacy", "pickle", "beside tensors"])
 def test_code_in_a_file_is_not_executed(path, valid, form):
     solver, problem, _ = valid
     marker = path.parent / "executed"
@@ -1209,7 +1075,3 @@ def test_an_error_in_the_solve_leaves_the_file(monkeypatch, path, valid):
             solver.solve(problem)
     assert path.read_bytes() == before
     _same(_solve(solver, problem), expected)
-
-
-if __name__ == "__main__":
-    _kill_and_restart(Path(sys.argv[1]))

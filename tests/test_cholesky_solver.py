@@ -7,6 +7,7 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import DenseLinearOperator
 
+from cases import each
 from problems import GENERIC, RADIAL, dense, identity, normal, points, relative, set_scales, with_spectrum
 from sketchgp import (
     Cholesky,
@@ -29,9 +30,9 @@ def _arguments(n=20, dtype=torch.float64, **changes):
     return {"kernel": _kernel(dtype), "x": points(n, dtype=dtype), "y": normal(n, dtype=dtype), "noise": 0.1, **changes}
 
 
-@pytest.mark.parametrize("columns", [None, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "matern52-ard", "rational-quadratic", "sum"])
+@each("columns", [None, 4])
+@each("dtype", [torch.float32, torch.float64])
+@each("name", ["rbf-ard", "matern12", "matern52-ard", "rational-quadratic", "sum"])
 def test_against_a_dense_solve(name, dtype, columns):
     kernel = set_scales({**RADIAL, **GENERIC}[name]()).to(dtype)
     shape = (100,) if columns is None else (100, columns)
@@ -138,7 +139,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refuses(name):
     changes, message = REFUSED[name]
     with pytest.raises(InputError, match=message):

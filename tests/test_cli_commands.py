@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from sketchgp.cli import main
 from sketchgp.cli.model_file import load_model
 from sketchgp.errors import NumericalError, warn
@@ -552,9 +553,7 @@ def test_info_and_version(capsys):
     assert capsys.readouterr().out == f"sketchgp {sketchgp.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["fit", "data.csv"], ["fit", "d.csv", "--target", "y", "--test-fraction", "1"], ["draw"]]
-)
+@each("words", [[], ["fit", "data.csv"], ["fit", "d.csv", "--target", "y", "--test-fraction", "1"], ["draw"]])
 def test_wrong_words(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)

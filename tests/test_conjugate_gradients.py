@@ -10,6 +10,7 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import DenseLinearOperator
 
+from cases import each, pairwise
 from problems import (
     GENERIC,
     RADIAL,
@@ -103,9 +104,10 @@ def test_against_a_dense_solve(name, dtype, columns):
     assert relative(solution.value, expected) < condition * tol
 
 
-@pytest.mark.parametrize("matmul", ["dense", "tiled"])
-@pytest.mark.parametrize("preconditioner", PRECONDITIONERS, ids=lambda p: "none" if p is None else p.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("preconditioner", "dtype", "matmul"),
+    [(p, (torch.float32, torch.float64)[i % 2], ("dense", "tiled")[i // 2 % 2]) for i, p in enumerate(PRECONDITIONERS)],
+)
 def test_every_preconditioner(preconditioner, dtype, matmul):
     problem = _problem(columns=2, noise=1e-2, dtype=dtype, smooth=True)
     solution = ConjugateGradients(tol=1e-4).solve(problem, preconditioner=preconditioner, matmul=matmul)
@@ -133,8 +135,8 @@ def test_noise_of_its_own_for_each_point():
     assert relative(solution.value, torch.linalg.solve(matrix, problem.y)) < 1e-5
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("preconditioner", ["auto", None])
+@each("n", [1, 2])
+@each("preconditioner", ["auto", None])
 def test_one_and_two_points(n, preconditioner):
     problem = _problem(n=n)
     solution = ConjugateGradients(tol=1e-10).solve(problem, preconditioner=preconditioner)
@@ -188,24 +190,6 @@ def test_each_column_stops_by_itself():
     assert torch.equal(block.value[:, 31:], torch.zeros(200, 5, dtype=torch.float64))
     assert float(block.report.history[2:, :30].max()) < 1e-6
     assert values[0] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_warm_start(dtype):
-    problem = _problem(columns=2, noise=0.1, dtype=dtype)
-    tol = 1e-4
-    first = ConjugateGradients(tol=tol).solve(problem)
-    again = ConjugateGradients(tol=tol).solve(problem, initial=first.value)
-    assert again.report.iterations == 0
-    assert again.report.converged
-    assert torch.equal(again.value, first.value)
-    assert again.report.residual == pytest.approx(first.report.residual, rel=1e-3)
-    elsewhere = ConjugateGradients(tol=tol).solve(problem, initial=100 * normal(200, 2, seed=8, dtype=dtype))
-    assert float(_true_residual(problem, elsewhere.value).max()) <= 1.01 * tol
-    near = first.value + 1e-3 * normal(200, 2, seed=8, dtype=dtype)
-    closer = ConjugateGradients(tol=tol).solve(problem, initial=near, preconditioner=None)
-    cold = ConjugateGradients(tol=tol).solve(problem, preconditioner=None)
-    assert closer.report.iterations < cold.report.iterations
 
 
 def test_a_warm_start_in_float64_is_reported_as_it_is_returned():
@@ -274,11 +258,15 @@ def test_extreme_targets_in_float32(factor):
 
 
 @pytest.mark.parametrize(
-    ("limit", "noise", "columns"), [(3, 1e-1, None), (30, 1e-4, 66), (250, 1e-4, None), (250, 1e-8, 66)]
+    ("limit_noise_columns", "dtype", "preconditioner"),
+    pairwise(
+        [(3, 1e-1, None), (30, 1e-4, 66), (250, 1e-4, None), (250, 1e-8, 66)],
+        [torch.float32, torch.float64],
+        [None, RPCholesky(25)],
+    ),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("preconditioner", [None, RPCholesky(25)], ids=["plain", "rpcholesky"])
-def test_reported_residual_is_the_true_one(preconditioner, dtype, noise, limit, columns):
+def test_reported_residual_is_the_true_one(preconditioner, dtype, limit_noise_columns):
+    limit, noise, columns = limit_noise_columns
     problem = _problem(n=80, columns=columns, noise=noise, dtype=dtype)
     with quiet():
         solution = ConjugateGradients(tol=1e-6, max_iterations=limit).solve(problem, preconditioner)
@@ -403,35 +391,7 @@ def test_precision(precision):
     assert report.dtype == "float32"
 
 
-def test_max_iterations():
-    problem = _problem(noise=1e-4)
-    with pytest.warns(ConvergenceWarning, match=r"n = 200 ran out of iterations after 7 .* residual \d.*Use a precond"):
-        solution = ConjugateGradients(max_iterations=7).solve(problem, preconditioner=None)
-    report = solution.report
-    assert (report.iterations, report.reason, report.converged) == (7, "ran out of iterations", False)
-    assert len(report.history) == 8
-    with pytest.warns(ConvergenceWarning, match=r"preconditioner= of higher rank \(now 3\), or raise max_iterations"):
-        ConjugateGradients(max_iterations=7).solve(problem, preconditioner=RPCholesky(3))
-
-
 # --- callbacks and interruptions ------------------------------------------------------------------------------
-
-
-def test_interrupt_in_the_callback_keeps_the_iterate():
-    problem = _problem(noise=1e-4)
-
-    def callback(state):
-        if state.iteration == 5:
-            raise KeyboardInterrupt
-
-    with pytest.warns(ConvergenceWarning, match="interrupted after 5 iterations"):
-        solution = ConjugateGradients().solve(problem, preconditioner=None, callback=callback)
-    assert solution.report.reason == "was interrupted"
-    with quiet():
-        expected = ConjugateGradients(max_iterations=5).solve(problem, preconditioner=None)
-    assert relative(solution.value, expected.value) < 1e-12
-    rest = ConjugateGradients(tol=1e-6).solve(problem, initial=solution.value)
-    assert rest.report.converged
 
 
 class _Interrupting(DenseLinearOperator):
@@ -492,8 +452,8 @@ def _run(matrix, rhs, noise=1e-3, **options):
     return ConjugateGradients(**options).run(System(DenseLinearOperator(matrix), vector), rhs, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("negative", [1, 25, 50])
+@each("dtype", [torch.float32, torch.float64])
+@each("negative", [1, 25, 50])
 def test_indefinite_matrix(negative, dtype):
     values = torch.linspace(1, 2, 50, dtype=torch.float64)
     values[:negative] *= -1
@@ -612,13 +572,13 @@ def test_lanczos_matrices_of_a_batch():
 # --- arguments ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tol", [0, 1, -1e-3, float("nan"), 5])
+@each("tol", [0, 1, -1e-3, float("nan"), 5])
 def test_refuses_tolerances(tol):
     with pytest.raises(InputError, match="tol expects"):
         ConjugateGradients(tol=tol)
 
 
-@pytest.mark.parametrize("limit", [0, -1, 2.5, "10"])
+@each("limit", [0, -1, 2.5, "10"])
 def test_refuses_iteration_limits(limit):
     with pytest.raises(InputError, match="max_iterations expects"):
         ConjugateGradients(max_iterations=limit)

@@ -22,6 +22,7 @@ from gpytorch.kernels import Kernel, MaternKernel, PolynomialKernel, RBFKernel, 
 from torch import Tensor
 
 import sketchgp
+from cases import each
 from forks import CAN_FORK, one_thread, run_script
 from gp_models import iterative
 from problems import normal, points, quiet, relative, set_scales
@@ -317,7 +318,7 @@ IN_THREE = (  # of these, what 3 ranks are asked for; 2 are asked for the others
     "tiled", "dense", "one row", "two rows", "gradients", "gradients-two rows", "posterior-two rows", "askotch",
     "askotch-float32", "krill", "eigenpro3", "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
 )  # fmt: skip
-IN_BOTH = ("tiled", "dense", "one row", "askotch", "doubly stochastic-labels")
+IN_BOTH = ("tiled",)
 ASKED = {2: tuple(name for name in ALIKE if name not in IN_THREE or name in IN_BOTH), 3: IN_THREE}
 CASES = [(name, count) for count, names in ASKED.items() for name in names]
 ALONE = ("cholesky",)  # what every rank computes by itself
@@ -610,7 +611,7 @@ def test_primitives(found, count):
 
 
 @every_count
-@pytest.mark.parametrize(
+@each(
     ("case", "what"),
     [
         ("data", "the inputs"),
@@ -630,7 +631,7 @@ def test_ranks_that_differ_are_refused_everywhere(found, case, what, count):
 
 
 @every_count
-@pytest.mark.parametrize("case", ["raises", "raises in a step"])
+@each("case", ["raises", "raises in a step"])
 def test_a_rank_that_raises_makes_all_raise(found, case, count):
     for rank, cases in enumerate(found[count]):
         result = cases[case]
@@ -640,7 +641,7 @@ def test_a_rank_that_raises_makes_all_raise(found, case, count):
 
 
 @every_count
-@pytest.mark.parametrize(
+@each(
     ("case", "reason", "steps"),
     [
         ("callbacks", Reason.CALLBACK, 3),
@@ -666,7 +667,7 @@ def test_a_rank_holds_its_share_of_a_factor(found):
             assert relative(cases["shares"]["values"][name], dense) < 1e-10, name
 
 
-@pytest.mark.parametrize(("case", "least"), [("vectors", 5), ("vectors-askotch", 4), ("vectors-eigenpro2", 3)])
+@each(("case", "least"), [("vectors", 5), ("vectors-askotch", 4), ("vectors-eigenpro2", 3)])
 def test_a_rank_holds_its_share_of_vectors(found, case, least):
     for rank, cases in enumerate(found[3]):
         assert "error" not in cases[case], cases[case]["trace"]
@@ -677,7 +678,7 @@ def test_a_rank_holds_its_share_of_vectors(found, case, least):
 
 
 @every_count
-@pytest.mark.parametrize(
+@each(
     ("case", "kind", "words"),
     [("nested", "InputError", "inside of another one"), ("used up", "RankError", "their block has ended")],
 )
@@ -697,7 +698,7 @@ def test_a_block_of_some_ranks(found, count):
 
 
 @every_count
-@pytest.mark.parametrize(("case", "place"), [("elsewhere", "a sum of"), ("leaves", "the end of sharded()")])
+@each(("case", "place"), [("elsewhere", "a sum of"), ("leaves", "the end of sharded()")])
 def test_ranks_at_different_places_are_told(found, case, place, count):
     for cases in found[count]:
         assert cases[case]["kind"] == "RankError"

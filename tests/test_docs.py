@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from sketchgp.cli import main
 from test_floors import FLOORS, SOURCE
 
@@ -37,7 +38,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+@each("page", PAGES, ids=PAGE_IDS)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith(("http://", "https://")):
@@ -49,7 +50,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(linked), f"{page.name} links to {target}, which has no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+@each("page", PAGES, ids=PAGE_IDS)
 def test_names_and_arguments_exist(page):
     for name in re.findall(r"\bsketchgp\.([A-Za-z_]\w*)", page.read_text(encoding="utf-8")):
         assert hasattr(sketchgp, name) or name in FLOORS, f"{page.name} speaks of sketchgp.{name}"
@@ -66,7 +67,7 @@ def test_names_and_arguments_exist(page):
                 inspect.signature(thing).bind(*[None] * len(node.args), **keywords)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+@each("page", PAGES, ids=PAGE_IDS)
 def test_settings_of_gpytorch_exist(page):
     for name in re.findall(r"\bgpytorch\.settings\.([a-z_]+)", page.read_text(encoding="utf-8")):
         assert hasattr(gpytorch.settings, name), f"{page.name} speaks of gpytorch.settings.{name}"
@@ -111,15 +112,12 @@ def names_for_the_pages() -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_code_runs(page, capsys, tmp_path, monkeypatch):
     """The Python blocks of a page, in order, in one namespace."""
-    blocks = python_blocks(page)
-    if not blocks:
-        pytest.skip("no code on this page")
     monkeypatch.chdir(tmp_path)  # some of it writes files
     names = names_for_the_pages()
-    for block in blocks:
+    for block in python_blocks(page):
         exec(compile(block, page.name, "exec"), names)
     capsys.readouterr()
 

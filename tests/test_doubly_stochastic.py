@@ -8,7 +8,6 @@ import io
 import itertools
 import math
 import pickle
-import signal
 
 import pandas
 import pytest
@@ -240,15 +239,6 @@ def test_endless_streams_end_when_they_are_told():
     timed = gp(dataclasses.replace(SMALL, max_seconds=0.05))
     with pytest.warns(ConvergenceWarning, match="ran out of time"):
         timed.learn(endless())
-
-
-def test_ctrl_c_keeps_what_was_learned(interruptible):
-    model = gp(dataclasses.replace(SMALL, epochs=50))
-    with pytest.warns(ConvergenceWarning, match="was interrupted"):
-        report = model.learn(X, Y, callback=lambda progress: signal.raise_signal(signal.SIGINT))
-    assert report.work["epochs"] == 1 and bool(torch.isfinite(model(TEST).mean).all())
-    model.learn(X, Y)
-    assert model.report.reason is Reason.FINISHED
 
 
 def test_batches_are_smaller_where_memory_is_short(monkeypatch):

@@ -133,13 +133,9 @@ def test_what_goes_on_without_time_for_a_step_tells_of_those_before(path, at_ste
 @pytest.mark.parametrize(
     ("name", "streamed", "dtype"),
     [
-        ("3", False, torch.float32),
-        ("3", True, torch.float64),
-        ("4-exact", False, torch.float64),
+        ("3", True, torch.float32),
         ("4-exact-paper", True, torch.float32),
-        ("4-inexact", False, torch.float32),
         ("4-inexact", True, torch.float64),
-        ("4-inexact-paper", False, torch.float64),
         ("4-plain", True, torch.float32),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from torch.utils.data import DataLoader, TensorDataset
 
+from cases import each
 from problems import Largest, normal, points, relative
 from sketchgp import QR, InducingPointProblem, choose_inducing_points
 from sketchgp.errors import ConvergenceWarning, InputError, NumericalError
@@ -68,9 +69,9 @@ def _fit(problem, weights, x):
 # --- a step, a projection, the step rule ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["projected", "among", "paper"])
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("columns", "dtype", "tol"), [(None, torch.float64, 1e-9), (3, torch.float32, 1e-4)])
+@each("kind", ["projected", "among", "paper"])
+@each("name", KERNELS)
+@each(("columns", "dtype", "tol"), [(None, torch.float64, 1e-9), (3, torch.float32, 1e-4)])
 def test_steps_are_those_of_dense_algebra(kind, name, columns, dtype, tol, monkeypatch):
     """Values of f at all points follow ``f -= step P K(., B) g + decay P f``, then its projection."""
     monkeypatch.setattr(tall, "_CPU_ENTRIES", 100)
@@ -475,15 +476,6 @@ def test_the_same_seed_gives_the_same_weights():
     assert not torch.equal(one, other)
 
 
-def test_a_warm_start_goes_on():
-    problem = _problem(400, 40, columns=2)
-    first = EigenPro3(epochs=5).solve(problem)
-    seen = []
-    EigenPro3(epochs=1).solve(problem, initial=first.value, callback=lambda progress: seen.append(progress.residual))
-    assert float(seen[0].max()) < 1.5 * float(first.report.residual.max())
-    assert float(seen[0].max()) < 0.5 * float(first.report.history[0].max())
-
-
 # --- what ends a solve ----------------------------------------------------------------------------------------
 
 
@@ -498,17 +490,6 @@ def test_a_fit_that_ends_worse_than_none_is_an_error(monkeypatch):
     problem = _problem(500, 40, "laplace", scale=0.2, wobble=2.0)
     with pytest.raises(NumericalError, match=r"diverges.*at the start and .* at the end"):
         EigenPro3(step_scale=8.0, epochs=2).solve(problem)
-
-
-def test_the_callback_and_the_clock():
-    problem = _problem(400, 40)
-    with pytest.warns(ConvergenceWarning, match="was stopped by the callback"):
-        solution = EigenPro3(epochs=9).solve(problem, callback=lambda progress: progress.epochs == 2)
-    assert len(solution.report.history) == 3 and not solution.report.converged
-    with pytest.warns(ConvergenceWarning, match="ran out of time"):
-        solution = EigenPro3(epochs=100_000, max_seconds=0.3).solve(problem)
-    assert 0.3 <= solution.report.seconds + solution.report.setup_seconds < 5
-    assert float(solution.report.residual) < 0.5
 
 
 def test_ctrl_c_returns_the_best_weights(interruptible):

@@ -24,6 +24,7 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
 import sketchgp
+from cases import each
 from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp.operators import KernelMatrix
@@ -81,9 +82,9 @@ def sides(where: str) -> tuple[Tensor, Tensor, slice, slice]:
     return z, x, slice(z.abs().amax(dim=1).gt(9).sum(), None), slice(x.abs().amax(dim=1).gt(9).sum(), None)
 
 
-@pytest.mark.parametrize("where", ["test", "two of three", "test, one feature", "training"])
-@pytest.mark.parametrize("engine", ["tiled", "dense"])
-@pytest.mark.parametrize("name", KERNELS)
+@each("where", ["test", "two of three", "test, one feature", "training"])
+@each("engine", ["tiled", "dense"])
+@each("name", KERNELS)
 def test_products_and_gradients(name, engine, where):
     z, x, tests, training = sides(where)
     kernel, exact = KERNELS[name](), KERNELS[name]().double()
@@ -110,8 +111,8 @@ class Called(Kernel):
         return (-0.5 * self.covar_dist(x1 / self.lengthscale, x2 / self.lengthscale, square_dist=True, diag=diag)).exp()
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("square", [False, True])
+@each("batch", [(), (2,)])
+@each("square", [False, True])
 def test_kernels_that_are_called(batch, square):
     x = points(300, 5, dtype=torch.float32)
     z = x.clone() if square else points(12, 5, seed=1, dtype=torch.float32)
@@ -132,9 +133,9 @@ def test_kernels_that_are_called(batch, square):
     assert relative(kernel.raw_lengthscale.grad, other.raw_lengthscale.grad) < 1e-4
 
 
-@pytest.mark.parametrize("inputs", [False, True])
-@pytest.mark.parametrize("far", ["one", "copies", "cluster", "all"])
-@pytest.mark.parametrize("name", KERNELS)
+@each("inputs", [False, True])
+@each("far", ["one", "copies", "cluster", "all"])
+@each("name", KERNELS)
 def test_square_matrices(name, far, inputs):
     """Far rows may be copies of one another, or a cluster of their own: k is not 0 among them.  Where the lengthscale
     is a small part of the field, almost all rows are far."""
@@ -227,8 +228,8 @@ def test_an_infinite_row_and_one_of_nan_spoil_their_own():
     assert relative(KernelMatrix.of(RBFKernel(), x, bad, engine="tiled").to_dense()[:, :20], RBFKernel()(x).to_dense())
 
 
-@pytest.mark.parametrize("where", ["test", "training", "two places", "half of the test rows", "most of the test rows"])
-@pytest.mark.parametrize("name", ["rbf", "matern12 ard", "called", "with linear", "derivatives"])
+@each("where", ["test", "training", "two places", "half of the test rows", "most of the test rows"])
+@each("name", ["rbf", "matern12 ard", "called", "with linear", "derivatives"])
 def test_few_points_in_float64(name, where):
     """GPyTorch counts distances from the mean of the rows that a kernel is called with."""
     made = {

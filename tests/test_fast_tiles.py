@@ -31,6 +31,7 @@ from gpytorch.kernels import (
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
+from cases import each, pairwise
 from problems import normal, points, relative
 from sketchgp import LaplaceKernel
 from sketchgp.operators import KernelMatrix
@@ -200,7 +201,7 @@ def check_values(kernel: Kernel, x: Tensor, z: Tensor | None, limit: float = 1e-
 # --- values -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*KERNELS, *SELECTING])
+@each("name", [*KERNELS, *SELECTING])
 def test_the_reference_is_what_gpytorch_computes(name):
     kernel, x, z = make(name), points(20), points(15, seed=1)
     centre = x.mean(dim=0)
@@ -208,23 +209,21 @@ def test_the_reference_is_what_gpytorch_computes(name):
     assert relative(reference(kernel, x, x), kernel(x).to_dense()) < 1e-7  # its distances are at least 1e-15
 
 
-@pytest.mark.parametrize(
-    ("name", "d"), [*((name, 3) for name in KERNELS), *((name, d) for name in FORMS for d in (1, 20))]
-)
+@each(("name", "d"), [*((name, 3) for name in KERNELS), *((name, d) for name in FORMS for d in (1, 20))])
 def test_values(name, d, many_tiles):
     kernel, x = make(name, d, seed=d), points(45, d, seed=d)
     for z in (None, points(31, d, seed=9), x.clone()):
         check_values(kernel, x, z)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each("name", FORMS)
 def test_values_in_one_tile(name):
     for d in (1, 3):
         check_values(make(name, d), points(70, d), None)
         check_values(make(name, d), points(30, d), points(41, d, seed=9))
 
 
-@pytest.mark.parametrize("name", SELECTING)
+@each("name", SELECTING)
 def test_active_dimensions(name, many_tiles):
     check_values(make(name), points(70), None)
     check_values(make(name), points(70), points(41, seed=9))
@@ -237,14 +236,14 @@ def test_active_dimensions_of_a_sum():
     check_values(kernel, points(30), points(11, seed=9))
 
 
-@pytest.mark.parametrize("d", [7, 8, 63, 64])
-@pytest.mark.parametrize("name", ["laplace-ard", "multiplied-out"])
+@each("d", [7, 8, 63, 64])
+@each("name", ["laplace-ard", "multiplied-out"])
 def test_l1_distances_of_any_number_of_features(name, d, many_tiles):
     check_values(make(name, d), points(50, d), None)
     check_values(make(name, d), points(50, d), points(31, d, seed=9))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "batch"),
     [*((name, "both") for name in KERNELS), *((name, "crossed") for name in FORMS),
      *((name, batch) for name in OF_EACH_FORM for batch in ("kernels", "inputs", "left inputs"))],
@@ -289,7 +288,7 @@ def test_a_matrix_repeated_along_a_batch_is_one_matrix():
     assert relative(operator._matmul(rhs), reference(kernel, x, x) @ rhs) < 1e-12
 
 
-@pytest.mark.parametrize("name", [*FORMS, "select-sum", "select-product"])
+@each("name", [*FORMS, "select-sum", "select-product"])
 def test_far_from_the_origin(name, many_tiles):
     for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         kernel, x = make(name).to(dtype), points(45, shift=1e4, dtype=dtype)
@@ -297,16 +296,16 @@ def test_far_from_the_origin(name, many_tiles):
     check_values(kernel, x, points(31, shift=1e4, seed=9, dtype=dtype), limit)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each("name", FORMS)
 def test_values_in_float32(name, many_tiles):
     kernel, x = make(name, 20).float(), points(45, 20, dtype=torch.float32)
     for z in (None, points(31, 20, seed=9, dtype=torch.float32)):
         check_values(kernel, x, z, 1e-5)
 
 
-@pytest.mark.parametrize("lengthscale", [1e-1, 1e-3])
-@pytest.mark.parametrize("d", [1, 2])
-@pytest.mark.parametrize("name", ["rbf", "matern12", "matern32", "matern52", "rq", "laplace"])
+@each("lengthscale", [1e-1, 1e-3])
+@each("d", [1, 2])
+@each("name", ["rbf", "matern12", "matern32", "matern52", "rq", "laplace"])
 def test_short_lengthscales_in_float32(name, d, lengthscale):
     """In one and two dimensions no distance is a difference of large numbers: what is left is the rounding of the
     inputs divided by the lengthscale, 3e-8 / lengthscale."""
@@ -319,8 +318,8 @@ def test_short_lengthscales_in_float32(name, d, lengthscale):
     check_values(kernel, x, near, limit)
 
 
-@pytest.mark.parametrize("shift", [0.0, 1e3])
-@pytest.mark.parametrize("d", [1, 2])
+@each("shift", [0.0, 1e3])
+@each("d", [1, 2])
 def test_many_periods_in_float32(d, shift):
     """A thousand turns of the angle leave its fraction as many digits as the inputs have."""
     kernel = make("periodic").float()
@@ -333,9 +332,10 @@ def test_many_periods_in_float32(d, shift):
         assert error(found, reference(twin, x, x if right is None else right)) < 1e-5
 
 
-@pytest.mark.parametrize("apart", [1e-2, 1e-4, 1e-6, 0.0])
-@pytest.mark.parametrize("lengthscale", [1.0, 0.05])
-@pytest.mark.parametrize("name", ["matern12-ard", "multiplied-out"])
+@pytest.mark.parametrize(
+    ("name", "lengthscale", "apart"),
+    pairwise(["matern12-ard", "multiplied-out"], [1.0, 0.05], [1e-2, 1e-4, 1e-6, 0.0]),
+)
 def test_near_duplicates_under_the_matern12_kernel(name, lengthscale, apart, many_tiles):
     """The slope at 0 would turn errors eps of squared distances into sqrt(eps)."""
     kernel = make(name, 5).float()
@@ -355,7 +355,7 @@ def test_near_duplicates_under_the_matern12_kernel(name, lengthscale, apart, man
             assert float((found - wanted).detach().abs().max() / wanted.max()) < limit
 
 
-@pytest.mark.parametrize("name", [*FORMS, "select-sum", "select-product"])
+@each("name", [*FORMS, "select-sum", "select-product"])
 def test_the_variance_of_every_point_is_the_same(name, many_tiles):
     """Rounding errors of distances stay off the diagonal, of the matrix and of columns and blocks of it."""
     d = 3 if name in SELECTING else 20
@@ -381,7 +381,7 @@ def test_near_pairs_are_few_at_short_lengthscales(many_tiles):
     assert 300 <= len(distances.near[0]) < 0.05 * 300**2
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each("name", FORMS)
 def test_duplicated_points_and_constant_columns(name, many_tiles):
     for d in (2, 4):
         x = points(15, d).repeat(3, 1)
@@ -392,15 +392,15 @@ def test_duplicated_points_and_constant_columns(name, many_tiles):
             check_values(kernel, x.to(dtype), x[10:30].to(dtype), limit)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("name", [*FORMS, "select-sum", "select-product"])
+@each("n", [1, 2])
+@each("name", [*FORMS, "select-sum", "select-product"])
 def test_one_and_two_points(name, n):
     check_values(make(name), points(n), None)
     check_values(make(name), points(n), points(4, seed=9))
     check_values(make(name), points(4), points(n, seed=9))
 
 
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "laplace", "sum", "constant"])
+@each("name", ["rbf-ard", "matern12", "laplace", "sum", "constant"])
 def test_no_points_at_all(name):
     kernel, x = make(name), points(9)
     operator = KernelMatrix.of(kernel, x, points(5, seed=1), engine="tiled")
@@ -416,7 +416,7 @@ def test_no_points_at_all(name):
     assert all(not parameter.grad.any() for parameter in kernel.parameters())
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each("name", FORMS)
 def test_a_nan_is_not_lost(name, many_tiles):
     for d in (1, 3):
         x = points(40, d)
@@ -489,7 +489,7 @@ def check_gradients(
         assert relative(gradient, wanted) < limit
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "d", "inputs"),
     [*((name, 3, True) for name in KERNELS), *((name, d, d == 1) for name in FORMS for d in (1, 3)),
      *((name, 20, True) for name in OF_EACH_FORM)],
@@ -503,15 +503,20 @@ def test_gradients(name, d, inputs, many_tiles):
         check_gradients(kernel, x, x.clone(), "product", inputs)
 
 
-@pytest.mark.parametrize("through", THROUGH)
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12-ard", "matern32", "rq", "laplace-ard", "sum", "multiplied-out"])
+WAYS = ["rbf-ard", "matern12-ard", "matern32", "rq", "laplace-ard", "sum", "multiplied-out"]
+
+
+@each(
+    ("name", "through"),
+    [(name, list(THROUGH)[(i + j) % len(THROUGH)]) for i, name in enumerate(WAYS) for j in range(2)],
+)
 def test_every_way_to_a_gradient(name, through, many_tiles):
     for inputs in (False, True):
         for z in (None, points(31, 3, seed=9)):
             check_gradients(make(name), points(50), z, through, inputs)
 
 
-@pytest.mark.parametrize("name", SELECTING)
+@each("name", SELECTING)
 def test_gradients_with_active_dimensions(name, many_tiles):
     for inputs in (False, True):
         for z in (None, points(31, seed=9)):
@@ -526,7 +531,7 @@ def test_gradients_of_l1_distances_of_many_features(d, many_tiles):
             check_gradients(make("laplaces", d), points(40, d), z, "product", inputs)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "batch"),
     [*((name, "both") for name in FORMS),
      *((name, batch) for name in OF_EACH_FORM for batch in ("kernels", "inputs"))],
@@ -542,7 +547,7 @@ def test_gradients_of_batches(name, batch, many_tiles):
         check_gradients(kernel, x, z, "to_dense", inputs)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each("name", FORMS)
 def test_gradients_of_two_tensors_of_equal_points(name, many_tiles):
     """Each of them gets its own part, though the matrix is known to be symmetric."""
     kernel = make(name)
@@ -556,9 +561,9 @@ def test_gradients_of_two_tensors_of_equal_points(name, many_tiles):
         assert relative(gradient, wanted) < 1e-10
 
 
-@pytest.mark.parametrize("inputs", [False, True], ids=["parameters", "inputs"])
-@pytest.mark.parametrize("batch", [(), (3,), (2, 1)])
-@pytest.mark.parametrize("name", ["matern12", "laplace", "sum"])
+@each("inputs", [False, True], ids=["parameters", "inputs"])
+@each("batch", [(), (3,), (2, 1)])
+@each("name", ["matern12", "laplace", "sum"])
 def test_gradients_of_a_repeated_matrix(name, batch, inputs, many_tiles):
     """A batch that is one matrix over and over is one matrix with more columns; not so under a batch of kernels."""
     kernel = make(name, 3, torch.Size(batch))
@@ -574,8 +579,8 @@ def test_gradients_of_a_repeated_matrix(name, batch, inputs, many_tiles):
             assert relative(gradient, wanted) < 1e-11
 
 
-@pytest.mark.parametrize("d", [2, 17])
-@pytest.mark.parametrize("name", FORMS)
+@each("d", [2, 17])
+@each("name", FORMS)
 def test_gradients_in_float32(name, d, many_tiles):
     kernel = make(name, d).float()
     x, z = points(45, d, shift=10.0, dtype=torch.float32), points(31, d, shift=10.0, seed=9, dtype=torch.float32)
@@ -584,7 +589,7 @@ def test_gradients_in_float32(name, d, many_tiles):
         check_gradients(kernel, x, z, "product", inputs, 3e-4)
 
 
-@pytest.mark.parametrize("name", [k for k in FORMS if k != "constant"])
+@each("name", [k for k in FORMS if k != "constant"])
 def test_gradients_of_duplicated_points(name, many_tiles):
     """At distance 0 kernels with a kink have the slope 0, whichever way the distance was found."""
     x = points(25, 3).repeat(2, 1)
@@ -633,8 +638,8 @@ def test_only_what_needs_a_gradient_gets_one():
     assert operator.detach()._bilinear_derivative(normal(30), normal(30)) == (None,) * len(operator.representation())
 
 
-@pytest.mark.parametrize("wanted", ["outputscale", "lengthscale", "x1", "x2"])
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "rq", "laplace"])
+@each("wanted", ["outputscale", "lengthscale", "x1", "x2"])
+@each("name", ["rbf-ard", "matern12", "rq", "laplace"])
 def test_one_gradient_alone(name, wanted, many_tiles):
     kernel, x, z = make(name), points(40), points(23, seed=9)
     for parameter in kernel.parameters():
@@ -732,7 +737,7 @@ RECOGNISED = {
 }
 
 
-@pytest.mark.parametrize("name", RECOGNISED)
+@each("name", RECOGNISED)
 def test_recognised(name):
     assert _shape(make(name)) == RECOGNISED[name]
 
@@ -896,18 +901,6 @@ def _separated(kernel: Kernel) -> Kernel:
     return kernel
 
 
-class TestSquareSum(_Square, unittest.TestCase):
-    make = staticmethod(lambda: _separated(ScaleKernel(RBFKernel(ard_num_dims=2)) + LaplaceKernel()))
-
-
-class TestSquareProduct(_Square, unittest.TestCase):
-    make = staticmethod(lambda: _separated(ScaleKernel(MaternKernel(nu=1.5) * RQKernel())))
-
-
-class TestSquareLaplace(_Square, unittest.TestCase):
-    make = staticmethod(lambda: _separated(ScaleKernel(LaplaceKernel(ard_num_dims=2))))
-
-
 class TestSquareBatchOfSums(_Square, unittest.TestCase):
     """A batch of kernels, each a sum of a rational quadratic kernel and a constant."""
 
@@ -930,9 +923,9 @@ class TestRectangularSum(RectangularLinearOperatorTestCase, unittest.TestCase):
         return evaluate(linear_op)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("features", [1, 2, 4, 70])
-@pytest.mark.parametrize("name", ["rbf", "laplace", "matern12", "matern32", "matern52"])
+@each("dtype", [torch.float32, torch.float64])
+@each("features", [1, 2, 4, 70])
+@each("name", ["rbf", "laplace", "matern12", "matern32", "matern52"])
 def test_far_points_have_normal_numbers(name, features, dtype):
     """Denormal ones make CPUs take many times as long; products with vectors have some room above them."""
     kernel = {"rbf": RBFKernel, "laplace": LaplaceKernel}.get(name, lambda: MaternKernel(nu=int(name[6]) / 2))()

@@ -14,6 +14,7 @@ import torch
 from gpytorch import kernels
 
 import sketchgp
+from cases import each
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, small_subsets
 from sketchgp.fitting.scales import flatness, rescale, wake
 
@@ -93,7 +94,7 @@ def test_lengthscales_in_bounds() -> None:
     assert 1e3 < float(kernel.lengthscale.detach().max()) <= 1e5
 
 
-@pytest.mark.parametrize("name", SOLVED)
+@each("name", SOLVED)
 def test_usual_starts_are_left_alone(name: str) -> None:
     """Of every form of model; and one pass more leaves no trace."""
     model = sketchgp.accelerate(SOLVED[name].build()[0])

@@ -19,6 +19,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
+from cases import pairwise
 from problems import normal, points, relative, set_scales
 from sketchgp import (
     KRILL,
@@ -86,9 +87,10 @@ def _reference(model, test):
 TEST = points(11, seed=4)
 
 
-@pytest.mark.parametrize("solver", ["auto", QR(), KRILL(tol=1e-9), Falkon(tol=1e-9)], ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "solver"),
+    pairwise(KERNELS, [torch.float32, torch.float64], ["auto", QR(), KRILL(tol=1e-9), Falkon(tol=1e-9)]),
+)
 def test_predictions(kernel, dtype, solver):
     model, _, _ = _model(dtype, kernel, solver)
     model.eval()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from problems import normal, points, relative, squared_distances
 from sketchgp import QR, InducingPointProblem, InputError
 from sketchgp.inducing_points import InducingPoints, _inclusion, choose_inducing_points, leverage_scores
@@ -222,7 +223,7 @@ def test_falkon_takes_the_counts():
     assert sketchgp.Falkon(counts=chosen.counts).solve(problem).report.converged
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"m": 21}, "at most as many inducing points as rows of x: 21 of 20"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
 
+from cases import each, pairwise
 from problems import Largest, normal, points, quiet, relative, set_scales
 from sketchgp import (
     KRILL,
@@ -154,9 +155,7 @@ def test_embeddings_that_there_are_not(sizes, message):
 # --- products -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accurate", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", KERNELS)
+@each(("kernel", "dtype", "accurate"), pairwise(KERNELS, [torch.float32, torch.float64], [True, False]))
 def test_products_of_the_tall_matrix(kernel, dtype, accurate, monkeypatch):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 100 * M)  # three tiles
     monkeypatch.setattr("sketchgp.operators.tall._INPUTS", 1)  # each from inputs of its own
@@ -284,8 +283,7 @@ def test_solutions(name, kernel, dtype):
         torch.testing.assert_close(solution.report.residual, residual, rtol=0.2, atol=2e-9)
 
 
-@pytest.mark.parametrize("noise", [1e-2, 1e-5, 1e-8])
-@every_solver
+@pytest.mark.parametrize(("name", "noise"), [(n, [1e-2, 1e-5, 1e-8][i % 3]) for i, n in enumerate(SOLVERS)])
 def test_error_in_the_norm_of_the_problem(name, noise):
     """Ill-conditioned as it may be: ``||w - w*||_M / ||w*||_M`` with the reference by QR of the stacked matrix."""
     problem = _problem(noise=noise, columns=1)
@@ -316,7 +314,7 @@ def test_degenerate_points(name):
     assert relative(found, found[:1].expand(N, 1)) < 1e-9
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 1), (2, 2), (1, 2), (5, 9), (50, 50)])
+@each(("n", "m"), [(1, 1), (2, 1), (2, 2), (1, 2), (5, 9), (50, 50)])
 @pytest.mark.parametrize("solver", [KRILL(tol=1e-8), Falkon(tol=1e-8), QR()], ids=lambda solver: type(solver).__name__)
 def test_tiny_and_wide(solver, n, m):
     x, z = points(n), points(m, seed=3)
@@ -370,17 +368,6 @@ def test_a_report():
     assert (direct.solver, direct.iterations, direct.converged) == ("QR", 0, True)
 
 
-def test_warm_starts_and_budgets():
-    problem = _problem()
-    exact = KRILL(tol=1e-10).solve(problem).value
-    assert KRILL(tol=1e-6).solve(problem, initial=exact).report.iterations == 0
-    with pytest.warns(ConvergenceWarning, match="ran out of iterations"):
-        report = KRILL(tol=1e-10, max_iterations=2).solve(problem).report
-    assert (report.iterations, report.converged) == (2, False)
-    with pytest.raises(InputError, match="initial expects the solution's shape"):
-        KRILL().solve(problem, initial=exact[:3])
-
-
 def test_the_best_iterate_is_returned(monkeypatch):
     """Where a cycle makes things worse, what was there before."""
     problem = _problem()
@@ -423,7 +410,7 @@ def _wrong(**changes):
     return {**given, **changes}
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"kernel": "rbf"}, "gpytorch kernel"),
@@ -453,7 +440,7 @@ def test_problems_that_do_not_fit(changes, message):
         InducingPointProblem(**_wrong(**changes))
 
 
-@pytest.mark.parametrize(
+@each(
     ("batches", "message"),
     [
         ([points(9)], r"Batch 0 .* not a pair"),
@@ -479,7 +466,7 @@ def test_what_these_solvers_do_not_take(name):
         solver.solve(dataclasses.replace(_problem(), noise=0.0))
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: KRILL(tol=0.0), "tol expects"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unittest
-from typing import ClassVar
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from linear_operator import to_dense
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch.func import functional_call
 
+from cases import each
 from problems import GENERIC, RADIAL, dense, normal, points, radial, relative, set_scales
 from sketchgp import InputError, settings
 from sketchgp.operators import KernelMatrix
@@ -102,22 +102,8 @@ class TestSquareFast(_Square, unittest.TestCase):
     pass
 
 
-class TestSquareFastStored(_Square, unittest.TestCase):
-    engine = "dense"
-
-
 class TestSquareGeneric(_Square, unittest.TestCase):
     kernel = staticmethod(generic)
-
-
-class TestSquareBatch(_Square, unittest.TestCase):
-    """A batch of input sets under one kernel."""
-
-    seed = 4  # at 0 the reference, dense float32, is itself off by more than the tolerance in one gradient
-
-    def create_linear_op(self):
-        x = separate(5)
-        return KernelMatrix.of(self.kernel(), torch.stack([x, 1.3 * x]), engine=self.engine)
 
 
 class TestSquareBatchOfKernels(_Square, unittest.TestCase):
@@ -129,16 +115,6 @@ class TestSquareBatchOfKernels(_Square, unittest.TestCase):
         kernel.outputscale = torch.tensor([0.7, 2.0])
         kernel.base_kernel.lengthscale = torch.tensor([[[0.4]], [[0.6]]])
         return KernelMatrix.of(kernel, separate(5), engine=self.engine)
-
-
-class TestSquareTwoBatches(_Square, unittest.TestCase):
-    # gradients are sums of a thousand float32 terms, which cancel; the reference is in float32 too
-    tolerances: ClassVar = {**_Square.tolerances, "matmul": {"rtol": 1e-3, "atol": 1e-4}}
-
-    def create_linear_op(self):
-        x = separate(4)
-        stack = torch.stack([x * (1 + 0.1 * i) for i in range(6)]).reshape(2, 3, 4, 2)
-        return KernelMatrix.of(self.kernel(), stack, engine=self.engine)
 
 
 class _Rectangular(RectangularLinearOperatorTestCase):
@@ -154,10 +130,6 @@ class _Rectangular(RectangularLinearOperatorTestCase):
 
 class TestRectangularFast(_Rectangular, unittest.TestCase):
     pass
-
-
-class TestRectangularGeneric(_Rectangular, unittest.TestCase):
-    kernel = staticmethod(generic)
 
 
 class TestRectangularBatch(_Rectangular, unittest.TestCase):
@@ -188,7 +160,7 @@ _PAIRED = [(*one, *_WAYS[(i + i // 4) % 4]) for i, one in enumerate(_FLOAT64)]
 _PAIRED = list(dict.fromkeys([*_PAIRED, *(("rbf-ard", 0.0, *way) for way in _WAYS)]))
 
 
-@pytest.mark.parametrize(("name", "shift", "same", "engine"), _PAIRED)
+@each(("name", "shift", "same", "engine"), _PAIRED)
 def test_product_in_float64(name, shift, same, engine, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]().double())
     x, z = _inputs(shift, torch.float64, same)
@@ -204,9 +176,7 @@ def test_product_in_float64(name, shift, same, engine, many_tiles):
         assert relative(operator.diagonal(), expected.diagonal()) < limit
 
 
-@pytest.mark.parametrize(
-    ("name", "shift", "engine"), [(*one, ("dense", "tiled")[(i + i // 2) % 2]) for i, one in enumerate(_FLOAT32)]
-)
+@each(("name", "shift", "engine"), [(*one, ("dense", "tiled")[(i + i // 2) % 2]) for i, one in enumerate(_FLOAT32)])
 def test_product_in_float32(name, shift, engine, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]())
     x, _ = _inputs(shift, torch.float32, True)
@@ -218,7 +188,7 @@ def test_product_in_float32(name, shift, engine, many_tiles):
     assert float(error / (expected.norm() * rhs.norm())) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "matern32", "matern52-ard", "rational-quadratic"])
+@each("name", ["rbf-ard", "matern12", "matern32", "matern52-ard", "rational-quadratic"])
 def test_dense_and_tiled_engines_agree(name, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]().double())
     x, rhs = points(200), normal(200, 4)
@@ -240,8 +210,8 @@ def test_auto_engine_follows_the_memory_budget():
         assert not DENSE.holds(operator.pairs)
 
 
-@pytest.mark.parametrize("name", ["rbf", "matern12", "matern32", "matern52", "rational-quadratic"])
-@pytest.mark.parametrize("n", [1, 2])
+@each("name", ["rbf", "matern12", "matern32", "matern52", "rational-quadratic"])
+@each("n", [1, 2])
 def test_one_and_two_points(name, n):
     cases = {**RADIAL, **GENERIC, "matern52": lambda: MaternKernel(nu=2.5)}
     kernel = set_scales(cases[name]().double())
@@ -292,7 +262,7 @@ def test_far_apart_points_have_nothing_in_common():
     assert float(difference.abs().max()) < 1e-100
 
 
-@pytest.mark.parametrize("batch", ["inputs", "kernels", "both", "rhs"])
+@each("batch", ["inputs", "kernels", "both", "rhs"])
 def test_batches(batch, many_tiles):
     shape = torch.Size([2]) if batch in ("kernels", "both") else torch.Size()
     kernel = ScaleKernel(MaternKernel(nu=1.5, batch_shape=shape), batch_shape=shape).double()
@@ -327,7 +297,7 @@ _TURNS = [
 _TURNS = list(dict.fromkeys([*_TURNS, *(("matern12", same, way) for same in (True, False) for way in _THROUGH)]))
 
 
-@pytest.mark.parametrize(("name", "same", "through"), _TURNS)
+@each(("name", "same", "through"), _TURNS)
 def test_gradients_by_tiles(name, same, through, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]().double())
     x = points(150, seed=1).requires_grad_(True)
@@ -375,7 +345,7 @@ def test_gradients_in_float32(many_tiles):
         assert relative(a, b) < 1e-4
 
 
-@pytest.mark.parametrize("kernel", ["rbf-ard", "matern32", "matern52-ard", "rational-quadratic"])
+@each("kernel", ["rbf-ard", "matern32", "matern52-ard", "rational-quadratic"])
 def test_gradcheck(kernel):
     kernel = set_scales({**RADIAL, **GENERIC}[kernel]().double())
     names, parameters = zip(*kernel.named_parameters(), strict=True)
@@ -400,8 +370,8 @@ def test_gradient_of_a_batch_of_right_hand_sides(many_tiles):
 # --- memory and errors ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["product", "derivative"])
-@pytest.mark.parametrize("name", ["rbf-ard", "rational-quadratic"])
+@each("what", ["product", "derivative"])
+@each("name", ["rbf-ard", "rational-quadratic"])
 def test_tiled_passes_stay_far_below_the_matrix(name, what):
     """Peak of tensor memory in a pass over n = 4000 points, where the matrix would take 144 MB in float32."""
     n = 6000

@@ -8,6 +8,7 @@ import torch
 from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
 
 import sketchgp
+from cases import each
 from problems import normal, points, relative
 from sketchgp import GreedyCholesky, RPCholesky
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
@@ -51,8 +52,8 @@ def test_a_stored_matrix_is_made_once():
     assert relative(matrix @ v.clone().requires_grad_(), first) < 1e-14
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [1, 512, 1300])
+@each("dtype", [torch.float32, torch.float64])
+@each("rows", [1, 512, 1300])
 def test_thin_products(rows, dtype):
     """Of matrices by rows, by columns and of every second column, with few columns and with many."""
     by_rows, by_columns = normal(rows, 90).to(dtype), normal(90, rows).to(dtype).mT
@@ -85,8 +86,8 @@ def test_prediction_in_inference_mode():
         assert relative(model(test).mean, expected) < 1e-8
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-@pytest.mark.parametrize("d", [3, 8])
+@each("precision", ["high", "medium"])
+@each("d", [3, 8])
 def test_distances_do_not_follow_torchs_reduced_precision(precision, d):
     kernel, x, z = _kernel(torch.float32), points(300, d, dtype=torch.float32), points(200, d, 1, dtype=torch.float32)
     expected = KernelMatrix.of(kernel, x, z, engine="tiled").detach().to_dense()
@@ -109,7 +110,7 @@ class Stubborn(Kernel):
         return 1 + x1 @ x2.mT
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 700])
+@each("n", [1, 2, 3, 700])
 def test_diagonal_of_a_kernel_that_gives_none(n):
     x = points(n)
     matrix = KernelMatrix.of(Stubborn(), x, engine="tiled")

@@ -13,6 +13,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 from gpytorch.priors import GammaPrior
 
 import sketchgp
+from cases import each
 from gp_models import Plain, data, dense, iterative, marginal, posterior
 from problems import normal, points, relative
 from sketchgp import LaplaceKernel
@@ -134,7 +135,7 @@ def test_other_dtypes(dtype):
     assert relative(operator.to_dense(), expected) < 1e-6
 
 
-@pytest.mark.parametrize("matmul", ["auto", "tiled", "dense", "gpytorch"])
+@each("matmul", ["auto", "tiled", "dense", "gpytorch"])
 def test_a_model_with_it(matmul):
     """Posterior and marginal likelihood as GPyTorch computes them by Cholesky."""
     x, y, xt = data(150, 3)

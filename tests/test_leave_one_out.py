@@ -13,6 +13,7 @@ from gpytorch.means import ConstantMean
 from torch import Tensor
 
 import sketchgp
+from cases import each
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, dense, iterative, relative
 from problems import identity, normal, points
 from sketchgp.inference.full_scale import FullScale
@@ -189,7 +190,7 @@ def test_an_inducing_point_model_is_that_without_the_row() -> None:
         sketchgp.leave_one_out(model(everything), exact=False)
 
 
-@pytest.mark.parametrize("name", ["batch", "batch-targets", "lcm", "hadamard"])
+@each("name", ["batch", "batch-targets", "lcm", "hadamard"])
 def test_batches_and_several_outputs_are_refused(name: str) -> None:
     with pytest.raises(sketchgp.InputError, match=r"one output and no batch|one tensor of inputs"):
         sketchgp.leave_one_out(build(name))

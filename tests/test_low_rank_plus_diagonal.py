@@ -11,6 +11,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator, DiagLinearOperator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 
+from cases import each
 from problems import normal, relative
 from sketchgp import ConjugateGradients, NumericalError, RPCholesky
 from sketchgp.models.accelerated.acceleration import Acceleration
@@ -36,13 +37,6 @@ class TestPlain(_Cases, unittest.TestCase):
 class TestTwoBatches(_Cases, unittest.TestCase):
     def create_linear_op(self):
         return LowRankPlusDiagonal(torch.randn(2, 3, 5, 2), torch.rand(2, 3, 5) + 0.5)
-
-
-class TestBroadcastDiagonal(_Cases, unittest.TestCase):
-    """One factor, a batch of diagonals."""
-
-    def create_linear_op(self):
-        return LowRankPlusDiagonal(torch.randn(5, 2), torch.rand(2, 5) + 0.5)
 
 
 class _Accelerated(LinearOperatorTestCase):
@@ -86,26 +80,10 @@ class TestAccelerated(_Accelerated, unittest.TestCase):
     pass
 
 
-class TestAcceleratedGeneric(_Accelerated, unittest.TestCase):
-    kernel = staticmethod(generic)
-
-
 class TestAcceleratedBatch(_Accelerated, unittest.TestCase):
     def create_linear_op(self):
         x = separate(5)
         return self.added(KernelMatrix.of(fast(), torch.stack([x, 1.3 * x]), engine="tiled"), torch.rand(2, 5) + 0.2)
-
-
-class TestAcceleratedDense(_Accelerated, unittest.TestCase):
-    def create_linear_op(self):
-        root = torch.randn(5, 5)
-        return self.added(DenseLinearOperator(root @ root.mT), torch.rand(5) + 0.2)
-
-
-class TestAcceleratedWithoutPreconditioner(_Accelerated, unittest.TestCase):
-    preconditioner = None
-    test_sqrt_inv_matmul = LinearOperatorTestCase.test_sqrt_inv_matmul
-    test_sqrt_inv_matmul_no_lhs = LinearOperatorTestCase.test_sqrt_inv_matmul_no_lhs
 
 
 # --- LowRankPlusDiagonal against dense matrices ---------------------------------------------------------------
@@ -118,9 +96,9 @@ def _make(batch=(), n=60, r=7, noise="vector", dtype=torch.float64):
     return operator, factor @ factor.mT + torch.diag_embed(diagonal)
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("noise", ["vector", "constant"])
-@pytest.mark.parametrize("r", [0, 1, 7, 60])
+@each("batch", [(), (3,), (2, 3)])
+@each("noise", ["vector", "constant"])
+@each("r", [0, 1, 7, 60])
 def test_solve_and_determinant(r, noise, batch):
     operator, matrix = _make(batch, r=r, noise=noise)
     rhs = normal(*batch, 60, 4, seed=3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpytorch.kernels import RBFKernel
 
+from cases import each
 from problems import as_access, dense, identity, matrices, normal, points, relative, set_scales, smile, with_spectrum
 from sketchgp import NumericalError
 from sketchgp.lowrank import (
@@ -42,8 +43,8 @@ CHOLESKY = ["accelerated", "accelerated-wide", "block", "greedy"]
 CASES = [pytest.param(name, method) for name in matrices() for method in METHODS]
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize(("name", "method"), CASES)
+@each("share", [0.3, 1.0])
+@each(("name", "method"), CASES)
 def test_invariants(name, method, share):
     """F F^T lies below K, its residual diagonal is reported, its pivots are distinct."""
     matrix, _ = matrices()[name]
@@ -70,7 +71,7 @@ def test_invariants(name, method, share):
             assert float(low_rank.residual[low_rank.pivots].abs().sum()) <= slack
 
 
-@pytest.mark.parametrize(("name", "method"), CASES)
+@each(("name", "method"), CASES)
 def test_exact_at_full_rank(name, method):
     matrix, _ = matrices()[name]
     low_rank = METHODS[method](as_access(matrix), len(matrix))
@@ -78,8 +79,8 @@ def test_exact_at_full_rank(name, method):
     assert float((low_rank.factor @ low_rank.factor.mT - matrix).norm()) < 1e-7 * scale
 
 
-@pytest.mark.parametrize("method", ["accelerated", "accelerated-wide", "greedy"])  # whole blocks waste columns
-@pytest.mark.parametrize("name", ["rank-deficient", "duplicated", "constant", "one-by-one", "two-by-two", "zero"])
+@each("method", ["accelerated", "accelerated-wide", "greedy"])  # whole blocks waste columns
+@each("name", ["rank-deficient", "duplicated", "constant", "one-by-one", "two-by-two", "zero"])
 def test_stops_at_the_rank_of_the_matrix(name, method):
     matrix, rank = matrices()[name]
     low_rank = METHODS[method](as_access(matrix), len(matrix))
@@ -87,7 +88,7 @@ def test_stops_at_the_rank_of_the_matrix(name, method):
     assert low_rank.trace <= 1e-13 * float(matrix.trace())
 
 
-@pytest.mark.parametrize("method", ["accelerated", "block", "greedy", "gaussian"])
+@each("method", ["accelerated", "block", "greedy", "gaussian"])
 def test_close_to_the_best_approximation(method):
     values = 0.7 ** torch.arange(80, dtype=torch.float64)
     matrix = with_spectrum(values)
@@ -98,14 +99,14 @@ def test_close_to_the_best_approximation(method):
     assert sum(traces) / 5 < 20 * best
 
 
-@pytest.mark.parametrize("method", ["accelerated", "greedy", "block", "uniform", "gaussian"])
+@each("method", ["accelerated", "greedy", "block", "uniform", "gaussian"])
 def test_deterministic(method):
     access = as_access(matrices()["smooth"][0])
     a, b = METHODS[method](access, 9, 3), METHODS[method](access, 9, 3)
     assert torch.equal(a.factor, b.factor)
 
 
-@pytest.mark.parametrize("method", ["accelerated", "block", "uniform", "gaussian"])
+@each("method", ["accelerated", "block", "uniform", "gaussian"])
 def test_the_seed_matters(method):
     access = as_access(matrices()["smooth"][0])
     assert not torch.equal(METHODS[method](access, 9, 1).factor, METHODS[method](access, 9, 2).factor)
@@ -123,8 +124,8 @@ def test_weights_stop_early():
         assert float((weights * low_rank.residual).sum()) <= 1.0
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["as on CPUs", "as on other devices"])
-@pytest.mark.parametrize("method", [rpcholesky, greedy_cholesky])
+@each("moved", [False, True], ids=["as on CPUs", "as on other devices"])
+@each("method", [rpcholesky, greedy_cholesky])
 def test_a_factor_that_grows(method, moved, monkeypatch):
     """Of no certain rank: it ends where it is told to, with columns like those of one that was made at once."""
     if moved:
@@ -255,7 +256,7 @@ def test_top_eigensystem_of_a_subsample():
     assert top.tail == pytest.approx(float(values[5]), rel=1e-10)
 
 
-@pytest.mark.parametrize(("name", "rank"), [("constant", 1), ("rank-deficient", 4), ("zero", 0), ("one-by-one", 1)])
+@each(("name", "rank"), [("constant", 1), ("rank-deficient", 4), ("zero", 0), ("one-by-one", 1)])
 def test_top_eigensystem_leaves_rounding_out(name, rank):
     matrix, _ = matrices()[name]
     top = top_eigensystem(as_access(matrix), 10, len(matrix), generator=seeded())

@@ -22,6 +22,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.means import ConstantMean
 
 import sketchgp
+from cases import each
 from problems import normal, points
 from sketchgp import datasets, plotting
 from sketchgp.checks import found
@@ -266,7 +267,7 @@ CONSTRUCTORS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONSTRUCTORS)
+@each("name", CONSTRUCTORS)
 def test_constructors_refuse_what_makes_no_sense(name):
     call, right = CONSTRUCTORS[name]
     call(**right)
@@ -274,7 +275,7 @@ def test_constructors_refuse_what_makes_no_sense(name):
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@each("choice", CHOICES)
 def test_numbers_of_numpy_and_torch_are_taken_as_python_s(choice):
     values = {
         "int": (np.int64(2), np.uint8(2), torch.tensor(2)),
@@ -294,7 +295,7 @@ SOLVERS_OF_ALL = ["ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenP
 SOLVERS_OF_SOME = ["QR", "KRILL", "Falkon", "SketchySAGA", "EigenPro3", "EigenPro4"]
 
 
-@pytest.mark.parametrize("name", SOLVERS_OF_ALL + SOLVERS_OF_SOME)
+@each("name", SOLVERS_OF_ALL + SOLVERS_OF_SOME)
 def test_solvers_refuse_what_makes_no_sense(name):
     full = name in SOLVERS_OF_ALL
     right = {"problem": _full() if full else _inducing()}
@@ -304,7 +305,7 @@ def test_solvers_refuse_what_makes_no_sense(name):
     assert not complaints and not other, "\n".join([*complaints, other])
 
 
-@pytest.mark.parametrize("name", SOLVERS_OF_ALL)
+@each("name", SOLVERS_OF_ALL)
 def test_run_swallows_no_keywords(name):
     solver, problem = getattr(sketchgp, name)(), _full()
     options = {"preconditioner": None} if name == "ConjugateGradients" else {}
@@ -366,7 +367,7 @@ def _state(model: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_calls_refuse_what_makes_no_sense(name):
     call, right = CALLS[name][0](), CALLS[name][1]()
     before = _state(right["model"]) if "model" in right else None

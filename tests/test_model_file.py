@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from sketchgp import tensor_file
 from sketchgp.cli import main
 from sketchgp.cli.columns import MARKS
@@ -36,8 +37,8 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
     return SavedModel(model, weights, kernel, features, "price", scaling, 1e-4, fill, "mean", "row", ("n.d.",))
 
 
-@pytest.mark.parametrize("kernel", list(KERNELS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("kernel", list(KERNELS))
+@each("dtype", [torch.float32, torch.float64])
 def test_round_trip(tmp_path, kernel, dtype):
     saved = make(kernel, dtype)
     path = tmp_path / "model.pt"
@@ -165,7 +166,7 @@ def _described(name, kind="number", categories=()):
     return {"name": name, "kind": kind, "categories": list(categories)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value", "message"),
     [
         ("version", VERSION + 1, "newer sketchgp"),

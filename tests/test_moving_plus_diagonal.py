@@ -11,6 +11,7 @@ from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 
 import sketchgp
+from cases import each
 from problems import points, relative
 from sketchgp import GreedyCholesky, LaplaceKernel, Nystrom, NystromEigenPro, RPCholesky
 from sketchgp.lowrank import nystrom_factor
@@ -71,9 +72,9 @@ def _close(found, expected, tol):
         assert relative(a, b) <= tol, (a, b)
 
 
-@pytest.mark.parametrize("inputs", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("choice", CHOICES)
+@each("inputs", [False, True])
+@each("name", KERNELS)
+@each("choice", CHOICES)
 def test_gradients(choice, name, inputs):
     kernel = KERNELS[name]().double()
     x = points(N, d=3).requires_grad_(inputs)

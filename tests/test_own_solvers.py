@@ -15,6 +15,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.means import ConstantMean
 
 import sketchgp
+from cases import each
 from gp_models import SOLVED, Plain, data, dense, iterative, posterior
 from problems import normal, points, relative
 from sketchgp import FullProblem, InducingPointProblem, InputError, Solution
@@ -191,7 +192,7 @@ def test_pathwise_variances_take_one():
     assert relative(found(test).variance, wanted(test).variance) < 1e-5
 
 
-@pytest.mark.parametrize(
+@each(
     ("solver", "message"),
     [
         (Normal(shape=(7, 1)), r"value of shape \(8, 1\)"),
@@ -221,7 +222,7 @@ class Nameless:
     def solve(self, problem: FullProblem) -> Any: ...
 
 
-@pytest.mark.parametrize(
+@each(
     ("solver", "message"),
     [
         (Nameless(), "ConjugateGradients.*ASkotch.*has no name and no validate"),
@@ -259,7 +260,7 @@ def test_all_solvers_keep_the_protocol(kind):
     assert isinstance(solver, SystemSolver) == (kind in FULL_SOLVERS)
 
 
-@pytest.mark.parametrize(
+@each(
     ("solver", "problem"),
     [
         (sketchgp.ASkotch(block_size=31), "full"),

@@ -15,6 +15,7 @@ from gpytorch.kernels import LinearKernel, PolynomialKernel, RBFKernel, ScaleKer
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean
 
+from cases import each
 from gp_models import Deep, Multitask, Plain, iterative
 from problems import normal, points, relative
 from sketchgp import (
@@ -458,7 +459,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@each("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*Sparse invariant checks")
 def test_models_that_are_refused(kind):
     make, message = REFUSED[kind]
@@ -466,7 +467,7 @@ def test_models_that_are_refused(kind):
         sample_posterior(make(), 2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "message"),
     [
         (None, "expects a dense tensor"),

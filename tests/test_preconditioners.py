@@ -12,6 +12,7 @@ import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import DenseLinearOperator
 
+from cases import each
 from problems import dense, identity, normal, points, relative, set_scales
 from sketchgp import (
     ConjugateGradients,
@@ -245,8 +246,8 @@ def test_the_automatic_rank_is_near_the_cheapest(lengthscale, level):
     assert spent.pop(None) < 1.3 * min(spent.values())
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", AUTOMATIC)
+@each("n", [1, 2, 3])
+@each("name", AUTOMATIC)
 def test_few_points(name, n):
     built = AUTOMATIC[name].build(_operator(n=n), _noise("constant", n))
     assert relative(built.apply_inverse(normal(n, 1)), torch.linalg.solve(built.to_dense(), normal(n, 1))) < 1e-12
@@ -307,7 +308,7 @@ def test_one_matrix_and_several_noises(name):
         assert _condition(single, operator, noise[index]) <= 2.0
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@each("name", CHOICES)
 def test_refuses_noise_of_zero(name):
     with pytest.raises(NumericalError, match="noise"):
         CHOICES[name].build(_operator(), _noise("per-point") * (torch.arange(N) > 0)).capacitance_root()
@@ -316,14 +317,14 @@ def test_refuses_noise_of_zero(name):
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, "10"])
-@pytest.mark.parametrize("choice", [RPCholesky, GreedyCholesky, Nystrom, NystromEigenPro])
+@each("value", [0, -1, True, 2.0, "10"])
+@each("choice", [RPCholesky, GreedyCholesky, Nystrom, NystromEigenPro])
 def test_refuses_ranks_that_are_not_positive_integers(choice, value):
     with pytest.raises(InputError, match="rank expects a positive integer"):
         choice(rank=value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: RPCholesky(method="greedy"), "method expects"),

@@ -12,6 +12,7 @@ from importlib import resources
 import pytest
 
 import sketchgp
+from cases import each
 
 NAMES = {
     "ASkotch",
@@ -247,7 +248,7 @@ def test_package_data_is_installed():
     assert any(entry.name.endswith(".npz") for entry in package.joinpath("data").iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@each("name", sorted(NAMES))
 def test_documented(name):
     thing = getattr(sketchgp, name)
     text = inspect.getdoc(thing) or ""
@@ -257,7 +258,7 @@ def test_documented(name):
     assert not text.startswith(f"{name}(")
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@each("name", sorted(NAMES))
 def test_public_methods_documented(name):
     thing = getattr(sketchgp, name)
     if not inspect.isclass(thing):
@@ -287,7 +288,7 @@ def test_a_misspelt_word_fails_a_type_check():
     assert not loose
 
 
-@pytest.mark.parametrize("name", sorted(SIGNATURES))
+@each("name", sorted(SIGNATURES))
 def test_signature(name):
     parameters = inspect.signature(getattr(sketchgp, name)).parameters
     # further parameters are allowed when they have a default
@@ -299,7 +300,7 @@ def test_signature(name):
     assert all(value is not ... for key, value in actual.items() if key not in expected)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "ConjugateGradients",
@@ -345,7 +346,7 @@ def test_blockwise_solve_signature(name):
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "choice",
     [
         *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpytorch.kernels import LinearKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel
 
+from cases import each
 from problems import points, relative, set_scales
 from sketchgp import ArcCosineKernel, InputError
 from sketchgp.operators import KernelMatrix
@@ -66,7 +67,7 @@ def test_numbers_hang_on_their_place_alone(monkeypatch):
 # --- features -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*STATIONARY, *INNER])
+@each("name", [*STATIONARY, *INNER])
 def test_features_make_the_kernel(name):
     """Mean over 24 seeds of 512 features, within five of its standard errors."""
     kernel, count = kernel_of(name), 512
@@ -81,7 +82,7 @@ def test_features_make_the_kernel(name):
     assert float(found.std(dim=0).max() / wanted.abs().max()) < 0.35
 
 
-@pytest.mark.parametrize("name", ["matern12", "sum", "product", "periodic", "inner-sum"])
+@each("name", ["matern12", "sum", "product", "periodic", "inner-sum"])
 def test_features_are_the_same_for_any_split(name):
     """Also where frequencies were kept, and where they were not."""
     whole = features_of(name)

@@ -18,6 +18,7 @@ from linear_operator.operators import (
     ToeplitzLinearOperator,
 )
 
+from cases import each
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
 from sketchgp.lowrank import smoothness
@@ -79,10 +80,10 @@ def _close(found, expected, matrix, vectors, dtype):
 # --- RowProduct -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", INDICES)
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", KERNELS)
+@each("which", INDICES)
+@each("engine", ["dense", "tiled"])
+@each("dtype", DTYPES)
+@each("name", KERNELS)
 def test_rows_of_a_kernel_matrix(name, dtype, engine, which):
     kernel, x, matrix = _case(name, dtype)
     indices, vectors = INDICES[which], normal(90, 2, seed=3)
@@ -98,10 +99,10 @@ def test_rows_of_a_kernel_matrix(name, dtype, engine, which):
 COLUMNS = [torch.tensor([88, 3, 41]), torch.tensor([17]), torch.arange(89, -1, -1)]
 
 
-@pytest.mark.parametrize("accurate", [False, True])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "matern52", "rational-quadratic", "sum", "laplace"])
+@each("accurate", [False, True])
+@each("engine", ["dense", "tiled"])
+@each("dtype", DTYPES)
+@each("name", ["rbf-ard", "matern12", "matern52", "rational-quadratic", "sum", "laplace"])
 def test_some_columns_of_rows_of_a_kernel_matrix(name, dtype, engine, accurate):
     kernel, x, matrix = _case(name, dtype)
     product = RowProduct(KernelMatrix.of(kernel, x, engine=engine), accurate=accurate)
@@ -113,8 +114,8 @@ def test_some_columns_of_rows_of_a_kernel_matrix(name, dtype, engine, accurate):
             assert _close(found, block @ vectors, block + 0.1, vectors, torch.float64 if accurate else dtype)
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("engine", ["dense", "tiled"])
+@each("dtype", DTYPES)
 def test_rows_by_many_tiles(dtype, engine, many_tiles, monkeypatch):
     monkeypatch.setattr(rows, "_GATHERED", {"cpu": 200})  # two rows at a time
     for name in ("rbf-ard", "matern12", "rational-quadratic", "polynomial"):
@@ -125,8 +126,8 @@ def test_rows_by_many_tiles(dtype, engine, many_tiles, monkeypatch):
             assert _close(found, matrix[indices] @ vectors, matrix[indices], vectors, dtype)
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("name", KERNELS)
+@each("engine", ["dense", "tiled"])
+@each("name", KERNELS)
 def test_accurate_rows_of_float32_are_float64(name, engine):
     kernel, x, matrix = _case(name, torch.float32)
     operator, vectors = KernelMatrix.of(kernel, x, engine=engine), normal(90, 2, seed=3)
@@ -158,9 +159,9 @@ def _sums(dtype):
     }
 
 
-@pytest.mark.parametrize("accurate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", list(_sums(torch.float64)))
+@each("accurate", [False, True])
+@each("dtype", DTYPES)
+@each("name", list(_sums(torch.float64)))
 def test_rows_of_sums_and_multiples(name, dtype, accurate):
     operator, matrix = _sums(dtype)[name]
     vectors = normal(90, 2, seed=3)
@@ -193,9 +194,9 @@ def _others(dtype):
     }
 
 
-@pytest.mark.parametrize("accurate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", list(_others(torch.float64)))
+@each("accurate", [False, True])
+@each("dtype", DTYPES)
+@each("name", list(_others(torch.float64)))
 def test_rows_of_other_operators(name, dtype, accurate):
     operator, vectors = _others(dtype)[name], normal(24, 3, seed=2)
     matrix = _others(dtype)[name].double().to_dense() if name != "stored" else operator.tensor.double()
@@ -283,8 +284,8 @@ def test_named_engines_are_kept():
         assert RowProduct(KernelMatrix.of(kernel, x, engine=name)).engines == [name]
 
 
-@pytest.mark.parametrize("kernel", [RBFKernel(), LaplaceKernel(), PolynomialKernel(power=2)])
-@pytest.mark.parametrize("features", [2, 200])
+@each("kernel", [RBFKernel(), LaplaceKernel(), PolynomialKernel(power=2)])
+@each("features", [2, 200])
 def test_nothing_is_stored_beyond_the_budget(kernel, features):
     x = points(60, features)
     operator = KernelMatrix.of(kernel.double(), x)
@@ -299,9 +300,9 @@ def test_nothing_is_stored_beyond_the_budget(kernel, features):
 # --- KernelMatrix.rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", KERNELS)
+@each("twice", [False, True])
+@each("dtype", DTYPES)
+@each("name", KERNELS)
 def test_kernel_matrix_rows(name, dtype, twice):
     """Duplicated points included, where distances must come out as 0: a Matern-1/2 kernel has a kink there."""
     kernel, x, matrix = _case(name, dtype, twice=twice)
@@ -327,8 +328,8 @@ def test_kernel_matrix_rows(name, dtype, twice):
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["matern12", "matern52-ard", "rbf-ard", "laplace"])
+@each("dtype", DTYPES)
+@each("name", ["matern12", "matern52-ard", "rbf-ard", "laplace"])
 def test_kernel_matrix_rows_far_from_the_origin(name, dtype):
     kernel = set_scales(KERNELS[name]()).to(dtype)
     x = points(40, shift=1000.0).repeat(2, 1).to(dtype)
@@ -388,9 +389,9 @@ def _system(name="rbf-ard", dtype=torch.float64, engine="auto"):
     return BlockSystem(System(KernelMatrix.of(kernel, x, engine=engine), noise)), matrix, matrix + noise.diag()
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "sum"])
+@each("engine", ["dense", "tiled"])
+@each("dtype", DTYPES)
+@each("name", ["rbf-ard", "matern12", "sum"])
 def test_block_system(name, dtype, engine):
     system, matrix, shifted = _system(name, dtype, engine)
     vectors = normal(90, 2, seed=3)
@@ -408,8 +409,8 @@ def test_block_system(name, dtype, engine):
     assert torch.equal(vectors, before)
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("engine", ["dense", "tiled"])
+@each("dtype", DTYPES)
 def test_block_system_cross(dtype, engine):
     """``(K + noise)[rows, columns] v``: the noise belongs to rows that are among the columns, in whatever order."""
     system, _, shifted = _system("matern12", dtype, engine)
@@ -428,9 +429,9 @@ def test_block_system_cross(dtype, engine):
         assert system.entries == before + len(rows_) * len(columns)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("noise", [1.0, 1e-6])
+@each("dtype", DTYPES)
+@each("engine", ["dense", "tiled"])
+@each("noise", [1.0, 1e-6])
 def test_block_system_square_block(noise, engine, dtype):
     """Float32 entries are good enough for a block beside noise that is far above their rounding, else float64."""
     kernel, x, matrix = _case("rbf-ard", dtype)
@@ -511,8 +512,8 @@ def _largest(h, p):
     return float(torch.linalg.eigvalsh((whitened + whitened.mT) / 2)[-1])
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-@pytest.mark.parametrize("seed", [0, 1])
+@each("scale", [1e-12, 1.0, 1e12])
+@each("seed", [0, 1])
 def test_smoothness(seed, scale):
     h = scale * (with_spectrum(torch.logspace(0, -6, 40, dtype=torch.float64), seed=seed) + 1e-3 * identity(40))
     p = with_spectrum(torch.logspace(1, -1, 40, dtype=torch.float64), seed=seed + 5)
@@ -548,8 +549,8 @@ def _block(name="rbf-ard", n=90, noise=1e-2):
     return matrix, noise * torch.linspace(0.5, 2, n, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("rank", [None, 90, 200])
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "periodic"])
+@each("rank", [None, 90, 200])
+@each("name", ["rbf-ard", "matern12", "periodic"])
 def test_exact_inverse(name, rank):
     matrix, noise = _block(name)
     inverse, g = block_inverse(matrix.clone(), noise, rank, _generator()), normal(90, 3, seed=4)
@@ -568,9 +569,9 @@ def _nystrom(matrix, noise, rank, stream):
     return approximation + noise.diag() + least * identity(len(matrix))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("rank", [1, 10, 30])
-@pytest.mark.parametrize("name", ["matern12", "laplace", "matern32-ard"])
+@each("seed", [0, 1])
+@each("rank", [1, 10, 30])
+@each("name", ["matern12", "laplace", "matern32-ard"])
 def test_nystrom_inverse(name, rank, seed):
     matrix, noise = _block(name)
     inverse = block_inverse(matrix.clone(), noise, rank, _generator(seed))
@@ -601,8 +602,8 @@ def test_no_preconditioner():
     assert 0.95 * largest <= inverse.smoothness <= largest * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("rank", [None, 0, 5, 40])
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "laplace"])
+@each("rank", [None, 0, 5, 40])
+@each("name", ["rbf-ard", "matern12", "laplace"])
 def test_a_step_shrinks_the_error(name, rank):
     """``e -> e - P^-1 A e / L`` in the norm of A, for random errors and the worst one."""
     matrix, noise = _block(name, noise=1e-4)
@@ -662,8 +663,8 @@ def _counts(sampling, n, size, draws):
     return counts
 
 
-@pytest.mark.parametrize("sampling", ["uniform", "shuffled"])
-@pytest.mark.parametrize(("n", "size"), [(40, 2), (40, 4), (40, 5), (40, 10), (40, 39), (400, 8)])
+@each("sampling", ["uniform", "shuffled"])
+@each(("n", "size"), [(40, 2), (40, 4), (40, 5), (40, 10), (40, 39), (400, 8)])
 def test_every_row_is_as_likely(sampling, n, size):
     """By the first block of a pass; within five standard deviations."""
     draws = 3000
@@ -711,7 +712,7 @@ def _partition(size=20, rank=None, seed=0, name="rbf-ard"):
     return partition, tensors, matrix, shifted
 
 
-@pytest.mark.parametrize("size", [1, 7, 20, 60, 61, 89, 90])
+@each("size", [1, 7, 20, 60, 61, 89, 90])
 def test_partition(size):
     partition, tensors, _, _ = _partition(size)
     blocks = [partition.block(number, tensors)[0] for number in range(partition.count)]

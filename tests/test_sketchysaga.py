@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from problems import Crash, Largest, normal, points, quiet, relative
 from sketchgp import ConvergenceWarning, InducingPointProblem, InputError, NumericalError, record_solves
 from sketchgp.operators import KernelMatrix
@@ -200,17 +201,6 @@ def test_duplicated_rows_and_inducing_points():
     assert error(matrix, solution.value, expected) < 1e-6
 
 
-def test_warm_start():
-    one = problem()
-    exact = sketchgp.QR().solve(one).value
-    at_once = SketchySAGA(tol=1e-6, deviations=math.inf).solve(one, initial=exact)
-    assert at_once.report.iterations == 0 and at_once.report.converged and torch.equal(at_once.value, exact)
-    near = exact * (1 + 1e-4 * normal(40))
-    cold, warm = solve(one, tol=1e-6).report, SketchySAGA(tol=1e-6).solve(one, initial=near).report
-    assert warm.converged and warm.iterations < cold.iterations
-    assert float(warm.history[0]) < 1e-2
-
-
 # ------------------------------------------------------------------------------------------------ ends, and reports
 
 
@@ -371,7 +361,7 @@ def test_a_solve_that_was_over_goes_on_where_more_is_asked_for(tmp_path):
     assert more.history.shape[0] == more.iterations / 20 + 1  # and none is told of twice
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "choices", "message"),
     [
         ({"kernel": laplace()}, {}, "the kernel changed"),

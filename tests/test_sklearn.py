@@ -22,6 +22,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import sketchgp
+from cases import each
 from sketchgp.fitting import run
 from sketchgp.sklearn import GaussianProcessRegressor, KernelClassifier, KernelRidge, choices
 
@@ -183,7 +184,7 @@ OF_REGRESSOR = [
 OF_RIDGE = [{"alpha": None}, {"gamma": 0}, {"gamma": "x"}, {"gamma": True}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "options"),
     [
         *((GaussianProcessRegressor, options) for options in (*COMMON, *OF_REGRESSOR)),

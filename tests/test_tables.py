@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sketchgp
+from cases import each
 from sketchgp.cli import main
 
 pandas = pytest.importorskip("pandas")
@@ -105,7 +106,7 @@ GOOD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", GOOD)
+@each("case", GOOD)
 def test_what_a_text_file_holds(read, case):
     content, options, kind, values = GOOD[case]
     names = {"target": "c2", "x": "c1"} if "--no-header" in options else {"target": "y", "x": "x"}
@@ -166,7 +167,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@each("case", BAD)
 def test_what_is_refused(read, case):
     """Nothing that could be read in two ways is read in one of them."""
     content, parts = BAD[case]
@@ -377,7 +378,7 @@ def loaded(tmp_path_factory):
 PLAIN = {"x": [1.0, 2.0], "code": ["3", "7"], "sold": ["no", "yes"]}
 
 
-@pytest.mark.parametrize(
+@each(
     "columns",
     [
         {"x": np.array([1, 2], dtype=">i4")},
@@ -406,12 +407,12 @@ def test_columns_in_memory(loaded, columns):
     assert torch.equal(loaded.predict(pandas.DataFrame({**PLAIN})).mean, expected)
 
 
-@pytest.mark.parametrize(
+@each(
     "missing",
     [None, pandas.NA, float("nan"), pandas.NaT, np.float64("nan"), "NA", "", decimal.Decimal("nan")],
     ids=repr,
 )
-@pytest.mark.parametrize("name", ["x", "code", "sold"])
+@each("name", ["x", "code", "sold"])
 def test_missing_values_in_memory(loaded, name, missing):
     """Whatever says so, in every kind of column; and as columns of pandas."""
     lacking = {**PLAIN, name: [PLAIN[name][0], missing]}
@@ -422,7 +423,7 @@ def test_missing_values_in_memory(loaded, name, missing):
         assert loaded.predict(table, missing="mean").mean.isfinite().all()
 
 
-@pytest.mark.parametrize(
+@each(
     ("columns", "said"),
     [
         ({"x": pandas.to_datetime(["2024-05-06", "2024-05-07"])}, "column 'x' holds '2024-05-06.*a date"),
