@@ -32,7 +32,7 @@ from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_
 from common import load_arrays, standardise
 from runner import Benchmark, Group
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers.full.blockwise.system import automatic_block_size
+from sketchgp.solvers.system import automatic_block_size
 
 BUDGET = 4 * 2**30  # bytes of one stored matrix, so that what "auto" chooses does not depend on free memory
 RANKS = (10, 100, 500)

@@ -17,8 +17,7 @@ from torch import Tensor
 import sketchgp
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers.full.blockwise import refinement as loop
-from sketchgp.solvers.full.blockwise.system import BlockSystem
-from sketchgp.solvers.problem import System
+from sketchgp.solvers.system import System
 
 
 @dataclass
@@ -75,17 +74,17 @@ def callbacks_every(rows: int) -> Iterator[None]:
 @contextlib.contextmanager
 def counted_rows() -> Iterator[list[int]]:
     """A list of one number: the rows of K that steps multiplied by a vector inside the block (checks not counted)."""
-    original, count = BlockSystem.rows, [0]
+    original, count = System.rows, [0]
 
-    def rows(self: BlockSystem, indices: Tensor, vectors: Tensor) -> Tensor:
+    def rows(self: System, indices: Tensor, vectors: Tensor) -> Tensor:
         count[0] += len(indices)
         return original(self, indices, vectors)
 
-    BlockSystem.rows = rows  # type: ignore[method-assign]
+    System.rows = rows  # type: ignore[method-assign]
     try:
         yield count
     finally:
-        BlockSystem.rows = original  # type: ignore[method-assign]
+        System.rows = original  # type: ignore[method-assign]
 
 
 def follow_blockwise(solver: Any, problem: sketchgp.FullProblem, trace: Trace, every: int) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from sketchgp import (
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import System
 from sketchgp.solvers.full import askotch, eigenpro2, skotch
-from sketchgp.solvers.full.blockwise import BlockSystem, refinement
-from sketchgp.solvers.full.blockwise.state import State
+from sketchgp.solvers.full.blockwise import refinement
 from sketchgp.solvers.loop import run
 
 N, BLOCK = 300, 50
@@ -225,22 +224,23 @@ def test_what_is_returned_is_no_worse_than_the_start():
 
 def test_the_best_of_several_corrections_is_returned(monkeypatch):
     """Column by column, whatever the later ones were."""
-    found, keep = [], State.keep
+    found, keep = [], refinement.Refinement.keep
 
     def kept(self, value, residual):
         found.append(residual)
         keep(self, value, residual)
 
-    monkeypatch.setattr(State, "keep", kept)
+    monkeypatch.setattr(refinement.Refinement, "keep", kept)
     problem = _problem(n=200, dtype=torch.float32, lengthscale=2.0, noise=3e-6)
     solution = _quietly(ASkotch(block_size=BLOCK, tol=1e-6), problem)
     least = torch.stack(found).amin(dim=0)
     assert len(found) > 2
     assert bool((solution.report.residual <= least).all())
     torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-3, atol=0)
-    state = State(*(torch.zeros(3, 2),) * 3, torch.zeros(0, 2), *(torch.ones(2),) * 4, 0.1, 0.1)
-    state.keep(torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0], dtype=torch.float64))
-    value, residual, earlier = state.best_of(torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64))
+    method = SimpleNamespace(r=torch.zeros(3, 2), best=torch.zeros(0, 2), best_true=torch.ones(2))
+    keep(method, torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0], dtype=torch.float64))
+    now = torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64)
+    value, residual, earlier = refinement.Refinement.best_of(method, *now)
     assert value.tolist() == [[5.0, 7.0]] * 3
     assert residual.tolist() == [0.5, 0.9] and earlier == 1
 
@@ -455,9 +455,9 @@ def test_passes_of_float32(monkeypatch, steps, checked):
     """Once a pass some rows of a block in float64 too, and a product for every correction."""
     looks = []
     monkeypatch.setattr(refinement, "_CHECKED", checked)
-    accurate_rows = BlockSystem.accurate_rows
+    accurate_rows = System.accurate_rows
     monkeypatch.setattr(
-        BlockSystem, "accurate_rows", lambda self, rows, v: looks.append(len(rows)) or accurate_rows(self, rows, v)
+        System, "accurate_rows", lambda self, rows, v: looks.append(len(rows)) or accurate_rows(self, rows, v)
     )
     report = ASkotch(block_size=BLOCK, tol=3e-5).solve(_problem(dtype=torch.float32, noise=0.01)).report
     assert len(report.notes) >= 1
@@ -701,7 +701,7 @@ def test_ctrl_c_where_the_iterate_is_not_kept(interruptible, after_step):
 def test_a_second_ctrl_c_raises(interruptible, monkeypatch):
     """At once, in the middle of a step."""
     calls = []
-    original = BlockSystem.rows
+    original = System.rows
 
     def rows(self, *args):
         calls.append(0)
@@ -710,7 +710,7 @@ def test_a_second_ctrl_c_raises(interruptible, monkeypatch):
             _ctrl_c()
         return original(self, *args)
 
-    monkeypatch.setattr(BlockSystem, "rows", rows)
+    monkeypatch.setattr(System, "rows", rows)
     with pytest.raises(KeyboardInterrupt):
         LONG.solve(_problem())
     assert len(calls) == 8
@@ -719,7 +719,7 @@ def test_a_second_ctrl_c_raises(interruptible, monkeypatch):
 
 def test_a_second_ctrl_c_while_the_residual_is_computed(interruptible, monkeypatch, after_step):
     after_step(lambda method, rows, g: _ctrl_c())
-    monkeypatch.setattr(BlockSystem, "accurate_product", lambda self, v: _ctrl_c())
+    monkeypatch.setattr(System, "accurate_product", lambda self, v: _ctrl_c())
     problem = _problem()
     solution = _quietly(LONG, problem)
     assert (solution.report.converged, solution.report.reason) == (False, "was interrupted")
@@ -741,13 +741,13 @@ def test_after_ctrl_c_a_sample_is_enough(interruptible, monkeypatch, after_step)
 
 def test_ctrl_c_while_the_end_is_verified(interruptible, monkeypatch):
     """What has been reached is not called interrupted."""
-    verify = refinement.Refinement._verify_all
+    verify = refinement.Refinement._verify
 
     def verified(self):
         verify(self)
         _ctrl_c()
 
-    monkeypatch.setattr(refinement.Refinement, "_verify_all", verified)
+    monkeypatch.setattr(refinement.Refinement, "_verify", verified)
     report = ASkotch(block_size=BLOCK, tol=1e-3).solve(_problem()).report
     assert (report.converged, report.reason) == (True, "reached the tolerance")
 

@@ -39,7 +39,7 @@ from sketchgp.datasets import load_diamonds
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import System
 from sketchgp.solvers.full import eigenpro2
-from sketchgp.solvers.full.blockwise import BlockSystem, blocks
+from sketchgp.solvers.full.blockwise import blocks
 
 KERNELS = {**RADIAL, **GENERIC, "laplace": lambda: ScaleKernel(LaplaceKernel(ard_num_dims=3))}
 VARIANTS = {
@@ -611,7 +611,7 @@ def spy(monkeypatch):
 
 def _begin(solver, problem, size=20, columns=2):
     """The solver's method at work, with the dense matrix and targets; ``step()`` gives rows and the residual there."""
-    method = solver.method(BlockSystem(problem.system()), size)
+    method = solver.method(problem.system(), size)
     method.begin(columns)
     generator, y = torch.Generator().manual_seed(7), problem.y.double().reshape(len(problem.y), -1)
 
@@ -982,7 +982,7 @@ def test_batches_of_all_points_contract(name, rank):
     solver = EigenPro2(rank=rank, subsample_size=100)
     matrix = _matrix(problem)
     generator, images = torch.Generator(), []
-    method = solver.method(BlockSystem(problem.system()), 100)
+    method = solver.method(problem.system(), 100)
     method.begin(100)
     method.step(-identity(100), generator)  # w = -step (I - F F^T A) A's argument: the map, column by column
     images = method.value

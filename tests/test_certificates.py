@@ -18,7 +18,7 @@ from cases import each
 from problems import identity, normal, points
 from sketchgp.report import merged
 from sketchgp.solvers import System
-from sketchgp.solvers.full.followed import Followed
+from sketchgp.solvers.full.prediction_tolerance import FollowedPoints
 
 WIDE = np.longdouble
 KINDS = ("rbf", "matern 1/2", "matern 3/2", "matern 5/2", "rational quadratic")
@@ -509,7 +509,7 @@ def test_how_sure_a_model_is_where_it_is_followed():
     system = sketchgp.FullProblem(kernel, x, normal(200), noise).system()
     with torch.no_grad():
         matrix, c = kernel(x).to_dense() + noise.diag(), kernel(x, other).to_dense()
-    followed = Followed.of(system, (c, torch.full((16,), 2.0, dtype=torch.float64)))
+    followed = FollowedPoints.choose(system, (c, torch.full((16,), 2.0, dtype=torch.float64)))
     assert followed.covariances.shape == (200, 32) and len(followed.rows) == 16
     found = followed.deviations(system)
     inverse = torch.linalg.inv(matrix)
@@ -517,7 +517,7 @@ def test_how_sure_a_model_is_where_it_is_followed():
     nearest = noise[c.argmax(dim=0)]
     exact = (2.0 - (c * (inverse @ c)).sum(dim=0) + nearest).sqrt()
     assert torch.allclose(found[:16], exact, rtol=1e-3)  # the farthest of all points is left out
-    assert len(Followed.of(system).rows) == 32
+    assert len(FollowedPoints.choose(system).rows) == 32
 
 
 def test_deviations_from_neighbours_are_near_the_exact_ones():
@@ -525,7 +525,7 @@ def test_deviations_from_neighbours_are_near_the_exact_ones():
     system = sketchgp.FullProblem(kernel, x, normal(1200), 1e-2).system()
     with torch.no_grad():
         matrix, c = kernel(x).to_dense() + 1e-2 * identity(1200), kernel(x, other).to_dense()
-    found = Followed.of(system, (c, torch.ones(16, dtype=torch.float64))).deviations(system)[:16]
+    found = FollowedPoints.choose(system, (c, torch.ones(16, dtype=torch.float64))).deviations(system)[:16]
     exact = (1.01 - (c * torch.linalg.solve(matrix, c)).sum(dim=0)).sqrt()
     assert bool((found >= 0.1).all()) and bool((found / exact > 0.8).all()) and bool((found / exact < 1.2).all())
 

@@ -35,8 +35,9 @@ from sketchgp import (
     settings,
     tensor_file,
 )
+from sketchgp.solvers import System
 from sketchgp.solvers.full import askotch, eigenpro2
-from sketchgp.solvers.full.blockwise import BlockSystem, refinement
+from sketchgp.solvers.full.blockwise import refinement
 from sketchgp.solvers.loop import checkpoint, run
 
 N, BLOCK = 300, 50
@@ -156,14 +157,14 @@ class _Clock:
 def test_a_restart_of_the_momentum_is_on_the_way(monkeypatch):
     """Else a checkpoint that forgets its age would not be missed."""
     restarts = []
-    told = askotch._Fresh.told
+    told = askotch._Fresh.answer
 
     def watched(self, answers):
         age = self.numbers["rows"]
         told(self, answers)
         restarts.append(age > 0 and self.numbers["rows"] == 0)
 
-    monkeypatch.setattr(askotch._Fresh, "told", watched)
+    monkeypatch.setattr(askotch._Fresh, "answer", watched)
     _solve(VARIANTS["askotch"], _problem_of("askotch"))
     assert any(restarts)
 
@@ -217,7 +218,7 @@ def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
 
     def step(self):
         closed = original(self)
-        passes.append(self.system.passes)
+        passes.append(self.work)
         return closed
 
     monkeypatch.setattr(refinement.Refinement, "step", step)
@@ -539,7 +540,7 @@ def test_stagnation_is_an_end(path):
 
 def _interrupting(monkeypatch, count, times=1):
     """Ctrl-C, so many times, in the middle of the ``count``-th step."""
-    calls, original = [], BlockSystem.rows
+    calls, original = [], System.rows
 
     def rows(self, *args):
         calls.append(0)
@@ -549,7 +550,7 @@ def _interrupting(monkeypatch, count, times=1):
                 os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    monkeypatch.setattr(BlockSystem, "rows", rows)
+    monkeypatch.setattr(System, "rows", rows)
 
 
 @pytest.mark.parametrize("name", ["askotch-float32"])
@@ -597,7 +598,7 @@ def test_ctrl_c_while_the_residual_is_verified(interruptible, monkeypatch, times
     """In the window at the end of which the tolerance is met: afterwards it is, by the same step."""
     solver, problem = dataclasses.replace(VARIANTS["askotch"], checkpoint=path), _problem_of("askotch")
     expected = _solve(VARIANTS["askotch"], problem)
-    original = BlockSystem.accurate_product
+    original = System.accurate_product
 
     def product(self, vectors):
         for _ in range(times):
@@ -605,7 +606,7 @@ def test_ctrl_c_while_the_residual_is_verified(interruptible, monkeypatch, times
         return original(self, vectors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockSystem, "accurate_product", product)
+        patch.setattr(System, "accurate_product", product)
         with contextlib.suppress(KeyboardInterrupt):
             _solve(solver, problem)
     _same(_solve(solver, problem), expected)
@@ -1068,9 +1069,9 @@ def test_an_error_in_the_solve_leaves_the_file(monkeypatch, path, valid):
     def nan(self, *args):
         return rows(self, *args) * float("nan")
 
-    rows = BlockSystem.rows
+    rows = System.rows
     with monkeypatch.context() as patch:
-        patch.setattr(BlockSystem, "rows", nan)
+        patch.setattr(System, "rows", nan)
         with pytest.raises(NumericalError, match="NaN"):
             solver.solve(problem)
     assert path.read_bytes() == before

@@ -8,7 +8,6 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from problems import identity, normal, points
-from sketchgp.solvers.full.blockwise import BlockSystem
 from sketchgp.solvers.full.blockwise import blocks as drawn
 
 N, B = 12, 3
@@ -27,7 +26,7 @@ def test_the_potential_falls_as_derived(passes, noise, monkeypatch):
     solution = torch.linalg.solve(matrix, problem.y.unsqueeze(1))
     blocks, nu = torch.arange(N).split(B), N / B
     inverse = torch.block_diag(*(matrix[rows][:, rows] for rows in blocks)) * nu  # G^-1
-    method = sketchgp.ASkotch(block_size=B).method(BlockSystem(problem.system("dense")), B)
+    method = sketchgp.ASkotch(block_size=B).method(problem.system("dense"), B)
     mu = (2 / (2 + passes)) ** 2 / nu
     beta = 1 - (mu / nu) ** 0.5
     ratios = []

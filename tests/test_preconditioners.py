@@ -30,7 +30,7 @@ from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.operators.access import Access
 from sketchgp.preconditioners import PreconditionerCache
 from sketchgp.preconditioners.rank import Costs
-from sketchgp.solvers.problem import System
+from sketchgp.solvers import System
 
 N = 90
 CHOICES = {

@@ -28,12 +28,11 @@ from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import System
 from sketchgp.solvers.full.blockwise import (
-    BlockSystem,
     Partition,
-    automatic_block_size,
     block_inverse,
     next_block,
 )
+from sketchgp.solvers.system import automatic_block_size
 
 KERNELS = {**RADIAL, **GENERIC, "laplace": lambda: ScaleKernel(LaplaceKernel(ard_num_dims=3))}
 DTYPES = [torch.float64, torch.float32]
@@ -379,14 +378,14 @@ def test_kernel_matrix_rows_are_differentiable(name):
         assert relative(found, expected) < 1e-7
 
 
-# --- BlockSystem ----------------------------------------------------------------------------------------------
+# --- System ----------------------------------------------------------------------------------------------
 
 
 def _system(name="rbf-ard", dtype=torch.float64, engine="auto"):
     """Noise of its own for each point; the dense matrices without and with it."""
     kernel, x, matrix = _case(name, dtype)
     noise = torch.linspace(0.1, 2, 90, dtype=torch.float64)
-    return BlockSystem(System(KernelMatrix.of(kernel, x, engine=engine), noise)), matrix, matrix + noise.diag()
+    return System(KernelMatrix.of(kernel, x, engine=engine), noise), matrix, matrix + noise.diag()
 
 
 @each("engine", ["dense", "tiled"])
@@ -439,7 +438,7 @@ def test_block_system_square_block(noise, engine, dtype):
     vector[30] = noise  # the least counts
     for index in ("some", "all"):
         indices = INDICES[index]
-        system = BlockSystem(System(KernelMatrix.of(kernel, x, engine=engine), vector))
+        system = System(KernelMatrix.of(kernel, x, engine=engine), vector)
         found, block = system.square_block(indices), matrix[indices][:, indices]
         assert found.dtype == torch.float64
         assert relative(found, block) < 1e-6
@@ -465,7 +464,6 @@ def test_block_system_counts_entries():
         do()
         total += entries
         assert system.entries == total
-        assert system.passes == pytest.approx(total / 90**2)
 
 
 def test_block_system_with_other_engines():
@@ -757,8 +755,8 @@ def test_partition_inverts_blocks(rank):
 
 def test_blocks_of_a_partition_are_sketched_from_seeds_of_their_own():
     """With one seed for all, blocks of equal entries would have equal inverses, whose errors add up."""
-    system = BlockSystem(System(DenseLinearOperator(with_spectrum(torch.ones(8, dtype=torch.float64))),
-                                torch.ones(8, dtype=torch.float64)))  # fmt: skip
+    ones = torch.ones(8, dtype=torch.float64)
+    system = System(DenseLinearOperator(with_spectrum(ones)), ones)
     flat = Partition(system, 4, 1, 0)
     flat.prepare(tensors := {})
     one, two = (flat.block(number, tensors)[1].apply(identity(4)) for number in (0, 1))

@@ -481,8 +481,8 @@ BREAKS = (
         "a matrix that does not fit is not refused",
     ),
     Break(
-        "return self._accurately()(vectors).addcmul_(self._diagonal, vectors)",
-        "return self._accurately()(vectors)",
+        "return self._float64(vectors).addcmul_(self.diagonal, vectors)",
+        "return self._float64(vectors)",
         CONTRACT,
         "accurate products of float32 lack the noise",
     ),
@@ -523,7 +523,7 @@ BREAKS = (
         "the worst iterate is kept for the best",
     ),
     Break(
-        "return product + (shared >= 0).unsqueeze(1) * self.noise[rows, None] * vectors[shared]",
+        "return product + (shared >= 0).unsqueeze(1) * self.diagonal[rows] * vectors[shared]",
         "return product",
         BLOCKS,
         "cross products of shared rows lack the noise",

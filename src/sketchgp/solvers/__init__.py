@@ -16,10 +16,11 @@ from .inducing.nystrom_pcg import NystromPCG
 from .inducing.qr import QR
 from .inducing.sketchysaga import SketchySAGA
 from .loop import Progress
-from .problem import FullProblem, Solution, System
+from .problem import FullProblem, Solution
 from .solver import Solver, SystemSolver
 from .streams.doubly_stochastic import DoublyStochastic
 from .streams.problem import RandomFeatureProblem
+from .system import System
 
 FULL_SOLVERS = (ConjugateGradients, Cholesky, ASkotch, Skotch, EigenPro2)
 INDUCING_POINT_SOLVERS = (QR, KRILL, Falkon, NystromPCG, SketchySAGA, EigenPro3, EigenPro4)

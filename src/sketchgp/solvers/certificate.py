@@ -21,7 +21,7 @@ from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import diagonal
 from ..operators.rounding import entry_rounding
 from ..space import Space
-from .problem import System
+from .system import System
 
 _EPS = torch.finfo(torch.float64).eps
 _BELOW = 16.0  # roundoffs of the trace of K that F F^T may be above K, or K below 0

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
-
 
 def descend(
     value: Tensor, r: Tensor, p: Tensor, product: Tensor, curvature: Tensor, energy: Tensor, active: Tensor
@@ -21,7 +19,7 @@ def descend(
     :param curvature: ``p^T A p``, and ``energy`` = ``r^T P^-1 r``, ``(..., t)``.
     :param active: columns that have not ended, ``(..., t)``.
     :returns: alpha, 0 for frozen columns, and which columns are not frozen, ``(..., t)``; and whether all curvatures
-        are finite, ``()``: to be looked at before anything is believed (:data:`NAN`).
+        are finite, ``()``: to be looked at before anything is believed (:data:`sketchgp.solvers.loop.NAN`).
     """
     usable = active & (curvature > 0) & (energy > 0)
     alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)

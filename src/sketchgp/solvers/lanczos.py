@@ -1,4 +1,9 @@
-"""Lanczos matrices from the coefficients of conjugate gradients (Golub and Van Loan, "Matrix Computations", 10.2)."""
+"""The coefficients of conjugate gradients, and what they say: Lanczos matrices, Ritz values, the least eigenvalue.
+
+References: Golub and Van Loan, "Matrix Computations", 8.4 and 10.2; Meurant and Strakos, "The Lanczos and conjugate
+gradient algorithms in finite precision arithmetic" (2006), section 3; for log determinants Gardner et al.
+(arXiv:1809.11165).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import SketchGPError
+from ..settings import memory_budget
+from ..space import Space
+
+_DEPTH = 20  # vectors that are kept whatever the memory budget is; GPyTorch takes no more of them
+
+# The eigenvalue that tells: losses were right to 0.004 a row where the least one was 0.97, and off by 0.05 at 0.23;
+# below 0.95 conjugate gradients took three times the iterations of float64 ones.
+LEAST = 0.95
+
+
+class LostToRoundingError(SketchGPError):
+    """The matrix that products are with is not the one that is wanted."""
+
 
 def tridiagonal(coefficients: Sequence[Tensor], like: Tensor) -> Tensor:
-    """``(..., k, k)`` from alpha and beta of k iterations, ``(2, ...)`` each; alpha is 0 once a system has ended.
+    """Lanczos matrices ``(..., k, k)`` from alpha and beta of k iterations, ``(2, ...)`` each.
 
-    Rows past a system's end are those of the identity.
+    Alpha is 0 once a system has ended; rows past its end are those of the identity.
 
     :param like: ``(...)``, of the shape and dtype that is wanted where there are no iterations: the identity then.
     """
@@ -29,3 +48,94 @@ def tridiagonal(coefficients: Sequence[Tensor], like: Tensor) -> Tensor:
             matrix[..., k, k - 1] = matrix[..., k - 1, k] = side
         matrix[..., k, k] = torch.where(active, entry, 1)
     return matrix
+
+
+def least_ritz_value(coefficients: Sequence[Tensor]) -> Tensor:
+    """Least Ritz value of each column ``(t,)``, at most 1.
+
+    It is about the least eigenvalue of the preconditioned matrix that matters for this right-hand side.
+    """
+    matrices = tridiagonal(coefficients, coefficients[0][0])
+    return torch.linalg.eigvalsh(matrices)[..., 0].clamp(min=torch.finfo(matrices.dtype).tiny)
+
+
+class LanczosRecord:
+    """Coefficients of the first ``columns`` of a block ``b``, and where wanted the Lanczos vectors, in ``dtype``."""
+
+    def __init__(self, b: Tensor, space: Space, dtype: torch.dtype, columns: int, with_vectors: bool) -> None:
+        self.b, self.space, self.dtype, self.columns, self.with_vectors = b, space, dtype, columns, with_vectors
+        self.coefficients: list[Tensor] = []
+        self.vectors: list[Tensor] = []
+        self.depth = float("inf")
+        if with_vectors:
+            each = b.shape[:-2].numel() * space.n * columns * dtype.itemsize
+            self.depth = max(_DEPTH, memory_budget.value(b.device) // max(each, 1))
+
+    def begin(self, z: Tensor, size: Tensor) -> None:
+        """Keep the first vector, of ``z = P^-1 r`` and ``size`` its norm in the preconditioner, ``(..., t)``."""
+        if self.with_vectors:
+            self._keep(z, size, torch.arange(self.b.shape[-1], device=self.b.device))
+
+    def add(self, alpha: Tensor, beta: Tensor, z: Tensor, size: Tensor, index: Tensor) -> str | None:
+        """Add an iteration of the columns at ``index``; return a note where the memory budget allows no more."""
+        if len(self.coefficients) >= self.depth:
+            return None
+        full = self.b.new_zeros(2, *self.b.shape[:-2], self.b.shape[-1])
+        full[0][..., index], full[1][..., index] = alpha, beta
+        self.coefficients.append(full[..., : self.columns])
+        if len(self.coefficients) == self.depth:
+            return f"the memory budget allows {len(self.coefficients)} Lanczos vectors of a probe and no more"
+        if self.with_vectors:
+            self._keep(z, size, index)
+        return None
+
+    def _keep(self, z: Tensor, size: Tensor, index: Tensor) -> None:
+        sign = (-1) ** len(self.vectors)
+        full = torch.zeros_like(self.b)
+        full[..., index] = sign * z / size.unsqueeze(-2)
+        self.vectors.append(full[..., : self.columns].to(self.dtype))
+
+    def matrices(self) -> Tensor:
+        """Lanczos matrices ``(columns, ..., k, k)`` in float64, with unit rows past a column's end."""
+        like = self.b.new_zeros(*self.b.shape[:-2], self.columns)
+        return tridiagonal(self.coefficients, like).movedim(-3, 0)
+
+    def kept_vectors(self) -> Tensor:
+        """``W = P^-1/2 V``, ``(columns, ..., n, k)``; zeros past a column's end."""
+        zeros = torch.zeros_like(self.b[..., : self.columns], dtype=self.dtype)
+        kept = self.vectors[: max(1, len(self.coefficients))] or [zeros]
+        return self.space.whole(torch.stack(kept, dim=-1).movedim(-2, 0))
+
+
+class EigenvalueWatch:
+    """Eigenvalues that show that rounding has made another matrix of A, cycle by cycle of conjugate gradients.
+
+    Where P lies below A no eigenvalue of ``P^-1 A`` is less than 1.  Those of the Lanczos matrix T of a column lie
+    between the least and the largest of them, and T has none below c exactly where all pivots of ``T - c`` are
+    positive, ``d_k = t_kk - c - t_(k,k-1)^2 / d_(k-1)`` (Sturm).
+
+    :param like: ``(..., t)`` float64, one number for each column.
+
+    :ivar below: ``()`` whether an eigenvalue below :data:`LEAST` was met.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a cycle."""
+        self._before = self._ratio = self._pivot = torch.zeros_like(self.like)
+        self.below = torch.zeros((), dtype=torch.bool, device=self.like.device)
+
+    def add(self, alpha: Tensor, beta: Tensor, index: Tensor) -> None:
+        """Add an iteration of the columns at ``index``, ``(..., i)`` each; alpha is 0 where one has ended."""
+        present, ratio = torch.zeros_like(self.like), torch.zeros_like(self.like)
+        present[..., index], ratio[..., index] = alpha, beta
+        active = present > 0
+        linked = active & (self._before > 0)
+        before = torch.where(linked, self._before, 1)
+        pivot = 1 / torch.where(active, present, 1) - LEAST
+        pivot = pivot + torch.where(linked, self._ratio / before * (1 - 1 / (before * self._pivot)), 0)
+        self.below = self.below | (active & (pivot <= 0)).any()
+        self._before, self._ratio, self._pivot = present, ratio, pivot

@@ -1,4 +1,4 @@
-"""What solvers solve, and what they return."""
+"""The full problem, which most solvers solve, and the solution that all return."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..cards import Card, Shown, report_card, shape, span, tensor_kind
 from ..checks import found, instance, points_like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
-from ..operators.access import AccurateProduct, element
 from ..operators.engines import ENGINES
 from ..operators.generic_tiles import parameters_of
 from ..report import SolveReport
 from ..row_sources import RowSource, whole_or_source, whole_targets
+from .system import System
 
 
 @dataclass(repr=False)
@@ -61,66 +61,6 @@ class Solution(Shown):
         title = f"Solution: {shape(self.value)} values, {tensor_kind(self.value)}"
         found = report_card(self.report)
         return Card(title, (("values", span(self.value)), ("solve", found.title.partition(": ")[2]), *found.rows))
-
-
-class System:
-    """``(K + diag(noise)) value = rhs``: products in the operator's own dtype, and in float64.
-
-    :param operator: symmetric positive semidefinite LinearOperator ``(..., n, n)``.
-    :param noise: ``(..., n)`` positive.
-    """
-
-    def __init__(self, operator: Any, noise: Tensor) -> None:
-        self.operator = operator.evaluate_kernel().detach()
-        self.noise = noise.detach()
-        self._diagonal = self.noise.to(torch.float64).unsqueeze(-1)
-        self._accurate: AccurateProduct | None = None
-        self.products = 0  # with K, so far
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.operator.dtype
-
-    @property
-    def n(self) -> int:
-        return self.operator.shape[-1]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """Of the systems: operator and noise may be of fewer batch dimensions."""
-        return torch.broadcast_shapes(self.operator.batch_shape, self.noise.shape[:-1])
-
-    def element(self, index: tuple[int, ...], batch: torch.Size) -> System:
-        """One system of the batch; operator and noise may be of fewer batch dimensions, which are then repeated."""
-        shape = self.operator.batch_shape
-        operator = self.operator
-        if shape:
-            own = tuple(0 if size == 1 else i for i, size in zip(index[-len(shape) :], shape, strict=True))
-            operator = element(operator, own)
-        return System(operator, self.noise.expand(*batch, self.n)[index])
-
-    def product(self, vectors: Tensor) -> Tensor:
-        """``(K + noise) vectors`` in float64 vectors ``(..., n, t)``, K applied in its own dtype."""
-        self.products += 1
-        product = self.operator._matmul(vectors.to(self.dtype)).to(torch.float64)
-        return product.addcmul_(self._diagonal, vectors)
-
-    def accurate_product(self, vectors: Tensor) -> Tensor:
-        """``(K + noise) vectors``, all in float64."""
-        if self.dtype == torch.float64:
-            return self.product(vectors)
-        self.products += 1
-        return self._accurately()(vectors).addcmul_(self._diagonal, vectors)
-
-    def accurate_rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """Rows of that product, ``(..., b, t)`` for indices ``(b,)``."""
-        rows = self._diagonal[..., indices, :] * vectors[..., indices, :]
-        return self._accurately().rows(indices, vectors) + rows
-
-    def _accurately(self) -> AccurateProduct:
-        if self._accurate is None:
-            self._accurate = AccurateProduct(self.operator)
-        return self._accurate
 
 
 @dataclass

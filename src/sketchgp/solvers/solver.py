@@ -12,7 +12,8 @@ from ..errors import InputError
 from ..operators import KernelMatrix
 from ..operators.generic_tiles import of_all_dims, parameters_of
 from ..report import SolveReport, conclude, own_solves
-from .problem import FullProblem, Solution, System
+from .problem import FullProblem, Solution
+from .system import System
 
 Problem = TypeVar("Problem", contravariant=True)
 

@@ -35,7 +35,7 @@ from ...operators.tiles import logger
 from ...report import SolveReport, no_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
-from ...solvers.full.followed import Followed
+from ...solvers.full.prediction_tolerance import FollowedPoints
 from ..lazy_covariance import NoisyCovariance
 from .acceleration import Acceleration, Inverse, Purpose
 from .threshold import cholesky_points, why_iterative
@@ -187,7 +187,8 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
                 followed = None
                 if solver.tol == "posterior":
                     known = None if points is None or system.batch_shape else points()
-                    followed = Followed.of(system, known if known is None or len(known[0]) == system.n else None)
+                    known = known if known is None or len(known[0]) == system.n else None
+                    followed = FollowedPoints.choose(system, known)
                 built = acceleration.build(self._linear_op.evaluate_kernel(), self.noise, False)
                 built = None if built is None else built.detached(built.out_dtype)
                 name, below, seconds = acceleration.described(built)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ...checks import number, settle
-from .blockwise import BlockMethod, BlockSolver, BlockSystem, InvertedBlocks, settle_blocks
+from ..system import System
+from .blockwise import BlockMethod, BlockSolver, InvertedBlocks, settle_blocks
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
 _OTHER_MU = "Leave mu to mu=None, or choose a larger one; else another seed, a larger block_size, or float64 data."
@@ -64,7 +65,7 @@ class ASkotch(BlockSolver):
         settle_blocks(self)
         settle(self, number, "mu", above=0, finite=True, optional=True)
 
-    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
+    def method(self, system: System, block_size: int) -> BlockMethod:
         return (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)
 
 
@@ -94,14 +95,14 @@ class _Fresh(InvertedBlocks):
 
     positions = ("w", "v")
 
-    def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
+    def __init__(self, choices: ASkotch, system: System, block_size: int) -> None:
         super().__init__(choices, system, block_size)
         self.advice = self.advice if choices.mu is None else _OTHER_MU
 
     def begin(self, width: int) -> None:
         super().begin(width)
         self.numbers |= {"rows": 0, "judged_rows": 0}
-        self.tensors["against"] = self.system.noise.new_zeros(())
+        self.tensors["against"] = self.system.diagonal.new_zeros(())
 
     def evaluation_point(self) -> Tensor:
         return self._point(self._constants()[2])
@@ -150,9 +151,9 @@ class _Fresh(InvertedBlocks):
     def asks(self) -> list[Tensor]:
         return [*super().asks(), *([self.tensors["against"]] if self._due else [])]
 
-    def told(self, answers: list[float]) -> None:
+    def answer(self, answers: list[float]) -> None:
         """Restart the momentum where going along it raises the objective."""
-        super().told(answers)
+        super().answer(answers)
         if not self._due:
             return
         if answers[-1] > 0 and self.numbers["rows"] > self.system.n:
@@ -170,7 +171,7 @@ class _Fixed(InvertedBlocks):
 
     positions = ("w", "z")
 
-    def __init__(self, choices: ASkotch, system: BlockSystem, block_size: int) -> None:
+    def __init__(self, choices: ASkotch, system: System, block_size: int) -> None:
         super().__init__(choices, system, block_size)
         self.advice = self.advice if choices.mu is None else _OTHER_MU
 

@@ -15,7 +15,8 @@ from ...operators.substitution import cholesky_solve
 from ...report import SolveReport
 from ..certificate import Certificate
 from ..loop import Direct
-from ..problem import FullProblem, Solution, System, check_problem
+from ..problem import FullProblem, Solution, check_problem
+from ..system import System
 
 
 @dataclass(frozen=True)

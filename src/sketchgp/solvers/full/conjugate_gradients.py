@@ -25,13 +25,13 @@ from ...space import Space
 from ..certificate import Certificate
 from ..choices import Budgeted
 from ..energy import Goal
+from ..lanczos import LostToRoundingError
 from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
-from ..problem import FullProblem, Solution, System, check_problem
-from .aim import Rows
-from .another_matrix import LostToRoundingError
-from .followed import Followed
+from ..problem import FullProblem, Solution, check_problem
+from ..system import System
 from .gradients import Gradients
 from .held_out import full_held_out
+from .prediction_tolerance import FollowedPoints, RowErrors
 
 _OTHERS = (
     "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
@@ -44,9 +44,9 @@ class ConjugateGradients(Budgeted):
     """Conjugate gradients on ``(K + noise) W = Y``; all columns at once, each stopping by itself.
 
     Costs one product with K an iteration and six n x t float64 arrays.  Vectors and inner products are float64.
-    With float32 data the products run in float32, the residual is recomputed with float64 products when the
-    recurrence ends or has drifted away from it (:mod:`.drift`), and the solve goes on from there (iterative refinement)
-    until the *true* residual meets the tolerance; where float32 products cannot get there it changes to float64 ones.
+    With float32 data the products run in float32.  The residual is recomputed with float64 products when the recurrence
+    ends or has drifted away from it (:mod:`.gradients`), and the solve goes on from there (iterative refinement) until
+    the *true* residual meets the tolerance; where float32 products cannot get there it changes to float64 ones.
     There are no absolute thresholds: scaling K and noise, or y, by any factor changes nothing.
 
     Without a limit of its own (``max_iterations``, ``max_seconds``), a solve that falls short is finished by a Cholesky
@@ -56,10 +56,10 @@ class ConjugateGradients(Budgeted):
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach.  ``"posterior"``: go
         on until the error of predictions ``k(., x) w`` is estimated to be below 1% of the posterior deviation of an
-        observation, by 32 points that are followed (:mod:`.aim`).  ``"certified"``: until it certainly is
-        (:attr:`SolveReport.error_bound`).  None is 1e-3; in a model it is ``"posterior"`` for the mean, 1e-3 for other
-        solves, or GPyTorch's ``eval_cg_tolerance`` and ``cg_tolerance`` where those are smaller.  Both words are for
-        the mean; other solves of a model do as for None.
+        observation, by 32 points that are followed (:mod:`.prediction_tolerance`).  ``"certified"``: until it
+        certainly is (:attr:`SolveReport.error_bound`).  None is 1e-3; in a model it is ``"posterior"`` for the mean,
+        1e-3 for other solves, or GPyTorch's ``eval_cg_tolerance`` and ``cg_tolerance`` where those are smaller.  Both
+        words are for the mean; other solves of a model do as for None.
     :param max_iterations: the most iterations; None is 1000, or GPyTorch's ``max_cg_iterations`` in a model.
     :param precision: ``"auto"`` as above, or ``"float64"`` for float64 products throughout.
 
@@ -157,7 +157,7 @@ class ConjugateGradients(Budgeted):
         progress: bool | None = None,
         keep_interrupted: bool = False,
         goal: Goal | None = None,
-        followed: Followed | None = None,
+        followed: FollowedPoints | None = None,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
@@ -261,7 +261,7 @@ class ConjugateGradients(Budgeted):
         preconditioner: LowRankPlusDiagonal | None,
         below: bool,
         goal: Goal | None,
-        followed: Followed | None = None,
+        followed: FollowedPoints | None = None,
         lanczos_columns: int = 0,
         keep_vectors: bool = False,
     ) -> Gradients:
@@ -279,9 +279,9 @@ class ConjugateGradients(Budgeted):
                 "noise is at their rounding; use tol='posterior'."
             )
         elif tol == "posterior":
-            followed = followed or Followed.of(system)
+            followed = followed or FollowedPoints.choose(system)
             weights = space.own(followed.covariances / followed.deviations(system).unsqueeze(-2))
-            rows = Rows(system, preconditioner, space)
+            rows = RowErrors(system, preconditioner, space)
         accurate = self.precision == "float64"
         method = Gradients(
             tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors

@@ -20,7 +20,8 @@ from ...lowrank import TopEigensystem, top_eigensystem
 from ...random_streams import generator
 from ..choices import cut
 from ..eigenpro_step import directions, scaled_vectors, step_size
-from .blockwise import BlockMethod, BlockSolver, BlockSystem, next_block
+from ..system import System
+from .blockwise import BlockMethod, BlockSolver, next_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class EigenPro2(BlockSolver):
     def notes(self, n: int) -> list[str]:
         return cut("rank", self.rank, n, "points") + cut("subsample_size", self.subsample_size, n, "points")
 
-    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
+    def method(self, system: System, block_size: int) -> BlockMethod:
         return _EigenPro2(self, system, block_size)
 
 
@@ -74,7 +75,7 @@ class _EigenPro2(BlockMethod):
     growth = 2.0
     advice = "Choose a larger subsample_size, or a smaller block_size."
 
-    def __init__(self, choices: EigenPro2, system: BlockSystem, block_size: int) -> None:
+    def __init__(self, choices: EigenPro2, system: System, block_size: int) -> None:
         super().__init__()
         self.choices, self.system = choices, system
         self.numbers["block_size"] = block_size
@@ -105,7 +106,7 @@ class _EigenPro2(BlockMethod):
         most = self.choices.rank if self.choices.rank is not None else max(1, size // 4)
         stream = generator(self.choices.seed, "EigenPro 2: subsample and fresh rows")
         system.entries += size**2
-        top = top_eigensystem(system.access, size, size, generator=stream, noise=system.noise)
+        top = top_eigensystem(system.access, size, size, generator=stream, noise=system.diagonal[:, 0])
         if not len(top.values):
             raise NumericalError(
                 "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"

@@ -1,10 +1,18 @@
 """Conjugate gradients at work: cycles of the recurrence, each from the true residual.
 
-Iterative refinement as in Higham, "Accuracy and Stability of Numerical Algorithms", chapter 12.
+A solve may be for a goal of energies (:mod:`sketchgp.solvers.energy`) beside the residual.  Float32 products lose
+energies in the directions of the least eigenvalues, which a residual hardly shows: eigenvalues of the Lanczos matrix
+(:class:`~sketchgp.solvers.lanczos.EigenvalueWatch`), or float64 products, tell whether they did.
+
+The recurrence ``r -= alpha A p`` keeps the rounding error of every product, and drifts away from the true residual
+``b - A w``.  Going on below their difference is in vain.  Van der Vorst and Ye, "Residual replacement strategies for
+Krylov subspace iterative methods" (SIAM J. Sci. Comput. 22, 2000), bound it; here it is measured in rows drawn once,
+since bounds are far too large in float32.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,20 +22,20 @@ from ...devices import fetched, queued
 from ...errors import NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...operators.substitution import cholesky_solve
+from ...random_streams import generator
 from ...report import Reason
 from ..certificate import Certificate
-from ..conjugate_step import NAN, descend, turn
+from ..conjugate_step import descend, turn
 from ..energy import Goal, RemainingEnergy
-from ..loop import Outcome
-from ..problem import System
-from .aim import SAFETY, Aim, Rows
-from .another_matrix import EigenvalueWatch
-from .by_energy import EXACT, ByEnergy
+from ..lanczos import EigenvalueWatch, LanczosRecord
+from ..loop import NAN, Cycles, Outcome
+from ..system import System
 from .cholesky import factor_bytes, factorized
-from .drift import Drift
-from .lanczos_record import LanczosRecord
+from .prediction_tolerance import SAFETY, PredictionTolerance, RowErrors
 from .rounded_inverse import RoundedInverse
 
+EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
+_ROWS = 64  # that drift is measured in: the estimate's standard deviation is a tenth
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
 _LONG = 100  # iterations of a float32 cycle: to a goal of energies, another one would take as long
@@ -38,20 +46,24 @@ _GROWTH = 0.1  # a recurrence residual that grew above its least by this over th
 _LOST = 4.0  # of the true residual over that of the recurrence
 _REFINEMENTS = 3  # solutions by a factor: the first, and what refines it
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
+_NOT_DEFINITE = "met a direction of non-positive curvature: the matrix is not positive definite"
 
 
-class Gradients(ByEnergy):
-    """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them."""
+class Gradients(Cycles):
+    """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them.
+
+    :param tol: relative residual, or ``"posterior"`` or ``"certified"``.
+    :param goal: energies that every column is to come to beside the tolerance.
+    :param weights: vectors of the space that the mean is followed by; :param rows: errors at training points.
+    """
 
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact",
-        "system.products",
-        "cycling", "verified", "_of_best", "_uncertain", "index", "s", "d", "p", "sz", "active", "target",
-        "least_target", "least", "steps",
-        "lanczos.coefficients", "warm", "trail",
+        "system.products", "cycling", "verified", "_bounds", "_unbounded", "index", "s", "d", "p", "sz", "active",
+        "target", "least_target", "least", "steps", "lanczos.coefficients", "warm", "predictions_seen",
     )  # fmt: skip
-    vectors = ("value", "r", "best", "_uncertain", "s", "d", "p")
+    vectors = ("value", "r", "best", "_unbounded", "s", "d", "p")
 
     def __init__(
         self,
@@ -63,45 +75,80 @@ class Gradients(ByEnergy):
         lanczos_columns: int,
         goal: Goal | None,
         certificate: Certificate,
-        followed: Tensor | None = None,
-        rows: Rows | None = None,
+        weights: Tensor | None = None,
+        rows: RowErrors | None = None,
         keep_vectors: bool = False,
     ) -> None:
-        super().__init__()
-        self.goal, self.energy, self.certificate = goal, RemainingEnergy(), certificate
-        self.system, self.preconditioner, self.space = system, preconditioner, certificate.space
-        self.out_dtype = rhs.dtype
+        space = certificate.space
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
-        own = self.space.own(rhs).to(torch.float64)
-        self.b = own.expand(*batch, *own.shape[-2:])
-        norm = self.space.norm(self.b)
-        if not bool(torch.isfinite(norm).all()):
-            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
-        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+        own = space.own(rhs).to(torch.float64)
+        super().__init__(own.expand(*batch, *own.shape[-2:]), space, accurate or system.dtype == torch.float64)
+        self.system, self.preconditioner, self.certificate = system, preconditioner, certificate
+        self.goal, self.energy = goal, RemainingEnergy()
+        self.out_dtype, self.size = rhs.dtype, system.n
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
-        self.aim = Aim(self.norm, certificate, followed, rows) if isinstance(tol, str) else None
-        self.size, self.device = system.n, rhs.device
-        self.lanczos = LanczosRecord(self.b, self.space, rhs.dtype, lanczos_columns, keep_vectors)
-        self.exact = accurate or system.dtype == torch.float64
-        self.watch, self.begun = EigenvalueWatch(torch.zeros_like(self.norm)), None
+        self.predictions: PredictionTolerance | None = None
+        if isinstance(tol, str):
+            self.predictions = PredictionTolerance(self.norm, certificate, weights, rows)
+        self.lanczos = LanczosRecord(self.b, space, rhs.dtype, lanczos_columns, keep_vectors)
+        self.watch = EigenvalueWatch(torch.zeros_like(self.norm))
+        self.initial: Tensor | None = None
         self.watched, self.lost = self.by_energy, False
-        self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # that of float32 iterations
-        self.drift = Drift(system, self.space)
-        self.verified = True  # whether the true residual is that of the value
+        self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # applied in float32 iterations
+        order = torch.randperm(system.n, generator=generator(0, "rows of residuals"))
+        self.drift_rows = order[:_ROWS].sort().values.to(system.noise.device)
         self.factor_memory, self.factorized = 0, False  # bytes that a factorization may take, and whether there is one
         self.steps = 0  # of the cycle
         self.warm = False
-        self._uncertain, self._of_best = None, norm[..., :0]
-        self.told: Tensor | None = None  # the present residual, on the CPU
-        self.keep: Tensor | None = None  # which columns of the cycle have not ended, on the CPU; None while not known
+        self._unbounded: Tensor | None = None  # residual of the best value, while its bounds are not worked out
+        none = self.norm[..., :0]
+        self._bounds = self.sz = self.target = self.least_target = self.least = none
+        self.open_columns: Tensor | None = None  # columns of the cycle that have not ended, on the CPU, once known
         self.s = self.d = self.p = self.b[..., :0]
-        self.sz = self.target = self.least_target = self.least = norm[..., :0]
-        self.active, self.index = norm[..., :0] > 0, torch.arange(0)
+        self.active, self.index = none > 0, torch.arange(0)
+
+    # --- what it is to come to ------------------------------------------------------------------------------
 
     @property
     def tol(self) -> Tensor:
-        """Of the relative residual, ``(..., t)``: as asked, or as it takes by what is known."""
-        return self._tol if self.aim is None else self.aim.tolerance
+        """Tolerance of the relative residual, ``(..., t)``: as asked, or as predictions need it by what is known."""
+        return self._tol if self.predictions is None else self.predictions.tolerance
+
+    @property
+    def by_energy(self) -> bool:
+        """Whether there is a goal of energies; one of any share at all is no more than a residual."""
+        return self.goal is not None and math.isfinite(self.goal.share)
+
+    def _done(self, residual: Tensor) -> Tensor:
+        """Return which columns are where they are to come to."""
+        if self.predictions is not None:
+            return self.predictions.met(residual, self.bounds[0])
+        return (residual <= self.tol) & self._explained(residual)
+
+    def _explained(self, residual: Tensor) -> Tensor:
+        """Return which columns have come to the goal, if there is one."""
+        if self.goal is None:
+            return torch.ones_like(residual, dtype=torch.bool)
+        return (self.goal.error(self.taken, self.remaining) <= self.goal.share) | (residual <= EXACT)
+
+    @property
+    def _aimed(self) -> Tensor:
+        """Residual that the recurrence of a cycle is to come to."""
+        return (0.95 if self.exact and self.out_dtype == torch.float64 else 0.5) * self.tol
+
+    def _converged(self) -> bool:
+        """Return whether the value that is returned is what was asked for."""
+        if self.predictions is not None:
+            return bool(self.predictions.met(self.best_residual, self.bounds[0]).all())
+        return bool((self.best_residual <= self.tol).all())
+
+    def _reached(self) -> Reason:
+        """Return why a solve ends that has come where it was to come to."""
+        if self.predictions is not None:
+            return Reason.REACHED if self._converged() else Reason.ROUNDED
+        return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
+
+    # --- cycles ---------------------------------------------------------------------------------------------
 
     def begin(self, initial: Tensor | None) -> Tensor:
         self.value, self.r = torch.zeros_like(self.b), self.b.clone()
@@ -109,183 +156,52 @@ class Gradients(ByEnergy):
             start = self.space.own(initial).to(self.out_dtype).to(torch.float64)  # returned where no step is taken
             self.value = start.expand_as(self.b).clone()
             self.r = self.b - self.space.product(self.system.accurate_product, self.value)
-        self.begun, self.warm = initial, initial is not None
+        self.initial, self.warm = initial, initial is not None
         self.taken = self.space.dot(self.value, self.b + self.r)
         self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self._uncertain = self.r
+        self._unbounded = self.r
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
-        if self.aim is not None:
-            self.aim.begin(self.residual)
+        if self.predictions is not None:
+            self.predictions.begin(self.residual)
         self.remaining = self._at_most()
         return self.estimate()
 
-    def estimate(self) -> Tensor:
-        return self.current.reshape(-1) if self.told is None else self.told
-
-    def weights(self) -> Tensor:
-        return self.space.whole(self._iterate())
-
-    def _iterate(self) -> Tensor:
+    def iterate(self) -> Tensor:
         if not self.cycling:
             return self.value
         value = self.value.clone()
         value[..., self.index] += self.d
         return value
 
-    def judge(self, held_out: Tensor | None) -> Reason | None:
-        """Where a cycle has ended: go on, go on with float64 products, or end."""
-        if self.cycling:
-            return None
+    def reached(self) -> Reason | None:
         if self.lost and not self.by_energy:
             return Reason.ROUNDED
+        careful = not self.exact and self.goal is not None and self.goal.careful
+        if careful and bool(self._done(self.residual).all()):
+            self.change_to_float64()
+            self.before = torch.full_like(self.residual, torch.inf)
+        return self._reached() if bool(self._done(self.residual).all()) else None
+
+    def stuck(self) -> str | None:
+        if self.by_energy and not self.exact and self.steps > _LONG:
+            return "products left much after a long cycle"
         open_columns = ~self._done(self.residual)
-        if not bool(open_columns.any()) and not self.exact and self.goal is not None and self.goal.careful:
-            self._doubt()
-            open_columns, self.before = ~self._done(self.residual), torch.full_like(self.residual, torch.inf)
-        if not bool(open_columns.any()):
-            return self._reached()
-        slow = self.by_energy and not self.exact and self.steps > _LONG
-        if slow or bool((self.residual > 0.5 * self.before)[open_columns].any()):
-            if self.exact:
-                return Reason.STAGNATED
-            self._doubt()
-            what = "left much after a long cycle" if slow else "stopped reducing the true residual"
-            self.notes.append(f"float32 products {what}; went on with float64 ones")
-        self._open()
-        self.cycling = bool(self.active.any())  # else what is open is at its target: rounding is all that is left
-        return None if self.cycling else Reason.STAGNATED
+        if bool((self.residual > 0.5 * self.before)[open_columns].any()):
+            return "products stopped reducing the true residual"
+        return None
 
-    def _done(self, residual: Tensor) -> Tensor:
-        """Which columns are where they are to come to."""
-        if self.aim is not None:
-            return self.aim.met(residual, self.certain[0])
-        return (residual <= self.tol) & self._explained(residual)
+    def change_to_float64(self) -> None:
+        """Go on with float64 products, and forget the energies that float32 ones have told of."""
+        self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()
+        self.taken = self.space.dot(self.value, self.b + self.r)
 
-    @property
-    def _aimed(self) -> Tensor:
-        """The recurrence's residual that a cycle aims at."""
-        return (0.95 if self.exact and self.out_dtype == torch.float64 else 0.5) * self.tol
-
-    def _reached(self) -> Reason:
-        if self.aim is not None:
-            return Reason.REACHED if self._converged() else Reason.ROUNDED
-        return Reason.ROUNDED if bool((self.rounded_residual > self.tol).any()) else Reason.REACHED
-
-    def _converged(self) -> bool:
-        """Whether the value that is returned is what was asked for."""
-        if self.aim is not None:
-            return bool(self.aim.met(self.best_residual, self.certain[0]).all())
-        return bool((self.best_residual <= self.tol).all())
-
-    def finish(self, reason: Reason, quick: bool) -> Outcome:
-        if self.cycling or not self.verified:
-            self._close()
-        if reason in (Reason.ITERATIONS, Reason.TIME) and bool(self._done(self.residual).all()):
-            reason = self._reached()
-        needed = factor_bytes(self.size, self.b.shape[:-2].numel())
-        if reason in (Reason.ITERATIONS, Reason.STAGNATED) and not quick and needed <= self.factor_memory:
-            reason = self._by_factor(reason)
-        residual = self.best_residual.reshape(-1)
-        dtype = str(self.system.dtype).removeprefix("torch.")
-        facts: dict[str, Any] = {"tol": self.asked, "dtype": dtype, **self.certificate.facts(self.certain)}
-        facts["details"] = {"precision": "float64" if self.exact else dtype}
-        if self.aim is not None:
-            facts |= self.aim.facts(self.best_residual, self.certain[0])
-        converged = self._converged()
-        if self.goal is not None:
-            converged = converged and bool(self._explained(self.residual).all())
-            error = self.goal.error(self.taken, self.remaining)
-            facts["variance_error"] = error.masked_fill(self.residual <= EXACT, 0).reshape(-1).cpu()
-        return Outcome(self.space.whole(self.best), residual, converged, reason, facts)
-
-    def _by_factor(self, reason: Reason) -> Reason:
-        """Finish by a Cholesky factorization what conjugate gradients could not; refine as long as that helps.
-
-        :param reason: why conjugate gradients ended.
-        :returns: why the solve ends now.
-        """
-        ended = f"conjugate gradients {reason} after {self.iterations} iterations at a residual of"
-        reached = f"{float(self.best_residual.max()):.1e}"
-        try:
-            matrix, root = factorized(self.system)
-        except NumericalError:
-            self.notes.append(f"{ended} {reached}, and the matrix is not positive definite in float64")
-            return reason
-        self.exact = self.factorized = True
-        self.value, self.r = torch.zeros_like(self.b), self.b
-        for _ in range(_REFINEMENTS):
-            before = self.best_residual
-            self.value = self.value + cholesky_solve(self.r, root)
-            self._verify()
-            if not bool((self.best_residual <= 0.5 * before).any()):
-                break
-        if self.aim is not None:
-            r = self.b - matrix @ self.best
-            of_rows = r - self.certificate.noise * cholesky_solve(r, root)  # K A^-1 r
-            self.aim.errors = SAFETY * (of_rows.abs() / self.certificate.noise.sqrt()).amax(dim=-2)
-        self.notes.append(f"{ended} {reached}; a Cholesky factorization in float64 finished the solve")
-        return self._reached() if self._converged() else Reason.STAGNATED
-
-    def product_of(self, value: Tensor) -> Tensor | None:
-        """A times a value, in float64, where the latest true residual is of it."""
-        verified = self.verified and not self.cycling
-        if not verified or not self.space.all(torch.equal(self.space.own(value), self.value)):
-            return None
-        return self.space.whole(self.b - self.r)
-
-    def _product(self, vectors: Tensor) -> Tensor:
-        return self.space.product(self.system.accurate_product if self.exact else self.system.product, vectors)
-
-    def _precondition(self, vectors: Tensor) -> Tensor:
-        if self.preconditioner is None:
-            return vectors
-        if self.exact or self.goal is not None or self.lanczos.columns:  # what P says is taken at its word there
-            return self.space.apply_inverse(self.preconditioner, vectors)
-        if self.inverse is None:
-            self.inverse = RoundedInverse.of(self.preconditioner) or self.preconditioner
-        return self.space.apply_inverse(self.inverse, vectors)
-
-    def _verify(self) -> None:
-        """The residual of the float64 iterate, and of the value rounded as it will be returned, in float64 products.
-
-        One product serves both; blocks too wide for that go on from the rounded value instead.
-        """
-        rounded = self.value.to(self.out_dtype).to(torch.float64)
-        width = self.b.shape[-1]
-        both = self.out_dtype != torch.float64 and width <= _WIDE
-        if not both:
-            self.value = rounded
-        stacked = torch.cat([rounded, self.value], dim=-1) if both else rounded
-        product = self.space.product(self.system.accurate_product, stacked)
-        r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - product
-        residual = self.space.norm(r) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
-        if not bool(torch.isfinite(residual).all()):
-            raise NumericalError(NAN, see="nan")
-        self.rounded_residual = residual[..., :width]
-        better = (self.rounded_residual <= self.best_residual) | self.by_energy  # a goal is judged of the latest
-        if bool(better.all()):
-            self._uncertain = r[..., :width]
-        else:
-            self.certain = torch.where(better, self._certain(rounded, r[..., :width]), self.certain)
-        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
-        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
-        self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
-
-    def _certain(self, value: Tensor, r: Tensor) -> Tensor:
-        """What is certain of a value, by its residual, ``(3, ..., t)``; infinite where nothing is."""
-        certain = self.certificate
-        return (
-            certain.bounds(self.b, value, r) if certain.known else self.norm.new_full((3, *self.norm.shape), torch.inf)
-        )
-
-    def _open(self) -> None:
-        """Begin a cycle on ``A d = r`` from d = 0; it ends when every recurrence residual meets the cycle's target."""
-        self.cycling, self.before, self.steps = True, self.residual, 0
+    def open(self) -> None:
+        self.before, self.steps = self.residual, 0
         self.target = self._aimed.clone()
         self.least_target = (0.0 if self.exact else _CYCLE_REDUCTION) * self.residual
         self.target = torch.maximum(self.target, self.least_target)
-        self.index, self.keep = torch.arange(self.b.shape[-1], device=self.b.device), None
+        self.index, self.open_columns = torch.arange(self.b.shape[-1], device=self.b.device), None
         self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
         self.p = self._precondition(self.s).clone()
         self.sz = self.space.dot(self.s, self.p)
@@ -297,47 +213,39 @@ class Gradients(ByEnergy):
         if self.iterations == 0:
             self.lanczos.begin(self.p, self._sizes())
         self.watch.begin()
+        self.cycling = bool(self.active.any())  # else what is open is at its target: rounding is all that is left
 
-    def moved(self) -> None:
-        if self.cycling:
-            self._close()
-            self._open()
-
-    def _close(self) -> None:
-        """End the cycle: what it found, with its true residual; an estimate of another iterate is withdrawn."""
-        self.value, self.cycling, self.verified = self._iterate(), False, False
-        followed, aimed = self.current, self._aimed
+    def close_cycle(self) -> None:
+        """End the cycle with its true residual; withdraw estimates that are of another iterate."""
+        self.value, self.cycling, self.verified = self.iterate(), False, False
+        by_recurrence, aimed = self.current, self._aimed
         self._verify()
-        reached = torch.minimum(followed, self.residual) <= aimed
-        if self.aim is not None and bool((reached & ~self._done(self.residual)).any()):
-            self.aim.margin *= 0.3
+        reached = torch.minimum(by_recurrence, self.residual) <= aimed
+        if self.predictions is not None and bool((reached & ~self._done(self.residual)).any()):
+            self.predictions.margin *= 0.3
         if self.goal is not None:
-            lost = self.residual > _LOST * followed
+            lost = self.residual > _LOST * by_recurrence
             self.remaining = torch.minimum(self.remaining.masked_fill(lost, torch.inf), self._at_most())
         self.verified = True
 
-    def _narrow(self) -> None:
-        """Leave finished columns out of the products, where they are half of all."""
-        if self.keep is None:
-            self.keep = self._open_columns().cpu()
-        keep = self.keep.nonzero().squeeze(-1)
-        if len(keep) > len(self.index) // 2:
-            return
-        keep = queued(keep, self.index.device)
-        self.value[..., self.index] += self.d
-        self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
-        self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
+    def _begin_anew(self) -> None:
+        """Leave a cycle whose products were with another matrix.
 
-    def _open_columns(self) -> Tensor:
-        """Of the columns worked on, those in which any system has not ended."""
-        return self.active.reshape(-1, len(self.index)).any(dim=0)
+        What comes of that is far off in the directions of the least eigenvalues, and takes longer to mend than the
+        solve does.
+        """
+        self.exact, self.energy = True, RemainingEnergy()
+        self.begin(self.initial)
+        self.notes.append("float32 products were with another matrix, by its eigenvalues; went on with float64 ones")
+
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         first_cycle = self.steps == self.iterations and not self.warm
         recorded = first_cycle and self.lanczos.columns > 0
         self._narrow()
         index, p = self.index, self.p
-        product = self._product(p)
+        product = self.space.product(self.system.accurate_product if self.exact else self.system.product, p)
         curvature = self.space.dot(p, product)
         alpha, usable, finite = descend(self.d, self.s, p, product, curvature, self.sz, self.active)
         broken = (self.active & ~usable & (self.sz != 0)).any()
@@ -345,18 +253,18 @@ class Gradients(ByEnergy):
         size, following = self.space.norm_and_dot(self.s, z)
         self.current = self.current.clone()
         self.current[..., index] = size / self.norm[..., index]
-        if self.aim is not None:
-            self.aim.follow(alpha, p, index, self.current)
-            self.aim.weigh(following, self.s, z, index, self.current)
+        if self.predictions is not None:
+            self.predictions.follow(alpha, p, index, self.current)
+            self.predictions.weigh(following, self.s, z, index, self.current)
             self.target = torch.maximum(self.least_target, self._aimed)
         if self.goal is not None:
-            self._follow(alpha * self.sz, usable, index)
+            self._follow_energy(alpha * self.sz, usable, index)
         going_on = self.current > self.target
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
         self.active = usable & going_on[..., index]
         near = torch.zeros_like(self.active)
-        if self.goal is None and self.aim is None and not self.exact and not recorded:
+        if self.goal is None and self.predictions is None and not self.exact and not recorded:
             near = self.active & (self.current[..., index] <= _NEAR * self.tol[..., index])
         beta = turn(p, z, following, self.sz, usable)
         self.sz = following
@@ -379,49 +287,218 @@ class Gradients(ByEnergy):
         if self.lost and self.by_energy:
             self._begin_anew()
         elif ended or self.lost:
-            self._close()
+            self.close_cycle()
         return True
 
+    def _narrow(self) -> None:
+        """Leave finished columns out of the products, where they are half of all."""
+        if self.open_columns is None:
+            self.open_columns = self._still_active().cpu()
+        keep = self.open_columns.nonzero().squeeze(-1)
+        if len(keep) > len(self.index) // 2:
+            return
+        keep = queued(keep, self.index.device)
+        self.value[..., self.index] += self.d
+        self.index, self.s, self.p = self.index[keep], self.s[..., keep], self.p[..., keep]
+        self.d, self.sz, self.active = torch.zeros_like(self.s), self.sz[..., keep], self.active[..., keep]
+
+    def _still_active(self) -> Tensor:
+        """Return the columns worked on in which any system has not ended."""
+        return self.active.reshape(-1, len(self.index)).any(dim=0)
+
+    def _precondition(self, vectors: Tensor) -> Tensor:
+        if self.preconditioner is None:
+            return vectors
+        if self.exact or self.goal is not None or self.lanczos.columns:  # what P says is taken at its word there
+            return self.space.apply_inverse(self.preconditioner, vectors)
+        if self.inverse is None:
+            self.inverse = RoundedInverse.of(self.preconditioner) or self.preconditioner
+        return self.space.apply_inverse(self.inverse, vectors)
+
     def _look(self, flags: Tensor, near: Tensor, drifted: Tensor) -> bool:
-        """After an iteration, whether its cycle ends; all that is looked at is fetched at once.
+        """Return whether the cycle ends after an iteration; all numbers are fetched from the device at once.
 
         :param flags: ``(5,)`` whether numbers are finite, a curvature was not positive, a residual grows, rounding has
             taken over, or made another matrix.
         :param near: columns that are to be looked at more closely; :param drifted: those where rounding has.
         :raises NumericalError: for NaN or infinity.
         """
-        facts, keep, any_near, self.told = fetched(flags, self._open_columns(), near.any(), self.current)
+        facts, keep, any_near, self.current_on_cpu = fetched(flags, self._still_active(), near.any(), self.current)
         finite, broken, growing, drifting, self.lost = facts.bool().tolist()
         if not finite:
             raise NumericalError(NAN, see="nan")
-        note = "met a direction of non-positive curvature: the matrix is not positive definite"
-        if self.exact and broken and note not in self.notes:
-            self.notes.append(note)
-        self.keep = keep.bool()
+        if self.exact and broken and _NOT_DEFINITE not in self.notes:
+            self.notes.append(_NOT_DEFINITE)
+        self.open_columns = keep.bool()
         if bool(any_near):
             self._end(near)
-            keep, drift = fetched(self._open_columns(), (self.active & drifted).any())
-            self.keep, drifting = keep.bool(), bool(drift)
-        return not bool(self.keep.any()) or growing or drifting
+            keep, drift = fetched(self._still_active(), (self.active & drifted).any())
+            self.open_columns, drifting = keep.bool(), bool(drift)
+        return not bool(self.open_columns.any()) or growing or drifting
 
     def _drifted(self) -> Tensor:
-        """Of the columns worked on, whether rounding has taken the recurrence's residual so far from the true one that
-        going on is in vain: by a twentieth of it, and so far that where it is to come to would not do."""
-        gap = self._gap(self._iterate())
+        """Return the columns worked on whose residual rounding has moved so far that going on is in vain.
+
+        That is by a twentieth of it, and so far that where it is to come to would not do.
+        """
+        gap = self._gap(self.iterate())
         allowed = torch.maximum(_GONE * self.current, 1.4 * self._aimed)[..., self.index]
         return gap > allowed
 
     def _end(self, near: Tensor) -> None:
-        """End those of some columns whose value, rounded as it will be returned, is at the tolerance by what rows say
-        of it."""
+        """End columns whose value, rounded as it will be returned, is at the tolerance by some of its rows."""
         tol, current = self.tol[..., self.index], self.current[..., self.index]
-        gap = self._gap(self._iterate().to(self.out_dtype).to(torch.float64))
+        gap = self._gap(self.iterate().to(self.out_dtype).to(torch.float64))
         self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
 
     def _gap(self, value: Tensor) -> Tensor:
-        """Of the columns worked on, how far the recurrence's residual is from a value's, relative, ``(..., t)``."""
-        return self.drift.between(self.b[..., self.index], value[..., self.index], self.s) / self.norm[..., self.index]
+        """Estimate how far the recurrence's residual is from a value's, for the columns worked on, ``(..., t)``."""
+        rows, space, index = self.drift_rows, self.space, self.index
+        product = self.system.sampled_rows(rows, space.whole(value[..., index]))
+        difference = space.rows(self.b[..., index], rows) - product - space.rows(self.s, rows)
+        return difference.norm(dim=-2) * (self.system.n / len(rows)) ** 0.5 / self.norm[..., index]
 
     def _sizes(self) -> Tensor:
-        """Of the columns worked on, the residual's norm in the inverse preconditioner; infinite where one has ended."""
+        """Norms of the residuals worked on in the inverse preconditioner; infinite where one has ended."""
         return torch.where(self.active & (self.sz > 0), self.sz, torch.inf).sqrt()
+
+    # --- energies -------------------------------------------------------------------------------------------
+
+    def _at_most(self) -> Tensor:
+        """Bound the energy that remains by the true residual; infinite where no bound is known."""
+        least = torch.zeros_like(self.norm[..., :1]) if self.goal is None else self.goal.least
+        return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
+
+    def _follow_energy(self, taken: Tensor, usable: Tensor, index: Tensor) -> None:
+        """Count what an iteration took off the energy of its columns, and estimate what is still to come."""
+        full = torch.zeros_like(self.norm)
+        full[..., index] = taken
+        self.taken = self.taken + full
+        estimate = self.energy.add(full)
+        self.remaining = self.remaining.clone()
+        self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
+
+    # --- true residuals and bounds --------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        """Compute the residual of the iterate, and of the value rounded as it will be returned, in float64.
+
+        One product serves both; blocks too wide for that go on from the rounded value instead.
+        """
+        rounded = self.value.to(self.out_dtype).to(torch.float64)
+        width = self.b.shape[-1]
+        both = self.out_dtype != torch.float64 and width <= _WIDE
+        if not both:
+            self.value = rounded
+        stacked = torch.cat([rounded, self.value], dim=-1) if both else rounded
+        product = self.space.product(self.system.accurate_product, stacked)
+        r = self.b.repeat(*(1 for _ in self.b.shape[:-1]), 2 if both else 1) - product
+        residual = self.space.norm(r) / self.norm.repeat(*(1 for _ in self.norm.shape[:-1]), 2 if both else 1)
+        self.finite(residual)
+        self.rounded_residual = residual[..., :width]
+        better = (self.rounded_residual <= self.best_residual) | self.by_energy  # a goal is judged of the latest
+        if bool(better.all()):
+            self._unbounded = r[..., :width]
+        else:
+            self.bounds = torch.where(better, self._bounds_of(rounded, r[..., :width]), self.bounds)
+        self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
+        self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
+        self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
+
+    @property
+    def bounds(self) -> Tensor:
+        """Bounds that are certain of the best value, ``(3, ..., t)``, worked out when they are asked for."""
+        if self._unbounded is not None:
+            self.bounds = self._bounds_of(self.best, self._unbounded)
+        return self._bounds
+
+    @bounds.setter
+    def bounds(self, bounds: Tensor) -> None:
+        self._bounds, self._unbounded = bounds, None
+
+    def _bounds_of(self, value: Tensor, r: Tensor) -> Tensor:
+        """Bound a value by its residual; infinite where nothing is certain."""
+        if not self.certificate.known:
+            return self.norm.new_full((3, *self.norm.shape), torch.inf)
+        return self.certificate.bounds(self.b, value, r)
+
+    def product_of(self, value: Tensor) -> Tensor | None:
+        """Return A times a value, in float64, where the latest true residual is of it."""
+        verified = self.verified and not self.cycling
+        if not verified or not self.space.all(torch.equal(self.space.own(value), self.value)):
+            return None
+        return self.space.whole(self.b - self.r)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        if self.cycling or not self.verified:
+            self.close_cycle()
+        if reason in (Reason.ITERATIONS, Reason.TIME) and bool(self._done(self.residual).all()):
+            reason = self._reached()
+        needed = factor_bytes(self.size, self.b.shape[:-2].numel())
+        if reason in (Reason.ITERATIONS, Reason.STAGNATED) and not quick and needed <= self.factor_memory:
+            reason = self._finish_by_factor(reason)
+        dtype = str(self.system.dtype).removeprefix("torch.")
+        facts: dict[str, Any] = {"tol": self.asked, "dtype": dtype, **self.certificate.facts(self.bounds)}
+        facts["details"] = {"precision": "float64" if self.exact else dtype}
+        if self.predictions is not None:
+            facts |= self.predictions.facts(self.best_residual, self.bounds[0])
+        converged = self._converged()
+        if self.goal is not None:
+            converged = converged and bool(self._explained(self.residual).all())
+            error = self.goal.error(self.taken, self.remaining)
+            facts["variance_error"] = error.masked_fill(self.residual <= EXACT, 0).reshape(-1).cpu()
+        return Outcome(self.space.whole(self.best), self.best_residual.reshape(-1), converged, reason, facts)
+
+    def _finish_by_factor(self, reason: Reason) -> Reason:
+        """Finish by a Cholesky factorization what conjugate gradients could not, refined as long as that helps.
+
+        :param reason: why conjugate gradients ended.
+        :returns: why the solve ends now.
+        """
+        ended = f"conjugate gradients {reason} after {self.iterations} iterations at a residual of"
+        reached = f"{float(self.best_residual.max()):.1e}"
+        try:
+            matrix, root = factorized(self.system)
+        except NumericalError:
+            self.notes.append(f"{ended} {reached}, and the matrix is not positive definite in float64")
+            return reason
+        self.exact = self.factorized = True
+        self.value, self.r = torch.zeros_like(self.b), self.b
+        for _ in range(_REFINEMENTS):
+            before = self.best_residual
+            self.value = self.value + cholesky_solve(self.r, root)
+            self._verify()
+            if not bool((self.best_residual <= 0.5 * before).any()):
+                break
+        if self.predictions is not None:
+            r = self.b - matrix @ self.best
+            of_rows = r - self.certificate.noise * cholesky_solve(r, root)  # K A^-1 r
+            self.predictions.errors = SAFETY * (of_rows.abs() / self.certificate.noise.sqrt()).amax(dim=-2)
+        self.notes.append(f"{ended} {reached}; a Cholesky factorization in float64 finished the solve")
+        return self._reached() if self._converged() else Reason.STAGNATED
+
+    # --- counts and checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"products": self.system.products}
+
+    @property
+    def entries(self) -> float:
+        return float(self.system.products) * self.size**2
+
+    @property
+    def matrix_entries(self) -> float:
+        return float(self.size**2)
+
+    @property
+    def predictions_seen(self) -> list[Tensor]:
+        """Predictions that were followed so far, for a checkpoint."""
+        return [] if self.predictions is None else self.predictions.trail
+
+    @predictions_seen.setter
+    def predictions_seen(self, parts: list[Tensor]) -> None:
+        if self.predictions is not None:
+            self.predictions.trail = parts

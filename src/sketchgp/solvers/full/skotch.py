@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .blockwise import BlockMethod, BlockSolver, BlockSystem, InvertedBlocks, settle_blocks
+from ..system import System
+from .blockwise import BlockMethod, BlockSolver, InvertedBlocks, settle_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Skotch(BlockSolver):
         super().__post_init__()
         settle_blocks(self)
 
-    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
+    def method(self, system: System, block_size: int) -> BlockMethod:
         return _Skotch(self, system, block_size)
 
 

@@ -1,4 +1,4 @@
-"""How far an iterate still is from the solution, in the norm that bounds predictions.
+"""Distance of an iterate from the solution, in the norm that bounds predictions.
 
 For the matrix ``M = T^T T + level Kzz`` of the normal equations and an iterate w with the error ``e = w* - w``,
 
@@ -24,40 +24,21 @@ import torch
 from torch import Tensor
 
 from ..energy import ratio, tail
-from ..lanczos import tridiagonal
 
 _MOVED = 0.1  # posterior deviations by rounding that no solve may call converged
 _SHARE = 1e-3  # of the predictions, in deviations of the prior, if that is more
 
 
-class RitzValues:
-    """Of conjugate gradients, from its coefficients (Meurant and Strakos, "The Lanczos and conjugate gradient
-    algorithms in finite precision arithmetic", 2006, section 3)."""
-
-    def __init__(self, coefficients: list[Tensor]) -> None:
-        """:param coefficients: alpha and beta of iterations, ``(2, t)`` each; the list grows."""
-        self._coefficients = coefficients
-
-    def add(self, alpha: Tensor, beta: Tensor) -> None:
-        """:param alpha: ``(t,)`` the steps of an iteration, 0 for columns that have ended; :param beta: ``(t,)``."""
-        self._coefficients.append(torch.stack([alpha, beta]))
-
-    def least(self) -> Tensor:
-        """``(t,)`` the least of each column: about the least eigenvalue of the preconditioned matrix that matters for
-        this right-hand side; 1 at the most."""
-        matrices = tridiagonal(self._coefficients, self._coefficients[0][0])
-        return torch.linalg.eigvalsh(matrices)[..., 0].clamp(min=torch.finfo(matrices.dtype).tiny)
-
-
 def moved_by_rounding(
     inverse_t: Callable[[Tensor], Tensor], value: Tensor, kzz: Tensor, level: float
 ) -> tuple[Tensor, Tensor]:
-    """``(t,)`` how far rounding of Kzz moves any prediction, in posterior deviations; and whether that is too far.
+    """Return how far rounding of Kzz moves any prediction, and whether that is too far, ``(t,)`` each.
 
-    Kzz cannot be told from ``Kzz + shift I`` with the unit roundoff times its trace for the shift.  To first order that
-    changes w by ``d = level shift M^-1 w``, whose norm ``||d||_M / level^1/2`` bounds the change of predictions.  Only
-    where Kzz has eigenvalues near the shift that matter for the targets, such as for a row far from all others, is it
-    more than nothing.  Where predictions are many deviations of the prior, a small share of them is not too far.
+    The first is in posterior deviations.  Kzz cannot be told from ``Kzz + shift I`` with the unit roundoff times its
+    trace for the shift.  To first order that changes w by ``d = level shift M^-1 w``, whose norm ``||d||_M /
+    level^1/2`` bounds the change of predictions.  Only where Kzz has eigenvalues near the shift that matter for the
+    targets, such as for a row far from all others, is it more than nothing.  Where predictions are many deviations of
+    the prior, a small share of them is not too far.
 
     :param inverse_t: ``v -> R^-T v`` for a root ``R^T R`` of M, or of a matrix near it.
     :param value: w ``(m, t)`` float64, of an orthogonal factorization: solved from the normal equations it holds
@@ -71,7 +52,7 @@ def moved_by_rounding(
 
 
 def remaining_change(changes: list[Tensor]) -> Tensor | None:
-    """``||e||_M`` from the norms ``(t,)`` of the changes between iterates at times that grow by a constant factor.
+    """Estimate ``||e||_M`` from the changes between iterates, norms ``(t,)``, at times that grow by a constant factor.
 
     The two last ratios are looked at, and the larger counts; None for fewer than three changes.
     """

@@ -20,10 +20,12 @@ from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.factored import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
-from ..conjugate_step import NAN, descend, turn
+from ...space import Space
+from ..conjugate_step import descend, turn
 from ..energy import RemainingEnergy
-from ..loop import Method, Outcome
-from .remaining import RitzValues, moved_by_rounding
+from ..lanczos import least_ritz_value
+from ..loop import NAN, Cycles, Outcome
+from .remaining import moved_by_rounding
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
@@ -32,7 +34,7 @@ _NEGLIGIBLE = 0.1  # of the tolerance
 _ROUNDINGS = 10  # of float64 that a residual is off by, relative to the right-hand side
 
 
-class SplitGradients(Method):
+class SplitGradients(Cycles):
     """Conjugate gradients on ``M W = b`` in cycles, each from the true residual.
 
     The residual followed is ``||M w - b|| / ||b||``, as ``R^T`` times that in the coordinates u; at the end, and where
@@ -48,7 +50,7 @@ class SplitGradients(Method):
 
     letter = "m"
     saved = (
-        "value", "r", "best", "residual", "energy", "gained", "deviations", "found", "current", "exact",
+        "value", "r", "best", "residual", "energy", "gained", "deviations", "true", "current", "exact",
         "products", "cycling", "verified",
         "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
         "taken", "estimates", "coefficients", "evaluated",
@@ -63,26 +65,19 @@ class SplitGradients(Method):
         tol: float,
         predictions: bool = False,
     ) -> None:
-        super().__init__()
-        self.name, self.size, self.device = name, len(b), b.device
-        self.predictions, self.factors, self.b, self.tol = predictions, factors, b, tol
+        super().__init__(b, Space(len(b)), matrix.tall.dtype == torch.float64, NAN)
+        self.name, self.size = name, len(b)
+        self.predictions, self.factors, self.tol = predictions, factors, tol
         self._matrix, self._exact_matrix = matrix, matrix.accurate()
-        norm = b.norm(dim=0)
-        if not bool(torch.isfinite(norm).all()):
-            raise NumericalError(NAN, see="nan")
-        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.exact = matrix.tall.dtype == torch.float64
         self.products = 0
         self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
-        self.verified = True  # whether the true residual is that of the value
         self.ends = 2**62  # iterations after which a cycle ends at the latest
-        self.told: Tensor | None = None  # the present residual, on the CPU
         self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
         self.recurrence = self.active = self.target = self.norm[:0]
 
     @property
     def matrix(self) -> NormalMatrix | TiledNormalMatrix:
-        """M, as accurate as it is wanted now."""
+        """M with float64 entries or not, as the present cycle has it."""
         return self._exact_matrix if self.exact else self._matrix
 
     @property
@@ -127,7 +122,7 @@ class SplitGradients(Method):
         if initial is not None:
             self.r -= self._accurate(self.value)
         self.best, self.residual = self.value.clone(), self.r.norm(dim=0) / self.norm
-        self.found = self.current = self.residual
+        self.true = self.current = self.residual
         self.energy = self._back(self.r).square().sum(dim=0)  # by the recurrence
         self.gained = (self.value * (self.b + self.r)).sum(dim=0)  # ||w*||_M^2 less the squared error
         self.deviations = torch.full_like(self.norm, torch.inf)
@@ -137,33 +132,26 @@ class SplitGradients(Method):
         return self.residual
 
     def _roundoff(self) -> Tensor:
-        """``||R^-T r||^2`` below which a residual r cannot be told from rounding: it is rounded in the size of b, and
-        multiplied by the inverse of R."""
+        """``||R^-T r||^2`` below which a residual r cannot be told from rounding.
+
+        It is rounded in the size of b, and multiplied by the inverse of R.
+        """
         if not self.predictions or not isinstance(self.factors, NystromRoot):
             return torch.zeros_like(self.norm)
         return (_ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.factors.damping
 
-    def estimate(self) -> Tensor:
-        return self.current if self.told is None else self.told
+    def reached(self) -> Reason | None:
+        return Reason.REACHED if bool((self._judged(self.true) <= self.tol).all()) else None
 
-    def judge(self, held_out: Tensor | None) -> Reason | None:
-        """Where a cycle has ended: see whether the true residual is there, and begin the next one from it."""
-        if self.cycling:
-            return None
-        current = self._judged(self.found)
-        if bool((current <= self.tol).all()):
-            return Reason.REACHED
-        if bool(self._stuck(self.found)[current > self.tol].any()):
-            if self.exact:
-                return Reason.STAGNATED
-            self.exact = True
-            self.notes.append("float32 entries stopped reducing the residual; went on with float64 ones")
-        self._open()
+    def stuck(self) -> str | None:
+        hardly = self.energy > 0.25 * self.before if self.predictions else self.true > 0.5 * self.start
+        if bool(hardly[self._judged(self.true) > self.tol].any()):
+            return "entries stopped reducing the residual"
         return None
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
         if self.cycling or not self.verified:
-            self._close()
+            self.close_cycle()
         converged = bool((self._judged(self.residual) <= self.tol).all())
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
@@ -182,35 +170,30 @@ class SplitGradients(Method):
         }
         return Outcome(self.best, self.residual, converged, reason, facts)
 
-    def weights(self) -> Tensor:
+    def iterate(self) -> Tensor:
         return self.value + self._uncoordinated(self.u) if self.cycling else self.value
 
     def _uncoordinated(self, u: Tensor) -> Tensor:
         return u if self.factors is None else self.factors.inverse(u)
 
-    def _stuck(self, found: Tensor) -> Tensor:
-        """Which columns a cycle has hardly brought forward."""
-        return self.energy > 0.25 * self.before if self.predictions else found > 0.5 * self.start
-
     def _judged(self, residual: Tensor) -> Tensor:
-        """What the tolerance is of."""
+        """Return the quantity that the tolerance is for."""
         return self.deviations if self.predictions else residual
 
     def _settle(self) -> None:
-        """Columns without any residual are there."""
+        """Set the deviations of columns without any residual to zero."""
         self.deviations = torch.where(self.energy == 0, 0.0, self.deviations)
 
     def _verify(self) -> Tensor:
-        """The true residual of the present value, which is kept column by column where it is the best: the residual is
-        the least, or with ``predictions`` the norm of the error, which falls where the residual need not.
+        """Return the true residual of the present value, which is kept column by column where it is the best.
 
-        Where rounding has made the true residual larger than the recurrence says, so that the estimate of the error is
-        that of another iterate, it is withdrawn.
+        The best has the least residual, or with ``predictions`` the least norm of the error, which falls where the
+        residual need not.  Where rounding has made the true residual larger than the recurrence says, so that the
+        estimate of the error is that of another iterate, it is withdrawn.
         """
         self.r = self.b - self._accurate(self.value)
         current = self.r.norm(dim=0) / self.norm
-        if not bool(torch.isfinite(current).all()):
-            raise NumericalError(NAN, see="nan")
+        self.finite(current)
         energy, gained = self._back(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
         seen = (energy / self.matrix.level).sqrt()  # about the error in deviations, where the preconditioner is good
         lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * (self.tol if self.predictions else 1))
@@ -227,7 +210,7 @@ class SplitGradients(Method):
         self.products += 1
         return self._exact_matrix._matmul(vectors)
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Begin a cycle on ``B u = R^-T r`` from u = 0."""
         self.cycling, self.start, self.before = True, self.r.norm(dim=0) / self.norm, self.energy
         share = 0.0 if self.predictions else 0.95 if self.exact else 0.5
@@ -242,15 +225,9 @@ class SplitGradients(Method):
         self.active = (self._judged(self.start) > self.tol) & (self.start > self.target)
         self.coefficients = []
 
-    def moved(self) -> None:
-        if self.cycling:
-            self._close()
-            self._open()
-
-    def _close(self) -> None:
-        """End the cycle: what it found, with its true residual."""
-        self.value, self.cycling, self.verified = self.weights(), False, False
-        self.found = self._verify()
+    def close_cycle(self) -> None:
+        self.value, self.cycling, self.verified = self.iterate(), False, False
+        self.true = self._verify()
         self.verified = True
 
     def step(self) -> bool:
@@ -265,29 +242,29 @@ class SplitGradients(Method):
         following = self.s.square().sum(dim=0)
         beta = turn(self.d, self.s, following, energy, usable)
         taken = RemainingEnergy(self.taken, self.estimates).add(alpha * energy)
-        ritz, floor = RitzValues(self.coefficients), self._roundoff()
-        ritz.add(alpha, beta)
+        self.coefficients.append(torch.stack([alpha, beta]))
+        floor = self._roundoff()
         estimate, rounded = (taken / level).sqrt(), following <= floor
         self.recurrence = following
         self.current = self._forth(self.s).norm(dim=0) / self.norm
         self.energy = torch.where(usable, following, self.energy)
         self._go_on(estimate, usable, rounded)
-        fine, any_rounded, going_on, self.told = fetched(
+        fine, any_rounded, going_on, self.current_on_cpu = fetched(
             finite, (usable & rounded).any(), self.active.any(), self.current
         )
         if not bool(fine):
             raise NumericalError(NAN, see="nan")
         if bool(any_rounded):  # no iteration can take more off
-            estimate = torch.where(rounded, (floor / (ritz.least() * level)).sqrt(), estimate)
+            estimate = torch.where(rounded, (floor / (least_ritz_value(self.coefficients) * level)).sqrt(), estimate)
             self._go_on(estimate, usable, rounded)
             going_on = self.active.any()
         self.iterations += 1
         if self.iterations >= self.ends or not bool(going_on):
-            self._close()
+            self.close_cycle()
         return True
 
     def _go_on(self, estimate: Tensor, usable: Tensor, rounded: Tensor) -> None:
-        """See which columns have not ended.
+        """Work out which columns have not ended.
 
         :param estimate: the distance of predictions, of columns that are ``usable``; :param rounded: columns that
             cannot be told from rounding.

@@ -6,17 +6,21 @@ from .direct import Direct
 from .held_out import HeldOut
 from .method import Method, Outcome, largest_of
 from .progress import Progress
+from .refined import NAN, Cycles, Refined
 from .run import Budget, Run, clock
 
 __all__ = [
+    "NAN",
     "Budget",
     "ByEpochs",
     "Checkpoint",
+    "Cycles",
     "Direct",
     "HeldOut",
     "Method",
     "Outcome",
     "Progress",
+    "Refined",
     "Run",
     "clock",
     "compare_ranks",

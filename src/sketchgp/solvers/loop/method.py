@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...report import Reason
+from ...space import Space
 
 
 class Method:
@@ -21,6 +22,8 @@ class Method:
     again from the problem, the choices and their seed is not among them.
 
     :cvar saved: names of attributes, or of those of a part: ``"part.attribute"``.
+    :cvar vectors: of those the vectors of ``space``, ``"attribute"`` or ``"attribute/key"`` of a dictionary: a
+        checkpoint has all their rows, so that it does not depend on the number of ranks.
     :cvar unit: of work, that the budget counts: ``"iterations"``, ``"passes"`` or ``"epochs"``.
     :cvar judges_held_out: whether the held-out error decides anything, so that each window needs it.
     :cvar letter: of ``size``: ``"n"`` where the unknowns are those of the full problem, ``"m"`` of inducing points,
@@ -35,6 +38,8 @@ class Method:
     """
 
     saved: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+    space = Space(0)
     unit = "iterations"
     judges_held_out = False
     letter = "n"
@@ -67,12 +72,18 @@ class Method:
                 continue
             plain["kinds"][name] = (type(value).__name__, [(key, part.device.type) for key, part in parts.items()])
             tensors |= {f"{name}/{key}": part for key, part in parts.items()}
+        for key in filter(tensors.__contains__, self._vector_keys()):
+            tensors[key] = self.space.to_write(tensors[key])
         if self.generator is not None:
             tensors["generator"] = self.generator.get_state()
         return plain, tensors
 
+    def _vector_keys(self) -> list[str]:
+        return [name if "/" in name else f"{name}/" for name in self.vectors]
+
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """What :meth:`state` gave, back into the attributes."""
+        """Put back into the attributes what :meth:`state` returned."""
+        tensors = tensors | {key: self.space.own(tensors[key]) for key in self._vector_keys() if key in tensors}
         if self.generator is not None:
             self.generator.set_state(tensors["generator"].cpu())
         for name, value in plain.items():
@@ -81,8 +92,8 @@ class Method:
         for name, (kind, keys) in plain["kinds"].items():
             parts = {key: tensors[f"{name}/{key}"] for key, _ in keys}
             parts = {key: parts[key].cpu() if device == "cpu" else parts[key] for key, device in keys}
-            whole = {"dict": parts, "list": list(parts.values()), "tuple": tuple(parts.values())}
-            self._set(name, whole[kind] if kind in whole else parts[""])
+            full = {"dict": parts, "list": list(parts.values()), "tuple": tuple(parts.values())}
+            self._set(name, full[kind] if kind in full else parts[""])
 
     def _set(self, name: str, value: Any) -> None:
         *owners, last = name.split(".")

@@ -1,4 +1,4 @@
-"""How blocks of rows are drawn, and the methods that invert them: what Skotch and ASkotch share.
+"""Blocks of rows and the methods that invert them, which Skotch and ASkotch share.
 
 Blocks are drawn uniformly, as parts of a random partition that is drawn anew every pass, or from a fixed partition.
 """
@@ -15,10 +15,9 @@ from ....devices import sent
 from ....errors import InputError
 from ....random_streams import generator
 from ....space import SharedSpace
-from .inverse import BlockInverse, block_inverse, refuse
+from ...system import System
+from .inverse import BlockInverse, SharedInverses, block_inverse, nystrom_rank, refuse
 from .method import BlockMethod
-from .shared_inverses import SharedInverses
-from .system import BlockSystem
 
 SAMPLINGS = ("shuffled", "uniform")
 
@@ -26,7 +25,7 @@ SAMPLINGS = ("shuffled", "uniform")
 def next_block(
     sampling: str, n: int, size: int, rest: Tensor, generator: torch.Generator, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The rows of the next step, distinct, and what is left of the partition.
+    """Return the distinct rows of the next step, and what is left of the partition.
 
     :param sampling: ``"shuffled"``: the next part of a random order of all rows; ``"uniform"``: rows drawn uniformly
         without replacement, independently of the steps before.
@@ -42,14 +41,14 @@ def next_block(
 
 
 def _draw(n: int, size: int, generator: torch.Generator) -> Tensor:
-    """``size`` distinct numbers below n; O(n) work where the block is a fair share of all rows, else O(size)."""
+    """Draw ``size`` distinct numbers below n, by O(n) work for blocks of a fair share of all rows, else O(size)."""
     if size * 8 > n:
         return torch.randperm(n, generator=generator)[:size]
-    found = torch.randint(n, (size,), generator=generator).unique()
-    while len(found) < size:
-        more = torch.randint(n, (size - len(found),), generator=generator)
-        found = torch.cat([found, more]).unique()
-    return found[torch.randperm(len(found), generator=generator)]
+    drawn = torch.randint(n, (size,), generator=generator).unique()
+    while len(drawn) < size:
+        more = torch.randint(n, (size - len(drawn),), generator=generator)
+        drawn = torch.cat([drawn, more]).unique()
+    return drawn[torch.randperm(len(drawn), generator=generator)]
 
 
 class Partition:
@@ -61,7 +60,7 @@ class Partition:
     :param rank: of the Nystrom approximations; None solves blocks exactly.
     """
 
-    def __init__(self, system: BlockSystem, block_size: int, rank: int | None, seed: int) -> None:
+    def __init__(self, system: System, block_size: int, rank: int | None, seed: int) -> None:
         self.system, self.rank, self.seed = system, rank, seed
         self.count = -(-system.n // block_size)
 
@@ -75,13 +74,13 @@ class Partition:
         tensors["smoothness"] = torch.stack(constants)
 
     def draw(self, tensors: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
-        """Rows and inverse of a block, drawn with probability p proportional to sqrt(smoothness), and 1 / p."""
+        """Draw a block with probability p proportional to sqrt(smoothness); return rows, inverse and 1 / p."""
         weights = tensors["smoothness"].sqrt().cpu()
         number = int(torch.multinomial(weights, 1, generator=generator))
         return *self.block(number, tensors), float(weights.sum() / weights[number])
 
     def block(self, number: int, tensors: dict[str, Tensor]) -> tuple[Tensor, BlockInverse]:
-        """Rows and inverse of one block."""
+        """Return rows and inverse of one block."""
         rows = self._rows(number, tensors)
         return rows, self._inverse(number, rows)
 
@@ -91,7 +90,7 @@ class Partition:
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         stream = generator(self.seed, f"inverse of block {number} of a fixed partition")
-        return block_inverse(self.system.square_block(rows), self.system.noise[rows], self.rank, stream)
+        return block_inverse(self.system.square_block(rows), self.system.diagonal[rows, 0], self.rank, stream)
 
 
 def settle_blocks(choices: Any) -> None:
@@ -114,7 +113,7 @@ class InvertedBlocks(BlockMethod):
     :param choices: with ``rank``, ``version`` (1 for a fixed partition, 2 for fresh blocks), ``sampling`` and ``seed``.
     """
 
-    def __init__(self, choices: Any, system: BlockSystem, block_size: int) -> None:
+    def __init__(self, choices: Any, system: System, block_size: int) -> None:
         super().__init__()
         self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
         self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
@@ -124,12 +123,12 @@ class InvertedBlocks(BlockMethod):
         self.failed: Tensor | None = None  # whether the block of the last step was not positive definite
 
     def _following(self, size: int, generator: torch.Generator) -> list[Tensor]:
-        """The rows of the blocks that are left of a pass, which take nothing from the generator."""
-        rest, found = self.tensors["rest"].cpu(), []
+        """Return the rows of the blocks left of a pass, which take nothing from the generator."""
+        rest, blocks = self.tensors["rest"].cpu(), []
         while len(rest):
             rows, rest = next_block("shuffled", self.system.n, size, rest, generator, self.system.device)
-            found.append(rows)
-        return found
+            blocks.append(rows)
+        return blocks
 
     def begin(self, width: int) -> None:
         self.tensors |= {name: self.system.zeros(width) for name in self.positions}
@@ -148,7 +147,7 @@ class InvertedBlocks(BlockMethod):
         return f"blocks of {int(self.numbers['block_size'])}, {how}"
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
-        """Rows ``(b,)`` of the next block, its inverse, and one over the probability with which it was drawn."""
+        """Return rows ``(b,)`` of the next block, its inverse, and one over the probability of drawing it."""
         rows, inverse, odds = self._drawn(generator)
         self.failed = inverse.failed
         return rows, inverse, odds
@@ -156,7 +155,7 @@ class InvertedBlocks(BlockMethod):
     def asks(self) -> list[Tensor]:
         return [] if self.failed is None else [self.failed]
 
-    def told(self, answers: list[float]) -> None:
+    def answer(self, answers: list[float]) -> None:
         """:raises NumericalError: if the block was not positive definite."""
         refuse(self.failed is not None and bool(answers[0]))
 
@@ -167,10 +166,7 @@ class InvertedBlocks(BlockMethod):
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":
-            return rows, self.shared.of(rows, self._following(size, generator), generator), system.n / len(rows)
-        return rows, block_inverse(system.square_block(rows), system.noise[rows], rank, generator), system.n / len(rows)
-
-
-def nystrom_rank(block_size: int, rank: int | None) -> int:
-    """The rank of the Nystrom approximations; 0 where blocks are solved exactly, as those of rank b are."""
-    return 0 if rank is None or rank >= block_size else rank
+            inverse = self.shared.inverse(rows, self._following(size, generator), generator)
+        else:
+            inverse = block_inverse(system.square_block(rows), system.diagonal[rows, 0], rank, generator)
+        return rows, inverse, system.n / len(rows)

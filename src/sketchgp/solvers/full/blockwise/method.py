@@ -1,4 +1,4 @@
-"""What a blockwise method is to the solve that it is a part of."""
+"""The base class of blockwise methods."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ class BlockMethod:
         raise NotImplementedError
 
     def rebase(self) -> None:
-        """Take the present d as the new origin, so that d = 0 again; momentum is kept.
-
-        The method goes on with ``r - (K + noise) d`` for r, as it would have gone on.
-        """
+        """Take the present d as the new origin, so that d = 0 again and r is ``r - (K + noise) d``; keep momentum."""
         origin = self.value.clone()
         for name in self.positions:
             self.tensors[name].sub_(origin)
@@ -49,12 +46,11 @@ class BlockMethod:
         raise NotImplementedError
 
     def asks(self) -> list[Tensor]:
-        """Numbers ``()`` that it wants to know after a step: they are fetched with what the solve looks at, and given
-        to :meth:`told`."""
+        """Return numbers ``()`` to be fetched from the device after a step, and given to :meth:`answer`."""
         return []
 
-    def told(self, answers: list[float]) -> None:
-        """What :meth:`asks` asked for, before the next step."""
+    def answer(self, answers: list[float]) -> None:
+        """Receive the numbers of :meth:`asks`, before the next step."""
 
     @property
     def value(self) -> Tensor:
@@ -63,15 +59,15 @@ class BlockMethod:
 
     @property
     def details(self) -> dict[str, float | str]:
-        """What it chose, by name, for the report."""
+        """Choices that the method made, by name, for the report."""
         return {"block_size": int(self.numbers["block_size"])}
 
     def describe(self) -> str:
-        """How the blocks are inverted, for the report's line on the preconditioner."""
+        """Say how blocks are inverted, for the report's line on the preconditioner."""
         raise NotImplementedError
 
     def evaluation_point(self) -> Tensor:
-        """The d at which the next step takes its residual."""
+        """Return the d at which the next step takes its residual."""
         return self.value
 
     def shrink_step(self) -> None:

@@ -8,7 +8,7 @@ the new residual (iterative refinement: Higham, "Accuracy and Stability of Numer
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from ....errors import NumericalError
 from ....random_streams import generator
 from ....report import Reason
 from ...certificate import Certificate
-from ...loop import Method, Outcome, largest_of
+from ...loop import NAN, Outcome, Refined, largest_of
+from ...system import System
 from .method import BlockMethod
-from .state import VECTORS, State
-from .system import BlockSystem
-from .watch import NAN, plateau, stuck, watch_growth
 
 _ALL_ROWS = 50_000  # points up to which the final residual is always that of all rows
 _WORTH_ALL_ROWS = 5.0  # passes after which it is for any number of points
@@ -32,49 +30,75 @@ _CHECKED = 32  # rows whose residual is computed in float64 too, once a pass
 _ROUNDED = 0.3  # share of the residual that may be rounding
 _BUDGETS = (Reason.PASSES, Reason.TIME)
 _FRUITLESS = 3  # corrections in a row that halve the residual of no column
+_DIVERGED = 1e3  # residual, relative to y and to that of the start
+_SHRUNK = 10  # times that a step is made smaller
+_PLATEAU = 1e-7  # residual below which float64 products may allow no progress
+_PATIENCE = 20  # passes without progress
+_PROGRESS = 0.9  # of the least residual before
 
 
-class Refinement(Method):
+class Refinement(Refined):
     """Steps of a blockwise method on ``(K + noise) W = B``.
 
-    :param b: right-hand sides ``(n, t)``, float64; of several ranks, each keeps its rows of them, and of all vectors.
+    The iterate is ``base`` plus the method's d, and ``r = y - (K + noise) base``.
+
+    :param b: right-hand sides ``(n, t)``, float64; each of several ranks keeps its rows of them, and of all vectors.
     :param out_dtype: dtype of the value; the residual reported is that of the rounded one.
+
+    :ivar target: the estimated residual at which the true one is looked at, for the tolerance ``target_of``.
+    :ivar rows_seen: rows of all steps; ``rows_checked`` of them at the last look at rounding errors.
+    :ivar verify_after: rows before the true residual is looked at again, after ``failures`` times in vain.
+    :ivar shrunk: number of times that the step was made smaller.
+    :ivar window_rows: rows since the last estimate, ``window_squares`` (t,) their squared residuals.
+    :ivar best: the value with the least true residuals ``best_true`` (t,) known; without columns while that is zero.
+    :ivar true: the true residuals (t,) when all rows were last looked at and found above the tolerance;
+        ``fruitless`` of the ``corrections`` in a row did not help.
+    :ivar least: the least estimate; ``lowest`` the least that was clearly below those before, at row ``lowest_at``.
+    :ivar first: the residual ``(t,)`` of the start; ``estimated`` the last one, estimated once a window.
     """
 
+    saved = (
+        "base", "r", "window_squares", "best", "best_true", "true", "first", "estimated", "target_of", "target",
+        "rows_seen", "rows_checked", "window_rows", "verify_after", "failures", "shrunk", "corrections", "fruitless",
+        "lowest_at", "lowest", "least", "method.tensors", "method.numbers", "engines", "system.entries",
+        "system.products",
+    )  # fmt: skip
     unit = "passes"
 
     def __init__(
-        self, system: BlockSystem, method: BlockMethod, b: Tensor, out_dtype: torch.dtype, tol: float, seed: int
+        self, system: System, method: BlockMethod, b: Tensor, out_dtype: torch.dtype, tol: float, seed: int
     ) -> None:
-        super().__init__()
-        self.system, self.method, self.out_dtype, self.tol, self.space = system, method, out_dtype, tol, system.space
-        self.name, self.size, self.device, self.b = method.name, system.n, b.device, system.space.own(b)
-        norm = self.space.norm(self.b)
-        if not bool(torch.isfinite(norm).all()):
-            raise NumericalError("The right-hand side of a linear solve holds NaN or infinity.", see="nan")
-        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+        super().__init__(system.space.own(b), system.space)
+        self.system, self.method, self.out_dtype, self.tol = system, method, out_dtype, tol
+        self.name, self.size = method.name, system.n
+        self.vectors = ("base", "r", "best", *(f"method.tensors/{name}" for name in method.positions))
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
         self.value: Tensor | None = None
         self.certain: dict[str, Tensor] = {}
         self.residual = torch.empty(0)
-        self.generator = generator(seed, "blocks of a solve")
+        self.reason: Reason | None = None
+        self.target_of = self.target = tol
+        self.rows_seen = self.rows_checked = self.window_rows = self.verify_after = self.lowest_at = 0
+        self.failures = self.shrunk = self.corrections = self.fruitless = 0
+        self.lowest = self.least = float("inf")
+        self.generator: torch.Generator = generator(seed, "blocks of a solve")
 
     @property
     def work(self) -> float:
-        return self.system.passes
+        return self.system.entries / self.size**2
 
     @property
     def epochs(self) -> float:
-        return self.position.rows_seen / self.size
+        return self.rows_seen / self.size
 
     @property
     def tally(self) -> dict[str, float]:
-        done: dict[str, float] = {"products": self.system.system.products, "epochs": self.epochs}
+        done: dict[str, float] = {"products": self.system.products, "epochs": self.epochs}
         if self.system.dtype != torch.float64:
-            done["corrections"] = self.position.corrections
+            done["corrections"] = self.corrections
         if self.method.growth is not None:
-            done["halvings"] = self.position.shrunk
+            done["halvings"] = self.shrunk
         return done
 
     @property
@@ -85,176 +109,225 @@ class Refinement(Method):
     def matrix_entries(self) -> float:
         return float(self.size**2)
 
+    @property
+    def engines(self) -> list[str]:
+        """Engines that evaluate rows of K; a solve goes on with those that it began with."""
+        return self.system.engines
+
+    @engines.setter
+    def engines(self, engines: list[str]) -> None:
+        if self.system.use_engines(engines):
+            self.notes.append("matmul= is another than before: the last digits are those of another rounding")
+
     def begin(self, initial: Tensor | None) -> Tensor:
-        base = torch.zeros_like(self.b) if initial is None else self.space.own(initial).to(torch.float64).clone()
-        r, rounded, value = (self.b, self.b, base[:, :0]) if initial is None else self._residuals(base)
+        self.base = torch.zeros_like(self.b) if initial is None else self.space.own(initial).to(torch.float64).clone()
+        self.r, rounded, value = self.b, self.b, self.base[:, :0]
+        if initial is not None:
+            self.r, rounded, value = self._residuals(self.base)
         self.system.entries = 0  # a warm start is not charged for
-        zero, tol, start = torch.zeros_like(self.norm), self.tol, self._relative(r)
-        best, best_true = value.to(torch.float64), self._relative(rounded)
-        self.position = State(base, r, zero, best, best_true, start.clone(), start, start, tol, tol)
+        self.first = self.estimated = self.relative(self.r)
+        self.best, self.best_true = value.to(torch.float64), self.relative(rounded)
+        self.true, self.window_squares = self.first.clone(), torch.zeros_like(self.norm)
         self.method.begin(self.b.shape[1])
-        return start
+        return self.first
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        state, method = self.position, self.method
-        due = self.system.dtype != torch.float64 and state.rows_seen - state.rows_checked >= self.system.n
+        system, method = self.system, self.method
+        due = system.dtype != torch.float64 and self.rows_seen - self.rows_checked >= system.n
         point = method.evaluation_point().clone() if due else None
-        assert self.generator is not None
-        rows, g = method.step(state.r, self.generator)
+        rows, g = method.step(self.r, self.generator)
         asked = method.asks()
-        wanted = [*asked, *([] if state.window_rows else [torch.isfinite(g).all()])]
+        wanted = [*asked, *([] if self.window_rows else [torch.isfinite(g).all()])]
         self.iterations += 1
-        state.rows_seen += len(rows)
-        state.window_rows += len(rows)
-        state.window_squares = state.window_squares + g.square().sum(dim=0)
-        closes = state.window_rows >= min(self.system.n, _WINDOW)
+        self.rows_seen += len(rows)
+        self.window_rows += len(rows)
+        self.window_squares = self.window_squares + g.square().sum(dim=0)
+        closes = self.window_rows >= min(system.n, _WINDOW)
         if closes:
-            wanted.append((state.window_squares * (self.system.n / state.window_rows)).sqrt() / self.norm)
+            wanted.append((self.window_squares * (system.n / self.window_rows)).sqrt() / self.norm)
         if point is not None:
-            state.rows_checked = state.rows_seen
+            self.rows_checked = self.rows_seen
             some = sent(here(rows)[:_CHECKED], rows.device)
-            exact = self.system.residual(some, point, state.r, accurate=True)
-            wanted.append(((g[:_CHECKED] - exact) * (self.system.n / len(some)) ** 0.5).norm(dim=0) / self.norm)
-        found = iter(fetched(*wanted) if wanted else [])
-        method.told([float(next(found)) for _ in asked])
-        if state.window_rows == len(rows) and not bool(next(found)):
+            exact = system.residual(some, point, self.r, accurate=True)
+            wanted.append(((g[:_CHECKED] - exact) * (system.n / len(some)) ** 0.5).norm(dim=0) / self.norm)
+        answers = iter(fetched(*wanted) if wanted else [])
+        method.answer([float(next(answers)) for _ in asked])
+        if self.window_rows == len(rows) and not bool(next(answers)):
             raise NumericalError(NAN, see="nan")
-        estimate = next(found) if closes else None
+        estimate = next(answers) if closes else None
         if point is not None:
-            self._look_at_rounding(next(found))
-        return state.reason is not None or self._close_window(estimate)
+            self._look_at_rounding(next(answers))
+        if self.reason is None and estimate is not None:
+            self.estimated = estimate
+            self.window_rows, self.window_squares = 0, torch.zeros_like(self.window_squares)
+            self._watch_growth(largest_of(estimate))
+        return self.reason is not None or estimate is not None
 
     def _look_at_rounding(self, rounding: Tensor) -> None:
-        """:param rounding: what products in the operator's dtype are off by, relative, ``(t,)`` on the CPU."""
-        state = self.position
-        if not bool(torch.isfinite(rounding).all()):
-            raise NumericalError(NAN, see="nan")
-        if bool(((rounding > _ROUNDED * state.estimate) & (state.estimate > self.tol)).any()):
+        """Correct the residual where rounding dominates it.
+
+        :param rounding: relative error of products in the operator's dtype, ``(t,)`` on the CPU.
+        """
+        self.finite(rounding)
+        if bool(((rounding > _ROUNDED * self.estimated) & (self.estimated > self.tol)).any()):
             self._refine()
 
-    def _close_window(self, estimate: Tensor | None) -> bool:
-        """After enough rows.
+    def _watch_growth(self, largest: float) -> None:
+        """Shrink the step of a method that can, where the residual grows; a method that cannot must not diverge.
 
-        :param estimate: of the residual, from the steps since the last time, ``(t,)`` on the CPU; None before.
+        After corrections of float32 products growth is theirs, and the solve ends.
+
+        :param largest: the residual as estimated now.
+        :raises NumericalError: for NaN, and for growth that a smaller step does not cure.
         """
-        state = self.position
-        if estimate is None:
-            return False
-        state.estimate = estimate
-        state.window_rows, state.window_squares = 0, torch.zeros_like(state.window_squares)
-        watch_growth(state, self.method, self.tol, largest_of(state.estimate), self.b.shape[1], self.notes)
-        return True
+        method = self.method
+        largest, start = largest if math.isfinite(largest) else math.inf, max(1.0, largest_of(self.first))
+        before = self.least if math.isfinite(self.least) else largest_of(self.first)
+        if method.growth is None:
+            growing, helped = largest > _DIVERGED * start, False
+        else:
+            growing = largest > method.growth * max(self.least, self.tol)
+            helped = self.shrunk < _SHRUNK
+        if largest == math.inf and method.growth is None:
+            raise NumericalError(NAN, see="nan")
+        if growing and not helped and self.corrections and largest < math.inf:
+            self.reason = Reason.STAGNATED
+            return
+        if growing and not helped:
+            raise NumericalError(
+                f"{method.name} diverges: the relative residual grew from {before:.1e} to {largest:.1e}. "
+                f"{method.advice}",
+                see="diverges",
+            )
+        if growing:
+            self.notes.append(f"the residual grew from {before:.1e} to {largest:.1e}; went on with a smaller step")
+            self.shrunk, self.least = self.shrunk + 1, largest
+            method.shrink_step()
+            if largest > start:
+                method.begin(self.b.shape[1])
+                self.least = start
+        self.least = min(self.least, largest)
 
     def estimate(self) -> Tensor:
-        return self.position.estimate
+        return self.estimated
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        """See whether the true residual is at the tolerance, where the estimate is, or can get no smaller."""
-        state = self.position
-        if not state.reason and self._due():
-            self._verify_all()
-        largest = largest_of(state.estimate)
-        if not state.reason and self.system.dtype == torch.float64 and plateau(state, largest, self.system.n):
-            before = largest_of(state.true)
-            self._verify_all()
-            if not state.reason and stuck(largest_of(state.true), before):
-                state.reason = Reason.STAGNATED
-        return state.reason
+        """Verify where the estimate is at the tolerance, or can get no smaller."""
+        if not self.reason and self._due():
+            self._verify()
+        if not self.reason and self.system.dtype == torch.float64 and self._on_plateau(largest_of(self.estimated)):
+            before = largest_of(self.true)
+            self._verify()
+            after = largest_of(self.true)
+            if not self.reason and after < _PLATEAU and after > _PROGRESS * before:
+                self.reason = Reason.STAGNATED
+        return self.reason
+
+    def _on_plateau(self, largest: float) -> bool:
+        """Return whether the estimated residual is tiny and has not fallen for many passes."""
+        if largest < _PROGRESS * self.lowest:
+            self.lowest, self.lowest_at = largest, self.rows_seen
+        if self.lowest > _PLATEAU or self.rows_seen - self.lowest_at <= _PATIENCE * self.size:
+            return False
+        self.lowest_at = self.rows_seen  # to look again as many passes later
+        return True
 
     # --- residuals ------------------------------------------------------------------------------------------
 
-    def weights(self) -> Tensor:
-        return self.space.whole(self._iterate())
-
-    def _iterate(self) -> Tensor:
-        return self.position.base + self.method.value
-
-    def _at_target(self) -> bool:
-        return bool((self.position.estimate <= self.position.target).all())
+    def iterate(self) -> Tensor:
+        return self.base + self.method.value
 
     def _due(self) -> bool:
-        """Whether it is time to look at the true residual."""
-        return self._at_target() and self.position.rows_seen >= self.position.verify_after
-
-    def _relative(self, r: Tensor) -> Tensor:
-        return self._finite(self.space.norm(r))
-
-    def _finite(self, size: Tensor) -> Tensor:
-        relative = (size / self.norm).cpu()
-        if not bool(torch.isfinite(relative).all()):
-            raise NumericalError(NAN, see="nan")
-        return relative
-
-    def _true_residual(self) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`_residuals` of the present iterate."""
-        return self._residuals(self._iterate())
+        """Return whether it is time to look at the true residual."""
+        return bool((self.estimated <= self.target).all()) and self.rows_seen >= self.verify_after
 
     def _residuals(self, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``y - (K + noise) W`` for W as it is, and as it would be returned, rounded, and that."""
+        """``y - (K + noise) W`` for an iterate W and for W rounded as it would be returned, and the rounded W."""
         value = exact.to(self.out_dtype)
         if self.out_dtype == torch.float64:
-            r = self.b - self.system.accurate_product(exact)
+            r = self.b - self._accurate_product(exact)
             return r, r, value
-        product = self.system.accurate_product(torch.cat([exact, value.to(torch.float64)], dim=1))
+        product = self._accurate_product(torch.cat([exact, value.to(torch.float64)], dim=1))
         return self.b - product[:, : self.b.shape[1]], self.b - product[:, self.b.shape[1] :], value
 
-    def _verify_all(self) -> None:
-        """The estimate is at the target: end if the true residual is at the tolerance, else aim lower."""
-        state, tol = self.position, self.tol
-        r, rounded, value = self._true_residual()
-        true, self.residual = self._relative(r), self._relative(rounded)
+    def _accurate_product(self, vectors: Tensor) -> Tensor:
+        return self.space.product(self.system.accurate_product, vectors)
+
+    def _verify(self) -> None:
+        """End if the true residual is at the tolerance; else aim lower."""
+        tol = self.tol
+        r, rounded, value = self._residuals(self.iterate())
+        true, self.residual = self.relative(r), self.relative(rounded)
         within = bool((self.residual <= tol).all())
         if within or bool((true <= tol).all()):
-            state.reason = Reason.REACHED if within else Reason.ROUNDED
+            self.reason = Reason.REACHED if within else Reason.ROUNDED
             self._settle(value, rounded)
         else:  # the estimate was too small: of rows that had just been solved, say
-            state.target = max(0.1 * tol, 0.9 * state.target * min(1.0, tol / largest_of(true)))
-            state.failures, state.true = state.failures + 1, true
-            state.verify_after = state.rows_seen + self.system.n * 2 ** min(state.failures, 6)
+            self.target = max(0.1 * tol, 0.9 * self.target * min(1.0, tol / largest_of(true)))
+            self.failures, self.true = self.failures + 1, true
+            self.verify_after = self.rows_seen + self.size * 2 ** min(self.failures, 6)
+
+    def keep(self, value: Tensor, residual: Tensor) -> None:
+        """Remember the columns of a value whose true residuals are the least so far."""
+        better = residual < self.best_true
+        if bool(better.any()):
+            best = self.best if self.best.numel() else torch.zeros_like(self.r)
+            self.best = torch.where(better.to(best.device), value.to(torch.float64), best)
+            self.best_true = torch.where(better, residual, self.best_true)
+
+    def best_of(self, value: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Replace columns of a value by the best known where these are better.
+
+        :returns: the value, its true residuals, and how many columns were replaced.
+        """
+        worse = residual > self.best_true
+        if not bool(worse.any()):
+            return value, residual, 0
+        best = self.best if self.best.numel() else torch.zeros_like(self.r)
+        value = torch.where(worse.to(best.device), best.to(value.dtype), value)
+        return value, torch.where(worse, self.best_true, residual), int(worse.sum())
 
     def _settle(self, value: Tensor, r: Tensor) -> None:
-        """What will be returned: a value, with the best columns known where they are better; and what is certain of it.
+        """Return a value, or where they are better the best columns known, and what is certain of it.
 
         :param r: its residual.
         """
-        self.value, self.residual, self.earlier_columns = self.position.best_of(value, self._relative(r))
+        self.value, self.residual, self.earlier_columns = self.best_of(value, self.relative(r))
         if not self.earlier_columns:
-            self.certain = Certificate(self.system.system, None, space=self.space).of(
-                self.b, value.to(torch.float64), r
-            )
+            certificate = Certificate(self.system, None, space=self.space)
+            self.certain = certificate.of(self.b, value.to(torch.float64), r)
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that has not helped any column several times."""
-        state = self.position
-        r, rounded, value = self._true_residual()
-        true, self.residual = self._relative(r), self._relative(rounded)
-        helped = bool((true <= 0.5 * state.true)[true > self.tol].any()) or bool((true <= self.tol).all())
-        state.fruitless = 0 if helped else state.fruitless + 1  # once is nothing: the 2-norm may rise before it falls
-        state.corrections += 1
-        state.keep(value, self.residual)
-        if state.fruitless >= _FRUITLESS:
-            state.reason = Reason.STAGNATED
+        r, rounded, value = self._residuals(self.iterate())
+        true, self.residual = self.relative(r), self.relative(rounded)
+        helped = bool((true <= 0.5 * self.true)[true > self.tol].any()) or bool((true <= self.tol).all())
+        self.fruitless = 0 if helped else self.fruitless + 1  # once is nothing: the 2-norm may rise before it falls
+        self.corrections += 1
+        self.keep(value, self.residual)
+        if self.fruitless >= _FRUITLESS:
+            self.reason = Reason.STAGNATED
             self._settle(value, rounded)
             return
         self.notes.append(
             f"{str(self.system.dtype).removeprefix('torch.')} products corrected at residual {largest_of(true):.1e}"
         )
-        state.base, state.r, state.true = self._iterate(), r, true
+        self.base, self.r, self.true = self.iterate(), r, true
         self.method.rebase()
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        """The residual of what is returned: of all rows, or of a sample where the budget ended early.
+        """Return the value with the residual of all rows, or of a sample where the budget ended early.
 
-        :param quick: a sample at the most.  Ctrl-C then leaves the residual as the steps estimated it.
+        :param quick: take a sample at the most.  Ctrl-C then leaves the residual as the steps estimated it.
         """
         if self.value is None:
             self._look(quick)
         return self._outcome(reason)
 
     def give_up(self, reason: Reason) -> Outcome:
-        self.value, self.residual, self.sample = self._iterate().to(self.out_dtype), self.position.estimate, 0
+        self.value, self.residual, self.sample = self.iterate().to(self.out_dtype), self.estimated, 0
         self.notes.append("interrupted again: the residual is what the last steps estimated")
         return self._outcome(reason)
 
@@ -278,59 +351,32 @@ class Refinement(Method):
         return Outcome(self.space.whole(self.value), self.residual, within and self.sample is None, reason, facts)
 
     def _look(self, quick: bool) -> None:
-        n = self.system.n
-        if n <= _SAMPLE or (not quick and (n <= _ALL_ROWS or self.system.passes >= _WORTH_ALL_ROWS)):
-            _, rounded, value = self._true_residual()
+        """Find the residual of the iterate that will be returned."""
+        n = self.size
+        if n <= _SAMPLE or (not quick and (n <= _ALL_ROWS or self.work >= _WORTH_ALL_ROWS)):
+            _, rounded, value = self._residuals(self.iterate())
             self._settle(value, rounded)
             return
-        self.value = self._iterate().to(self.out_dtype)
+        self.value = self.iterate().to(self.out_dtype)
         rows = torch.randperm(n, generator=generator(n, "rows of a residual"))[:_SAMPLE].to(self.b.device)
         r = self.system.residual(rows, self.value.to(torch.float64), self.b, accurate=True)
-        self.residual, self.sample = self._finite((r * (n / len(rows)) ** 0.5).norm(dim=0)), len(rows)
+        residual = (r * (n / len(rows)) ** 0.5).norm(dim=0) / self.norm
+        self.residual, self.sample = self.finite(residual.cpu()), len(rows)
         self.notes.append(f"residual estimated from {len(rows)} random rows, in float64")
 
-    # --- saving and resuming --------------------------------------------------------------------------------
-
-    @property
-    def _vectors(self) -> list[str]:
-        return [*VECTORS, *(f"method.{name}" for name in self.method.positions)]
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        own, tensors = self.position.pack()
-        tensors |= {f"method.{name}": tensor for name, tensor in self.method.tensors.items()}
-        tensors |= {name: self.space.to_write(tensors[name]) for name in self._vectors}
-        assert self.generator is not None
-        tensors["generator"] = self.generator.get_state()
-        plain = {"state": own, "method": self.method.numbers, "engines": self.system.engines, "notes": self.notes,
-                 "iterations": self.iterations, "entries": self.system.entries,
-                 "products": self.system.system.products}  # fmt: skip
-        return plain, tensors
-
-    def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors = {**tensors, **{name: self.space.own(tensors[name]) for name in self._vectors}}
-        self.method.numbers, self.notes, self.iterations = plain["method"], plain["notes"], plain["iterations"]
-        self.method.tensors = {k.removeprefix("method."): v for k, v in tensors.items() if k.startswith("method.")}
-        self.position = State.unpack(plain["state"], tensors)
-        assert self.generator is not None
-        self.generator.set_state(tensors["generator"].cpu())
-        self.system.entries, self.system.system.products = plain["entries"], plain["products"]
-        if self.system.use_engines(plain["engines"]):
-            self.notes.append("matmul= is another than before: the last digits are those of another rounding")
-
     def resume(self, ended: Reason | None) -> Reason | None:
-        state = self.position
-        another = state.tol != self.tol
+        another = self.target_of != self.tol
         if another:
-            state.tol = state.target = self.tol
-            state.failures = state.verify_after = 0
-        state.reason = None
+            self.target_of = self.target = self.tol
+            self.failures = self.verify_after = 0
+        self.reason = None
         if ended in (Reason.REACHED, Reason.ROUNDED, Reason.STAGNATED):
-            self._verify_all()
-            if another and not state.reason:
-                state.failures, state.verify_after, state.target = 0, 0, self.tol
-            if ended == Reason.STAGNATED and not state.reason:
+            self._verify()
+            if another and not self.reason:
+                self.failures, self.verify_after, self.target = 0, 0, self.tol
+            if ended == Reason.STAGNATED and not self.reason:
                 self._look(quick=False)
-                state.reason = ended
-        elif self.iterations and not state.window_rows and self._due():
-            self._verify_all()  # it was ended where it would have done this
-        return state.reason
+                self.reason = ended
+        elif self.iterations and not self.window_rows and self._due():
+            self._verify()  # it was ended where it would have done this
+        return self.reason

@@ -1,4 +1,4 @@
-"""What users choose for every blockwise solver, and how a choice becomes a solve."""
+"""The base class of blockwise solvers: choices that they share, and how a choice becomes a solve."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ....operators.marks import operator_marks
 from ....report import SolveReport, conclude, merged
 from ...choices import Budgeted
 from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
-from ...problem import FullProblem, Solution, System, check_problem
+from ...problem import FullProblem, Solution, check_problem
+from ...system import System, automatic_block_size
 from ..held_out import full_held_out
 from .method import BlockMethod
 from .refinement import Refinement
-from .system import BlockSystem, automatic_block_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,11 @@ class BlockSolver(Budgeted):
             raise InputError(f"{self.name}(block_size={self.block_size}) exceeds the {n} points; choose at most {n}.")
 
     def notes(self, n: int) -> list[str]:
-        """Of the report, where choices were cut to n points."""
+        """Return notes for the report, where choices were cut to n points."""
         return []
 
-    def method(self, system: BlockSystem, block_size: int) -> BlockMethod:
-        """The method at work on one system."""
+    def method(self, system: System, block_size: int) -> BlockMethod:
+        """Return the method at work on one system."""
         raise NotImplementedError
 
     def solve(
@@ -153,7 +153,7 @@ class BlockSolver(Budgeted):
         keep_interrupted: bool,
     ) -> tuple[Tensor, SolveReport]:
         began = clock()
-        rows = BlockSystem(system)
+        system = system.fresh()
 
         def marks() -> dict[str, str]:
             return {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
@@ -161,9 +161,9 @@ class BlockSolver(Budgeted):
         compare_ranks(self.name, marks)
         checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, marks())
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
-        method = self.method(rows, size)
+        method = self.method(system, size)
         run = Run(
-            Refinement(rows, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed),
+            Refinement(system, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed),
             Budget(self.max_passes, self.max_seconds),
             began=began,
             initial=initial,

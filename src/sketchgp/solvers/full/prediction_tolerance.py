@@ -1,4 +1,4 @@
-"""Solving until predictions are right: ``tol="posterior"``, by an estimate, and ``tol="certified"``, by a bound.
+"""Tolerances that make predictions right: ``tol="posterior"``, by an estimate, and ``tol="certified"``, by a bound.
 
 While conjugate gradients go on, the mean at some points is followed: an iteration changes ``c^T w`` by ``alpha c^T p``,
 which costs n operations a point.  Between two iterations the residual has changed by ``A (w' - w)``, and the mean by
@@ -9,17 +9,23 @@ largest ratio of late, says how far the mean is still off.  It is an estimate: o
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...operators import LowRankPlusDiagonal
-from ...operators.access import diagonal
+from ...operators.access import Access, diagonal
+from ...random_streams import generator
 from ...space import Space, square_norms
 from ..certificate import Certificate
-from ..problem import System
+from ..system import System
 
+POINTS = 32  # that are followed
+_NEIGHBOURS = 256  # training points that a variance is made of
+_DOUBLINGS = 3.0  # of their number that its fall is extrapolated over, at the most
 LEVEL = 0.01  # posterior deviations of an observation
 FACTORIZED = 0.1  # the same where a factorization in float64 has made the value, which nothing makes better
 CEILING = 1e-3  # of the residual that an estimate is content with: it is of some points only
@@ -30,8 +36,8 @@ _FIRST = 3  # iterations before it is believed
 _MARGIN = 0.7  # of the bound that the recurrence aims at; it knows nothing of rounding
 
 
-class Rows:
-    """What a residual says of predictions at all training points.
+class RowErrors:
+    """Errors of predictions at all training points, by the residual.
 
     The mean there is ``K w``, off by ``K e = r - D e`` where ``A e = r``.  ``P^-1 r`` stands for e where P has the
     directions; where it lacks a point, whose row of K is then much like one of the identity, the error is r's share
@@ -53,18 +59,18 @@ class Rows:
         self.unit = self.noise.sqrt()
 
     def worst(self, r: Tensor, z: Tensor) -> Tensor:
-        """``(..., t)``: the largest error at a training point, in deviations of an observation, at the most.
+        """Bound the error at any training point, in deviations of an observation, ``(..., t)``.
 
         :param r: residuals, vectors of the space; :param z: ``P^-1 r``.
         """
-        found = self.share * r.abs()
+        errors = self.share * r.abs()
         if self.known:
-            found = torch.maximum(found, (r - self.noise * z).abs())
-        return self.space.largest(found / self.unit)
+            errors = torch.maximum(errors, (r - self.noise * z).abs())
+        return self.space.largest(errors / self.unit)
 
 
-class Aim:
-    """The tolerance of the residual of each column, found out as the solve goes on.
+class PredictionTolerance:
+    """The tolerance of the residual of each column, worked out as the solve goes on.
 
     :param norm: ``(..., t)`` of the right-hand sides.
     :param weights: what is followed, k(X, x) over the deviation at x, p vectors of the certificate's space; None for
@@ -74,7 +80,7 @@ class Aim:
     """
 
     def __init__(
-        self, norm: Tensor, certificate: Certificate, weights: Tensor | None, rows: Rows | None = None
+        self, norm: Tensor, certificate: Certificate, weights: Tensor | None, rows: RowErrors | None = None
     ) -> None:
         self.norm, self.certificate, self.weights, self.rows = norm, certificate, weights, rows
         self.tolerance = torch.zeros_like(norm)
@@ -87,7 +93,7 @@ class Aim:
 
     @property
     def trail(self) -> list[Tensor]:
-        """What a checkpoint must bring back."""
+        """Tensors that a checkpoint must bring back."""
         parts = [part[: self.used] for part in (self.values, self.residuals, self.ratios)]
         return [*parts, self.tolerance, self.norm.new_tensor(self.margin)] if self.used else []
 
@@ -104,12 +110,15 @@ class Aim:
                 setattr(self, name, torch.cat([part, part.new_zeros(max(64, len(part)), *part.shape[1:])]))
 
     def begin(self, residual: Tensor) -> None:
-        """:param residual: relative, ``(..., t)``, of the start."""
+        """Begin to follow predictions.
+
+        :param residual: relative, ``(..., t)``, of the start.
+        """
         self._grow()
         self.residuals[0], self.used = (residual * self.norm).reshape(-1), 1
 
     def follow(self, alpha: Tensor, p: Tensor, index: Tensor, residual: Tensor) -> None:
-        """An iteration has gone from w to ``w + alpha p`` in the columns ``index``.
+        """Follow an iteration from w to ``w + alpha p`` in the columns ``index``.
 
         :param residual: relative, ``(..., t)``, after it.
         """
@@ -134,7 +143,7 @@ class Aim:
         self.used = k + 1
 
     def weigh(self, energy: Tensor, s: Tensor, z: Tensor, index: Tensor, residual: Tensor) -> None:
-        """For ``"certified"``: by what the bound is over the residual now; else by the errors at the training points.
+        """Set the tolerance by the bound over the residual for ``"certified"``, else by errors at training points.
 
         :param energy: ``s^T z`` of the residual s, of the columns ``index``; z is ``P^-1 s``.
         """
@@ -155,13 +164,13 @@ class Aim:
         self.tolerance[..., index] = self.margin * LEVEL * residual[..., index] / bound
 
     def _ratio(self) -> Tensor:
-        """Deviations over residual, with what makes it safe."""
+        """Ratio of deviations to residual, times a safety factor."""
         k = self.used - 1
         recent = self.ratios[self.used - 1 - int(_RECENT * k) : self.used].amax(dim=0)
         return (SAFETY * recent).clamp(min=torch.finfo(recent.dtype).tiny).reshape(self.norm.shape)
 
     def deviations(self, residual: Tensor, bound: Tensor) -> Tensor:
-        """``(..., t)`` how far any prediction is off, as estimated, or as is certain where that is less (or asked for).
+        """Return how far any prediction is off, ``(..., t)``: as estimated, or as is certain if less or asked for.
 
         :param residual: true and relative; :param bound: :attr:`sketchgp.SolveReport.error_bound`; ``(..., t)`` each.
         """
@@ -173,18 +182,89 @@ class Aim:
         return torch.minimum(certain, self._ratio() * residual * self.norm)
 
     def facts(self, residual: Tensor, bound: Tensor) -> dict[str, Any]:
-        """For the report."""
+        """Return fields for the report."""
         if self.weights is None:
             return {"tol": LEVEL, "judged": "bound"}
         deviations = self.deviations(residual, bound).reshape(-1).cpu()
         return {"tol": self._level, "judged": "predictions", "deviations": deviations}
 
     def met(self, residual: Tensor, bound: Tensor) -> Tensor:
-        """Which columns are where they are to come to."""
+        """Return which columns are where they are to come to."""
         enough = torch.inf if self.weights is None or self.errors is not None else CEILING
         return (self.deviations(residual, bound) <= self._level) & (residual <= enough)
 
     @property
     def _level(self) -> float:
-        """The deviations that are allowed."""
+        """Deviations that are allowed."""
         return LEVEL if self.errors is None or self.weights is None else FACTORIZED
+
+
+@dataclass
+class FollowedPoints:
+    """Points whose predictions are followed while a system is solved.
+
+    :ivar covariances: k(X, x) of the points x, ``(..., n, p)`` float64.
+    :ivar prior: k(x, x), ``(..., p)`` float64.
+    :ivar rows: ``(q,)``, the training points that the last q are.
+    """
+
+    covariances: Tensor
+    prior: Tensor
+    rows: Tensor
+
+    @classmethod
+    def choose(cls, system: System, elsewhere: tuple[Tensor, Tensor] | None = None) -> FollowedPoints:
+        """Choose training points, and other points in place of half of them where these are known.
+
+        :param elsewhere: covariances ``(..., n, p)`` and prior variances ``(..., p)`` of at most 16 other points.
+        """
+        access = Access(system.operator)
+        others = 0 if elsewhere is None else elsewhere[0].shape[-1]
+        count = min(system.n, POINTS - others)
+        rows = torch.randperm(system.n, generator=generator(0, "points that a solve follows"))[:count]
+        rows = rows.to(system.noise.device)
+        covariances, prior = access.columns(rows), access.diagonal()[..., rows]
+        if elsewhere is not None:
+            covariances = torch.cat([elsewhere[0], covariances], dim=-1)
+            prior = torch.cat([elsewhere[1], prior], dim=-1)
+        return cls(covariances, prior, rows)
+
+    def deviations(self, system: System) -> Tensor:
+        """Estimate the posterior deviations of an observation at the points, ``(..., p)``.
+
+        Training points count as new ones.  The estimate takes the 256 training points of the largest correlation, which
+        say nearly all there is to know at x.  The deviation falls with the number of points, and its fall from the
+        nearer half of them to all is taken to go on for another three doublings at the most.  It is never below that of
+        the noise.
+        """
+        access = Access(system.operator)
+        n, count = system.n, self.covariances.shape[-1]
+        size = min(_NEIGHBOURS, n - 1)
+        batch = torch.broadcast_shapes(access.batch_shape, system.batch_shape)
+        noise = system.noise.to(torch.float64).expand(*batch, n)
+        if not size:
+            return (self.prior + noise).sqrt().expand(*batch, count)
+        scale = access.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+        near = self.covariances.abs() / scale.unsqueeze(-1)
+        own = torch.arange(count - len(self.rows), count, device=near.device)
+        near[..., self.rows, own] = -1
+        indices = near.topk(size, dim=-2).indices
+        all_near, half, floor = [], [], []
+        for j in range(count):
+            index = indices[..., j].expand(*batch, size) if batch else indices[..., j]
+            block = access.block(indices[..., j], indices[..., j])
+            block = block + torch.diag_embed(noise.gather(-1, index))
+            c = self.covariances[..., j].expand(*batch, n).gather(-1, index).unsqueeze(-1)
+            root, _ = torch.linalg.cholesky_ex(block)
+            explained = torch.linalg.solve_triangular(root, c, upper=False).squeeze(-1).square().cumsum(dim=-1)
+            k = j - count + len(self.rows)
+            of_new = noise[..., self.rows[k]] if k >= 0 else noise.gather(-1, index[..., :1]).squeeze(-1)
+            latent = self.prior[..., j].unsqueeze(-1) - explained[..., [-1, (size - 1) // 2]]
+            both = (latent.clamp(min=0) + of_new.unsqueeze(-1)).sqrt()
+            all_near.append(both[..., 0])
+            half.append(both[..., 1])
+            floor.append(of_new.sqrt())
+        deviations, least = torch.stack(all_near, dim=-1), torch.stack(floor, dim=-1)
+        falling = (deviations / torch.stack(half, dim=-1)).nan_to_num(1.0).median(dim=-1, keepdim=True).values
+        doublings = min(_DOUBLINGS, max(0.0, math.log2((n - 1) / size)))
+        return torch.maximum(deviations.nan_to_num(0.0) * falling**doublings, least)

@@ -1,0 +1,119 @@
+"""Iterative refinement: methods whose iterate is judged by its true residual, in float64.
+
+A cycle works on ``A d = r`` from d = 0, with products in the operator's dtype; then ``w += d`` and ``r = b - A w`` in
+float64, and the next cycle goes on from there.  Reference: Higham, "Accuracy and Stability of Numerical Algorithms",
+chapter 12.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import NumericalError
+from ...report import Reason
+from ...space import Space
+from .method import Method
+
+NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
+_OF_SIDES = "The right-hand side of a linear solve holds NaN or infinity."
+
+
+class Refined(Method):
+    """A method on ``A w = b`` for b ``(..., n, t)``, rows that ``space`` holds.
+
+    :ivar norm: norm of each right-hand side ``(..., t)``; 1 where it is zero.
+    :raises NumericalError: where b holds NaN or infinity.
+    """
+
+    def __init__(self, b: Tensor, space: Space, message: str = _OF_SIDES) -> None:
+        super().__init__()
+        self.b, self.space, self.device = b, space, b.device
+        norm = space.norm(b)
+        if not bool(torch.isfinite(norm).all()):
+            raise NumericalError(message, see="nan")
+        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+
+    def relative(self, r: Tensor) -> Tensor:
+        """Relative residual of each column, on the CPU.
+
+        :raises NumericalError: for NaN or infinity.
+        """
+        return self.finite((self.space.norm(r) / self.norm).cpu())
+
+    @staticmethod
+    def finite(residual: Tensor) -> Tensor:
+        """Return the argument.
+
+        :raises NumericalError: for NaN or infinity.
+        """
+        if not bool(torch.isfinite(residual).all()):
+            raise NumericalError(NAN, see="nan")
+        return residual
+
+    def iterate(self) -> Tensor:
+        """Return the present iterate, rows that ``space`` holds."""
+        raise NotImplementedError
+
+    def weights(self) -> Tensor:
+        return self.space.whole(self.iterate())
+
+
+class Cycles(Refined):
+    """Cycles of a recurrence on ``A d = r``, each from the true residual, in float32 and where need be in float64.
+
+    :ivar exact: whether products are float64 ones.
+    :ivar cycling: whether a cycle is open; ``verified``: whether the true residual is that of the value.
+    :ivar current: relative residual by the recurrence, ``(..., t)``; ``current_on_cpu`` the same where it was fetched.
+    """
+
+    def __init__(self, b: Tensor, space: Space, exact: bool, message: str = _OF_SIDES) -> None:
+        super().__init__(b, space, message)
+        self.exact, self.cycling, self.verified = exact, False, True
+        self.current = self.norm[..., :0]
+        self.current_on_cpu: Tensor | None = None
+
+    def estimate(self) -> Tensor:
+        return self.current.reshape(-1) if self.current_on_cpu is None else self.current_on_cpu
+
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """Where a cycle has ended: end, or begin the next one, with float64 products where float32 ones do not help."""
+        if self.cycling:
+            return None
+        reached = self.reached()
+        if reached is not None:
+            return reached
+        trouble = self.stuck()
+        if trouble is not None:
+            if self.exact:
+                return Reason.STAGNATED
+            self.change_to_float64()
+            self.notes.append(f"float32 {trouble}; went on with float64 ones")
+        self.open()
+        return None if self.cycling else Reason.STAGNATED
+
+    def moved(self) -> None:
+        if self.cycling:
+            self.close_cycle()
+            self.open()
+            self.cycling = True
+
+    def reached(self) -> Reason | None:
+        """Return why the solve ends here, if all columns are where they are to come to."""
+        raise NotImplementedError
+
+    def stuck(self) -> str | None:
+        """Return in words what the last cycle failed at; None if it brought every column forward."""
+        raise NotImplementedError
+
+    def change_to_float64(self) -> None:
+        """Take float64 products from here on."""
+        self.exact = True
+
+    def open(self) -> None:
+        """Begin a cycle from d = 0."""
+        raise NotImplementedError
+
+    def close_cycle(self) -> None:
+        """End the cycle: add d to the value, and find its true residual."""
+        raise NotImplementedError
