@@ -23,9 +23,9 @@ from sketchgp.solvers.eigenpro_step import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
 from sketchgp.solvers.inducing.eigenpro3 import EigenPro3
 from sketchgp.solvers.inducing.eigenpro4 import EigenPro4
-from sketchgp.solvers.inducing.held_out import InducingHeldOut
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions
 from sketchgp.solvers.inducing.projection import ExactProjection, InexactProjection
+from sketchgp.solvers.inducing.solver import held_out_error
 
 KERNELS = {
     "rbf": (lambda: RBFKernel(), 0.6),
@@ -246,7 +246,7 @@ def test_the_delay_follows_the_cost_of_projections():
 def test_held_out_errors_have_float64_entries():
     problem = _problem(100, 40, "rbf", dtype=torch.float32)
     weights = 1e6 * normal(40, 1)
-    found = InducingHeldOut(problem, problem.x, problem.y)(weights)
+    found = held_out_error(problem, problem.x, problem.y)(weights)
     wanted = (_fit(problem, weights, problem.x).squeeze(1) - problem.y.double()).square().mean().sqrt()
     assert float(found) == pytest.approx(float(wanted), rel=1e-9)
 

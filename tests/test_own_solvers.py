@@ -19,7 +19,7 @@ from cases import each
 from gp_models import SOLVED, Plain, data, dense, iterative, posterior
 from problems import normal, points, relative
 from sketchgp import FullProblem, InducingPointProblem, InputError, Solution
-from sketchgp.solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Solver, SystemSolver
+from sketchgp.solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, BlockMethod, BlockSolver, Solver, SystemSolver
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,44 @@ class Normal:
         value = torch.linalg.solve(tall.mT @ tall + problem.level * square, tall.mT @ problem.y.double()) * self.times
         value = value if self.shape is None else torch.zeros(self.shape)
         return Solution(value, _report(self.name, sketchgp.QR().solve(problem).report))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussSeidel(BlockSolver):
+    """Block Gauss-Seidel: each step solves exactly for the weights of the next block of rows."""
+
+    def method(self, system: Any, block_size: int) -> BlockMethod:
+        return _GaussSeidel(self, system, block_size)
+
+
+class _GaussSeidel(BlockMethod):
+    def begin(self, width: int) -> None:
+        super().begin(width)
+        self.numbers["first"] = 0
+
+    def step(self, r: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        first, size = int(self.numbers["first"]), int(self.numbers["block_size"])
+        rows = torch.arange(first, min(first + size, self.system.n))
+        g = self.system.residual(rows, self.tensors["w"], r)  # ((K + noise) w - r)[rows]
+        block = self.system.block(rows, rows) + self.system.noise[rows].diag()
+        self.tensors["w"][rows] -= torch.linalg.solve(block, g)
+        self.numbers["first"] = first + size if first + size < self.system.n else 0
+        return rows, g
+
+
+def test_a_blockwise_solver_of_ones_own(tmp_path):
+    """Two classes of the package are all that it takes: checkpoints, budgets and reports come with them."""
+    x, y, _ = data()
+    problem = FullProblem(ScaleKernel(RBFKernel()).double(), x, y, 0.5)
+    solver = GaussSeidel(block_size=len(x) // 4, tol=1e-8, max_passes=2000.0)
+    solution = solver.solve(problem)
+    matrix = problem.kernel(x).to_dense().detach() + 0.5 * torch.eye(len(x), dtype=x.dtype)
+    assert solution.report.converged and solution.report.solver == "GaussSeidel"
+    assert relative(solution.value, torch.linalg.solve(matrix, y)) < 1e-6
+    kept = dataclasses.replace(solver, checkpoint=tmp_path / "solve", every=1e-9)
+    with pytest.warns(sketchgp.ConvergenceWarning):
+        dataclasses.replace(kept, max_passes=solution.report.passes / 2).solve(problem)
+    assert torch.equal(kept.solve(problem).value, solution.value)
 
 
 def _report(name: str, report: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from .choices import Budgeted
 from .full.askotch import ASkotch
-from .full.blockwise import BlockSolver
+from .full.blockwise import BlockMethod, BlockSolver
 from .full.cholesky import Cholesky
 from .full.conjugate_gradients import ConjugateGradients
 from .full.eigenpro2 import EigenPro2
@@ -31,6 +31,7 @@ __all__ = [
     "KRILL",
     "QR",
     "ASkotch",
+    "BlockMethod",
     "BlockSolver",
     "Budgeted",
     "Cholesky",

@@ -1,13 +1,17 @@
-"""What users choose for every iterative solver: how long it may take, and where its state is kept."""
+"""The base class of iterative solvers: how long they may take, and where their state is kept."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from ..checks import number, path, settle
+from .loop import Budget, Checkpoint, HeldOut, Method, Progress, Run
 
 _LIMITS = ("max_iterations", "max_passes", "max_epochs", "max_seconds")
 
@@ -44,11 +48,41 @@ class Budgeted:
 
     @property
     def limited(self) -> bool:
-        """Whether the user limited the work, which asks for the best that the limit allows."""
+        """Whether the user limited the work, and so asked for the best that the limit allows."""
         return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name in _LIMITS)
 
+    def _prepared(
+        self,
+        method: Method,
+        work: float,
+        *,
+        began: float,
+        marks: Callable[[], tuple[dict[str, str], dict[str, str]]],
+        initial: Tensor | None = None,
+        callback: Callable[[Progress], Any] | None = None,
+        held_out: HeldOut | None = None,
+        keep_interrupted: bool = True,
+    ) -> Run:
+        """Return the run of a method.
+
+        :param work: the budget, in the method's unit.
+        :param marks: marks of the problem and rough marks, as :class:`Checkpoint` takes them.
+        :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
+        """
+        checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, *marks())
+        return Run(
+            method,
+            Budget(work, self.max_seconds),
+            began=began,
+            initial=initial,
+            callback=callback,
+            held_out=held_out,
+            checkpoint=checkpoint,
+            raising=not keep_interrupted,
+        )
+
     def _described(self) -> str:
-        """The choices that a checkpoint must be of."""
+        """Describe the choices that a checkpoint must be of."""
         choices: dict[str, Any] = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in self._budget
         }
@@ -56,5 +90,5 @@ class Budgeted:
 
 
 def cut(name: str, asked: int | None, there: int, what: str) -> list[str]:
-    """The note of a report where more was asked for than there is, and as many were taken."""
+    """Return a note for the report where more was asked for than there is."""
     return [f"{name} {asked} was asked for; {there} {what} have {there}"] if (asked or 0) > there else []

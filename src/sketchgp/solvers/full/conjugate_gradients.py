@@ -5,6 +5,7 @@ References: those of :mod:`sketchgp.solvers.conjugate_step` and of :mod:`.gradie
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...checks import count, flag, found, function, like, pair, settle, tolerance, word
+from ...checks import count, found, settle, tolerance, word
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
@@ -23,15 +24,14 @@ from ...report import Reason, SolveReport, conclude, shortfall_counted
 from ...settings import memory_budget
 from ...space import Space
 from ..certificate import Certificate
-from ..choices import Budgeted
 from ..energy import Goal
 from ..lanczos import LostToRoundingError
-from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
-from ..problem import FullProblem, Solution, check_problem
+from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
+from ..problem import FullProblem, Solution
 from ..system import System
 from .gradients import Gradients
-from .held_out import full_held_out
 from .prediction_tolerance import FollowedPoints, RowErrors
+from .solver import FullSolver, Matmul
 
 _OTHERS = (
     "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
@@ -40,7 +40,7 @@ _OTHERS = (
 
 
 @dataclass(frozen=True)
-class ConjugateGradients(Budgeted):
+class ConjugateGradients(FullSolver):
     """Conjugate gradients on ``(K + noise) W = Y``; all columns at once, each stopping by itself.
 
     Costs one product with K an iteration and six n x t float64 arrays.  Vectors and inner products are float64.
@@ -67,8 +67,7 @@ class ConjugateGradients(Budgeted):
     (:class:`sketchgp.solvers.Budgeted`); in a model they are those of the posterior mean's solve.
     """
 
-    problem_type: ClassVar[type[FullProblem]] = FullProblem
-    _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_iterations")
+    _budget: ClassVar[tuple[str, ...]] = (*FullSolver._budget, "max_iterations")
 
     tol: float | Literal["posterior", "certified"] | None = None
     max_iterations: int | None = None
@@ -80,15 +79,11 @@ class ConjugateGradients(Budgeted):
         settle(self, word, "precision", allowed=("auto", "float64"))
         self._check_budget()
 
-    def validate(self, problem: FullProblem) -> None:
-        """:raises InputError: for anything but a :class:`FullProblem`; every choice fits every one."""
-        check_problem("ConjugateGradients.solve", problem)
-
     def solve(
         self,
         problem: FullProblem,
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
+        matmul: Matmul = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -115,11 +110,7 @@ class ConjugateGradients(Budgeted):
             raise InputError(
                 f"{owner}: preconditioner expects a choice such as RPCholesky(), None or 'auto', got {found(choice)}."
             )
-        if initial is not None:
-            like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        held_out = pair(owner, held_out, problem.x, problem.y.shape[1:])
+        options = self._options(problem, matmul, initial, callback, held_out, progress)
         began, system, built = clock(), problem.system(matmul), None
         if choice is not None:
             choice.validate(system.n)
@@ -132,11 +123,7 @@ class ConjugateGradients(Budgeted):
             name=choice.name if choice is not None else "none",
             below=choice is not None and choice.below,
             setup_seconds=clock() - began,
-            initial=None if initial is None else initial.reshape(columns.shape),
-            callback=callback,
-            held_out=None if held_out is None else full_held_out(problem, matmul, *held_out),
-            progress=progress,
-            keep_interrupted=True,
+            **options,
         )
         report.notes += filter(None, [choice.note(system.n) if choice is not None else ""])
         return Solution(value.reshape(problem.y.shape), report, problem)
@@ -172,22 +159,13 @@ class ConjugateGradients(Budgeted):
         :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
-        with torch.no_grad():
-            method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
-            run = Run(
-                method,
-                Budget(self.max_iterations or 1000, self.max_seconds),
-                began=clock() - setup_seconds,
-                initial=initial,
-                callback=callback,
-                held_out=held_out,
-                checkpoint=self._checkpoint(system, rhs, preconditioner, name),
-                raising=not keep_interrupted,  # inside a model: a half-done solution must not reach its caches
-            )
-            outcome = run.loop(progress)
-        report = self._concluded(run, method, name)
+        method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
+        value, report = self._run(
+            method, rhs, name, progress, began=clock() - setup_seconds, initial=initial, callback=callback,
+            held_out=held_out, keep_interrupted=keep_interrupted,
+        )  # fmt: skip
         matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
-        return outcome.value.to(rhs.dtype), report, matrices
+        return value.to(rhs.dtype), report, matrices
 
     def explain(
         self,
@@ -204,18 +182,8 @@ class ConjugateGradients(Budgeted):
 
         :returns: w; A times it, which the last true residual is of; and the report.
         """
-        with torch.no_grad():
-            method = self._method(system, c, preconditioner, below, goal)
-            run = Run(
-                method,
-                Budget(self.max_iterations or 1000, self.max_seconds),
-                began=clock(),
-                initial=initial,
-                checkpoint=self._checkpoint(system, c, preconditioner, name),
-                raising=True,
-            )
-            value = run.loop(None).value
-        report = self._concluded(run, method, name)
+        method = self._method(system, c, preconditioner, below, goal)
+        value, report = self._run(method, c, name, began=clock(), initial=initial, keep_interrupted=False)
         product = method.product_of(value)
         return value, system.accurate_product(value) if product is None else product, report
 
@@ -243,17 +211,15 @@ class ConjugateGradients(Budgeted):
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
-        with torch.no_grad():
-            method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
-            method.watched = judged
-            run = Run(method, Budget(self.max_iterations or 1000, None), began=clock() - setup_seconds, raising=True)
-            outcome = run.loop(None)
-        with shortfall_counted() if method.lost else nullcontext():
-            report = self._concluded(run, method, name)
+        method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
+        method.watched = judged
+        unlimited = dataclasses.replace(self, max_seconds=None, checkpoint=None)
+        value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds, keep_interrupted=False)
         if method.lost:
             raise LostToRoundingError("An eigenvalue of a matrix that has none so small.")
-        return outcome.value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
+        return value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
+    @torch.no_grad()
     def _method(
         self,
         system: System,
@@ -265,7 +231,7 @@ class ConjugateGradients(Budgeted):
         lanczos_columns: int = 0,
         keep_vectors: bool = False,
     ) -> Gradients:
-        """What is iterated, by the tolerance that was asked for."""
+        """Return the method at work on one system, by the tolerance that was asked for."""
         compare_ranks(self.name, lambda: solve_marks(system.noise, rhs, self._described()))
         space = Space.of(system.n)
         certificate = Certificate(system, preconditioner, below, space)
@@ -290,9 +256,17 @@ class ConjugateGradients(Budgeted):
             method.factor_memory = memory_budget.value(rhs.device)
         return method
 
-    @staticmethod
-    def _concluded(run: Run, method: Gradients, name: str) -> SolveReport:
-        """The report of a run that has ended, recorded."""
+    @torch.no_grad()
+    def _run(
+        self, method: Gradients, rhs: Tensor, name: str, progress: bool | None = None, **options: Any
+    ) -> tuple[Tensor, SolveReport]:
+        """Run a method; return the value in float64, and the report, which is recorded.
+
+        :param name: of the preconditioner; :param options: those of a run.
+        """
+        work = self.max_iterations or 1000
+        run = self._prepared(method, work, marks=lambda: self._marks(method, rhs, name), **options)
+        value = run.loop(progress).value
         preconditioner = method.preconditioner
         rank = 0 if preconditioner is None else preconditioner.rank
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
@@ -310,19 +284,17 @@ class ConjugateGradients(Budgeted):
                 "Rounding allows no less: raise the noise, or ask for an estimate, tol='posterior'."
             )
         report = run.report(preconditioner=name, rank=rank, remedies=remedies)
-        conclude(report)
-        return report
+        with shortfall_counted() if method.lost and not method.by_energy else nullcontext():
+            conclude(report)
+        return value, report
 
-    def _checkpoint(
-        self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None, name: str
-    ) -> Checkpoint | None:
-        if self.checkpoint is None:
-            return None
+    def _marks(self, method: Gradients, rhs: Tensor, name: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Return marks of the problem for a checkpoint, and rough ones of what ranks round otherwise."""
+        system, built = method.system, method.preconditioner
         if system.operator.batch_shape or rhs.dim() > 2:
             raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
-        marks = {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
-        rough = {}
+        marks, rough = {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}, {}
         if built is not None:
             marks["the preconditioner"] = tensor_mark(built.apply_inverse(rhs[:, :1].to(torch.float64)))
             rough["the preconditioner"] = name
-        return Checkpoint(self.checkpoint, self.every, marks, rough)
+        return marks, rough

@@ -71,14 +71,8 @@ class EigenPro2(BlockSolver):
 class _EigenPro2(BlockMethod):
     """``w_m -= step g`` and ``w_s += step F F^T K'(Xs, Xm) g`` with ``g = (K' w)_m - r_m``."""
 
-    name = "EigenPro2"
     growth = 2.0
     advice = "Choose a larger subsample_size, or a smaller block_size."
-
-    def __init__(self, choices: EigenPro2, system: System, block_size: int) -> None:
-        super().__init__()
-        self.choices, self.system = choices, system
-        self.numbers["block_size"] = block_size
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -96,7 +90,7 @@ class _EigenPro2(BlockMethod):
     def begin(self, width: int) -> None:
         if "subsample" not in self.tensors:
             self._prepare()
-        self.tensors["w"] = self.system.zeros(width)
+        super().begin(width)
         self.tensors["rest"] = torch.empty(0, dtype=torch.long)
 
     def _prepare(self) -> None:
@@ -123,10 +117,6 @@ class _EigenPro2(BlockMethod):
         rank, step = _step(top, products, diagonal, most, automatic, batch)
         self.tensors["subsample"], self.tensors["vectors"] = top.indices, scaled_vectors(top, rank)
         self.numbers["step"] = step
-
-    @property
-    def value(self) -> Tensor:
-        return self.tensors["w"]
 
     def shrink_step(self) -> None:
         self.numbers["step"] /= 2

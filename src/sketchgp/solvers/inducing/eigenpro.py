@@ -16,7 +16,6 @@ from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
 from ..choices import cut
-from ..loop import Checkpoint
 from .batches import check_columns, first_batch
 from .epochs import Epochs, Plan
 from .fresh import unlike
@@ -133,15 +132,15 @@ class EigenProSolver(InducingPointSolver):
     def _work(self) -> float:
         return self.epochs
 
-    def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
-        if self.checkpoint is not None and problem.streamed:
+    def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
+        if problem.streamed:
             one, other = (tensor_mark(*first_batch(problem)) for _ in range(2))
             if one != other:
                 raise InputError(
                     "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
                     "this one has begun with two different batches. Shuffle its data once, before, or do without."
                 )
-        return super()._checkpoint(problem)
+        return super()._checkpoint_marks(problem)
 
     def _method(self, problem: InducingPointProblem) -> Epochs:
         stream = generator(self.seed, "EigenPro 3 and 4: rows")

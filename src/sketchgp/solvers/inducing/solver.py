@@ -1,4 +1,4 @@
-"""How a choice becomes a solve of an inducing-point problem: what its iterative solvers share."""
+"""The base class of iterative solvers of the inducing-point problem."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from ...checks import flag, function, like, pair
 from ...fingerprint import tensor_mark
 from ...operators.marks import kernel_mark
+from ...operators.tall import TallMatrix
 from ...report import SolveReport, conclude
 from ...row_sources import RowSource
 from ..choices import Budgeted
-from ..loop import Budget, Checkpoint, HeldOut, Method, Progress, Run, clock, compare_ranks, solve_marks
+from ..loop import HeldOut, Method, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
-from .held_out import InducingHeldOut
 from .problem import InducingPointProblem, check_inducing
 
 
@@ -33,27 +33,27 @@ class InducingPointSolver(Budgeted):
         check_inducing(f"{self.name}.solve", problem)
 
     def _method(self, problem: InducingPointProblem) -> Method:
-        """The method at work on one problem, set up."""
+        """Return the method at work on one problem, set up."""
         raise NotImplementedError
 
     def _work(self) -> float:
-        """The budget, in the method's unit."""
+        """Return the budget, in the method's unit."""
         raise NotImplementedError
 
     def _facts(self, problem: InducingPointProblem, method: Any) -> dict[str, Any]:
-        """Fields of the report that only this solver knows."""
+        """Return fields of the report that only this solver knows."""
         raise NotImplementedError
 
     def _notes(self, problem: InducingPointProblem) -> list[str]:
-        """Of the report, where choices were cut to the problem."""
+        """Return notes for the report, where choices were cut to the problem."""
         return []
 
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
-        """What tells in words that memory ran out."""
+        """Return a context that says in words that memory ran out."""
         return nullcontext()
 
     def _columns(self, problem: InducingPointProblem) -> torch.Size:
-        """The shape of a target: () or (t,)."""
+        """Return the shape of a target: () or (t,)."""
         assert problem.y is not None
         return problem.y.shape[1:]
 
@@ -93,28 +93,24 @@ class InducingPointSolver(Budgeted):
         held_out = pair(owner, held_out, problem.inducing_points, columns)
         compare_ranks(self.name, lambda: self._marks(problem))
         with self._memory_kept(problem), torch.no_grad():
-            error: HeldOut | None = None if held_out is None else InducingHeldOut(problem, *held_out)
+            error = None if held_out is None else held_out_error(problem, *held_out)
             method = self._method(problem)
-            run = Run(
-                method,
-                Budget(self._work(), self.max_seconds),
-                began=began,
-                initial=initial,
-                callback=callback,
-                held_out=error,
-                checkpoint=self._checkpoint(problem),
-            )
+            run = self._prepared(
+                method, self._work(), began=began, marks=lambda: (self._checkpoint_marks(problem), {}),
+                initial=initial, callback=callback, held_out=error,
+            )  # fmt: skip
             outcome = run.loop(progress)
             report: SolveReport = run.report(**self._facts(problem, method))
         report.notes += self._notes(problem)
         conclude(report)
         return Solution(outcome.value.reshape(shape), report, problem)
 
-    def _checkpoint(self, problem: InducingPointProblem) -> Checkpoint | None:
-        return None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, self._marks(problem))
+    def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
+        """Return :meth:`_marks` of a problem that can be gone on with."""
+        return self._marks(problem)
 
     def _marks(self, problem: InducingPointProblem) -> dict[str, str]:
-        """What tells one solve from another."""
+        """Return marks that tell one solve from another."""
         x, y = next(iter(problem.batches())) if problem.streamed else (problem.x, problem.y)
         assert isinstance(x, Tensor | RowSource) and y is not None
         noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
@@ -124,3 +120,9 @@ class InducingPointSolver(Budgeted):
             "the kernel": kernel_mark(problem.kernel, problem.inducing_points),
             **solve_marks(noise, y, self._described()),
         }
+
+
+def held_out_error(problem: InducingPointProblem, x: Tensor, y: Tensor) -> HeldOut:
+    """Return the error of ``k(x, z) W`` on points ``(p, d)``, with float64 entries, as in predictions."""
+    tall = TallMatrix(problem.kernel, x, problem.inducing_points, accurate=True)
+    return HeldOut(tall.matmul, x, y, len(x) * problem.m)

@@ -243,7 +243,7 @@ class Run:
             "setup_seconds": self.setup_seconds,
             "reason": str(self.judged or self.reason or ""),
             "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.watcher.errors],
-            "held_out_set": self._held_out_set(),
+            "held_out_set": self.watcher.mark,
             "held_out_entries": self.watcher.entries,
         }
         tensors = {f"method.{name}": tensor for name, tensor in tensors.items()}
@@ -251,13 +251,10 @@ class Run:
         self.checkpoint.save(plain, tensors)
         self.saved_at = clock()
 
-    def _held_out_set(self) -> str:
-        return "" if self.watcher.held_out is None else self.watcher.held_out.mark
-
     def _resume(self, checkpoint: Checkpoint) -> None:
         plain, tensors = checkpoint.load(self.method.device)
         method = self.method
-        if method.judges_held_out and plain["held_out_set"] != self._held_out_set():
+        if method.judges_held_out and plain["held_out_set"] != self.watcher.mark:
             raise InputError(
                 f"The checkpoint {checkpoint.path} is of a solve with other held-out points, which decide what it "
                 "returns. Give it those, delete it or use another path."
@@ -270,7 +267,7 @@ class Run:
         method.notes.append(f"resumed after {method.iterations} steps{moved}")
         if self.initial is not None:
             method.notes.append("initial= was not used: the checkpoint is ahead of it")
-        if plain["held_out_set"] == self._held_out_set():
+        if plain["held_out_set"] == self.watcher.mark:
             self.watcher.earlier = plain["held_out_entries"]
             self.watcher.errors = [
                 HeldOutError(passes, seconds, torch.tensor(error, dtype=torch.float64))

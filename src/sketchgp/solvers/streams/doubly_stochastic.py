@@ -25,7 +25,7 @@ from ...random_streams import generator
 from ...report import Reason, SolveReport, conclude
 from ...settings import agreed
 from ..choices import Budgeted
-from ..loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
+from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .held_out import FeatureHeldOut
 from .learner import Extra, Learner, Steps
@@ -224,15 +224,10 @@ class DoublyStochastic(Budgeted):
             )
         stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
         method = Lessons(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
-        checkpoint = self._checkpoint(problem, learner)
-        run = Run(
-            method,
-            Budget(epochs, self.max_seconds),
-            began=began,
-            callback=callback,
-            held_out=error,
-            checkpoint=checkpoint,
-        )
+        run = self._prepared(
+            method, epochs, began=began, marks=lambda: self._checkpoint_marks(problem, learner),
+            callback=callback, held_out=error,
+        )  # fmt: skip
         outcome = run.loop(progress)
         report: SolveReport = run.report(**self._facts(learner, method))
         conclude(report)
@@ -260,9 +255,10 @@ class DoublyStochastic(Budgeted):
                 raise InputError(f"{owner}: held_out targets expect {wanted} column(s), got shape {tuple(y.shape)}.")
         return FeatureHeldOut(learner, problem, x, y)
 
-    def _checkpoint(self, problem: RandomFeatureProblem, learner: Learner) -> Checkpoint | None:
-        if self.checkpoint is None:
-            return None
+    def _checkpoint_marks(
+        self, problem: RandomFeatureProblem, learner: Learner
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return marks of a problem that can be gone on with, and rough ones of what ranks round otherwise."""
         if problem.streamed:
             one, other = (tensor_mark(*problem.first()) for _ in range(2))
             if problem.once or one != other:
@@ -271,8 +267,7 @@ class DoublyStochastic(Budgeted):
                     "this one cannot be gone through twice, or has begun with two different batches. Shuffle its data "
                     "once, before, or do without."
                 )
-        rough = {_LEARNED: f"{learner.steps}"}
-        return Checkpoint(self.checkpoint, self.every, self._marks(problem, learner), rough)
+        return self._marks(problem, learner), {_LEARNED: f"{learner.steps}"}
 
     def _marks(self, problem: RandomFeatureProblem, learner: Learner) -> dict[str, str]:
         """What tells one solve from another."""

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from ...fingerprint import tensor_mark
 from ...space import Space
+from ..loop import HeldOut
 from .learner import Learner
 from .problem import Labels, RandomFeatureProblem
 
 
-class FeatureHeldOut:
+class FeatureHeldOut(HeldOut):
     """Coefficients ``(N, c)`` to an error on points of the user's: of targets the root mean square of each column, of
     labels the share that is wrong, ``(1,)``.
 
@@ -23,19 +24,13 @@ class FeatureHeldOut:
         self._space = Space.of(len(x))  # each rank evaluates its own rows
         with torch.no_grad():
             self._made = learner.features.prepare(x[self._space.span])
-        self.mark = tensor_mark(x, y)
-        self._entries = 0.0
-
-    @property
-    def entries(self) -> float:
-        """Features at points so far."""
-        return self._entries
+        self.mark, self.entries = tensor_mark(x, y), 0.0
 
     def __call__(self, weights: Tensor) -> Tensor:
         before = self.learner.entries
         f = self.learner.evaluate(self._made, weights.unflatten(0, (-1, 2)))
         self.learner.entries = before
-        self._entries += len(self.y) * len(weights)
+        self.entries += len(self.y) * len(weights)
         f = self._space.whole(f)
         if isinstance(self.problem.targets, Labels):
             found = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]

@@ -114,11 +114,11 @@ class InvertedBlocks(BlockMethod):
     """
 
     def __init__(self, choices: Any, system: System, block_size: int) -> None:
-        super().__init__()
-        self.choices, self.system, self.rank = choices, system, nystrom_rank(block_size, choices.rank)
+        super().__init__(choices, system, block_size)
+        self.rank = nystrom_rank(block_size, choices.rank)
         self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
-        self.name = choices.name if self.partition is None else f"{choices.name} v1"
-        self.numbers["block_size"] = block_size
+        if self.partition is not None:
+            self.name += " v1"
         self.shared = SharedInverses(system, system.space) if isinstance(system.space, SharedSpace) else None
         self.failed: Tensor | None = None  # whether the block of the last step was not positive definite
 
@@ -131,20 +131,16 @@ class InvertedBlocks(BlockMethod):
         return blocks
 
     def begin(self, width: int) -> None:
-        self.tensors |= {name: self.system.zeros(width) for name in self.positions}
+        super().begin(width)
         if self.partition is None:
             self.tensors["rest"] = torch.empty(0, dtype=torch.long)
         else:
             self.partition.prepare(self.tensors)
 
-    @property
-    def value(self) -> Tensor:
-        return self.tensors["w"]
-
     def describe(self) -> str:
         used = f"Nystrom rank {self.rank}" if self.rank else "exact"
         how = "not preconditioned" if self.choices.rank == 0 else used
-        return f"blocks of {int(self.numbers['block_size'])}, {how}"
+        return f"{super().describe()}, {how}"
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         """Return rows ``(b,)`` of the next block, its inverse, and one over the probability of drawing it."""

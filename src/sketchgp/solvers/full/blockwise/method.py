@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ...system import System
+
 
 class BlockMethod:
-    """A method at work on ``(K + noise) d = r`` from d = 0.
+    """A method at work on ``(K + noise) d = r`` from d = 0; a subclass adds :meth:`step`.
 
     Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
 
-    :cvar name: as reports print it.
-    :cvar positions: the names of the tensors that are points like d.
+    :param choices: the solver; :param system: the matrix; :param block_size: rows a step.
+
+    :cvar positions: the names of the tensors that are points like d; d itself is ``tensors["w"]``.
     :cvar growth: of the estimated residual over its least at which :meth:`shrink_step` is called; None never.
     :cvar advice: what to try when it diverges all the same.
     :ivar rank: of the low-rank parts; 0 where there are none.
     """
 
-    name = ""
     positions: tuple[str, ...] = ("w",)
     growth: float | None = None
     advice = "Use another seed, a larger block_size, or float64 data."
     rank = 0
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Any, system: System, block_size: int) -> None:
+        self.choices, self.system = choices, system
+        self.name: str = choices.name
         self.tensors: dict[str, Tensor] = {}
-        self.numbers: dict[str, float] = {}
+        self.numbers: dict[str, float] = {"block_size": block_size}
 
     def begin(self, width: int) -> None:
         """Set d = 0 for ``width`` right-hand sides, and forget momentum."""
-        raise NotImplementedError
+        self.tensors |= {name: self.system.zeros(width) for name in self.positions}
 
     def rebase(self) -> None:
         """Take the present d as the new origin, so that d = 0 again and r is ``r - (K + noise) d``; keep momentum."""
@@ -39,7 +45,7 @@ class BlockMethod:
             self.tensors[name].sub_(origin)
 
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One step; returns the rows ``(b,)`` it used and ``(K + noise) d - r`` there ``(b, t)``, as it was before.
+        """Take one step; return the rows ``(b,)`` it used and ``(K + noise) d - r`` there ``(b, t)``, as it was before.
 
         :param generator: CPU generator that every random choice comes from.
         """
@@ -55,7 +61,7 @@ class BlockMethod:
     @property
     def value(self) -> Tensor:
         """d, ``(n, t)`` float64."""
-        raise NotImplementedError
+        return self.tensors["w"]
 
     @property
     def details(self) -> dict[str, float | str]:
@@ -64,7 +70,7 @@ class BlockMethod:
 
     def describe(self) -> str:
         """Say how blocks are inverted, for the report's line on the preconditioner."""
-        raise NotImplementedError
+        return f"blocks of {int(self.numbers['block_size'])}"
 
     def evaluation_point(self) -> Tensor:
         """Return the d at which the next step takes its residual."""

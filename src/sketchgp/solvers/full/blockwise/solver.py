@@ -5,26 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ....checks import count, flag, function, like, number, pair, seed, settle, tolerance
+from ....checks import count, number, seed, settle, tolerance
 from ....errors import InputError
 from ....operators.marks import operator_marks
 from ....report import SolveReport, conclude, merged
-from ...choices import Budgeted
-from ...loop import Budget, Checkpoint, HeldOut, Progress, Run, clock, compare_ranks, solve_marks
-from ...problem import FullProblem, Solution, check_problem
+from ...loop import HeldOut, Progress, clock, compare_ranks, solve_marks
+from ...problem import FullProblem, Solution
 from ...system import System, automatic_block_size
-from ..held_out import full_held_out
+from ..solver import FullSolver, Matmul
 from .method import BlockMethod
 from .refinement import Refinement
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSolver(Budgeted):
+class BlockSolver(FullSolver):
     """Base class: solves ``(K + noise) W = Y`` by steps that evaluate some rows of K each.
 
     :param tol: relative residual ``||y - (K + noise) w|| / ||y||`` that every column must reach; None is 1e-3, or
@@ -37,8 +36,7 @@ class BlockSolver(Budgeted):
     ``max_seconds``, ``checkpoint`` and ``every`` are those of :class:`sketchgp.solvers.Budgeted`.
     """
 
-    problem_type: ClassVar[type[FullProblem]] = FullProblem
-    _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "max_passes")
+    _budget: ClassVar[tuple[str, ...]] = (*FullSolver._budget, "max_passes")
 
     tol: float | None = None
     max_passes: float = 200.0
@@ -54,7 +52,7 @@ class BlockSolver(Budgeted):
 
     def validate(self, problem: FullProblem) -> None:
         """:raises InputError: for anything but a :class:`FullProblem`, or if a choice does not fit its n points."""
-        check_problem(f"{self.name}.solve", problem)
+        super().validate(problem)
         self.check_size(len(problem.x))
 
     def check_size(self, n: int) -> None:
@@ -73,7 +71,7 @@ class BlockSolver(Budgeted):
     def solve(
         self,
         problem: FullProblem,
-        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
+        matmul: Matmul = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -93,23 +91,9 @@ class BlockSolver(Budgeted):
         Ctrl-C ends the solve after the step under way, with the iterate, its residual (on at most 8,192 rows) and a
         warning; before the first step, and in what comes before it, it is passed on.
         """
-        owner = f"{self.name}.solve"
         self.validate(problem)
-        if initial is not None:
-            like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        held_out = pair(owner, held_out, problem.x, problem.y.shape[1:])
-        columns = problem.y.reshape(len(problem.x), -1)
-        value, report, _ = self.run(
-            problem.system(matmul),
-            columns,
-            initial=None if initial is None else initial.reshape(columns.shape),
-            callback=callback,
-            held_out=None if held_out is None else full_held_out(problem, matmul, *held_out),
-            progress=progress,
-            keep_interrupted=True,
-        )
+        options = self._options(problem, matmul, initial, callback, held_out, progress)
+        value, report, _ = self.run(problem.system(matmul), problem.y.reshape(len(problem.x), -1), **options)
         return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
@@ -135,23 +119,21 @@ class BlockSolver(Budgeted):
         values, reports = [], []
         for index in itertools.product(*(range(size) for size in batch)):
             part = system.element(index, batch) if batch else system
-            value, report = self._run(part, rhs[index], initial, callback, held_out, progress, keep_interrupted)
+            value, report = self._run(
+                part, rhs[index], progress, initial=initial, callback=callback, held_out=held_out,
+                keep_interrupted=keep_interrupted,
+            )  # fmt: skip
             values.append(value)
             reports.append(report)
         report = merged(reports)
         conclude(report)
         return torch.stack(values).reshape(rhs.shape) if batch else values[0], report, None
 
-    def _run(
-        self,
-        system: System,
-        rhs: Tensor,
-        initial: Tensor | None,
-        callback: Callable[[Progress], Any] | None,
-        held_out: HeldOut | None,
-        progress: bool | None,
-        keep_interrupted: bool,
-    ) -> tuple[Tensor, SolveReport]:
+    def _run(self, system: System, rhs: Tensor, progress: bool | None, **options: Any) -> tuple[Tensor, SolveReport]:
+        """Solve one system.
+
+        :param options: those of a run.
+        """
         began = clock()
         system = system.fresh()
 
@@ -159,20 +141,11 @@ class BlockSolver(Budgeted):
             return {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
 
         compare_ranks(self.name, marks)
-        checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, marks())
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
         method = self.method(system, size)
-        run = Run(
-            Refinement(system, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed),
-            Budget(self.max_passes, self.max_seconds),
-            began=began,
-            initial=initial,
-            callback=callback,
-            held_out=held_out,
-            checkpoint=checkpoint,
-            raising=not keep_interrupted,
-        )
-        outcome = run.loop(progress)
+        refinement = Refinement(system, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed)
+        run = self._prepared(refinement, self.max_passes, began=began, marks=lambda: (marks(), {}), **options)
+        value = run.loop(progress).value
         report = run.report()
         report.notes += self.notes(system.n)
-        return outcome.value, report
+        return value, report
