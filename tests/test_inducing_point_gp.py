@@ -503,8 +503,8 @@ def test_noisy_samples_at_many_points(variance, columns):
 
 def test_auto_where_memory_is_short(monkeypatch):
     """The mean is found in memory O(m) then; the variance of DTC says what it needs."""
-    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", 0)
-    for where in ("inducing_point_gp", "solvers.inducing.automatic"):
+    monkeypatch.setattr("sketchgp.solvers.automatic._DIRECT", 0)
+    for where in ("inducing_point_gp", "solvers.automatic"):
         monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: 50 * M**2)
     model = _model(noise=0.5)[0].eval()
     assert model.solution.report.solver == "NystromPCG"
@@ -528,19 +528,19 @@ def test_stochastic_solvers(solver):
 @pytest.mark.parametrize("shares", [1.0, 1.9, 2.1, 8.0])
 def test_auto_takes_a_solver_that_fits(shares, monkeypatch):
     """Whatever is free: KRILL does not refuse once it is taken."""
-    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", 0)
+    monkeypatch.setattr("sketchgp.solvers.automatic._DIRECT", 0)
     model = _model(noise=0.5, columns=3)[0].eval()
     problem = InducingPointProblem(model.covar_module, *_data(columns=3), 0.5, model.inducing_points)
     free = shares * KRILL(sketch_size=2 * M).bytes_needed(problem)
-    for where in ("inducing_point_gp", "solvers.inducing.automatic", "solvers.inducing.krill", "memory"):
+    for where in ("inducing_point_gp", "solvers.automatic", "solvers.inducing.krill", "memory"):
         monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: free)
     assert model.solution.report.solver == ("KRILL" if shares > 2 else "NystromPCG")
 
 
 def test_auto_by_size(monkeypatch):
-    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", M - 1)
+    monkeypatch.setattr("sketchgp.solvers.automatic._DIRECT", M - 1)
     assert _model()[0].eval().solution.report.solver == "KRILL"
-    monkeypatch.setattr("sketchgp.solvers.inducing.automatic._DIRECT", M)
+    monkeypatch.setattr("sketchgp.solvers.automatic._DIRECT", M)
     with warnings.catch_warnings():
         assert _model()[0].eval().solution.report.solver == "QR"
 

@@ -373,13 +373,13 @@ def test_the_best_iterate_is_returned(monkeypatch):
     problem = _problem()
     exact = KRILL(tol=1e-9).solve(problem).value
 
-    close = SplitGradients._close
+    close = SplitGradients.close_cycle
 
     def worse(self):
         self.u = self.u + 1
         close(self)
 
-    monkeypatch.setattr(SplitGradients, "_close", worse)
+    monkeypatch.setattr(SplitGradients, "close_cycle", worse)
     with pytest.warns(ConvergenceWarning, match="stagnated"):
         solution = KRILL(tol=1e-15).solve(problem, initial=exact)
     assert torch.equal(solution.value, exact)

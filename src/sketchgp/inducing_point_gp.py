@@ -39,9 +39,8 @@ from .report import no_answer, own_solves
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import agreed, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
-from .solvers.inducing.automatic import automatic_inducing_solver
-from .solvers.inducing.points import InducingPoints, plain_points
-from .solvers.inducing.problem import check_points
+from .solvers.automatic import automatic_inducing_solver
+from .solvers.inducing.problem import InducingPoints, check_points, plain_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
 

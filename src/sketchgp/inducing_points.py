@@ -16,7 +16,7 @@ from .operators.access import Access
 from .operators.marks import operator_marks
 from .operators.tall import TallMatrix
 from .random_streams import generator, salted
-from .solvers.inducing.points import InducingPoints
+from .solvers.inducing.problem import InducingPoints
 from .solvers.loop import compare_ranks
 from .solvers.problem import check_fits, check_kernel
 from .space import Space

@@ -95,7 +95,7 @@ def _words(group: Any, limit: timedelta) -> Any:
 
 
 def _initialised(group: Any, limit: timedelta) -> bool:
-    """Whether the process group had to be initialised here, from torchrun's environment."""
+    """Initialise the process group from torchrun's environment, and return whether that had to be done."""
     if group is not None or not dist.is_available() or dist.is_initialized():
         return False
     if dist.is_torchelastic_launched():

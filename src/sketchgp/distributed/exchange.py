@@ -1,4 +1,4 @@
-"""What ranks tell each other before they communicate: what each is about to do, or that it failed.
+"""Words that ranks exchange before they communicate: the next collective of each, or its failure.
 
 A collective that one rank does not come to leaves the others waiting.  So before each one, every rank says in 24 bytes
 that it is well, and which one it is at; a rank that raises says so instead.  All then raise, with its message.
@@ -60,7 +60,7 @@ class Exchange:
         raise told(RankError(f"{why}.", see="ranks"))
 
     def heard(self) -> list[int] | None:
-        """What all ranks said aside with the last word, the same on all; None where it was asked for before."""
+        """Return the numbers that all ranks said aside with the last word; None where they were asked for before."""
         heard, self._heard = self._heard, None
         return heard
 

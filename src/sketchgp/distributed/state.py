@@ -1,4 +1,4 @@
-"""What one rank has read, on all of them."""
+"""Send data that one rank has read to all of them."""
 
 from __future__ import annotations
 

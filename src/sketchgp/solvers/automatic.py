@@ -1,4 +1,4 @@
-"""``solver="auto"``: which solver a system of a given size is given to."""
+"""``solver="auto"``: the solver that a system or a problem of a given size is given to."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import math
 
 import torch
 
+from ..memory import available_memory
 from ..preconditioners import Preconditioner
-from ..settings import memory_budget
+from ..settings import agreed, memory_budget
 from .full.askotch import ASkotch
 from .full.conjugate_gradients import ConjugateGradients
+from .inducing.krill import KRILL
+from .inducing.nystrom_pcg import NystromPCG
+from .inducing.problem import InducingPointProblem
+from .inducing.qr import QR
 
 _SHARE = 0.5  # of the rank 10 sqrt(n) that a preconditioner must be allowed for conjugate gradients to be worth it
+_DIRECT = 1000  # inducing points up to which the direct solve is the fastest
 _BYTES = 16  # a factor and one more array of its shape, float64
 
 
 def automatic_solver(
     n: int, device: torch.device, preconditioner: Preconditioner | None
 ) -> tuple[ConjugateGradients | ASkotch, str]:
-    """Conjugate gradients while a good preconditioner fits in memory, ASkotch beyond; and why, as a sentence.
+    """Return conjugate gradients while a good preconditioner fits in memory, ASkotch beyond; and why, as a sentence.
 
     A good preconditioner has the rank that was asked for, or half of the ``10 sqrt(n)`` of arXiv:2304.12465; its
     n x rank factor, or this rank's rows of it, has to fit the memory budget
@@ -38,3 +44,13 @@ def automatic_solver(
     least = "" if preconditioner.rank else ", the least that pays,"
     taken = f"a preconditioner of rank {rank}{least} takes {needed / 2**30:.2g} GiB"
     return ASkotch(), f"solver='auto' chose ASkotch: {taken}, more than {room}"
+
+
+def automatic_inducing_solver(problem: InducingPointProblem) -> QR | KRILL | NystromPCG:
+    """Return QR up to 1,000 points, KRILL while its matrices fit into half of the free memory, Nystrom PCG beyond."""
+    if problem.m <= _DIRECT:
+        return QR()
+    free = agreed(available_memory(problem.device), problem.device)
+    if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= free // 2:
+        return KRILL()
+    return NystromPCG()

@@ -1,4 +1,4 @@
-"""What is certain about a solution: how far it is at the most from the exact one, in the norm of the matrix.
+"""Certified bounds: the distance of a solution from the exact one, in the norm of the matrix.
 
 With ``A = K + D``, D the noise, and ``r = b - A w``, ``||w - A^-1 b||_A^2 = r^T A^-1 r``.  A kernel matrix K is
 positive semidefinite, so ``D <= A`` and ``r^T A^-1 r <= r^T D^-1 r``; where ``F F^T <= K``, as it is for every Nystrom
@@ -33,7 +33,7 @@ def summing(terms: int) -> float:
 
 
 class Certificate:
-    """Of solutions of one system, or of a batch of them; it costs no product with K.
+    """Bounds of solutions of one system, or of a batch of them; they cost no product with K.
 
     :param preconditioner: P, or None; used where it is certain to lie below A.
     :param below: whether ``F F^T <= K`` for its factor (:attr:`sketchgp.preconditioners.Preconditioner.below`).
@@ -80,9 +80,11 @@ class Certificate:
         return self._bounds(b, value, r, self._rounding(b, value, r))
 
     def of_factor(self, b: Tensor, value: Tensor) -> Tensor:
-        """The same of a solution by a Cholesky factor in float64, whose residual is rounding: that of a matrix
-        ``|dA_ij| <= g (a_ii a_jj)^1/2``, g of three sums of n terms (Higham, "Accuracy and stability of numerical
-        algorithms", theorem 10.4 and section 10.1.1)."""
+        """Bounds as those of :meth:`bounds` of a solution by a Cholesky factor in float64, whose residual is rounding.
+
+        The rounding is that of a matrix ``|dA_ij| <= g (a_ii a_jj)^1/2``, g of three sums of n terms (Higham, "Accuracy
+        and stability of numerical algorithms", theorem 10.4 and section 10.1.1).
+        """
         root = (self.root.square() + self.noise).sqrt()
         of_factor = 3 * self.sums * root * self._sum(root * value.abs())
         return self._bounds(b, value, torch.zeros_like(value), self._rounding(b, value, b) + of_factor)
@@ -104,15 +106,15 @@ class Certificate:
         return torch.stack([error, form - of_form, form + of_form + error.square()])
 
     def _sum(self, own: Tensor) -> Tensor:
-        """``(..., 1, t)``, over the rows."""
+        """Sum over the rows, ``(..., 1, t)``."""
         return self.space.total(own.sum(dim=-2, keepdim=True))
 
     def of(self, b: Tensor, value: Tensor, r: Tensor) -> dict[str, Tensor]:
-        """What a report has of it, by :meth:`facts`."""
+        """Return the fields of a report for a solution, those of :meth:`facts`."""
         return self.facts(self.bounds(b, value, r)) if self.known else {}
 
     def facts(self, bounds: Tensor) -> dict[str, Tensor]:
-        """For a report: of all systems one after the other, on the CPU; nothing where nothing is certain."""
+        """Return fields for a report, of all systems one after the other, on the CPU; none where nothing is certain."""
         if not self.known:
             return {}
         error, flat = bounds[0], bounds.flatten(1).cpu()

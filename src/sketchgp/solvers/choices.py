@@ -48,7 +48,7 @@ class Budgeted:
 
     @property
     def limited(self) -> bool:
-        """Whether the user limited the work, and so asked for the best that the limit allows."""
+        """Return whether the user limited the work, and so asked for the best that the limit allows."""
         return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name in _LIMITS)
 
     def _prepared(

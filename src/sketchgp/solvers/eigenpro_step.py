@@ -1,4 +1,4 @@
-"""What the EigenPro solvers compute from the top eigensystem of a subsample: how many directions, how large a step.
+"""Directions and step sizes of the EigenPro solvers, from the top eigensystem of a subsample.
 
 Reference: Ma and Belkin, "Kernel machines that adapt to GPUs for effective large batch training" (arXiv:1806.06144),
 section 3.

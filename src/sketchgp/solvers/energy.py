@@ -1,4 +1,4 @@
-"""The energy norm of the error of conjugate gradients: what every iteration takes off it, and what is still to come.
+"""The energy norm of the error of conjugate gradients, and goals that are set for it.
 
 ``||w - w*||_A^2`` of a system ``A w = b`` falls by ``alpha_k r_k^T z_k`` in iteration k, without any more work
 (Hestenes and Stiefel, 1952, Theorem 6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method",
@@ -61,7 +61,7 @@ class RemainingEnergy:
 
 
 class Goal(Protocol):
-    """What the columns of a solve are to come to, by their energy.
+    """An accuracy that the columns of a solve are to reach, by their energy.
 
     :ivar least: ``(..., 1)`` below the eigenvalues of A, or 0 where it is not known.
     :ivar share: that an error may come to.
@@ -83,9 +83,10 @@ class Goal(Protocol):
 
 @dataclass(frozen=True)
 class LeavingOut:
-    """What a solve for ``q = e_i^T A^-1 e_i`` is to come to: no latent variance ``1 / q - noise_i`` at a training point
-    that is left out, which leaves q, off by more than a share of itself, or of a fiftieth of ``1 / q`` where that is
-    more.
+    """The accuracy of a solve for ``q = e_i^T A^-1 e_i``, of points that are left out.
+
+    No latent variance ``1 / q - noise_i`` at such a point is off by more than a share of itself, or of a fiftieth of
+    ``1 / q`` where that is more.
 
     :ivar noise: ``(t,)``, of each point; :ivar least: ``(1,)`` noise of all.
     """
@@ -104,8 +105,7 @@ class LeavingOut:
 
 @dataclass(frozen=True)
 class Energy:
-    """What a solve for samples is to come to: no more of a column's energy ``b^T A^-1 b`` left than a share of
-    :attr:`of`.
+    """The accuracy of a solve for samples: at most a share of :attr:`of` is left of a column's energy ``b^T A^-1 b``.
 
     :ivar of: ``()``; :ivar least: ``(1,)`` noise of all.
     """
@@ -148,8 +148,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class Explaining:
-    """What a solve for ``c^T A^-1 c`` is to come to: no posterior variance ``prior - c^T A^-1 c`` off by more than a
-    share of itself, or of a hundredth of the noise where that is more.
+    """The accuracy of a solve for ``c^T A^-1 c``, which posterior variances are made of.
+
+    No variance ``prior - c^T A^-1 c`` is off by more than a share of itself, or of a hundredth of the noise where that
+    is more.
 
     :ivar prior: ``(..., t)``, of each column c.
     :ivar least: ``(..., 1)`` below the eigenvalues of A: the least noise, or 0 where it is not known.

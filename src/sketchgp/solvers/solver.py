@@ -1,4 +1,4 @@
-"""What a solver is to all that take one: sketchgp's keep this protocol, and so may one of the user's own."""
+"""The protocol of solvers, which those of sketchgp keep and a solver of the user's own may keep."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Solver(Protocol[Problem]):
 
 @runtime_checkable
 class SystemSolver(Protocol):
-    """What solves linear systems that are no :class:`FullProblem`, too: sums of covariances, batches, several tasks."""
+    """A solver of linear systems that are no :class:`FullProblem`: sums of covariances, batches, several tasks."""
 
     def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.

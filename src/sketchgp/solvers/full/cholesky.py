@@ -56,7 +56,7 @@ class Cholesky:
 
     @torch.no_grad()
     def factorize(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor]:
-        """The same, and the lower triangular factor of ``K + noise``, ``(..., n, n)`` float64."""
+        """Return value and report of :meth:`run`, and the Cholesky factor of ``K + noise``, ``(..., n, n)`` float64."""
         direct, n, device = Direct(), system.n, rhs.device
         with enough_memory(*_memory(n, system.batch_shape.numel(), device)):
             value, residual, bound, root = _solved(system, rhs, direct)
@@ -74,7 +74,7 @@ def factor_bytes(n: int, matrices: int) -> int:
 
 
 def _memory(n: int, matrices: int, device: torch.device) -> tuple[int, torch.device, str, str]:
-    """What a solve needs, where, and how an error calls it and what it advises."""
+    """Return the bytes that a solve needs, the device, the name that an error gives it, and its advice."""
     return factor_bytes(n, matrices), device, f"Cholesky() for n = {n}", "use solver=sketchgp.ConjugateGradients()."
 
 

@@ -116,7 +116,7 @@ class Gradients(Cycles):
 
     @property
     def by_energy(self) -> bool:
-        """Whether there is a goal of energies; one of any share at all is no more than a residual."""
+        """Return whether there is a goal of energies; one of an infinite share is no more than a residual."""
         return self.goal is not None and math.isfinite(self.goal.share)
 
     def _done(self, residual: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the solvers of the inducing-point problem share: the problem, its batches, its normal equations."""
+"""Solvers of the inducing-point problem."""
 
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem

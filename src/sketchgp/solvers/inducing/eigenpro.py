@@ -1,8 +1,9 @@
-"""What EigenPro 3 and 4 share: their choices, and how a solve is put together."""
+"""The base class of EigenPro 3 and 4."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,9 +17,7 @@ from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
 from ..choices import cut
-from .batches import check_columns, first_batch
-from .epochs import Epochs, Plan
-from .fresh import unlike
+from .epochs import Epochs, Plan, check_columns, first_batch
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
@@ -30,6 +29,7 @@ _FURTHER = 4  # times the points of a stream wanted, at most, until half as many
 _CHECKED = 8192  # the most training points on which the weights returned are judged
 _PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
 _ITERATIONS = 200  # the most of a projection by conjugate gradients
+_HASHED = 4096  # rows at once
 _BEST = "The weights returned are the best so far."
 
 
@@ -124,7 +124,7 @@ class EigenProSolver(InducingPointSolver):
         )
 
     def _columns(self, problem: InducingPointProblem) -> torch.Size:
-        """Of a stream, from its first batch."""
+        """Return the shape of a target; of a stream that of its first batch."""
         y = first_batch(problem)[1] if problem.streamed else problem.y
         assert y is not None
         return y.shape[1:]
@@ -260,3 +260,19 @@ class EigenProSolver(InducingPointSolver):
                 Reason.INTERRUPTED: f"{_BEST} Go on from them with initial=.",
             },
         }
+
+
+def unlike(x: Tensor, *others: Tensor) -> Tensor:
+    """Return which rows of x ``(n, d)`` equal, in all features, no row of the others ``(m, d)``: ``(n,)`` bool.
+
+    Rows are compared by their hashes, in O(m) memory.  On the points that made it a preconditioner looks better than
+    it is.
+    """
+    known = {row for other in others for row in _hashes(other)}
+    return torch.tensor([row not in known for row in _hashes(x)], dtype=torch.bool, device=x.device)
+
+
+def _hashes(x: Tensor) -> Iterator[int]:
+    for part in x.detach().split(_HASHED):
+        rows = part.cpu().add(0.0).numpy()  # -0.0 becomes 0.0
+        yield from (hash(row.tobytes()) for row in rows)

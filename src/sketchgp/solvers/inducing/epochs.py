@@ -1,22 +1,22 @@
-"""Epochs of batches, as EigenPro 3 and 4 go through them: averaging, a falling step, early stopping, divergence."""
+"""Epochs of EigenPro 3 and 4: batches, averaging, a falling step, early stopping, divergence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...devices import fetched
+from ...devices import fetched, sent
 from ...errors import InputError, NumericalError
 from ...fingerprint import tensor_mark
 from ...operators.tall import TallMatrix
 from ...report import Reason
+from ...row_sources import RowSource, ahead
 from ..loop import ByEpochs, Outcome, largest_of
-from .batches import batches
 from .preconditioned_gradient import Model
 from .problem import InducingPointProblem
 
@@ -27,7 +27,7 @@ _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, how often, how: the choices of a solver once the automatic ones are made.
+    """Choices of a solver once the automatic ones are made.
 
     :ivar delay: asked after every projection: batches until the next one.
     """
@@ -87,7 +87,7 @@ class Epochs(ByEpochs):
 
     @property
     def pending(self) -> dict[str, Tensor]:
-        """Of the model: weights, and what was added since the last projection."""
+        """Weights of the model, and functions that were added since the last projection."""
         return self.model.state()
 
     @pending.setter
@@ -96,7 +96,7 @@ class Epochs(ByEpochs):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What model and projection have counted; the delay depends on it."""
+        """Counts of model and projection, which the delay depends on."""
         projection = self.model.projection
         return {"entries": self.model.entries, **{name: getattr(projection, name) for name in projection.counted}}
 
@@ -108,7 +108,7 @@ class Epochs(ByEpochs):
 
     @property
     def set_up(self) -> dict[str, str]:
-        """What the set-up is from beside problem and choices: the memory that was free, the beginning of a stream."""
+        """Facts that the set-up depends on beside problem and choices: free memory, the beginning of a stream."""
         return {"projection": self.model.projection.kind, "points": self._points}
 
     @set_up.setter
@@ -165,7 +165,7 @@ class Epochs(ByEpochs):
         return self.whole
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return batches(self.problem, self.columns, self.order, self.plan.block_size, self.seen)
+        return epoch_batches(self.problem, self.columns, self.order, self.plan.block_size, self.seen)
 
     def _cooled(self) -> float:
         """The factor of the step: 1, and in the last share of the run falling to 0."""
@@ -272,7 +272,7 @@ class Epochs(ByEpochs):
 
     @property
     def entries(self) -> float:
-        """Of Kzz each pair counts once."""
+        """Kernel entries evaluated so far; each pair of Kzz counts once."""
         return self.model.entries + self.model.projection.products * self.size * (self.size + 1) / 2
 
     @property
@@ -283,3 +283,48 @@ class Epochs(ByEpochs):
 
 def _ratio(squares: Tensor, targets: Tensor) -> Tensor:
     return (squares / targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+
+
+def epoch_batches(
+    problem: InducingPointProblem, columns: int, order: Tensor, size: int, seen: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs ``(b, d)`` and targets ``(b, columns)`` float64; a stream comes in its own batches and order.
+
+    :param order: ``(n,)`` of the rows of tensors, or of a source, ``size`` a batch; on the CPU.
+    :param seen: batches that are left out.
+    :raises InputError: for a batch of a stream that does not fit.
+    """
+    x = problem.x
+    if isinstance(x, Tensor | RowSource):
+        assert problem.y is not None
+        targets = problem.y.reshape(len(x), -1)
+        parts = order.cpu().split(size)[seen:]
+        if torch.is_tensor(x):
+            for rows in (sent(part, x.device) for part in parts):
+                yield x[rows], targets[rows].to(torch.float64)
+            return
+        inputs = ahead(partial(x.__getitem__, rows) for rows in parts)
+        for rows, some in zip(parts, inputs, strict=True):
+            yield some, targets[sent(rows, targets.device)].to(torch.float64)
+        return
+    for number, (x, y) in enumerate(problem.batches()):
+        y = y.reshape(len(y), -1)
+        check_columns(number, y, columns)
+        if number >= seen:
+            yield x, y.to(torch.float64)
+
+
+def first_batch(problem: InducingPointProblem) -> tuple[Tensor, Tensor]:
+    """Return the first batch of a stream, as it is given.
+
+    :raises InputError: for a stream without any, or one that does not fit.
+    """
+    for x, y in problem.batches():
+        return x, y
+    raise InputError("x expects a stream of at least one batch, got none.")
+
+
+def check_columns(number: int, y: Tensor, columns: int) -> None:
+    """:raises InputError: unless the targets of a batch have as many columns as those before."""
+    if y.shape[1] != columns:
+        raise InputError(f"y of batch {number} of the stream expects {columns} column(s) as before, got {y.shape[1]}.")

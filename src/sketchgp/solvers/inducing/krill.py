@@ -89,5 +89,5 @@ class KRILL(NormalEquationsSolver):
 
 
 def _bytes(m: int, rows: int) -> int:
-    """Of the stacked sketch with its copy in the factorization, and of the m x m matrices beside it."""
+    """Return the bytes of the stacked sketch, its copy in the factorization, and the m x m matrices."""
     return 8 * m * (5 * m + 2 * rows)

@@ -1,4 +1,4 @@
-"""Conjugate gradients on the normal equations of the inducing-point problem: what KRILL, Falkon, NystromPCG share."""
+"""The base class of KRILL, Falkon and NystromPCG: conjugate gradients on the normal equations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NormalEquationsSolver(InducingPointSolver):
         require_memory(*self._memory(problem))
 
     def _memory(self, problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
-        """What a solve needs, where, and how an error calls it and what it advises."""
+        """Return the bytes that a solve needs, the device, the name that an error gives it, and its advice."""
         return (
             self.bytes_needed(problem),
             problem.device,
@@ -76,7 +76,7 @@ class NormalEquationsSolver(InducingPointSolver):
         return self._bytes(problem) + tile_bytes(n, m, problem.device) + vectors
 
     def _bytes(self, problem: InducingPointProblem) -> int:
-        """Of the m x m matrices that are held at once."""
+        """Return the bytes of the m x m matrices that are held at once."""
         raise NotImplementedError
 
     def preconditioner(self, matrix: Any, targets: Tensor) -> TriangularFactors | NystromRoot | None:
@@ -90,7 +90,7 @@ class NormalEquationsSolver(InducingPointSolver):
         return problem.normal_matrix(accurate)
 
     def _accurate(self, problem: InducingPointProblem) -> bool:
-        """Whether entries are float64 whatever the data."""
+        """Return whether entries are float64 whatever the data."""
         if self.precision == "auto":
             return float64_cost(problem.device) <= _AFFORDABLE
         return self.precision == "float64"
@@ -99,11 +99,11 @@ class NormalEquationsSolver(InducingPointSolver):
         raise NotImplementedError
 
     def _details(self, problem: InducingPointProblem) -> dict[str, float | str]:
-        """What it chose, by name, for the report."""
+        """Return choices that were made, by name, for the report."""
         return {}
 
     def _remedy(self, problem: InducingPointProblem) -> str:
-        """What else there is to try where iterations run out, after "Raise max_iterations"."""
+        """Return other advice where iterations run out, to follow "Raise max_iterations"."""
         raise NotImplementedError
 
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:

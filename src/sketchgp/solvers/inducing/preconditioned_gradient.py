@@ -1,4 +1,4 @@
-"""Stochastic gradients in function space, the top directions slowed down: what a step of EigenPro 3 and 4 does.
+"""Steps of EigenPro 3 and 4: stochastic gradients in function space, the top directions slowed down.
 
 References: Abedsoltan, Belkin, Pandit, "Toward large kernel models" (EigenPro 3), and Abedsoltan, Ma, Pandit, Belkin,
 "Fast training of large kernel models with delayed projections" (EigenPro 4).  The objective is
@@ -172,7 +172,7 @@ class Model:
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """What :meth:`state` gave; the tensors are then the model's own."""
+        """Take over the tensors that :meth:`state` returned."""
         self.base, self.correction, self.h = state["base"], state["correction"], state["h"]
         self.h_points = state.get("h_points")
         parts = sum(name.startswith("points ") for name in state)

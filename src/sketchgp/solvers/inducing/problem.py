@@ -18,7 +18,29 @@ from ...operators.tall import TallMatrix
 from ...preconditioners.krill import krill_preconditioner
 from ...row_sources import RowSource, whole_or_source, whole_targets
 from ..problem import check_data, check_fits, check_kernel, check_plain
-from .points import InducingPoints, plain_points
+
+
+@dataclass(frozen=True)
+class InducingPoints:
+    """Inducing points that :func:`sketchgp.choose_inducing_points` chose.
+
+    :ivar points: ``(m, d)``, of x's dtype and device.
+    :ivar indices: ``(m,)`` the rows of x they are, distinct; None for the centres of k-means.
+    :ivar counts: ``(m,)`` float64: how many points each stands for, for ``Falkon(counts=...)``; None where unknown.
+    :ivar method: by which they were chosen.
+    :ivar notes: what did not go as asked.
+    """
+
+    points: Tensor
+    indices: Tensor | None
+    counts: Tensor | None
+    method: str
+    notes: list[str] = field(default_factory=list)
+
+
+def plain_points(points: Any) -> Any:
+    """Return the tensor of chosen points; anything else as it is."""
+    return points.points if isinstance(points, InducingPoints) else points
 
 
 @dataclass
@@ -96,12 +118,12 @@ class InducingPointProblem:
 
     @property
     def m(self) -> int:
-        """How many inducing points."""
+        """Number of inducing points."""
         return len(self.inducing_points)
 
     @property
     def streamed(self) -> bool:
-        """Whether x is a stream of batches."""
+        """Return whether x is a stream of batches."""
         return not isinstance(self.x, Tensor | RowSource)
 
     @property
@@ -112,7 +134,7 @@ class InducingPointProblem:
 
     @property
     def device(self) -> torch.device:
-        """Of the inducing points, and so of all tensors."""
+        """Device of the inducing points, and so of all tensors."""
         return self.inducing_points.device
 
     def tensors(self, solver: str) -> tuple[Tensor | RowSource, Tensor]:

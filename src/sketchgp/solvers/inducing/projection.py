@@ -57,7 +57,7 @@ class Projection:
 
 
 class ExactProjection(Projection):
-    """By a Cholesky factor of Kzz, ``(m, m)`` float64."""
+    """Projection by a Cholesky factor of Kzz, ``(m, m)`` float64."""
 
     kind = "exact"
 
@@ -72,7 +72,7 @@ class ExactProjection(Projection):
 
 
 class InexactProjection(Projection):
-    """By conjugate gradients with an RPCholesky preconditioner, to a tolerance, in O(m rank) memory.
+    """Projection by conjugate gradients with an RPCholesky preconditioner, to a tolerance, in O(m rank) memory.
 
     :param tol: relative residual of every column.
     :param rank: of the preconditioner.
@@ -138,5 +138,5 @@ class InexactProjection(Projection):
 
 
 def exact_fits(problem: InducingPointProblem) -> bool:
-    """Whether an m x m float64 matrix is within :class:`sketchgp.settings.memory_budget`."""
+    """Return whether an m x m float64 matrix is within :class:`sketchgp.settings.memory_budget`."""
     return 8 * problem.m**2 <= memory_budget.value(problem.device)

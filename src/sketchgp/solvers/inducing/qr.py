@@ -73,7 +73,7 @@ class QR:
 
 
 def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
-    """What a solve needs, where, and how an error calls it and what it advises."""
+    """Return the bytes that a solve needs, the device, the name that an error gives it, and its advice."""
     assert problem.y is not None
     m, columns = problem.m, problem.y[:1].numel()
     needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)

@@ -47,7 +47,7 @@ _NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and 
 
 
 class Choices(Protocol):
-    """What :class:`sketchgp.solvers.inducing.sketchysaga.SketchySAGA` lets users choose of the method."""
+    """Choices of :class:`sketchgp.solvers.inducing.sketchysaga.SketchySAGA`."""
 
     @property
     def tol(self) -> float: ...
@@ -158,7 +158,7 @@ class Saga(Method):
 
     @property
     def entries(self) -> float:
-        """Of the kernel, evaluated so far; of Kzz each pair counts once."""
+        """Kernel entries evaluated so far; each pair of Kzz counts once."""
         tall = self.tall.entries + (self.exact.entries if self.exact is not self.tall else 0)
         return tall + self.kzz_products * self.size * (self.size + 1) / 2
 
@@ -327,7 +327,7 @@ class Saga(Method):
             self.best, self.best_true = self.w, self.true
 
     def _compare(self, psi: Tensor, noise_term: Tensor) -> None:
-        """What changed since the last look, in the norm that bounds predictions, and what is still to come by that.
+        """Measure the change since the last look, in the norm that bounds predictions, and estimate what is to come.
 
         Looks are at epochs that grow by a constant factor (:mod:`.remaining`).
         """
@@ -345,7 +345,7 @@ class Saga(Method):
         self.compared = w, psi, noise_term
 
     def _within(self) -> bool:
-        """Whether predictions are, by the last look, as near as they shall be."""
+        """Return whether predictions are as near as they shall be, by the last look."""
         return bool((self.deviations <= self.choices.deviations).all())
 
     def _relative(self, residual: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Methods that go through their data in epochs of batches: where they are, and the next batch."""
+"""Methods that go through their data in epochs of batches."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class ByEpochs(Method):
         self._ahead: tuple[Tensor, Tensor] | None = None
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of an epoch that were not seen, by ``order`` where the data are tensors."""
+        """Yield the batches of an epoch that were not seen, by ``order`` where the data are tensors."""
         raise NotImplementedError
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Of the epoch under way, or the first one of the next.
+        """Return the next batch of the epoch under way, or the first one of the next epoch.
 
         :raises InputError: where a stream has none.
         """
@@ -67,7 +67,7 @@ class ByEpochs(Method):
         return batch
 
     def epoch_ends(self) -> bool:
-        """Whether the batch was the last one of its epoch; the next one is fetched."""
+        """Fetch the next batch, and return whether there is none in this epoch."""
         assert self._feed is not None
         self._ahead = next(self._feed, None)
         return self._ahead is None
@@ -88,7 +88,7 @@ class ByEpochs(Method):
 
     @property
     def _under_way(self) -> float:
-        """Of the present epoch; 0 in the first one of a stream that does not say how long it is."""
+        """Share of the present epoch; 0 in the first one of a stream of unknown length."""
         return self.rows / self.data_rows if self.data_rows else 0.0
 
     @property

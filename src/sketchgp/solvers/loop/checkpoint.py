@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def ours(self) -> bool:
-        """Whether this process is the one that reads and writes."""
+        """Return whether this process is the one that reads and writes."""
         return self.shards is None or self.shards.rank == 0
 
     def exists(self) -> bool:
@@ -83,7 +83,7 @@ class Checkpoint:
         self.written = True
 
     def load(self, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What was saved last, for all ranks.
+        """Return the last saved state, on all ranks.
 
         :raises InputError: if the file is no checkpoint, or one of another problem; the message names what changed.
         """

@@ -1,4 +1,4 @@
-"""What a direct solve is timed and reported by: it has no loop, and its report is of the same kind."""
+"""Time and report a direct solve, which has no loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Direct:
         self.setup_seconds = 0.0
 
     def factorized(self) -> None:
-        """What follows is the work for these right-hand sides alone."""
+        """Note the end of the set-up; the rest is work for these right-hand sides alone."""
         self.setup_seconds = clock() - self.began
 
     def report(

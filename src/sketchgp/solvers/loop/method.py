@@ -1,4 +1,4 @@
-"""What an iterative method is to the loop that runs it."""
+"""The base class of iterative methods, which the loop runs."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ class Method:
         return False
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        """What is returned, once nothing more is to be done.
+        """Return the outcome, once nothing more is to be done.
 
         :param quick: somebody waits.
         """
         raise NotImplementedError
 
     def give_up(self, reason: Reason) -> Outcome:
-        """What is returned where :meth:`finish` was interrupted: at once, if that is possible."""
+        """Return the outcome where :meth:`finish` was interrupted, at once if that is possible."""
         return self.finish(reason, True)
 
     def resume(self, ended: Reason | None) -> Reason | None:
@@ -189,7 +189,7 @@ def _no_limit() -> float:
 
 @dataclass
 class Outcome:
-    """What a solve ended with: the value ``(size, columns)``, and what its report says of it.
+    """The value ``(size, columns)`` that a solve ended with, and facts for its report.
 
     :ivar reason: why it ended, where that is another reason now that all is known.
     :ivar facts: fields of :class:`sketchgp.SolveReport`, details among them.

@@ -1,4 +1,4 @@
-"""What a callback sees."""
+"""The argument of callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Progress:
-    """The work done, the residual as estimated, the held-out error, the iterate.
+    """Work done, estimated residual, held-out error and iterate of a solve under way.
 
     :ivar iteration: steps so far.
     :ivar passes: kernel entries evaluated, over those of the matrix.

@@ -95,7 +95,7 @@ class Run:
         return self.method.entries / self.method.matrix_entries
 
     def _time_used(self) -> float:
-        """Of the limit; of several ranks, as rank 0 has it."""
+        """Share of the time limit that is used; on several ranks that of rank 0."""
         assert self.budget.seconds is not None
         share = self.seconds / self.budget.seconds
         return share if self.shards is None else self.shards.agree(share)
@@ -180,8 +180,7 @@ class Run:
                 self.save()
 
     def _agree(self, interrupt: DeferredInterrupt, closed: bool) -> bool:
-        """Of several ranks, rank 0 says whether the solve ends and whether it is saved; a Ctrl-C on any of them ends it
-        on all: whether there was one.
+        """Let rank 0 say whether the solve ends and is saved, and return whether there was a Ctrl-C on any rank.
 
         :param closed: a window, so that the solve may end; else what they say is heard with the next step's words.
         """
@@ -281,8 +280,10 @@ class Run:
     # --- the report -----------------------------------------------------------------------------------------
 
     def report(self, **facts: Any) -> SolveReport:
-        """What happened, once ``loop`` has ended; ``facts`` are fields that only the solver knows; details and
-        remedies among them are added to those known here."""
+        """Return the report, once ``loop`` has ended.
+
+        :param facts: fields that only the solver knows; details and remedies among them are added to those known here.
+        """
         assert self.outcome is not None
         method, outcome = self.method, self.outcome
         details = {**outcome.facts.get("details", {}), **facts.get("details", {})}

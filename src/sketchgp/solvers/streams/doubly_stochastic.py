@@ -27,9 +27,8 @@ from ...settings import agreed
 from ..choices import Budgeted
 from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
-from .held_out import FeatureHeldOut
 from .learner import Extra, Learner, Steps
-from .lessons import Lessons
+from .learning import FeatureHeldOut, Learning
 from .losses import LOSSES
 from .problem import Labels, RandomFeatureProblem, same_points
 
@@ -223,7 +222,7 @@ class DoublyStochastic(Budgeted):
                 "and a generator does not; got one that can be gone through once."
             )
         stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
-        method = Lessons(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
+        method = Learning(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
         run = self._prepared(
             method, epochs, began=began, marks=lambda: self._checkpoint_marks(problem, learner),
             callback=callback, held_out=error,
@@ -270,7 +269,7 @@ class DoublyStochastic(Budgeted):
         return self._marks(problem, learner), {_LEARNED: f"{learner.steps}"}
 
     def _marks(self, problem: RandomFeatureProblem, learner: Learner) -> dict[str, str]:
-        """What tells one solve from another."""
+        """Return marks that tell one solve from another."""
         x, y = problem.first() if problem.streamed else (problem.x, problem.y)
         assert torch.is_tensor(x) and y is not None
         return {
@@ -280,7 +279,7 @@ class DoublyStochastic(Budgeted):
             **solve_marks(torch.tensor(float(problem.noise)), y, f"{self._described()} {problem.loss} {learner.how}"),
         }
 
-    def _facts(self, learner: Learner, method: Lessons) -> dict[str, Any]:
+    def _facts(self, learner: Learner, method: Learning) -> dict[str, Any]:
         size = 2 * learner.how.pairs
         details: dict[str, float | str] = {"features": method.size, "block_size": size}
         if not learner.how.preconditioned:

@@ -29,7 +29,7 @@ Extra = Callable[[Tensor, Tensor], Tensor]  # points, their numbers -> more colu
 
 @dataclass(frozen=True)
 class Steps:
-    """How a step is taken: the choices of the solver once the automatic ones are made.
+    """Choices of the solver for a step, once the automatic ones are made.
 
     :ivar pairs: of features of a step, at most; :ivar total: pairs in all, None for new ones at every step.
     """
@@ -168,7 +168,7 @@ class Learner:
         return f
 
     def _pairs(self) -> slice:
-        """Those that are changed."""
+        """Return the pairs that the step changes."""
         stop = self.place + self.how.pairs
         return slice(self.place, min(stop, self.how.total) if self.how.total else stop)
 
@@ -265,7 +265,7 @@ class _Newton:
         self.factor, self.info = torch.linalg.cholesky_ex(matrix)
 
     def change(self, slope: Tensor, a: Tensor, step: float) -> Tensor:
-        """What is to be taken from a ``(2 |j|, c)``."""
+        """Return the step, to be subtracted from a ``(2 |j|, c)``."""
         right = slope + self.level * a
         if self.wide is None:
             return torch.cholesky_solve(right, self.factor) * step

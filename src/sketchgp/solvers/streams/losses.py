@@ -55,7 +55,7 @@ class Multinomial(Squared):
         return f.softmax(dim=1) - y
 
     def weights(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """By Gershgorin ``diag(p) - p p^T <= 2 diag(p (1 - p))``."""
+        """Bound the curvature by Gershgorin, ``diag(p) - p p^T <= 2 diag(p (1 - p))``."""
         share = f.softmax(dim=1)
         return 2 * (share * (1 - share)).amax(dim=1).clamp_min(_LEAST / 4)
 

@@ -1,4 +1,4 @@
-"""What is learned from a stream: points, targets or labels, a kernel, a ridge and a loss."""
+"""The problem in random features: points, targets or labels, a kernel, a ridge and a loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Targets:
         self.columns, self.owner = columns, owner
 
     def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
-        """Of a batch x, both as :meth:`RandomFeatureProblem.checked` has found them; as many columns as before.
+        """Return the columns of a batch x, as many as before.
 
         :raises InputError: for another number of columns.
         """
@@ -78,7 +78,7 @@ class Labels:
         return torch.as_tensor(values.astype(np.int64), device=device)
 
     def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
-        """Of a batch x; a label that is new makes a new column.
+        """Return the columns of a batch x; a label that is new makes a new one.
 
         :raises InputError: for anything else than an integer of a row each.
         """
@@ -137,12 +137,12 @@ class RandomFeatureProblem:
 
     @property
     def streamed(self) -> bool:
-        """Whether the data come in batches."""
+        """Return whether the data come in batches."""
         return not torch.is_tensor(self.x)
 
     @property
     def once(self) -> bool:
-        """Whether the stream can be gone through once only, as a generator."""
+        """Return whether the stream can be gone through once only, as a generator."""
         return bool(getattr(self.x, "once", False)) or runs_once(self.x)
 
     def first(self) -> Batch:
@@ -178,7 +178,7 @@ class RandomFeatureProblem:
         return x, y
 
     def batches(self) -> Iterator[Batch]:
-        """Of a stream, from its beginning, each looked at; those without rows are left out.
+        """Yield the batches of a stream from its beginning, each checked; those without rows are left out.
 
         :raises InputError: for one that is no pair, holds NaN, or differs in features, dtype or device.
         """
@@ -200,7 +200,7 @@ class RandomFeatureProblem:
 
 
 def runs_once(stream: Any) -> bool:
-    """Whether a stream does not start anew when it is gone through again: a generator, or what holds one."""
+    """Return whether a stream cannot be gone through again, as a generator, or an object that holds one."""
     if isinstance(stream, Iterator):
         return True
     known = isinstance(stream, list | tuple | DataLoader)  # whose workers would start for nothing

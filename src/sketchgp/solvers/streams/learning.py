@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...devices import fetched, sent
 from ...errors import NumericalError
-from ...fingerprint import row_numbers
+from ...fingerprint import row_numbers, tensor_mark
 from ...report import Reason
-from ..loop import ByEpochs, Outcome
+from ...space import Space
+from ..loop import ByEpochs, HeldOut, Outcome
 from .learner import Extra, Learner
 from .problem import Batch, Labels, RandomFeatureProblem, same_points
 
@@ -20,7 +21,7 @@ _WINDOW = 32  # the most batches between two estimates
 _DIVERGED = 100.0  # loss of a window, over that of f = 0
 
 
-class Lessons(ByEpochs):
+class Learning(ByEpochs):
     """A step is a batch; a window an epoch, or 32 batches of it.
 
     :param learner: that goes on from where it is.
@@ -175,7 +176,7 @@ class Lessons(ByEpochs):
         return None if self.learner.fresh is None else self.learner.fresh[places]
 
     def _numbers(self, x: Tensor, targets: Tensor, places: Tensor) -> Tensor:
-        """By which rows are known: where those of a stream may come again, in another order, by what they hold."""
+        """Return numbers that rows are known by; where rows of a stream may come again, made of their contents."""
         if self.problem.streamed and (self.most > 1 or self.problem.rows is not None):
             return row_numbers(x, targets)
         return places.to(x.device) + self.learner.first
@@ -232,7 +233,7 @@ class Lessons(ByEpochs):
 
     @property
     def _done(self) -> bool:
-        """Whether all is done that was to be done."""
+        """Return whether all epochs, or iterations, are done."""
         enough = self.most_iterations is not None and self.iterations >= self.most_iterations
         return enough or self.epoch >= self.most
 
@@ -275,3 +276,30 @@ class Lessons(ByEpochs):
     @property
     def matrix_entries(self) -> float:
         return float((self.total or max(1, self.rows)) * 2 * self._pairs)
+
+
+class FeatureHeldOut(HeldOut):
+    """Coefficients ``(N, c)`` to an error on points of the user's: of targets the root mean square of each column, of
+    labels the share that is wrong, ``(1,)``.
+
+    :param x: ``(p, d)``; :param y: targets or labels.
+    """
+
+    def __init__(self, learner: Learner, problem: RandomFeatureProblem, x: Tensor, y: Tensor) -> None:
+        self.learner, self.problem, self.y = learner, problem, y
+        self._space = Space.of(len(x))  # each rank evaluates its own rows
+        with torch.no_grad():
+            self._made = learner.features.prepare(x[self._space.span])
+        self.mark, self.entries = tensor_mark(x, y), 0.0
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        before = self.learner.entries
+        f = self.learner.evaluate(self._made, weights.unflatten(0, (-1, 2)))
+        self.learner.entries = before
+        self.entries += len(self.y) * len(weights)
+        f = self._space.whole(f)
+        if isinstance(self.problem.targets, Labels):
+            found = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
+            return (found != self.y).double().mean().reshape(1).cpu()
+        wanted = self.y.reshape(len(f), -1).to(torch.float64)
+        return (f[:, : wanted.shape[1]] - wanted).square().mean(dim=0).sqrt().cpu()
