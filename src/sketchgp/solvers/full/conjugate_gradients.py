@@ -31,7 +31,7 @@ from ..problem import FullProblem, Solution
 from ..system import System
 from .gradients import Gradients
 from .prediction_tolerance import FollowedPoints, RowErrors
-from .solver import FullSolver, Matmul
+from .solver import FullSolver
 
 _OTHERS = (
     "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
@@ -83,7 +83,7 @@ class ConjugateGradients(FullSolver):
         self,
         problem: FullProblem,
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Matmul = "auto",
+        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,

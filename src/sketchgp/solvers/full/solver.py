@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from ...operators import KernelMatrix
 from ..choices import Budgeted
 from ..loop import HeldOut, Progress
 from ..problem import FullProblem, check_problem
-
-Matmul = Literal["auto", "dense", "tiled", "keops", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)

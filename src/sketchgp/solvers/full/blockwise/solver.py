@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ....report import SolveReport, conclude, merged
 from ...loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ...problem import FullProblem, Solution
 from ...system import System, automatic_block_size
-from ..solver import FullSolver, Matmul
+from ..solver import FullSolver
 from .method import BlockMethod
 from .refinement import Refinement
 
@@ -71,7 +71,7 @@ class BlockSolver(FullSolver):
     def solve(
         self,
         problem: FullProblem,
-        matmul: Matmul = "auto",
+        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
