@@ -122,16 +122,16 @@ def test_code_runs(page, capsys, tmp_path, monkeypatch):
     capsys.readouterr()
 
 
-def test_contributing_lists_every_part_of_the_package():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_the_architecture_lists_every_part_of_the_package():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     parts = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     files = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
     missing = [part for part in parts if f"`{part}/`" not in text] + [f for f in files if f"`{f}`" not in text]
-    assert not missing, f"the table of floors in CONTRIBUTING.md lacks {missing}"
+    assert not missing, f"the table of floors in docs/architecture.md lacks {missing}"
 
 
-def test_contributing_has_the_same_floors():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_the_architecture_has_the_same_floors():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d) \| (.+?) \|", text, flags=re.MULTILINE)
     listed = {name.strip("`/").removesuffix(".py"): int(floor) for floor, names in rows for name in names.split(", ")}
     assert listed == {name: floor for name, floor in FLOORS.items() if name != "__init__"}

@@ -112,7 +112,7 @@ def violations(source: Path) -> list[str]:
         where = path.relative_to(source)
         part = top(where.parts)
         if part not in FLOORS:
-            broken.append(f"{where}: '{part}' has no floor; give it one here and in CONTRIBUTING.md")
+            broken.append(f"{where}: '{part}' has no floor; give it one here and in docs/architecture.md")
             continue
         floor = FLOORS[part]
         tree = ast.parse(path.read_text(encoding="utf-8"))
