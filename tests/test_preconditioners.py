@@ -26,9 +26,10 @@ from sketchgp import (
     random_streams,
     settings,
 )
+from sketchgp.lowrank import LowRank, nystrom_factor
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.operators.access import Access
-from sketchgp.preconditioners import PreconditionerCache
+from sketchgp.preconditioners import Preconditioner, PreconditionerCache
 from sketchgp.preconditioners.rank import Costs
 from sketchgp.solvers import System
 
@@ -530,3 +531,36 @@ def test_names_and_equality():
     assert RPCholesky(5) == RPCholesky(5) != RPCholesky(6)
     access = Access(_operator().detach())
     assert RPCholesky(5).select(access, _noise("constant")).pivots.shape == (5,)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenlySpaced(Preconditioner):
+    """``P = F F^T + noise`` with F from columns that are evenly spaced in the order of the rows."""
+
+    pivoted = below = True
+
+    def approximate(self, matrix, noise):
+        pivots = torch.linspace(0, matrix.n - 1, self.rank_for(matrix.n, matrix.device)).long()
+        factor = nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), matrix.resolution)
+        return LowRank(factor, pivots, matrix.diagonal() - factor.square().sum(dim=1))
+
+
+def test_a_new_preconditioner():
+    """All that a new method needs is a factor; solves, bounds and gradients follow."""
+    x = points(300, 3)
+    y = torch.sin(4 * x.sum(dim=1))
+    problem = FullProblem(_kernel().requires_grad_(False), x, y, 1e-2)
+    plain = ConjugateGradients(tol=1e-8).solve(problem, preconditioner=None)
+    found = ConjugateGradients(tol=1e-8).solve(problem, preconditioner=EvenlySpaced(60))
+    assert relative(found.value, plain.value) < 1e-5
+    assert found.report.iterations < plain.report.iterations / 2
+    assert found.report.error_bound is not None
+    operator, noise = _operator(), _noise("constant").requires_grad_()
+    built = PreconditionerCache(EvenlySpaced(30)).get(operator, noise, differentiable=True)
+    built.inv_quad_logdet(normal(N, 1), logdet=True)[1].backward()
+    core = operator.block(torch.linspace(0, N - 1, 30).long(), torch.linspace(0, N - 1, 30).long())
+    columns = operator.columns(torch.linspace(0, N - 1, 30).long())
+    parameter = operator.kernel.base_kernel.raw_lengthscale
+    exact = torch.logdet(columns @ torch.linalg.solve(core, columns.mT) + noise.detach().diag())
+    (gradient,) = torch.autograd.grad(exact, parameter)
+    assert relative(parameter.grad, gradient) < 1e-4

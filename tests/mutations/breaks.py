@@ -265,7 +265,7 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
-        "new = column[:, 0] - found.factor @ row",
+        "new = column[:, 0] - result.factor @ row",
         "new = column[:, 0]",
         LOWRANK,
         "greedy columns are not made orthogonal to earlier ones",
@@ -307,7 +307,7 @@ BREAKS = (
         "the spectrum is not flattened to its tail",
     ),
     Break(
-        "enough=RankByCost(Costs(matrix)) if self.rank is None else None,",
+        "enough=self.stopping_rule(matrix),",
         "enough=None,",
         PRECONDITIONERS,
         "an automatic rank does not stop early",

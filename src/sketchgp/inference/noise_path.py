@@ -125,7 +125,7 @@ class NoisePath:
         inner = self.gram / diagonal[0]
         inner.diagonal().add_(1)
         root, failed = torch.linalg.cholesky_ex(inner)
-        built._root_cache = None if int(failed) else root  # which then is made, or refused, the usual way
+        built.known_root = None if int(failed) else root  # which then is made, or refused, the usual way
         return built
 
     def start(self, noise: float) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What every low-rank method returns, and the one formula that turns a sketch of K into a factor."""
+"""The result of every low-rank method, and the formula that turns a sketch of K into a factor."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class LowRank:
 
     ``factor`` is F, ``(n, r)``; ``pivots`` ``(r,)`` the columns of K it is made of (None for a dense sketch);
     ``residual`` ``(n,)`` the diagonal of ``K - F F^T``, whose sum bounds the condition number of the
-    preconditioned system by ``1 + sum(residual) / noise``.
+    preconditioned system by ``1 + sum(residual) / noise``.  ``sequential`` says that F is a partial Cholesky factor:
+    its rows at the pivots are then the Cholesky factor of their block.
     """
 
     factor: Factor
     pivots: Tensor | None
     residual: Tensor
+    sequential: bool = False
 
     @property
     def trace(self) -> float:
@@ -35,10 +37,10 @@ class LowRank:
 
 
 class Scores:
-    """How much each point still needs a pivot: its residual times its weight.
+    """Scores by which pivots are chosen: residual times weight.
 
-    Where weights differ, residuals at the level of rounding count as zero: times a large weight they would outweigh
-    the residuals that are real.  Equal weights leave the order and the law of the pivots as they are without any.
+    Where weights differ, residuals at the level of rounding count as zero: a large weight would lift them above the
+    true residuals.  Equal weights change neither the order nor the law of the pivots.
 
     :param diagonal: ``(n,)`` of the matrix; :param weights: ``(n,)``, not negative, or None.
     """
@@ -74,17 +76,20 @@ class Columns:
 
     @classmethod
     def of(cls, n: int, most: int, device: torch.device, surely: bool) -> Columns:
-        """:param surely: whether all columns will come.  Otherwise memory is taken as they do: on a CPU by the system,
-        which gives pages when they are written to, so that nothing is moved."""
+        """Return an empty factor.
+
+        :param surely: whether all columns will come.  Otherwise memory grows with them; on a CPU the system gives
+            pages when they are written to, so that nothing is moved.
+        """
         return cls(n, most, device, most if surely or device.type == "cpu" else _BEGIN)
 
     @property
     def factor(self) -> Tensor:
-        """F so far."""
+        """Return the columns so far."""
         return self._rows[: self.count].mT
 
     def add(self, columns: Tensor) -> None:
-        """:param columns: ``(k, n)``, k more columns as rows."""
+        """Add k columns, given as rows ``(k, n)``."""
         after = self.count + len(columns)
         if after > len(self._rows):
             wider = self._rows.new_empty(min(self.most, max(2 * self.count, after)), self._rows.shape[1])
@@ -94,7 +99,7 @@ class Columns:
         self.count = after
 
     def all(self) -> Tensor:
-        """F, in memory of its size."""
+        """Return F in memory of its size."""
         return self.factor if self.count == len(self._rows) else self._rows[: self.count].clone().mT
 
 

@@ -46,15 +46,15 @@ def greedy_cholesky(
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
     space = space or Space(n)
-    found = Columns.of(space.height, rank, device, surely=enough is None)
+    result = Columns.of(space.height, rank, device, surely=enough is None)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     done = 0
     while done < rank:
         wanted = scores.of(residual)
         best = wanted.argmax()[None]
-        row = space.rows(found.factor, best)[0]
+        row = space.rows(result.factor, best)[0]
         column = space.columns(matrix, best)
-        new = column[:, 0] - found.factor @ row
+        new = column[:, 0] - result.factor @ row
         height = space.rows(new[:, None], best)[0]
         # The column is made before it is known whether it is needed, so that a device is waited for once.
         sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
@@ -64,9 +64,9 @@ def greedy_cholesky(
         if not (pivot > 0 and score > 0):
             break
         new = new / height.sqrt()
-        found.add(new.unsqueeze(0))
+        result.add(new.unsqueeze(0))
         pivots[done : done + 1] = best
         residual = (residual - space.numbers(new.square())).clamp_(min=0)
         residual[best] = 0
         done += 1
-    return LowRank(space.factor(found.all()), pivots[:done], residual)
+    return LowRank(space.factor(result.all()), pivots[:done], residual, sequential=True)

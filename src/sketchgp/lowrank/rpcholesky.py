@@ -7,6 +7,7 @@ Epperly, Tropp, Webber, "Embrace rejection" (arXiv:2410.03969), Algorithm 2.1 (a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from ..operators.access import Access
 from ..operators.unchanged import parameters_held
 from ..space import Space
 from .factor import Columns, LowRank, Scores, shifted_cholesky
+
+_FAILURES = 50  # rounds without a pivot after which no more are proposed
 
 
 @torch.no_grad()
@@ -32,93 +35,111 @@ def rpcholesky(
     enough: Callable[[int, float], bool] | None = None,
     space: Space | None = None,
 ) -> LowRank:
-    """Partial Cholesky factor of one matrix with random pivots.
+    """Partial Cholesky factor of one matrix, in float64, with random pivots in the order of their choice.
 
-    ``"accelerated"`` proposes a block of pivots and thins it by rejection, which gives the law of choosing pivots
-    one at a time (the law of the papers' theorems) at block speed.  ``"block"`` keeps the whole block; it is as
-    fast, but wastes columns where points cluster.  Reads ``(rank + 1) n`` entries of K, O(n rank) memory,
-    O(n rank^2) operations.
+    ``"accelerated"`` proposes a block of pivots and thins it by rejection: the law of choosing pivots one at a time
+    (that of the papers' theorems) at block speed.  ``"block"`` keeps the whole block; it wastes columns where points
+    cluster.  Reads ``(rank + 1) n`` entries of K, O(n rank) memory, O(n rank^2) operations.
 
-    With weights w the pivots are those of ``W^1/2 K W^1/2``: drawn with probability proportional to ``w * residual``.
-    F is still a factor of K itself.
+    With weights w the pivots are those of ``W^1/2 K W^1/2``, drawn by ``w * residual``; F is still a factor of K.
 
-    :param matrix: the symmetric positive semidefinite matrix.
-    :param rank: the most columns to take; fewer are taken when the rest of the trace is negligible.  Memory is taken
-        for all of them at once, unless ``enough`` is given: then as they come.
-    :param generator: CPU generator that all random choices come from.
+    :param rank: the most columns; fewer are taken when the rest of the trace is negligible.  With ``enough``, memory
+        grows with the columns.
+    :param generator: CPU generator of all random choices.
     :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank; with
         ``enough`` the rank of the default is the number of columns so far, and it is at least 8.
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
     :param tol: stop when ``sum(weights * residual) <= tol``.
-    :param enough: asked before each round with the number of columns and ``sum(weights * residual)``: whether to stop.
-    :param space: of F; None makes all rows here.  P ranks that make their own rows evaluate (rank + 1) n / P entries of
-        K each; a round sends the fall of the residual, n numbers, and the rows of F of the proposals.
-    :returns: the factor in float64 with its pivots, in the order of their choice.
+    :param enough: told the number of columns and ``sum(weights * residual)`` before each round; returns True to stop.
+    :param space: of F; None makes all rows.  Each of P ranks evaluates (rank + 1) n / P entries of K; a round sends the
+        fall of the residual, n numbers, and the rows of F of the proposals.
     """
-    diagonal = matrix.diagonal()
-    n, device = matrix.n, matrix.device
-    space = space or Space(n)
-    floor = matrix.resolution * float(diagonal.sum())
-    rank = min(rank, n)
+    space, rank, diagonal = space or Space(matrix.n), min(rank, matrix.n), matrix.diagonal()
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    found = Columns.of(space.height, rank, device, surely=enough is None)
+    result = Columns.of(space.height, rank, matrix.device, surely=enough is None)
     pivots: list[Tensor] = []
-    residual, done, failures = diagonal.clone(), 0, 0
-    scores = Scores(matrix, diagonal, weights)
-    while done < rank and failures < 50:
-        wanted = scores.of(residual)
-        size = block if enough is None or block_size else min(block, max(8, done // 4))
-        size = min(size, rank - done) if method == "block" else size
+    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
+    floor, failures = matrix.resolution * float(diagonal.sum()), 0
+    while result.count < rank and failures < _FAILURES:
+        size = block if enough is None or block_size else min(block, max(8, result.count // 4))
+        size = min(size, rank - result.count) if method == "block" else size
         before = generator.get_state()
-        # Drawn before it is known whether they are needed, so that a device is waited for once a round.
-        proposals = _draw(wanted, size, generator)
-        sums = scores.sums(residual, wanted)
-        if method == "block" and device.type == "cpu":  # a device would have to tell how many are left
-            proposals = torch.unique(proposals)
-        rows = space.rows(found.factor, proposals)
-        schur, bounds = matrix.block(proposals, proposals) - rows @ rows.mT, residual[proposals]
-        sums, small, bounds, drawn = fetched(sums, schur, bounds, proposals)
-        small = small.reshape(schur.shape)
+        draw = partial(_draw, size=size, generator=generator, distinct=method == "block")
+        rows, sums, schur, bounds, drawn = _proposed(matrix, space, result.factor, residual, scores, draw)
         left, total, score = sums.tolist()
-        if left <= floor or total <= tol or not score > 0 or (enough is not None and enough(done, total)):
-            generator.set_state(before)  # what is not used is not drawn
+        if left <= floor or total <= tol or not score > 0 or (enough is not None and enough(result.count, total)):
+            generator.set_state(before)  # unused proposals leave no trace in the stream
             break
         if method == "block":
-            kept = _distinct(drawn)
-            root = shifted_cholesky(small[kept][:, kept], matrix.resolution, limit=10.0)
+            kept, root = _distinct(schur, drawn, matrix.resolution)
         else:
-            kept, root = _reject(small, bounds, rank - done, generator)
-        if not len(kept):
-            failures += 1
-            continue
-        failures = 0
-        chosen = sent(drawn[kept].long(), device)
-        kept, root = queued(kept, device), queued(root, device)
-        # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
-        new = space.columns(matrix, chosen).mT - rows[kept] @ found.factor.mT
-        new = torch.linalg.solve_triangular(root, new, upper=False)
-        found.add(new)
-        residual = (residual - space.numbers(new.square().sum(dim=0))).clamp_(min=0)
-        residual[chosen] = 0
-        pivots.append(chosen)
-        done += len(chosen)
-    chosen_all = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=device)
-    return LowRank(space.factor(found.all()), chosen_all, residual)
+            kept, root = _reject(schur, bounds, rank - result.count, generator)
+        failures = 0 if len(kept) else failures + 1
+        if len(kept):
+            chosen = sent(drawn[kept].long(), matrix.device)
+            new = _eliminated(space.columns(matrix, chosen), result.factor, rows, kept, root)
+            result.add(new)
+            residual = (residual - space.numbers(new.square().sum(dim=0))).clamp_(min=0)
+            residual[chosen] = 0
+            pivots.append(chosen)
+    chosen = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=matrix.device)
+    return LowRank(space.factor(result.all()), chosen, residual, sequential=method == "accelerated")
 
 
-def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Indices drawn independently with probability proportional to ``scores``, by inverting the cumulative sum."""
+def _proposed(
+    matrix: Access,
+    space: Space,
+    factor: Tensor,
+    residual: Tensor,
+    scores: Scores,
+    draw: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Draw pivots before it is known whether they are needed, so that a device is waited for once a round.
+
+    :returns: the rows of F at the proposals, on the device; and on the CPU the sums of the scores, the block of
+        ``K - F F^T`` at the proposals, their residuals, and the proposals.
+    """
+    wanted = scores.of(residual)
+    proposals = draw(wanted)
+    rows = space.rows(factor, proposals)
+    schur = matrix.block(proposals, proposals) - rows @ rows.mT
+    sums, small, bounds, drawn = fetched(scores.sums(residual, wanted), schur, residual[proposals], proposals)
+    return rows, sums, small.reshape(schur.shape), bounds, drawn
+
+
+def _eliminated(columns: Tensor, factor: Tensor, rows: Tensor, kept: Tensor, root: Tensor) -> Tensor:
+    """Return new columns of F as rows ``(k, h)``, from columns of K.
+
+    :param columns: ``(h, k)``; :param factor: F so far, ``(h, r)``; :param rows: its rows at all proposals.
+    :param kept: the places of the columns among the proposals; :param root: the Cholesky factor of their block.
+    """
+    kept, root = queued(kept, columns.device), queued(root, columns.device)
+    # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
+    new = columns.mT - rows[kept] @ factor.mT
+    return torch.linalg.solve_triangular(root, new, upper=False)
+
+
+def _draw(scores: Tensor, size: int, generator: torch.Generator, distinct: bool) -> Tensor:
+    """Draw indices independently with probability proportional to ``scores``, by inverting the cumulative sum.
+
+    :param distinct: drop repeated ones, but on a device, which would have to tell how many are left.
+    """
     cumulative = scores.cumsum(0)
     points = queued(torch.rand(size, dtype=torch.float64, generator=generator), scores.device) * cumulative[-1]
-    return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
+    drawn = torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
+    return torch.unique(drawn) if distinct and drawn.device.type == "cpu" else drawn
 
 
-def _distinct(drawn: Tensor) -> Tensor:
-    """The places of different numbers in a list of them, ``(b,)`` on the CPU, in the numbers' order."""
+def _distinct(schur: Tensor, drawn: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
+    """Keep the first place of each proposal, in the order of the proposals' numbers.
+
+    :returns: the places, and the Cholesky factor of their block; everything on the CPU.
+    """
     ordered, places = drawn.sort(stable=True)
     first = torch.ones(len(drawn), dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
-    return places[first]
+    kept = places[first]
+    return kept, shifted_cholesky(schur[kept][:, kept], resolution, limit=10.0)
 
 
 def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

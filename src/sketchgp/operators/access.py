@@ -117,7 +117,7 @@ class Access:
         """``K rhs`` for rhs ``(..., n, t)`` in float64, differentiable."""
         rhs = rhs.to(self.operator.dtype)
         if isinstance(self.operator, KernelMatrix) and not torch.is_grad_enabled():  # also of rows on disk
-            return self.operator._matmul(rhs).to(torch.float64)
+            return self.operator.product(rhs).to(torch.float64)
         return (self.operator @ rhs).to(torch.float64)
 
     def element(self, index: tuple[int, ...]) -> Access:
@@ -287,7 +287,7 @@ class AccurateProduct:
             if isinstance(operator, DenseLinearOperator):
                 product = dense_product(operator.tensor, vectors)
             else:
-                product = operator._matmul(vectors)
+                product = operator.product(vectors) if isinstance(operator, KernelMatrix) else operator @ vectors
             product = product * scale if torch.is_tensor(scale) or scale != 1.0 else product
             total = product if total is None else total + product
         assert total is not None
@@ -299,7 +299,7 @@ class AccurateProduct:
         total = vectors.new_zeros(())
         for scale, operator in self._terms:
             if isinstance(operator, KernelMatrix):
-                product = operator.rows(indices)._matmul(vectors)
+                product = operator.rows(indices).product(vectors)
             else:
                 product = columns(operator, indices).mT.to(torch.float64) @ vectors
             total = total + product * scale

@@ -189,7 +189,7 @@ class KernelMatrix(LinearOperator):
         inputs = all(torch.is_tensor(x) and not x.is_inference() for x in (self.x1, self.x2))  # whose changes are seen
         if torch.is_tensor(other) and inputs and not self._differentiated(other):
             _matmul_broadcast_shape(self.shape, other.shape)
-            return self._matmul(other)
+            return self.product(other)
         return super().matmul(other)
 
     def _differentiated(self, *others: Tensor) -> bool:
@@ -197,20 +197,24 @@ class KernelMatrix(LinearOperator):
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self._args, *others))
 
     @torch.no_grad()
-    def _matmul(self, rhs: Tensor) -> Tensor:
+    def product(self, rhs: Tensor) -> Tensor:
+        """Return ``K rhs`` without gradients; x1 and x2 may be sources of rows."""
         if rhs.dtype != self.dtype or rhs.device != self.device:
             raise InputError(
                 f"A kernel matrix of {self.dtype} on {self.device} is multiplied by {rhs.dtype} on {rhs.device}; "
                 "convert one of them."
             )
         if rhs.dim() == 1:
-            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
+            return self.product(rhs.unsqueeze(-1)).squeeze(-1)
         if rhs.shape[-2] != self.shape[-1]:
             raise InputError(f"A kernel matrix of {self.shape[-1]} columns is multiplied by {rhs.shape[-2]} rows.")
         return product_of_batch(self.pairs, rhs)
 
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.product(rhs)
+
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self._transpose_nonbatch()._matmul(rhs)
+        return self._transpose_nonbatch().product(rhs)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         return first_order(self.derivative(left_vecs, right_vecs), left_vecs, right_vecs, *self._args)

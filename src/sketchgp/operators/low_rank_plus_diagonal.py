@@ -73,7 +73,7 @@ class LowRankPlusDiagonal(LinearOperator):
         super().__init__(factor, diagonal, out_dtype=out_dtype, sharded=sharded)
         self.factor: Factor = factor if sharded is None else ShardedRows(factor, sharded.n, sharded.shards)
         self.diagonal_part, self.out_dtype = diagonal, out_dtype
-        self._root_cache: Tensor | None = None
+        self.known_root: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -107,7 +107,7 @@ class LowRankPlusDiagonal(LinearOperator):
     def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
         """The same operator without gradients, shown as ``out_dtype``; shares F, d and their factorization."""
         copy = LowRankPlusDiagonal(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
-        copy._root_cache = self.capacitance_root()
+        copy.known_root = self.capacitance_root()
         return copy
 
     def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
@@ -131,7 +131,7 @@ class LowRankPlusDiagonal(LinearOperator):
 
         :raises NumericalError: if it is not positive definite (F or d holds NaN, or d is not positive).
         """
-        if self._root_cache is None:
+        if self.known_root is None:
             factor, diagonal = self.factor, self.diagonal_part
             inner = torch.zeros(*self.batch_shape, self.rank, self.rank, dtype=factor.dtype, device=factor.device)
             held = self.held
@@ -149,8 +149,8 @@ class LowRankPlusDiagonal(LinearOperator):
                     f"{factor.dtype}; check the noise (it must be positive) and the inputs for NaN.",
                     see="not-definite",
                 )
-            self._root_cache = root
-        return self._root_cache
+            self.known_root = root
+        return self.known_root
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         if rhs.dim() == 1:

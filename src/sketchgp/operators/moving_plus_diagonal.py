@@ -73,7 +73,7 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
         )
         self.diagonal_part, self.out_dtype = tensors[-1], out_dtype
         self.kernel, self.names, self.moving, self.engine = kernel, names, moving, engine
-        self._root_cache: Tensor | None = None
+        self.known_root: Tensor | None = None
 
     def _matrix(self, x: Tensor, *parameters: Tensor) -> KernelMatrix:
         return KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine=self.engine, same=True)
@@ -90,7 +90,7 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
     def _rebuilt(self, tensors: tuple[Tensor, ...], out_dtype: torch.dtype | None) -> MovingPlusDiagonal:
         options = {"kernel": self.kernel, "names": self.names, "moving": self.moving, "engine": self.engine}
         copy = self.__class__(*tensors, **options, out_dtype=out_dtype)
-        copy._root_cache = self.capacitance_root()
+        copy.known_root = self.capacitance_root()
         return copy
 
     def detached(self, out_dtype: torch.dtype | None) -> MovingPlusDiagonal:

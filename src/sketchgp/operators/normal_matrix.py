@@ -110,7 +110,7 @@ class TiledNormalMatrix:
     def kzz_matmul(self, rhs: Tensor) -> Tensor:
         """``Kzz v``, ``(m, t)`` float64."""
         self.products += 1
-        return self.kzz._matmul(rhs.to(self.kzz.dtype)).to(torch.float64)
+        return self.kzz.product(rhs.to(self.kzz.dtype)).to(torch.float64)
 
     @torch.no_grad()
     def _matmul(self, rhs: Tensor) -> Tensor:

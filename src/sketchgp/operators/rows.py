@@ -97,7 +97,7 @@ class RowProduct:
         if stored is not None:
             return dense_product(stored[indices][:, columns], vectors)
         if isinstance(operator, KernelMatrix):
-            return operator.rows(indices, columns)._matmul(vectors)
+            return operator.rows(indices, columns).product(vectors)
         part = columns_of(operator, indices).mT if columns is None else block(operator, indices, columns)
         return part.to(vectors.dtype) @ vectors
 

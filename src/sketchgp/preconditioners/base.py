@@ -1,4 +1,4 @@
-"""From a choice of method and rank to a preconditioner ``P = F F^T + diag(d)``."""
+"""Base class of preconditioners ``P = F F^T + diag(d)``: a choice of method and rank, and its use on a matrix."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
-from ..space import Factor, held_rows, space_of, square_norms, whole
+from ..space import Factor, Space, held_rows, space_of, square_norms, whole
+from .rank import Costs, RankByCost
 
-DRIFT = 1.25  # pivots are chosen anew when they leave this many times as large a share of the trace as when chosen
+DRIFT = 1.25  # pivots are chosen anew when the share of the trace that they leave has grown by this factor
 
 
 @dataclass
 class Selection:
-    """What a method decided about K, held fixed while hyperparameters move: the pivots or test matrix behind F.
+    """Pivots or test matrix of F, chosen for one K and held fixed while hyperparameters move.
 
-    ``factor`` (..., n, r) is F as it was at the decision; ``core_root`` (r, r) the Cholesky factor L of the block of
-    the pivots with ``F = K(:, S) L^-T``, where it is known; ``shift``, a number or (..., 1), what P has on its diagonal
-    beside the noise; ``scales`` (..., n) multiply the rows of a dense test matrix.  ``left`` (...) is the share of the
-    trace of ``D^-1 K`` that F left, for the noise D of the decision; ``excess`` (...) its amount,
-    ``sum(residual / noise)``.  ``test`` (n, r) is the test matrix, where it is kept; ``columns`` is r.
+    ``factor`` (..., n, r) is F of that K; ``core_root`` (r, r) the Cholesky factor L of the block of the pivots with
+    ``F = K(:, S) L^-T``, where it is known; ``shift``, a number or (..., 1), is added to the noise on P's diagonal;
+    ``scales`` (..., n) multiply the rows of a dense test matrix.  ``left`` (...) is the share of the trace of
+    ``D^-1 K`` that F left, for the noise D at that time; ``excess`` (...) its amount, ``sum(residual / noise)``.
+    ``test`` (n, r) is the test matrix, where it is kept; ``columns`` is r.
     """
 
     factor: Factor
@@ -47,26 +48,28 @@ class Selection:
         self.columns = self.factor.shape[-1]
 
     def without_factor(self) -> Selection:
-        """The same, with no columns in ``factor``: K has moved, and the memory is wanted."""
-        found = copy.copy(self)
-        found.factor = torch.empty(self.factor.shape[-2], 0, dtype=self.factor.dtype, device=self.factor.device)
-        found.core_root = None
-        return found
+        """Return a copy with no columns in ``factor``, after K has moved: the memory is wanted."""
+        bare = copy.copy(self)
+        bare.factor = torch.empty(self.factor.shape[-2], 0, dtype=self.factor.dtype, device=self.factor.device)
+        bare.core_root = None
+        return bare
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`Preconditioner.moving` makes no other F in place of this one, for the same K."""
+        """True where :meth:`Preconditioner.moving` keeps this F for the same K."""
         return self.core_root is not None or self.coefficients is not None or self.pivots is None
 
     @property
     def made(self) -> bool:
-        """Whether ``factor`` has its columns."""
+        """True where ``factor`` has its columns."""
         return self.factor.shape[-1] == self.columns
 
 
 @dataclass(frozen=True)
 class Preconditioner:
     """Base class: a frozen choice of method; :meth:`build` makes the preconditioner of one matrix.
+
+    A new method is a subclass with :meth:`approximate`, which may ask :meth:`rank_for` for the rank.
 
     :param rank: columns of F, cut to n, with a note in the report; None chooses it by cost
         (:mod:`sketchgp.preconditioners.rank`): columns are added while the iterations that they are predicted to save,
@@ -82,67 +85,89 @@ class Preconditioner:
 
     @property
     def pivoted(self) -> bool:
-        """Whether F is ``K(:, S) K(S, S)^(-1/2)`` for the pivots S."""
+        """True where F is ``K(:, S) K(S, S)^(-1/2)`` for the pivots S."""
         return False
 
     @property
     def lean(self) -> bool:
-        """Whether :meth:`moving` takes the place of autograd through :meth:`factor` for one kernel matrix: the same
-        gradients, with a few arrays of n x r less."""
+        """True where :meth:`moving` replaces autograd through :meth:`factor` for one kernel matrix.
+
+        The gradients are the same, with a few arrays of n x r less.
+        """
         return self.pivoted
 
     @property
     def below(self) -> bool:
-        """Whether ``F F^T <= K``, as it is for every Nystrom approximation: P then lies below ``K + noise``, and bounds
-        errors (:attr:`sketchgp.SolveReport.error_bound`).  False unless a method says so."""
+        """True where ``F F^T <= K``, as for every Nystrom approximation; False unless a method says so.
+
+        P then lies below ``K + noise`` and bounds errors (:attr:`sketchgp.SolveReport.error_bound`).
+        """
         return False
 
     @property
     def name(self) -> str:
-        """The method's name, as reports print it."""
+        """Name of the method in reports."""
         return type(self).__name__
 
     def validate(self, n: int) -> None:
         """Refuse what cannot be built for n points."""
 
     def note(self, n: int) -> str:
-        """What a report says where the rank that was asked for is more than the n points have; "" where it is not."""
+        """Return the remark of a report on a rank that exceeds the n points; "" where it does not."""
         more = self.rank is not None and self.rank > n
         return f"rank {self.rank} was asked for; {n} points have {n}" if more else ""
 
     def rank_for(self, n: int, device: torch.device) -> int:
-        """The rank asked for, or the bound of the automatic one: what the memory budget holds."""
+        """Return the rank asked for, or the largest automatic one that fits the memory budget."""
         if self.rank is not None:
             return min(self.rank, n)
         stored = memory_budget.value(device) // (16 * self.rows_stored(n))  # two float64 arrays of n x rank
-        return max(1, min(n, stored, self._reach(n)))
+        return max(1, min(n, stored, self.most_columns(n)))
 
     def rows_stored(self, n: int) -> int:
         """Return the largest number of rows of F that any rank holds."""
+        return Space.of(n).most_rows
+
+    def most_columns(self, n: int) -> int:
+        """Return the limit of an automatic rank, whatever the memory."""
         return n
 
-    def _reach(self, n: int) -> int:
-        """The most columns of an automatic rank, whatever the memory."""
-        return n
+    def stopping_rule(self, matrix: Access, one_by_one: bool = False) -> RankByCost | None:
+        """Return the rule by which an automatic rank ends (:class:`.RankByCost`); None for a rank that was asked for.
+
+        :param one_by_one: whether columns are made by products with single vectors, instead of in blocks.
+        """
+        return RankByCost(Costs(matrix, one_by_one)) if self.rank is None else None
 
     def select(self, matrix: Access, noise: Tensor) -> Selection:
-        """Decide pivots (or a test matrix) for each matrix of the batch, by its own noise; no gradients.
+        """Choose pivots or a test matrix for each matrix of the batch, by its own noise; no gradients.
 
         :param matrix: ``(..., n, n)``; :param noise: ``(..., n)`` variances.
         """
         noise = noise_of_each(matrix, noise)
         indices = list(itertools.product(*(range(size) for size in matrix.batch_shape)))
-        parts = [self._select(matrix.element(i) if i else matrix, noise[i]) for i in indices]
+        parts = [self.select_one(matrix.element(i) if i else matrix, noise[i]) for i in indices]
         selection = parts[0] if not matrix.batch_shape else _stack(parts, matrix)
         selection.left, selection.excess = unexplained(matrix, selection.factor, noise)
         return selection
 
-    def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        """For one matrix and noise ``(n,)``, float64 and positive."""
+    def select_one(self, matrix: Access, noise: Tensor) -> Selection:
+        """Choose pivots or a test matrix for one matrix; arguments as in :meth:`approximate`."""
+        low_rank = self.approximate(matrix, noise)
+        root = None
+        if low_rank.sequential and low_rank.pivots is not None:
+            root = space_of(low_rank.factor).rows(held_rows(low_rank.factor), low_rank.pivots).tril()
+        return Selection(low_rank.factor, low_rank.pivots, core_root=root)
+
+    def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
+        """Return ``K ~ F F^T`` for one matrix.
+
+        :param matrix: ``(n, n)``; :param noise: ``(n,)`` variances, float64 and positive.
+        """
         raise NotImplementedError
 
     def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:
-        """Whether what was selected for an earlier K or noise is good enough for the present ones.
+        """Return whether a selection for an earlier K or noise is good enough for the present ones.
 
         :param factor: F of the present K with this selection, ``(..., n, r)``.
         """
@@ -154,13 +179,13 @@ class Preconditioner:
         return full or not bool((excess > 2 * selection.excess.clamp(min=1)).any())
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
-        """F for the present K and the selection made before, differentiable in K: ``(..., n, r)``."""
+        """Return F for the present K and an earlier selection, differentiable in K: ``(..., n, r)``."""
         assert selection.pivots is not None
         pivots = selection.pivots
         return nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), matrix.resolution)
 
     def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
-        """F for the present K and the selection made before, without gradients, and the way back from it to K.
+        """Return F for the present K and an earlier selection, without gradients, and the way back from it to K.
 
         :param selection: its ``factor`` is taken where it is that of this K.
         """
@@ -170,7 +195,7 @@ class Preconditioner:
         return FactorOfColumns(selection.factor, selection.core_root, selection.pivots)
 
     def build(self, operator: Any, noise: Tensor) -> LowRankPlusDiagonal:
-        """The preconditioner of ``operator + diag(noise)``, in float64, without gradients.
+        """Return the preconditioner of ``operator + diag(noise)``, in float64, without gradients.
 
         :param operator: a symmetric LinearOperator ``(..., n, n)``.
         :param noise: ``(..., n)`` variances.
@@ -182,11 +207,10 @@ class Preconditioner:
 
 @torch.no_grad()
 def noise_of_each(matrix: Access, noise: Tensor) -> Tensor:
-    """The noise ``(..., n)`` that each matrix of the batch is to be approximated for, in float64, without gradients.
+    """Return the noise ``(..., n)`` that each matrix of the batch is approximated for, in float64, without gradients.
 
-    A matrix that several systems share gets the least noise that each point has in any of them: what is then left
-    of the trace over the noise is an upper bound for all of them.  What is not positive is left to the preconditioner
-    itself to refuse.
+    A matrix that several systems share gets the least noise that each point has in any of them: the rest of the trace
+    over the noise is then an upper bound for all of them.  The preconditioner refuses noise that is not positive.
     """
     noise = noise.detach().to(torch.float64)
     batch = matrix.batch_shape
@@ -202,9 +226,9 @@ def noise_of_each(matrix: Access, noise: Tensor) -> Tensor:
 
 @torch.no_grad()
 def unexplained(matrix: Access, factor: Factor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """What F leaves of the trace of ``D^-1 K``: as a share and as an amount, one number a matrix.
+    """Return the share and the amount of the trace of ``D^-1 K`` that F leaves, one number a matrix.
 
-    Below zero where ``F F^T`` has more than K, as that of :class:`NystromEigenPro` may.
+    They are negative where ``F F^T`` exceeds K, as that of :class:`NystromEigenPro` may.
     """
     diagonal = matrix.diagonal()
     residual = diagonal - square_norms(factor)
@@ -212,16 +236,8 @@ def unexplained(matrix: Access, factor: Factor, noise: Tensor) -> tuple[Tensor, 
     return excess / torch.where(total > 0, total, 1), excess
 
 
-def _selection(low_rank: LowRank, sequential: bool = False) -> Selection:
-    """:param sequential: whether F is a partial Cholesky factor: at its pivots it then holds that of their block."""
-    root = None
-    if sequential and low_rank.pivots is not None:
-        root = space_of(low_rank.factor).rows(held_rows(low_rank.factor), low_rank.pivots).tril()
-    return Selection(low_rank.factor, low_rank.pivots, core_root=root)
-
-
 def _stack(parts: list[Selection], matrix: Access) -> Selection:
-    """Selections of a batch: of one rank, so the shorter ones get further pivots (and zero columns in F)."""
+    """Join the selections of a batch.  The shorter ones get further pivots, and columns of zeros in F."""
     rank = max(part.factor.shape[-1] for part in parts)
     shape = matrix.batch_shape
     factors = torch.stack([torch.nn.functional.pad(whole(p.factor), (0, rank - p.factor.shape[-1])) for p in parts])

@@ -1,4 +1,4 @@
-"""One preconditioner a matrix: built once, found again by every solve with the same kernel, inputs and noise."""
+"""Cache of one preconditioner, which every solve with the same kernel, inputs and noise shares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .base import Preconditioner, Selection
 
 
 class PreconditionerCache:
-    """Keeps the last preconditioner of one model and what it was built from.
+    """Cache of the last preconditioner of one model and what it was built from.
 
     A solve with unchanged kernel matrix and noise gets the same object; one with other noise reuses the factor, and
     a training step (``differentiable=True``) with new hyperparameters the pivots, while they still serve
@@ -39,8 +39,7 @@ class PreconditionerCache:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Pivots are kept inside, however far hyperparameters move, so that what is computed with them is one function
-        of the hyperparameters."""
+        """Keep the pivots inside, however far hyperparameters move: losses are then one function of them."""
         before, self._held = self._held, True
         try:
             yield
@@ -62,7 +61,7 @@ class PreconditionerCache:
         self._moving: MovingFactor | None = None
 
     def release(self) -> None:
-        """Give the memory back: the preconditioner is built anew when it is wanted again."""
+        """Give the memory back; the preconditioner is built anew at its next use."""
         with self._lock:
             self._forget_built()
             self._moving = None
@@ -76,7 +75,7 @@ class PreconditionerCache:
         self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:
-        """The preconditioner of ``operator + diag(noise)``.
+        """Return the preconditioner of ``operator + diag(noise)``.
 
         :param operator: symmetric LinearOperator ``(..., n, n)``; :param noise: ``(..., n)``.
         :param differentiable: whether it must carry gradients to the operator's tensors and the noise (pivots fixed).
@@ -99,17 +98,17 @@ class PreconditionerCache:
             if not live:
                 return self._built.detached(operator.dtype)
             built = LowRankPlusDiagonal(factor, diagonal, out_dtype=operator.dtype)
-            built._root_cache = self._built.capacitance_root()
+            built.known_root = self._built.capacitance_root()
             return built
 
     def _lean(self, access: Access, noise: Tensor) -> bool:
-        """Whether the derivative can be taken without autograd through F: one kernel matrix, one noise."""
+        """Return whether the derivative needs no autograd through F, as for one kernel matrix and one noise."""
         return self.choice.lean and access.exact and not access.batch_shape and noise.dim() == 1
 
     def _live_lean(
         self, access: Access, noise: Tensor, matrix_key: Any, noise_key: Any, out_dtype: torch.dtype, start: float
     ) -> LowRankPlusDiagonal:
-        """The differentiable preconditioner, where :meth:`_lean` holds."""
+        """Return the differentiable preconditioner where :meth:`_lean` holds."""
         matrix = access.operator
         assert isinstance(matrix, KernelMatrix)
         selection, unchanged = self._selection, matrix_key == self._matrix_key
@@ -145,7 +144,7 @@ class PreconditionerCache:
             matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names, moving=moving,
             engine=matrix.engine, out_dtype=out_dtype,
         )  # fmt: skip
-        built._root_cache = self._built.capacitance_root()
+        built.known_root = self._built.capacitance_root()
         self.builds += 1
         self._seconds += time.perf_counter() - start
         return built
@@ -158,7 +157,7 @@ class PreconditionerCache:
         self._matrix_key = self._noise_key = None
 
     def take_seconds(self) -> float:
-        """Time spent building since this was last asked."""
+        """Return the time spent building since the last call."""
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
             return seconds
@@ -168,7 +167,7 @@ class PreconditionerCache:
         return self._selection.shift
 
     def _find_factor(self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool) -> Factor:
-        """F, selected anew where what was selected before no longer serves."""
+        """Return F, selected anew where the earlier selection no longer serves."""
         unchanged = keys[0] == self._matrix_key and self._selection is not None
         same = unchanged and keys[1] == self._noise_key
         if not live:

@@ -36,23 +36,17 @@ class NystromEigenPro(Preconditioner):
 
     subsample_size: int | None = None
     seed: int = 0
+    lean = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         settle(self, count, "subsample_size", optional=True)
         settle(self, seed, "seed")
 
-    @property
-    def lean(self) -> bool:
-        return True
-
-    def rows_stored(self, n: int) -> int:
-        return Space.of(n).most_rows
-
-    def _reach(self, n: int) -> int:
+    def most_columns(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))
 
-    def _select(self, matrix: Access, noise: Tensor) -> Selection:
+    def select_one(self, matrix: Access, noise: Tensor) -> Selection:
         n = matrix.n
         wanted = self.subsample_size or min(10_000, max(math.ceil(20 * math.sqrt(n)), 4 * (self.rank or 1)))
         size = min(n, max(wanted, (self.rank or 0) + 1))
@@ -68,7 +62,7 @@ class NystromEigenPro(Preconditioner):
         return Selection(factor, top.indices, shift=top.tail * n / len(top.indices), coefficients=coefficients)
 
     def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:
-        """As long as F, whose coefficients are fixed, explains as large a share of K as when they were chosen."""
+        """Return whether F, of fixed coefficients, explains as large a share of K as when they were chosen."""
         left, _ = unexplained(matrix, factor, noise_of_each(matrix, noise))
         now, then = 1 - left, 1 - selection.left
         return not bool(((now > DRIFT * then) | (DRIFT * now < then)).any())

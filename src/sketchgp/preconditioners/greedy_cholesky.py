@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..lowrank import greedy_cholesky
+from ..lowrank import LowRank, greedy_cholesky
 from ..operators.access import Access
 from ..space import Space
-from .base import Preconditioner, Selection, _selection
-from .rank import Costs, RankByCost
+from .base import Preconditioner
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,8 @@ class GreedyCholesky(Preconditioner):
     :param rank: columns of F, or None (automatic, see :class:`Preconditioner`).
     """
 
-    @property
-    def pivoted(self) -> bool:
-        return True
+    pivoted = below = True
 
-    @property
-    def below(self) -> bool:
-        return True
-
-    def rows_stored(self, n: int) -> int:
-        return Space.of(n).most_rows
-
-    def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        rank = self.rank_for(matrix.n, matrix.device)
-        enough = RankByCost(Costs(matrix, one_by_one=True)) if self.rank is None else None
-        return _selection(
-            greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough, space=Space.of(matrix.n)), sequential=True
-        )
+    def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
+        rank, enough = self.rank_for(matrix.n, matrix.device), self.stopping_rule(matrix, one_by_one=True)
+        return greedy_cholesky(matrix, rank, weights=1 / noise, enough=enough, space=Space.of(matrix.n))

@@ -24,7 +24,7 @@ from ..operators.access import Access
 from ..operators.moving_factors import MovingFactor
 from ..random_streams import generator
 from ..space import Space
-from .base import Preconditioner, Selection, _selection
+from .base import Preconditioner, Selection
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Nystrom(Preconditioner):
 
     sketch: Literal["gaussian", "uniform"] = "gaussian"
     seed: int = 0
+    lean = below = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,40 +58,30 @@ class Nystrom(Preconditioner):
         return f"Nystrom[{self.sketch}]"
 
     def _generator(self) -> torch.Generator:
-        """The same at every call: the factor is made again of the test matrix that was judged."""
+        """Return the same stream at every call: F is made again from the same test matrix."""
         return generator(self.seed, "Nystrom preconditioner")
 
-    def _approximate(self, matrix: Access, rank: int, scales: Tensor) -> LowRank:
-        if self.sketch == "gaussian":
-            return gaussian_nystrom(matrix, rank, generator=self._generator(), scales=scales, space=Space.of(matrix.n))
-        return uniform_nystrom(matrix, rank, generator=self._generator(), space=Space.of(matrix.n))
-
-    def rows_stored(self, n: int) -> int:
-        return Space.of(n).most_rows
-
-    @property
-    def lean(self) -> bool:
-        return True
-
-    def _reach(self, n: int) -> int:
+    def most_columns(self, n: int) -> int:
         return math.ceil(10 * math.sqrt(n))
 
     @property
     def pivoted(self) -> bool:
         return self.sketch == "uniform"
 
-    @property
-    def below(self) -> bool:
-        return True
+    def select_one(self, matrix: Access, noise: Tensor) -> Selection:
+        return dataclasses.replace(super().select_one(matrix, noise), scales=_scales(noise))
 
-    def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        bound = self.rank_for(matrix.n, matrix.device)
+    def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
+        bound, space = self.rank_for(matrix.n, matrix.device), Space.of(matrix.n)
         rank = bound if self.rank is not None else max(1, bound // 8)
-        scales = (noise.min() / noise).sqrt()
         while True:
-            low_rank = self._approximate(matrix, rank, scales)
-            if rank >= bound or float((low_rank.residual / noise).sum()) <= 1:
-                return dataclasses.replace(_selection(low_rank), scales=scales)
+            stream = self._generator()
+            if self.sketch == "gaussian":
+                result = gaussian_nystrom(matrix, rank, generator=stream, scales=_scales(noise), space=space)
+            else:
+                result = uniform_nystrom(matrix, rank, generator=stream, space=space)
+            if rank >= bound or float((result.residual / noise).sum()) <= 1:
+                return result
             rank = min(2 * rank, bound)
 
     def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
@@ -111,3 +102,8 @@ class Nystrom(Preconditioner):
             test = test * selection.scales.unsqueeze(-1)
         sketch = matrix.matmul(test)
         return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)
+
+
+def _scales(noise: Tensor) -> Tensor:
+    """Return the factors ``(n,)`` of the rows of a test matrix."""
+    return (noise.min() / noise).sqrt()

@@ -1,4 +1,4 @@
-"""How many columns pay: the automatic rank, from what is left of the trace as columns are added and from fixed prices.
+"""The automatic rank: columns are added while they pay, by the rest of the trace and fixed prices.
 
 Nothing is timed, so that results do not depend on the clock: operations have prices, by device and dtype.
 """
@@ -61,7 +61,7 @@ _GENERIC = 3  # passes of a kernel without fast tiles
 
 
 class Costs:
-    """Of an iteration of conjugate gradients and of one more column of F, for one matrix.
+    """Costs of an iteration of conjugate gradients and of one more column of F, for one matrix.
 
     :param one_by_one: whether columns are made one at a time, by products with a vector, instead of in blocks.
     """
@@ -81,7 +81,7 @@ class Costs:
         self.round = self.prices.step + self.n * width * self.prices.row
 
     def _tile(self, part: Any, dtype: torch.dtype) -> float:
-        """An entry of a product by tiles."""
+        """Return the cost of an entry of a product by tiles."""
         passes, width = _GENERIC, 0
         if isinstance(part, KernelMatrix):
             width = part.x1.shape[-1]
@@ -91,7 +91,7 @@ class Costs:
         return (passes * self.prices.tile + width * self.prices.feature) * by_dtype
 
     def _stored(self, part: Any) -> float:
-        """An entry of a product with a stored matrix; 0 for one that is not stored."""
+        """Return the cost of an entry of a product with a stored matrix; 0 for one that is not stored."""
         kept = (
             choose(part.pairs) is DENSE
             if isinstance(part, KernelMatrix)
@@ -100,22 +100,22 @@ class Costs:
         return self.prices.stored * part.dtype.itemsize / 8 if kept else 0.0
 
     def iteration(self, rank: int) -> float:
-        """With a factor of this rank."""
+        """Return the cost of an iteration with a factor of this rank."""
         product = self.n**2 * self.product
         return product + self.n * rank * self.prices.apply + self.prices.step
 
     def widening(self) -> float:
-        """What one more column adds to an iteration."""
+        """Return the cost that one more column adds to an iteration."""
         return self.n * self.prices.apply
 
     def column(self, rank: int) -> float:
-        """One more beside so many; a round brings about a third of that, and at most fifty."""
+        """Return the cost of one more column; a round brings about a third of the present rank, and at most fifty."""
         made = self.n * (self.entry + rank * self.build)
         return made + self.round / max(1.0, min(50.0, rank / 3))
 
 
 def _share(part: Any) -> float:
-    """Of all pairs of points, those whose entries a product computes; several ranks share out all of them."""
+    """Return the share of all pairs of points that a product evaluates; several ranks share out all of them."""
     if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.ranks() is not None:
         return 1.0
     near = nearby(part.pairs)
@@ -123,7 +123,7 @@ def _share(part: Any) -> float:
 
 
 class RankByCost:
-    """Asked as columns are added: are there enough?
+    """Decision whether F has enough columns, asked as they are added.
 
     Columns are added while the iterations that they are predicted to save cost more than the columns.  The largest
     eigenvalue of ``D^-1/2 (K - F F^T) D^-1/2`` is taken to be ``a e / r``, e what is left of the trace after r columns

@@ -103,7 +103,7 @@ class _Sampled:
             yield self.tall.part(self.rows[span]).mul_(math.sqrt(n / len(self.rows)))
 
     def _kzz_matmul(self, vectors: Tensor) -> Tensor:
-        return self.kzz._matmul(vectors.to(self.kzz.dtype)).to(torch.float64) * self.level
+        return self.kzz.product(vectors.to(self.kzz.dtype)).to(torch.float64) * self.level
 
     def matmul(self, vectors: Tensor) -> Tensor:
         out = self._kzz_matmul(vectors)
@@ -134,14 +134,14 @@ def _beyond_roundoff(matrix: _Sampled, found: Tensor, rank: int, stream: torch.G
 
 
 def _without(vectors: Tensor, basis: Tensor) -> Tensor:
-    """Less their part in an orthonormal basis; twice, so that nothing of it is left."""
+    """Subtract the part in an orthonormal basis, twice, so that nothing of it is left."""
     for _ in range(2):
         vectors = vectors - basis @ (basis.mT @ vectors)
     return vectors
 
 
 def damped(vectors: Tensor, values: Tensor) -> NystromRoot:
-    """With the least eigenvalue that was found for damping: what P misses is about as large, or smaller."""
+    """Return P damped by the least eigenvalue of the sketch: those that P misses are about as large, or smaller."""
     least = float(values[-1]) if len(values) else 0.0
     scale = float(values[0]) if len(values) else 1.0
     return NystromRoot(vectors, values, max(least, torch.finfo(torch.float64).eps * scale, math.ulp(0.0)))

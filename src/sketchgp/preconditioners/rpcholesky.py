@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..checks import count, seed, settle, word
 from ..errors import InputError
-from ..lowrank import rpcholesky
+from ..lowrank import LowRank, rpcholesky
 from ..operators.access import Access
 from ..random_streams import generator
 from ..space import Space
-from .base import Preconditioner, Selection, _selection
-from .rank import Costs, RankByCost
+from .base import Preconditioner
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class RPCholesky(Preconditioner):
     method: Literal["accelerated", "block"] = "accelerated"
     block_size: int | None = None
     seed: int = 0
+    pivoted = below = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,26 +52,14 @@ class RPCholesky(Preconditioner):
                 f"RPCholesky(block_size={self.block_size}) exceeds the {n} training points; choose at most {n}."
             )
 
-    @property
-    def pivoted(self) -> bool:
-        return True
-
-    @property
-    def below(self) -> bool:
-        return True
-
-    def rows_stored(self, n: int) -> int:
-        return Space.of(n).most_rows
-
-    def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        low_rank = rpcholesky(
+    def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
+        return rpcholesky(
             matrix,
             self.rank_for(matrix.n, matrix.device),
             generator=generator(self.seed, "RPCholesky preconditioner"),
             method=self.method,
             block_size=self.block_size,
             weights=1 / noise,
-            enough=RankByCost(Costs(matrix)) if self.rank is None else None,
+            enough=self.stopping_rule(matrix),
             space=Space.of(matrix.n),
         )
-        return _selection(low_rank, sequential=self.method == "accelerated")

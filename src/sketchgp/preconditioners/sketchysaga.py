@@ -58,8 +58,8 @@ class DampedNystrom:
         )
 
     def batch_smoothness(self, damping: float, block_size: int) -> float:
-        """What bounds the step of batches of this size: the largest eigenvalue of ``E[H P^-1 H] P^-1`` over that of
-        ``H P^-1``, where H is the Hessian that a batch sees, without the noise's part.
+        """Return the bound of the step of batches of this size: the largest eigenvalue of ``E[H P^-1 H] P^-1`` over
+        that of ``H P^-1``, where H is the Hessian of a batch without the part of the noise.
 
         With ``h_i = (P + damping)^-1/2 k_i`` for the rows k_i of T that is the largest eigenvalue of
         ``sum_i (1 + n |h_i|^2 / b) h_i h_i^T``, here over the second sample: at b = n the smoothness of all rows, at
@@ -73,7 +73,7 @@ class DampedNystrom:
         return float(torch.linalg.eigvalsh(weights.unsqueeze(1) * inner * weights)[-1].clamp(min=0))
 
     def least_damping(self) -> float:
-        """Below it rounding decides."""
+        """Return the damping below which rounding decides."""
         return max(_LEAST * max(float(self.values[:1].sum()), float(self.gram.diagonal().mean())), 1e-300)
 
     def choose_damping(self, block_size: int, target: float) -> float:

@@ -1,4 +1,4 @@
-"""Columns added until bounds of the log determinant, not solves, have enough of them."""
+"""Columns added until bounds of the log determinant are tight, rather than until solves are fast."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Tightened(Preconditioner):
     def name(self) -> str:
         return self.base.name
 
-    def _select(self, matrix: Access, noise: Tensor) -> Selection:
-        selection = self.base._select(matrix, noise)
+    def select_one(self, matrix: Access, noise: Tensor) -> Selection:
+        selection = self.base.select_one(matrix, noise)
         prior, n = matrix.diagonal(), matrix.n
         most = min(self.base.rank_for(n, matrix.device), math.ceil(_COLUMNS * math.sqrt(n)))
         while self.base.rank is None:
@@ -71,5 +71,5 @@ class Tightened(Preconditioner):
             hopeless = not self.hopeful and left * falls**doublings > self.slack
             if left <= self.slack or not doublings or hopeless:
                 break
-            selection = dataclasses.replace(self.base, rank=min(2 * rank, most))._select(matrix, noise)
+            selection = dataclasses.replace(self.base, rank=min(2 * rank, most)).select_one(matrix, noise)
         return selection
