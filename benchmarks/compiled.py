@@ -22,7 +22,7 @@ from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import common
 from sketchgp.operators.engines.triton import launch
-from sketchgp.operators.engines.triton.blocks import gradient_blocks, product_blocks
+from sketchgp.operators.engines.triton.layout import gradient_blocks, product_blocks
 from sketchgp.operators.expression import recognise
 
 RESULTS = Path(__file__).parent / "results"

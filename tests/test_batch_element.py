@@ -25,7 +25,7 @@ from problems import normal, points, relative
 from sketchgp.errors import InputError, NumericalError
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import Access
-from sketchgp.operators.batch_element import BatchElement
+from sketchgp.operators.generic_tiles import BatchElement
 
 N = 70
 BATCH = torch.Size([2])

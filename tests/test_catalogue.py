@@ -23,7 +23,7 @@ import sketchgp
 from gp_models import TORCH_WARNINGS, Plain, data, iterative, nearly_constant
 from problems import normal, points
 from sketchgp.distributed.exchange import Exchange
-from sketchgp.operators import shared
+from sketchgp.operators import products
 from sketchgp.operators.engines import TILED, Engine, self_check
 from sketchgp.report import _TROUBLES, _WITHOUT_TOLERANCE, Reason
 from sketchgp.sklearn import GaussianProcessRegressor
@@ -239,7 +239,7 @@ def _engine(patch: MONKEY) -> None:
             return 2 * TILED.product(matrix, rhs)
 
     self_check.forget()
-    patch.setattr(shared, "choose", lambda matrix: TILED if matrix.engine == "tiled" else Doubled())
+    patch.setattr(products, "choose", lambda matrix: TILED if matrix.engine == "tiled" else Doubled())
     _solve(sketchgp.ConjugateGradients(), preconditioner=None)
 
 

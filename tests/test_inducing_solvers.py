@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 
-import linear_operator
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
@@ -25,9 +24,8 @@ from sketchgp import (
     record_solves,
 )
 from sketchgp.operators.distances import Distances
-from sketchgp.operators.sparse_sign import SparseSignEmbedding, distinct
 from sketchgp.operators.tall import TallMatrix
-from sketchgp.preconditioners.krill import krill_preconditioner, sketch_rows
+from sketchgp.preconditioners.krill import SparseSignEmbedding, distinct, krill_preconditioner, sketch_rows
 from sketchgp.solvers.inducing.falkon import falkon_preconditioner
 from sketchgp.solvers.inducing.split_gradients import SplitGradients
 
@@ -88,32 +86,29 @@ def _found(problem, solution):
 @pytest.mark.parametrize(("rows", "columns", "nonzeros"), [(30, 4500, 8), (8, 17, 8), (3, 4500, 1), (1, 1, 1)])
 def test_columns_of_the_embedding(rows, columns, nonzeros, dtype):
     """As many entries as promised, in distinct rows, of the one size; products are those of the dense matrix."""
-    embedding = SparseSignEmbedding(torch.empty(0, dtype=dtype), rows=rows, columns=columns, nonzeros=nonzeros, seed=3)
+    embedding = SparseSignEmbedding(rows=rows, columns=columns, nonzeros=nonzeros, seed=3)
     dense = embedding @ torch.eye(columns, dtype=dtype)
     assert dense.shape == embedding.shape == (rows, columns)
-    assert dense.dtype == embedding.dtype == dtype
+    assert dense.dtype == dtype
     assert torch.equal((dense != 0).sum(dim=0), torch.full((columns,), nonzeros))
     torch.testing.assert_close(dense[dense != 0].abs(), torch.full((nonzeros * columns,), nonzeros**-0.5, dtype=dtype))
-    right, left = normal(columns, 3, seed=1, dtype=dtype), normal(rows, 2, seed=2, dtype=dtype)
+    right = normal(columns, 3, seed=1, dtype=dtype)
     tight = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {}
     torch.testing.assert_close(embedding @ right, dense @ right, **tight)
-    torch.testing.assert_close(embedding.mT @ left, dense.mT @ left, **tight)
-    torch.testing.assert_close(embedding @ right[:, 0], dense @ right[:, 0], **tight)
-    assert torch.equal(embedding.mT.mT @ right, embedding @ right)
 
 
 def test_the_embedding_by_parts():
     """However the columns are cut, across the chunks that they are drawn in; and another seed draws others."""
-    embedding = SparseSignEmbedding(torch.empty(0).double(), rows=20, columns=9000, seed=5)
+    embedding = SparseSignEmbedding(rows=20, columns=9000, seed=5)
     right, out = normal(9000, 2, seed=1), torch.zeros(20, 2, dtype=torch.float64)
     for start, stop in ((0, 1), (1, 4100), (4100, 8192), (8192, 9000)):
         embedding.add_product(out, slice(start, stop), right[start:stop])
     torch.testing.assert_close(out, embedding @ right)
-    assert relative(SparseSignEmbedding(torch.empty(0).double(), rows=20, columns=9000, seed=6) @ right, out) > 0.1
+    assert relative(SparseSignEmbedding(rows=20, columns=9000, seed=6) @ right, out) > 0.1
 
 
 def test_chunks_of_columns_differ():
-    embedding, first = SparseSignEmbedding(torch.empty(0).double(), rows=50, columns=9000), torch.arange(4)
+    embedding, first = SparseSignEmbedding(rows=50, columns=9000), torch.arange(4)
     units = torch.zeros(9000, 12, dtype=torch.float64)
     for chunk in range(3):
         units[4096 * chunk + first, 4 * chunk + first] = 1.0
@@ -127,7 +122,7 @@ def test_rows_and_signs_are_uniform():
     for column in rows.unbind(1):
         counts = column.bincount(minlength=7).double()
         assert float(((counts - 20_000 / 7) ** 2 / (20_000 / 7)).sum()) < 22  # chi-square, 6 degrees: 0.1%
-    dense = SparseSignEmbedding(torch.empty(0).double(), rows=7, columns=20_000, nonzeros=3).to_dense()
+    dense = SparseSignEmbedding(rows=7, columns=20_000, nonzeros=3) @ torch.eye(20_000)
     assert abs(float(dense.sign().sum(dim=1).mean())) < 4 * (3 * 20_000 / 7) ** 0.5
 
 
@@ -135,7 +130,7 @@ def test_lengths_are_kept():
     """A subspace of 20 dimensions in 5,000 is embedded in 40 rows within the bounds of a Gaussian matrix."""
     basis = torch.linalg.qr(normal(5000, 20, seed=0)).Q
     for seed in range(5):
-        values = torch.linalg.svdvals(SparseSignEmbedding(basis[:0], rows=40, columns=5000, seed=seed) @ basis)
+        values = torch.linalg.svdvals(SparseSignEmbedding(rows=40, columns=5000, seed=seed) @ basis)
         assert 0.15 < float(values[-1]) <= float(values[0]) < 2.0  # 1 -+ sqrt(1/2), and what chance adds
 
 
@@ -149,7 +144,7 @@ def test_lengths_are_kept():
 def test_embeddings_that_there_are_not(sizes, message):
     rows, columns, nonzeros = sizes
     with pytest.raises(InputError, match=message):
-        SparseSignEmbedding(torch.empty(0), rows=rows, columns=columns, nonzeros=nonzeros)
+        SparseSignEmbedding(rows=rows, columns=columns, nonzeros=nonzeros)
 
 
 # --- products -------------------------------------------------------------------------------------------------
@@ -205,25 +200,8 @@ def test_the_normal_matrix():
     kzz, tall, _, _ = _dense(problem)
     dense = problem.level * (kzz + tall.mT @ tall)
     matrix = problem.normal_matrix()
-    assert relative(matrix.to_dense(), dense) < 1e-13
-    assert relative(matrix @ torch.eye(M, dtype=torch.float64), dense) < 1e-13
-    assert relative(matrix.diagonal(), dense.diagonal()) < 1e-13
-    assert matrix.mT is matrix or relative(matrix.mT.to_dense(), dense) < 1e-13
-    assert relative(matrix[:3, 5:7].to_dense(), dense[:3, 5:7]) < 1e-13
-
-
-@pytest.mark.parametrize("small", [True, False])
-def test_linear_operators_own_solve(small):
-    """By Cholesky for small matrices, and by its conjugate gradients with KRILL, which needs few of them."""
-    problem = _problem(noise=0.1, kernel="matern32")
-    matrix, rhs = problem.normal_matrix(), normal(M, 2, seed=4)
-    calls, original = [], TallMatrix.gram_matmul
-    with pytest.MonkeyPatch.context() as patch, linear_operator.settings.max_cholesky_size(1000 if small else 1):
-        patch.setattr(TallMatrix, "gram_matmul", lambda self, v: (calls.append(1), original(self, v))[1])
-        with linear_operator.settings.cg_tolerance(1e-3), linear_operator.settings.max_cg_iterations(40):
-            found = matrix.solve(rhs)
-    assert relative(matrix.to_dense() @ found, rhs) < 1e-2
-    assert small or 1 < len(calls) <= 41  # without a preconditioner its residual is 30 then
+    assert matrix.shape == (M, M)
+    assert relative(matrix.product(torch.eye(M, dtype=torch.float64)), dense) < 1e-13
 
 
 def test_krill_is_close_to_the_matrix():
@@ -232,11 +210,12 @@ def test_krill_is_close_to_the_matrix():
         problem = _problem(noise=noise, kernel="matern32")
         matrix = problem.normal_matrix()
         inverse = krill_preconditioner(matrix).apply_inverse(torch.eye(M, dtype=torch.float64))
-        values = torch.linalg.eigvals(inverse @ matrix.to_dense()).real
+        values = torch.linalg.eigvals(inverse @ matrix.product(torch.eye(M, dtype=torch.float64))).real
         assert float(values.max() / values.min()) < 60
     for noise in (1e-8, 1e-2, 100.0):
         matrix = _problem(noise=noise, kernel="matern32").normal_matrix()
-        wide = krill_preconditioner(matrix, sketch_size=40 * M).apply_inverse(matrix.to_dense())
+        dense = matrix.product(torch.eye(M, dtype=torch.float64))
+        wide = krill_preconditioner(matrix, sketch_size=40 * M).apply_inverse(dense)
         values = torch.linalg.eigvals(wide).real
         assert 0.6 < float(values.min()) < float(values.max()) < 1.6
 

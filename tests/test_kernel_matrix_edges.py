@@ -12,7 +12,7 @@ from cases import each
 from problems import normal, points, relative
 from sketchgp import GreedyCholesky, RPCholesky
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
-from sketchgp.operators.thin import thin_product
+from sketchgp.operators.tiles import thin_product
 from sketchgp.preconditioners import PreconditionerCache
 
 N = 60

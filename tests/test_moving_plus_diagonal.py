@@ -20,7 +20,6 @@ from sketchgp.operators import (
     LowRankPlusDiagonal,
     MovingPlusDiagonal,
     moving_factors,
-    moving_plus_diagonal,
 )
 from sketchgp.operators.access import Access
 from sketchgp.preconditioners import PreconditionerCache
@@ -43,7 +42,6 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving_plus_diagonal, "ENTRIES", 20 * RANK)
     monkeypatch.setattr(moving_factors, "ENTRIES", 20 * RANK)
 
 

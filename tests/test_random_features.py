@@ -13,7 +13,7 @@ from problems import points, relative, set_scales
 from sketchgp import ArcCosineKernel, InputError
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.feature_map import RandomFeatures
-from sketchgp.operators.uniforms import Philox, philox
+from sketchgp.operators.spectrum import Philox, philox
 from test_pathwise_variance import KERNELS as STATIONARY
 from test_pathwise_variance import _kernel
 
@@ -56,7 +56,7 @@ def test_numbers_hang_on_their_place_alone(monkeypatch):
     assert abs(float(numbers.mean()) - 0.5) < 0.01 and abs(float(numbers.var()) * 12 - 1) < 0.03
     rows = torch.tensor([2999, 5, 5])
     assert torch.equal(Philox(1, "a")(rows, 3), numbers[rows, :3])
-    monkeypatch.setattr("sketchgp.operators.uniforms._NUMBERS", 16)
+    monkeypatch.setattr("sketchgp.operators.spectrum._NUMBERS", 16)
     assert torch.equal(Philox(1, "a")(torch.arange(3000), 7), numbers)
     for other in (Philox(2, "a"), Philox(1, "b")):
         assert not torch.equal(other(rows, 3), numbers[rows, :3])

@@ -15,7 +15,7 @@ from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, RQKernel, 
 import sketchgp
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel
-from sketchgp.operators import KernelMatrix, engines, preview_engine, shared
+from sketchgp.operators import KernelMatrix, engines, preview_engine, products
 from sketchgp.operators.engines import TILED, Engine, self_check
 from sketchgp.operators.rows import RowProduct
 
@@ -84,7 +84,7 @@ def use(monkeypatch):
     """``use(engine)``: what ``"auto"`` takes from here on, and what is called by its name."""
 
     def put(engine: Engine) -> Engine:
-        monkeypatch.setattr(shared, "choose", lambda matrix: TILED if matrix.engine == "tiled" else engine)
+        monkeypatch.setattr(products, "choose", lambda matrix: TILED if matrix.engine == "tiled" else engine)
         return engine
 
     return put

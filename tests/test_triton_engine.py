@@ -35,8 +35,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from sketchgp.operators.engines.triton import kernels, launch  # noqa: E402, F401
-from sketchgp.operators.engines.triton.blocks import Blocks, gradient_blocks, product_blocks  # noqa: E402
 from sketchgp.operators.engines.triton.launch import _Launch, _Problem, differentiate, multiply  # noqa: E402
+from sketchgp.operators.engines.triton.layout import Blocks, gradient_blocks, product_blocks  # noqa: E402
 from sketchgp.operators.engines.triton.source import compiled  # noqa: E402
 
 if not CUDA:

@@ -22,7 +22,7 @@ from .models.streamed import Mapped, Streamed
 from .operators.expression import recognise
 from .operators.feature_map import unknown
 from .operators.random_features import PriorPaths
-from .operators.uniforms import Philox
+from .operators.spectrum import Philox
 from .random_streams import generator
 from .solvers.problem import check_kernel
 from .solvers.streams.doubly_stochastic import DoublyStochastic

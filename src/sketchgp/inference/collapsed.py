@@ -19,7 +19,7 @@ from ..errors import InputError, NumericalError
 from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
 from ..operators.centre import Centre
-from ..operators.shared import summed
+from ..operators.products import summed
 from ..operators.tall import TallMatrix, constant
 from ..operators.tiles import spans
 

@@ -3,6 +3,6 @@
 from .engines.automatic import EnginePreview, preview_engine
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
-from .moving_plus_diagonal import MovingPlusDiagonal
+from .moving_factors import MovingPlusDiagonal
 
 __all__ = ["EnginePreview", "KernelMatrix", "LowRankPlusDiagonal", "MovingPlusDiagonal", "preview_engine"]

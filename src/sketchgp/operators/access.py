@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
+from .lazies import without_keops
 from .tiles import spans
-from .without_keops import without_keops
 
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _SMALL = 2**22  # entries of a float64 matrix that is evaluated whole, and not by tiles

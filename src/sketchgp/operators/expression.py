@@ -37,8 +37,8 @@ from torch import Tensor
 
 from ..devices import here, sent
 from ..kernels import ArcCosineKernel, LaplaceKernel
-from .batch_element import BatchElement
 from .centre import Centre
+from .generic_tiles import BatchElement
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, RAYS, WAVES, Profile
 
 _RAYS = (LinearKernel, PolynomialKernel, ArcCosineKernel)

@@ -1,7 +1,12 @@
-"""Fast tiles: kernels made of functions of distances (see :mod:`sketchgp.operators.expression`).
+"""Tiles of kernels that are functions of distances (see :mod:`sketchgp.operators.expression`), and their gradients.
 
 A tile's distances (:mod:`sketchgp.operators.distances`) are followed by in-place arithmetic in buffers that are reused
 from tile to tile.
+
+The gradient of ``sum_ij w_ij k_ij`` has a closed form.  With ``G = W * dk/dq`` (elementwise), squared distances give a
+feature vector ``a_i`` the gradient ``2 (a_i sum_j G_ij - sum_j G_ij b_j)``: one matrix product of G with ``[b, 1]``.
+Where only a scaling of the inputs is wanted (a lengthscale), ``sum_ij G_ij (a_ik - b_jk)^2`` takes the same product
+once instead of twice.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from torch import Tensor
 
 from .distances import Distances
 from .expression import Expression, Prepared
+from .tiles import padded
 
 
 class FastTiles:
@@ -128,3 +134,248 @@ def multiply(factors: list[Tensor], out: Tensor) -> Tensor:
     for factor in factors[2:]:
         out.mul_(factor)
     return out
+
+
+_MANY = 16  # features from which torch's own backward pass of l1 distances is faster than one feature at a time
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+class _AtomSums:
+    """What one atom adds up over all tiles, in float64.
+
+    :ivar mode: ``"isotropic"``: one common weight, from the distances; ``"differences"``: one feature after the other
+        (l1 distances, few features); ``"products"``: by a matrix product.
+    :ivar weight_only: whether the weights of the features are all that is wanted, not the features themselves.
+    """
+
+    def __init__(self, tiles: FastTiles, atom: int, live: Prepared, inputs: bool) -> None:
+        f, profile = live.features[atom], tiles.expression.atoms[atom].profile
+        self.left, self.right = f.left.detach(), f.right.detach()
+        self.shared = f.right is f.left
+        self.same = tiles.same
+        self.wanted = f.left.requires_grad or f.right.requires_grad
+        self.distances = tiles.distances[atom]
+        self.factor = self.distances.factor
+        self.l1 = profile.l1
+        self.weight_only = not inputs and f.weight is not None
+        if self.weight_only and f.weight is not None and f.weight.stride(-1) == 0:
+            self.mode = "isotropic"
+        else:
+            self.mode = "differences" if profile.l1 or self.distances.direct else "products"
+        double, p = torch.float64, self.left.shape[-1]
+        columns = p + 1 if self.mode == "products" else p
+        self.of_left = self.left.new_zeros(*self.left.shape[:-1], columns, dtype=double)
+        if self.shared:
+            self.of_right = self.of_left
+        else:
+            self.of_right = self.right.new_zeros(*self.right.shape[:-1], columns, dtype=double)
+        self.cross = self.left.new_zeros(*self.left.shape[:-2], p, dtype=double)
+        self.of_diagonal, self.of_alpha, self.squares = self.left.new_zeros(3, *self.left.shape[:-2], dtype=double)
+        self.right_one = _with_one(self.right)
+        self.left_one = self.right_one if self.shared else _with_one(self.left)
+
+    def add(self, rows: slice, columns: slice, g: Tensor, t: Tensor | None, spare: Tensor) -> None:
+        """Take in one tile of ``G``, but for the profile's constant ``slope``.
+
+        :param t: the distances times ``factor``, where the mode is isotropic.
+        """
+        if not self.wanted:
+            return
+        a, b = self.left[..., rows, :], self.right[..., columns, :]
+        if self.mode == "isotropic":
+            assert t is not None
+            self.squares += dot(g, t)
+        elif self.l1 and not self.weight_only and a.shape[-1] >= _MANY and a.device.type == "cpu":
+            zero = torch.zeros_like(g)  # the distances, which p = 1 does not look at
+            a, b = a.contiguous(), b.contiguous()
+            self.of_left[..., rows, :] += torch.ops.aten._cdist_backward(g.contiguous(), a, b, 1.0, zero)
+            turned = torch.ops.aten._cdist_backward(g.mT.contiguous(), b, a, 1.0, zero.mT.contiguous())
+            self.of_right[..., columns, :] += turned
+        elif self.mode == "differences":
+            for k in range(a.shape[-1]):
+                part = torch.sub(a[..., k].unsqueeze(-1), b[..., k].unsqueeze(-2), out=spare)
+                if self.weight_only:
+                    self.cross[..., k] += dot(g, part.abs_() if self.l1 else part.square_())
+                    continue
+                part = (part.sign_() if self.l1 else part).mul_(g)
+                self.of_left[..., rows, k] += part.sum(dim=-1)
+                self.of_right[..., columns, k] -= part.sum(dim=-2)
+        else:
+            self._products(rows, columns, g, a)
+
+    def _products(self, rows: slice, columns: slice, g: Tensor, a: Tensor) -> None:
+        if self.same and (start := max(rows.start, columns.start)) < (stop := min(rows.stop, columns.stop)):
+            # Distances on the diagonal are 0: its entries, often the largest, must not leave rounding errors behind.
+            part = g[..., start - rows.start : stop - rows.start, start - columns.start : stop - columns.start]
+            diagonal = part.diagonal(dim1=-2, dim2=-1)
+            self.of_diagonal += diagonal.sum(dim=-1)
+            diagonal.zero_()
+        self._far(rows, columns, g)
+        for where, difference in self.distances.differences(rows, columns):  # a slope of 1/s: products would cancel
+            self._near(rows, columns, where, g[where].unsqueeze(-1), difference)
+            g[where] = 0
+        product = (g @ self.right_one[..., columns, :])[..., : a.shape[-1] + 1]
+        if self.weight_only:
+            self.cross += (a * product[..., :-1]).sum(dim=-2)
+            self.of_left[..., rows, -1] += product[..., -1]
+            self.of_right[..., columns, -1] += g.sum(dim=-2)
+        else:
+            self.of_left[..., rows, :] += product
+            self.of_right[..., columns, :] += (g.mT @ self.left_one[..., rows, :])[..., : a.shape[-1] + 1]
+
+    def _far(self, rows: slice, columns: slice, g: Tensor) -> None:
+        """Take in the pairs of points that are far from the centre, where products would cancel, and put 0 for them."""
+        if (pairs := self.distances.far_pairs(rows, columns)) is None:
+            return
+        i, j = pairs
+        part = g[..., i.unsqueeze(1), j].to(self.cross.dtype)
+        self.of_diagonal += part.sum(dim=(-2, -1))
+        a, b = self.left[..., rows, :][..., i, :], self.right[..., columns, :][..., j, :]
+        for k in range(a.shape[-1]):
+            difference = a[..., k].unsqueeze(-1) - b[..., k].unsqueeze(-2)
+            if self.weight_only:
+                self.cross[..., k] -= 0.5 * (part * difference.square()).sum(dim=(-2, -1))
+                continue
+            moved = part * difference
+            self.of_left[..., rows.start + i, k] -= moved.sum(dim=-1)
+            self.of_right[..., columns.start + j, k] += moved.sum(dim=-2)
+        g[..., i.unsqueeze(1), j] = 0
+
+    def _near(self, rows: slice, columns: slice, where: tuple[Tensor, ...], g: Tensor, difference: Tensor) -> None:
+        """Take in single pairs of a tile, from their differences."""
+        *batch, i, j = where
+        p = difference.shape[-1]
+        if self.weight_only:
+            part = (g * difference.square() * -0.5).to(self.cross.dtype)
+            self.cross.view(-1, p).index_add_(0, batch[0] if batch else torch.zeros_like(i), part)
+            return
+        part = (g * difference).to(self.of_left.dtype)
+        self.of_left[..., :p].index_put_((*batch, i + rows.start), -part, accumulate=True)
+        self.of_right[..., :p].index_put_((*batch, j + columns.start), part, accumulate=True)
+
+    @property
+    def total(self) -> Tensor | None:
+        """The sum of all entries of G, ``(*b,)``, where it came up anyway."""
+        if not self.wanted or self.mode != "products":
+            return None
+        total = self.of_left[..., -1].sum(dim=-1)
+        return (total / 2 if self.shared else total) + self.of_diagonal
+
+    def pairs(self, live: Prepared, atom: int, slope: Tensor | float) -> Pairs:
+        """Gradients of the features, or of their weight; ``slope`` has the shape of a scale, ``()`` or (B, 1, 1)."""
+        f = live.features[atom]
+        if not self.wanted:
+            return []
+        if self.weight_only:
+            assert f.weight is not None
+            gradient = (1 if self.l1 else 2) * slope * self._of_weight() / f.weight.detach().to(torch.float64)
+            return [(f.weight, gradient.to(f.weight.dtype))]
+        found = [(f.left, self._of_features(self.left, self.of_left) * slope)]
+        if not self.shared:
+            found.append((f.right, self._of_features(self.right, self.of_right) * slope))
+        return [(value, gradient.to(value.dtype)) for value, gradient in found]
+
+    def _of_weight(self) -> Tensor:
+        """``sum_ij G_ij (a_ik - b_jk)^2`` (of ``|a_ik - b_jk|`` for l1), ``(*b, 1, p)``; its mean over k where there is
+        one weight for all."""
+        p = self.left.shape[-1]
+        if self.mode == "isotropic":
+            return (self.squares[..., None, None] / self.factor / max(p, 1)).expand(*self.squares.shape, 1, p)
+        if self.mode == "differences":
+            return self.cross.unsqueeze(-2)
+        sums = [(self.left, self.of_left)] + ([] if self.shared else [(self.right, self.of_right)])
+        total = -2 * self.cross.unsqueeze(-2)
+        for x, s in sums:
+            total = total + s[..., -1:].mT @ x.to(s.dtype).square()
+        return total
+
+    def _of_features(self, x: Tensor, sums: Tensor) -> Tensor:
+        if self.mode == "differences":
+            return sums if self.l1 else 2 * sums
+        return 2 * (x * sums[..., -1:] - sums[..., :-1])
+
+
+class FastGradient:
+    """Adds up the gradient tile by tile; ``pairs`` then gives it for the tensors of ``live``.
+
+    :param tiles: the tiles of ``live.detached()``.
+    :param live: features and coefficients that depend on the operator's tensors by autograd.
+    :param inputs: whether the inputs need a gradient (the features then do, not their weights alone).
+    """
+
+    def __init__(self, tiles: FastTiles, live: Prepared, inputs: bool) -> None:
+        self.tiles, self.live = tiles, live
+        atoms = range(len(tiles.expression.atoms))
+        self.sums = [_AtomSums(tiles, atom, live, inputs) for atom in atoms]
+        self.of_coefficients = tiles.coefficients.new_zeros(tiles.coefficients.shape, dtype=torch.float64)
+        gauss = tiles.single and tiles.expression.atoms[0].profile.name == "gauss"
+        self.implied = gauss and self.sums[0].total is not None  # the sum of W * k is then the sum of G
+
+    def add(self, rows: slice, columns: slice, weights: Tensor) -> None:
+        """Take in the tile of ``k`` with ``weights`` (overwritten)."""
+        tiles, expression = self.tiles, self.tiles.expression
+        tiles._taken = 0
+        values, slopes, alphas, kept = [], [], [], []
+        for number, atom in enumerate(expression.atoms):
+            t, spare = tiles.distance(number, rows, columns), tiles.take(rows, columns)
+            isotropic = self.sums[number].mode == "isotropic" and self.sums[number].wanted
+            kept.append(tiles.take(rows, columns).copy_(t) if isotropic else None)
+            alpha = tiles.features[number].alpha
+            value, slope, of_alpha = atom.profile.derivative(t, spare, alpha, lambda: tiles.take(rows, columns))
+            values.append(value)
+            slopes.append(slope)
+            alphas.append(of_alpha)
+        spare = tiles.take(rows, columns)
+        if tiles.single:
+            if not self.implied and self.live.coefficients.requires_grad:
+                self.of_coefficients[..., 0] += dot(weights, values[0])
+            if alphas[0] is not None:
+                self.sums[0].of_alpha += dot(weights, alphas[0])
+            self.sums[0].add(rows, columns, weights.mul_(slopes[0]), kept[0], spare)
+            return
+        adjoints = [tiles.take(rows, columns).zero_() for _ in expression.atoms]  # d k / d V of each atom
+        for number, term in enumerate(expression.terms):
+            if self.live.coefficients.requires_grad:
+                whole = multiply([values[a] for a in term], spare) if term else torch.ones_like(weights)
+                self.of_coefficients[..., number] += dot(weights, whole)
+            for position, atom_ in enumerate(term):
+                others = [values[a] for i, a in enumerate(term) if i != position]
+                scale = tiles.weights[number]
+                if others:
+                    adjoints[atom_].addcmul_(multiply(others, spare), scale)
+                else:
+                    adjoints[atom_].add_(scale)
+        for number, adjoint in enumerate(adjoints):
+            adjoint.mul_(weights)
+            if (of_alpha := alphas[number]) is not None:
+                self.sums[number].of_alpha += dot(adjoint, of_alpha)
+            self.sums[number].add(rows, columns, adjoint.mul_(slopes[number]), kept[number], spare)
+
+    def pairs(self) -> Pairs:
+        """``(tensor, gradient)`` for the features, shape parameters and coefficients that need one."""
+        tiles, found = self.tiles, []
+        scale: Tensor | float = tiles.weights[0].to(torch.float64) if tiles.single else 1.0
+        of_coefficients = self.of_coefficients
+        if self.implied and (total := self.sums[0].total) is not None:
+            of_coefficients = total.unsqueeze(-1)
+        for number, (atom, sums) in enumerate(zip(tiles.expression.atoms, self.sums, strict=True)):
+            found += sums.pairs(self.live, number, scale * atom.profile.slope)
+            alpha = self.live.features[number].alpha
+            if alpha is not None:
+                gradient = sums.of_alpha.reshape(alpha.shape) * scale
+                found.append((alpha, gradient.to(alpha.dtype)))
+        gains = of_coefficients.new_tensor(tiles.gains)
+        found.append((self.live.coefficients, (of_coefficients * gains).to(self.live.coefficients.dtype)))
+        return [(value, gradient) for value, gradient in found if value.requires_grad]
+
+
+def _with_one(x: Tensor) -> Tensor:
+    """``[x, 1]``, padded."""
+    return padded(torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1))
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """``sum a * b`` over the last two dimensions."""
+    if a.dim() == 2:
+        return torch.dot(a.reshape(-1), b.reshape(-1))
+    return (a * b).sum(dim=(-2, -1))

@@ -13,9 +13,7 @@ from ..devices import sent
 from ..errors import InputError
 from .expression import Expression, Prepared, recognise
 from .profiles import RAYS
-from .rays import ray_numbers, ray_values, ray_weights
-from .spectrum import frequencies, heavy, numbers
-from .uniforms import Philox
+from .spectrum import Philox, frequencies, heavy, numbers, ray_numbers, ray_values, ray_weights
 
 KNOWN = (
     "RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine, constant, linear, polynomial "
@@ -72,9 +70,8 @@ class RandomFeatures:
 
     For a stationary term ``c k`` a pair is ``(2 c)^1/2 (cos w.u, sin w.u)``, w from the spectral density
     (:mod:`~sketchgp.operators.spectrum`): Rahimi and Recht (NeurIPS 2007); without a random phase, whose variance is
-    larger (Sutherland and Schneider, "On the error of random Fourier features", UAI 2015).  Inner-product kernels are
-    in :mod:`~sketchgp.operators.rays`; a product's features are products.  Terms of a sum take turns, so that each has
-    its share of any 64 consecutive pairs.
+    larger (Sutherland and Schneider, "On the error of random Fourier features", UAI 2015).  A product's features are
+    products.  Terms of a sum take turns, so that each has its share of any 64 consecutive pairs.
 
     A pair hangs on the seed, its number and the kernel alone: nothing is stored but the first 64 MiB of frequencies,
     which are then not made anew.  Evaluating N features at p points takes ``p N d`` operations and p N cosines.

@@ -12,18 +12,19 @@ from linear_operator.operators import DenseLinearOperator, LinearOperator
 from linear_operator.utils.broadcasting import _matmul_broadcast_shape
 from torch import Tensor
 
+from ..checks import inputs, instance
 from ..distributed import Shards
 from ..errors import InputError
-from .batches import derivative_of_batch, element, product_of_batch
+from ..row_sources import RowSource
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
 from .expression import Expression, Known, recognise
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
+from .lazies import without_keops
 from .pairs import Pairs
 from .parts import part
-from .shapes import check_operands, convert, index_rows
-from .without_keops import without_keops
+from .products import derivative_of_batch, element, product_of_batch
 
 
 class KernelMatrix(LinearOperator):
@@ -51,7 +52,7 @@ class KernelMatrix(LinearOperator):
     :param same: whether x1 and x2 hold the same points.
     :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"tf32"``.
     :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
-    :param shards: ranks that products are shared out to (:mod:`.shared`); None for those of the block it is made in.
+    :param shards: ranks that products are shared out to (:mod:`.products`); None for those of the block it is made in.
     :param asked: whether the engine was the user's choice, which must not be replaced; None unless it is ``"auto"``.
     """
 
@@ -92,7 +93,7 @@ class KernelMatrix(LinearOperator):
             device, or a kernel that does not evaluate to a plain matrix.
         """
         check_choice("KernelMatrix.of", engine, precision, ("engine", "precision"))
-        check_operands("KernelMatrix.of", kernel, x1, x2)
+        _check_operands("KernelMatrix.of", kernel, x1, x2)
         kernel = without_keops(kernel)
         same = x2 is None or x2 is x1
         if kernel.active_dims is not None:
@@ -288,7 +289,7 @@ class KernelMatrix(LinearOperator):
 
     def to(self, *args: Any, **kwargs: Any) -> KernelMatrix:
         """The operator with its tensors converted; the kernel, which belongs to the user, is left alone."""
-        tensors = [convert(t, *args, **kwargs) if t.is_floating_point() else t for t in self._args]
+        tensors = [_convert(t, *args, **kwargs) if t.is_floating_point() else t for t in self._args]
         return KernelMatrix(*tensors, **self.pairs.options)
 
     def type(self, dtype: torch.dtype) -> KernelMatrix:
@@ -332,7 +333,7 @@ class KernelMatrix(LinearOperator):
         if torch.is_tensor(row_index) and torch.is_tensor(col_index):
             same = self.same and row_index.shape == col_index.shape and bool((row_index == col_index).all())
         centre = self.pairs.centre if same else None  # of test and training points, that of the latter
-        return self.at(index_rows(self.x1, row_index), index_rows(self.x2, col_index), same, centre)
+        return self.at(self.x1[..., row_index, :], self.x2[..., col_index, :], same, centre)
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         if self.batch_shape:
@@ -340,3 +341,24 @@ class KernelMatrix(LinearOperator):
             return self.to_dense()[index]
         x1, x2 = real(self.x1[row_index]), real(self.x2[col_index])
         return diagonal(self.pairs.evaluator(self.parameters), x1, x2, self.batch_shape).to(self.dtype)
+
+
+def _convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``x.to(...)``, with batch dimensions that are expanded without copies left so."""
+    if isinstance(x, RowSource):
+        return x.to(*args, **kwargs)
+    repeated = [step == 0 and size > 1 for step, size in zip(x.stride()[:-2], x.shape[:-2], strict=True)]
+    single = x[tuple(slice(0, 1) if r else slice(None) for r in repeated)]
+    return single.to(*args, **kwargs).expand(x.shape)
+
+
+def _check_operands(owner: str, kernel: Any, x1: Any, x2: Any) -> None:
+    """:raises InputError: for what is no kernel, or no points (x2 may be None) of one dtype, device and dimension."""
+    instance(owner, "kernel", kernel, Kernel, "a gpytorch kernel")
+    first = x1 if isinstance(x1, RowSource) else inputs(owner, "x1", x1)
+    second = first if x2 is None else x2 if isinstance(x2, RowSource) else inputs(owner, "x2", x2)
+    if (first.dtype, first.device, first.shape[-1]) != (second.dtype, second.device, second.shape[-1]):
+        raise InputError(
+            f"{owner}: x1 and x2 expect one dtype, device and number of features, got {first.dtype}, {first.device}, "
+            f"{first.shape[-1]} and {second.dtype}, {second.device}, {second.shape[-1]}."
+        )

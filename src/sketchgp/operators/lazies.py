@@ -13,9 +13,10 @@ from functools import reduce
 from operator import add, mul
 from typing import Any
 
+import gpytorch.kernels as plain
 import torch
 from gpytorch import settings
-from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel, ScaleKernel
+from gpytorch.kernels import AdditiveKernel, Kernel, ProductKernel, ScaleKernel, keops
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import to_dense, to_linear_operator
 from linear_operator.operators import (
@@ -27,7 +28,7 @@ from linear_operator.operators import (
     SumLinearOperator,
 )
 from linear_operator.utils.memoize import cached
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..settings import memory_budget
@@ -187,3 +188,30 @@ def adopt_kernels(operator: Any) -> None:
     elif isinstance(operator, LinearOperator):
         for part in operator._args:
             adopt_kernels(part)
+
+
+_PLAIN: dict[type, type] = {
+    keops.RBFKernel: plain.RBFKernel,
+    keops.MaternKernel: plain.MaternKernel,
+    keops.PeriodicKernel: plain.PeriodicKernel,
+}
+
+
+def without_keops(kernel: Any) -> Any:
+    """The kernel with GPyTorch's KeOps kernels in it replaced by the plain ones, which share their parameters.
+
+    A kernel that holds none is returned as it is.  Subclasses are left alone: they may compute something else.
+    """
+    return _without(kernel, {})
+
+
+def _without(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in made:
+        parts = {name: None if part is None else _without(part, made) for name, part in module._modules.items()}
+        cls: Any = _PLAIN.get(type(module), type(module))
+        found = module
+        if cls is not type(module) or any(part is not module._modules[name] for name, part in parts.items()):
+            found = object.__new__(cls)
+            found.__dict__.update(module.__dict__, _modules=parts)
+        made[id(module)] = found
+    return made[id(module)]

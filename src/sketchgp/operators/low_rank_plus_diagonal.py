@@ -14,8 +14,7 @@ from torch import Tensor
 from ..errors import NumericalError
 from ..space import Factor, ShardedRows, Space, space_of, square_norms, whole
 from .substitution import cholesky_solve
-from .thin import thin_product
-from .tiles import add_product, spans
+from .tiles import add_product, spans, thin_product
 
 Rows = Callable[[slice], Tensor]
 Gradients = tuple[Tensor | None, ...]

@@ -17,7 +17,6 @@ from torch import Tensor
 from .distances import farthest
 from .expression import Expression, Prepared
 from .pairs import Pairs
-from .streamed_tiles import sources
 from .tiles import Shape, spans
 
 _LEAST = 4096  # rows, and columns, from which on an order is sought: it takes as long as some hundred products of a row
@@ -84,7 +83,7 @@ def nearby(pairs: Pairs) -> Nearby | None:
     n, m = pairs.shape[-2:]
     if pairs.expression is None or pairs.batch_shape or min(n, m) < _LEAST or pairs.layout is not None:
         return None
-    if pairs.device.type != "cpu" or pairs.coincident is not None or sources(pairs):
+    if pairs.device.type != "cpu" or pairs.coincident is not None or pairs.sources:
         return None
     found = pairs.remember("nearby", lambda: _sought(pairs))
     if found is not None:

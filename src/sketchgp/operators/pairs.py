@@ -10,6 +10,7 @@ from gpytorch.kernels import Kernel
 from torch import Tensor
 
 from ..distributed import Shards, in_force
+from ..row_sources import RowSource
 from .centre import Centre
 from .expression import Expression, Known, Prepared, recognise
 from .generic_tiles import evaluate, parameters_as, real
@@ -76,6 +77,12 @@ class Pairs:
     def tensors(self) -> tuple[Tensor, ...]:
         """x1, x2 and the parameters."""
         return (self.x1, self.x2, *self.parameters)
+
+    @property
+    def sources(self) -> list[RowSource]:
+        """Those of x1 and x2 that are read as they are needed; none where both are tensors."""
+        sides: tuple[Any, ...] = (self.x1, self.x2)
+        return [x for x in sides if isinstance(x, RowSource)]
 
     @property
     def device(self) -> torch.device:

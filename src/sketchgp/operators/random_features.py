@@ -21,11 +21,10 @@ from torch.autograd.function import once_differentiable
 from ..errors import InputError
 from .expression import Expression, Features, Prepared, recognise
 from .kernel_matrix import KernelMatrix
+from .spectrum import Philox, numbers
 from .spectrum import frequencies as drawn_from
-from .spectrum import numbers
 from .tall import constant
 from .tiles import spans
-from .uniforms import Philox
 
 _FREQUENCIES = 1024  # L, of one function and term
 _ROWS = 1024  # points at once

@@ -10,7 +10,6 @@ from ..row_sources import blocks
 from .access import terms
 from .kernel_matrix import KernelMatrix
 from .profiles import MATERN
-from .streamed_tiles import sources
 
 _EPS = torch.finfo(torch.float64).eps
 _PLAIN = 8.0  # roundoffs of a profile, its scale and the distance of two points near the centre, by each of them
@@ -42,7 +41,7 @@ def entry_rounding(operator: LinearOperator) -> tuple[Tensor, Tensor] | None:
 def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
     """In roundoffs, by rows and by columns."""
     assert matrix.expression is not None
-    if sources(matrix.pairs):
+    if matrix.pairs.sources:
         sides = [
             torch.cat([_of_kernel(matrix.at(rows, rows, True, matrix.pairs.centre))[0] for _, rows in blocks(x)])
             for x in (matrix.x1, matrix.x2)

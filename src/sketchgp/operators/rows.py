@@ -12,7 +12,7 @@ from .access import accurate_terms, block, dense_product, terms
 from .access import columns as columns_of
 from .engines import DENSE, TRITON, choose
 from .kernel_matrix import KernelMatrix
-from .shared import part_of_rows
+from .products import part_of_rows
 from .tiles import spans
 
 _GATHERED = {"cpu": 2**20, "cuda": 2**26}  # entries of a stored matrix gathered at once: on CPUs, while in cache

@@ -15,8 +15,8 @@ from ..space import Space
 from .centre import Centre
 from .distances import surely_near
 from .expression import Known
-from .far_rows import far_sides, known_of
 from .kernel_matrix import KernelMatrix
+from .parts import far_sides, known_of
 from .tiles import logger, spans
 
 _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores

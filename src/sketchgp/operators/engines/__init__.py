@@ -7,7 +7,6 @@ import torch
 from ...checks import word
 from ...errors import InputError
 from ..pairs import Pairs
-from ..streamed_tiles import sources
 from .automatic import Situation, automatic
 from .base import Engine
 from .dense import Dense
@@ -45,7 +44,7 @@ def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None
 def check_able(pairs: Pairs) -> None:
     """:raises InputError: if the engine that was named cannot take this matrix."""
     if pairs.engine != "auto":
-        streamed = "it needs all rows in memory" if sources(pairs) and pairs.engine != TILED.name else None
+        streamed = "it needs all rows in memory" if pairs.sources and pairs.engine != TILED.name else None
         _refuse(pairs.engine, streamed or _NAMED[pairs.engine].missing(pairs))
 
 
@@ -59,7 +58,7 @@ def choose(pairs: Pairs) -> Engine:
 
     A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
     """
-    if sources(pairs):
+    if pairs.sources:
         return TILED
     if pairs.engine != "auto":
         engine = _NAMED[pairs.engine]

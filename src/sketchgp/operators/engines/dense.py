@@ -7,8 +7,7 @@ from torch import Tensor
 from ...memory import out_of_memory
 from ...settings import memory_budget
 from ..pairs import Pairs
-from ..thin import thin_product
-from ..tiles import logger
+from ..tiles import logger, thin_product
 from .base import Engine, Gradients
 from .tiled import Tiled
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...operators import LowRankPlusDiagonal
-from ...operators.thin import thin_product
+from ...operators.tiles import thin_product
 from ...random_streams import generator
 from ...settings import memory_budget
 from ...space import Space

@@ -11,7 +11,7 @@ from ...checks import found
 from ...errors import InputError
 from ...lowrank import shifted_cholesky
 from ...operators.normal_matrix import NormalMatrix
-from ...preconditioners.factored import TriangularFactors, root_of
+from ...preconditioners.krill import TriangularFactors, root_of
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
 

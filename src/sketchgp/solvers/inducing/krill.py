@@ -12,8 +12,7 @@ from ...errors import InputError
 from ...memory import available_memory
 from ...operators.normal_matrix import NormalMatrix
 from ...operators.tall import tile_bytes
-from ...preconditioners.factored import TriangularFactors
-from ...preconditioners.krill import krill_preconditioner, sketch_rows
+from ...preconditioners.krill import TriangularFactors, krill_preconditioner, sketch_rows
 from ...settings import agreed
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem

@@ -14,7 +14,7 @@ from ...devices import float64_cost
 from ...memory import enough_memory, require_memory
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import tile_bytes
-from ...preconditioners.factored import TriangularFactors
+from ...preconditioners.krill import TriangularFactors
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from .problem import InducingPointProblem

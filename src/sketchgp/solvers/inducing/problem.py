@@ -15,7 +15,6 @@ from ...memory import available_memory
 from ...operators import KernelMatrix
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
 from ...operators.tall import TallMatrix
-from ...preconditioners.krill import krill_preconditioner
 from ...row_sources import RowSource, whole_or_source, whole_targets
 from ..problem import check_data, check_fits, check_kernel, check_plain
 
@@ -199,12 +198,12 @@ class InducingPointProblem:
         return TiledNormalMatrix(kzz.double() if accurate else kzz, self.tall(accurate), self.level)
 
     def normal_matrix(self, accurate: bool = True) -> NormalMatrix:
-        """``Kzx Kxz + noise Kzz`` as a LinearOperator (m, m) whose preconditioner is KRILL's.
+        """``Kzx Kxz + noise Kzz``, ``(m, m)``, with Kzz stored.
 
         :param accurate: evaluate Kxz in float64 whatever the dtype of x.
         """
         tall = self.tall(accurate)
-        return NormalMatrix(self.kzz(), tall=tall, level=self.level, preconditioner=krill_preconditioner)
+        return NormalMatrix(self.kzz(), tall, self.level)
 
 
 def check_inducing(owner: str, problem: Any) -> None:

@@ -12,7 +12,7 @@ from ...errors import NumericalError
 from ...lowrank import shifted_cholesky
 from ...memory import enough_memory, require_memory
 from ...operators.tall import tile_bytes
-from ...preconditioners.factored import TriangularFactors
+from ...preconditioners.krill import TriangularFactors
 from ..loop import Direct
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing

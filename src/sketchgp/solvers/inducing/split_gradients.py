@@ -17,7 +17,7 @@ from torch import Tensor
 from ...devices import fetched
 from ...errors import NumericalError
 from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
-from ...preconditioners.factored import TriangularFactors, root_of
+from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from ...space import Space
@@ -208,7 +208,7 @@ class SplitGradients(Cycles):
 
     def _accurate(self, vectors: Tensor) -> Tensor:
         self.products += 1
-        return self._exact_matrix._matmul(vectors)
+        return self._exact_matrix.product(vectors)
 
     def open(self) -> None:
         """Begin a cycle on ``B u = R^-T r`` from u = 0."""

@@ -11,24 +11,26 @@ import torch
 from torch import Tensor
 
 from ...expression import Expression, Prepared
-from .blocks import Blocks, gradient_blocks, product_blocks
 from .layout import (
     ARITHMETIC,
     PADDING,
+    Blocks,
     Packed,
+    Plan,
     Precision,
     atom_plans,
     chunk,
     count,
     flat,
+    gradient_blocks,
     pack_features,
     pack_matrix,
     pack_vectors,
     padded,
     power,
+    product_blocks,
     unit,
 )
-from .plan import Plan
 from .source import compiled
 
 T = TypeVar("T")

@@ -11,7 +11,128 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
-from .plan import AtomPlan
+
+
+@dataclass(frozen=True)
+class AtomPlan:
+    """How one atom is computed.
+
+    :ivar profile: its name, as of the functions in ``kernels``.
+    :ivar dot: whether distances come from a matrix product, else from differences feature by feature.
+    :ivar l1: whether absolute differences are summed.
+    :ivar k: features in a chunk.
+    :ivar looped: whether there may be more than one chunk.
+    :ivar alpha: whether there is a shape parameter.
+    """
+
+    profile: str
+    dot: bool
+    l1: bool
+    k: int
+    looped: bool
+    alpha: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the source depends on.
+
+    :ivar terms: the factors of each term, as of an ``Expression``.
+    :ivar arithmetic: parts of a number (1 or 2), ``input_precision`` of the products, the mode of ``high``.
+    :ivar same: whether pairs on the diagonal are at distance 0.
+    :ivar width: right-hand sides in a block.
+    :ivar dot: whether they are multiplied by a matrix product, else one by one.
+    :ivar looped: in a gradient, whether there may be more chunks of them than one.
+    :ivar targets: in a gradient, atoms whose features get one, with the number of features in a block.
+    :ivar sums: in a gradient, whether to compute those of coefficients and shape parameters.
+    """
+
+    atoms: tuple[AtomPlan, ...]
+    terms: tuple[tuple[int, ...], ...]
+    arithmetic: tuple[int, str, str]
+    same: bool
+    width: int
+    dot: bool
+    looped: bool = False
+    targets: tuple[tuple[int, int], ...] = ()
+    sums: bool = False
+
+    @property
+    def parts(self) -> int:
+        return self.arithmetic[0]
+
+    @property
+    def shapes(self) -> list[int]:
+        """Atoms with a shape parameter."""
+        return [a for a, atom in enumerate(self.atoms) if atom.alpha]
+
+    @property
+    def more(self) -> list[str]:
+        """Suffix of the name of the low part, where there is one."""
+        return ["l"][: self.parts - 1]
+
+    def both(self, name: str) -> str:
+        """Return the two arguments that hold the parts of ``name``; a single part is passed twice."""
+        return f"{name}, {name}{'l' if self.parts > 1 else ''}"
+
+    def loads(self, name: str, load: str) -> list[str]:
+        """Statements that load the parts.
+
+        :param load: the expression, with ``{}`` where the pointer's name ends.
+        """
+        return [f"{name}{end} = {load.format(end)}" for end in ["", *self.more]]
+
+
+class Blocks(NamedTuple):
+    """Rows and columns of a tile, warps that share it, loads that are under way at once."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
+    """What to try, best first, with so many bytes of shared memory."""
+    looped = any(atom.dot and atom.looped for atom in plan.atoms)
+    if plan.dot:
+        choices = [Blocks(128, 64, 8, 2)]
+    elif not any(atom.dot for atom in plan.atoms):
+        choices = [Blocks(128, 128, 8, 2)]
+    elif looped and len(plan.atoms) == 1:
+        choices = [Blocks(128, 128, 8, 3), Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2)]
+    else:
+        choices = [Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)]
+    if len(plan.atoms) > 2:  # each has a tile of its own
+        choices = []
+    if len(plan.atoms) <= 3:
+        choices += [Blocks(64, 64, 4, 2)]
+    return _that_fit(plan, memory, [*choices, Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)])
+
+
+def gradient_blocks(plan: Plan, memory: int) -> list[Blocks]:
+    """The same for gradients, which keep sums for a block of features too."""
+    choices = [Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
+    single = plan.parts == 1 and len(plan.atoms) == 1 and plan.atoms[0].k <= 64
+    if single or not any(atom.dot for atom in plan.atoms):
+        choices = [Blocks(64, 64, 4, 2), *choices]
+    return _that_fit(plan, memory, choices)
+
+
+def _that_fit(plan: Plan, memory: int, choices: list[Blocks]) -> list[Blocks]:
+    """By an estimate, which leaves an eighth for what the compiler needs to rearrange tiles."""
+    kept = sum(atom.k for atom in plan.atoms if atom.dot and not atom.looped)
+    passing = max((atom.k for atom in plan.atoms if atom.dot and atom.looped), default=0)
+    size = plan.parts * 4
+
+    def needed(b: Blocks) -> int:
+        entries = kept * (b.rows + b.columns * b.stages) + passing * (b.rows + b.columns) * b.stages
+        if plan.dot:
+            entries += plan.width * b.columns * b.stages
+        return entries * size
+
+    return [b for b in choices if needed(b) * 8 <= memory * 7] or choices[-1:]
+
 
 PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
 DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation

@@ -17,7 +17,7 @@ import hashlib
 import linecache
 from typing import Any
 
-from .plan import Plan
+from .layout import Plan
 
 _PARTS_OF = "{0}h, {0}l"  # as :func:`_split` names them
 _NUMBERS = ("x_rows", "z_rows", "row_blocks", "column_blocks", "steps", "splits", "parts", "items")
