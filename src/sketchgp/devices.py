@@ -1,5 +1,4 @@
-"""What a computation on a device goes by: small numbers are fetched together, what the CPU knows is not fetched again,
-and float64 may be slow."""
+"""Devices: small numbers are fetched together, values that the CPU knows are not fetched again, float64 may be slow."""
 
 from __future__ import annotations
 
@@ -15,18 +14,23 @@ _PINNED = 2**26  # bytes that are copied to a device from pinned memory, at the 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of tensors on devices: their versions and values
 
 
+def version(x: Tensor) -> int:
+    """Return how often torch has changed a tensor in place; 0 for one made in inference mode, which has no count."""
+    return 0 if x.is_inference() else x._version
+
+
 def float64_cost(device: torch.device) -> float:
-    """Float32 operations that a device does in the time of one in float64: 2, or 64 on consumer cards."""
+    """Return how many float32 operations take the time of one in float64: 2, or 64 on consumer cards."""
     if device.type != "cuda":
         return 2.0
     return 2.0 if torch.cuda.get_device_capability(device) in _FULL else _SLOW
 
 
 def fetched(*parts: Tensor) -> list[Tensor]:
-    """The parts on the CPU, flattened, in float64: by one copy, so that a device is waited for once.
+    """Fetch tensors to the CPU, flattened, in float64, by one copy, so that a device is waited for once.
 
-    A CPU that asks for every number by itself waits for all kernels that are queued, each time, and queues nothing
-    meanwhile.  So what an iteration decides by is put together and fetched where it ends.
+    Each fetch waits for all kernels in the queue, while nothing is queued.  Numbers that an iteration decides by are
+    therefore fetched together at its end.
 
     :param parts: of any shapes; numbers that float64 holds, or bool.
     """
@@ -35,9 +39,9 @@ def fetched(*parts: Tensor) -> list[Tensor]:
 
 
 def queued(values: Tensor, device: torch.device) -> Tensor:
-    """CPU values on a device, by a copy that is queued; of more than 64 MiB, by one that is not.
+    """Copy CPU values to a device by a queued copy; more than 64 MiB by one that is not queued.
 
-    On CUDA it is from pinned memory, of which torch keeps what it has: of other memory the driver may wait first.
+    The copy to CUDA is from pinned memory, which torch keeps; for other memory the driver may wait first.
     """
     if device.type != "cuda" or not 0 < values.nbytes <= _PINNED:
         return values.to(device)
@@ -45,22 +49,22 @@ def queued(values: Tensor, device: torch.device) -> Tensor:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """The same; :func:`here` then knows them without waiting.  Nobody may write to the values afterwards."""
+    """Queue CPU values on a device; :func:`here` then knows them without waiting.  They must not be written to."""
     if device.type == "cpu":
         return values
     found = queued(values, device)
     if not found.is_inference():
-        _known[found] = (found._version, values)
+        _known[found] = (version(found), values)
     return found
 
 
 def here(values: Tensor) -> Tensor:
-    """Indices or a mask on the CPU.  A device is waited for once, and not at all for what was :func:`sent`."""
+    """Return indices or a mask on the CPU.  A device is waited for once, and not at all after :func:`sent`."""
     if values.device.type == "cpu":
         return values
     if values.is_inference():  # without a version that would tell whether they changed
         return values.cpu()
     kept = _known.get(values)
-    if kept is None or kept[0] != values._version:
-        kept = _known[values] = (values._version, values.cpu())
+    if kept is None or kept[0] != version(values):
+        kept = _known[values] = (version(values), values.cpu())
     return kept[1]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import version
 from .row_sources import RowSource, blocks
 
 _BYTES = 2**26  # hashed at once
@@ -152,7 +153,7 @@ def module_key(module: Any, parameters: Iterable[Tensor] | None = None) -> tuple
     for name, part in module.named_modules():
         described, plain = _plain_part(name, part)
         parts.append(described)
-        tensors += [*plain, *filter(torch.is_tensor, part._buffers.values())]
+        tensors += [*plain, *part.buffers(recurse=False)]
     return (*parts, *map(tensor_key, tensors))
 
 
@@ -184,8 +185,7 @@ def data_key(data: Tensor) -> tuple[Any, ...]:
     size = data.numel() * data.element_size()
     if size <= _WATCHED:
         return tensor_key(data)
-    version = 0 if data.is_inference() else data._version
-    return (Held(data), version, *tensor_key(data[:: -(-size // _WATCHED)]))
+    return (Held(data), version(data), *tensor_key(data[:: -(-size // _WATCHED)]))
 
 
 class Held:

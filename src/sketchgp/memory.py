@@ -44,7 +44,7 @@ def _machine_memory() -> int:
 
 
 def _process_memory() -> int | None:
-    """What the limits of this process on address space and data leave; None without limits."""
+    """Return the bytes left by the limits of this process on address space and data; None without limits."""
     try:
         import resource
     except ImportError:  # Windows
@@ -58,7 +58,7 @@ def _process_memory() -> int | None:
 
 
 def cgroup_memory(process: Path = _SELF) -> int | None:
-    """What the memory limits of a process's control groups leave, in bytes; None without a limit.
+    """Return the bytes left by the memory limits of a process's control groups; None without a limit.
 
     Counts the limits of the group and of those above it.  File pages that the kernel can drop count as free.
 
@@ -160,7 +160,7 @@ def in_words(size: int) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory left, on a CUDA device or in the machine."""
+    """Return whether an error says that memory ran out, on a CUDA device or in the machine."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     text = str(error)

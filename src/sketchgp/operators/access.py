@@ -1,9 +1,10 @@
-"""Columns, blocks and diagonal of any symmetric ``LinearOperator``, in float64: what low-rank methods read."""
+"""Columns, blocks, diagonal and products of sums, products and multiples of operators, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 from gpytorch.lazy import LazyEvaluatedKernelTensor
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
-from .lazies import without_keops
+from .lazies import keeps_gradients, without_keops
 from .tiles import spans
 
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
@@ -30,36 +31,75 @@ _BLOCK = 512  # rows of a block whose diagonal is taken
 _CONVERTED = 2**22  # entries of a stored matrix that are converted to float64 at once
 
 
-def float64(operator: Any, diagonal: bool = False) -> Tensor:
-    """A part of a covariance, or its diagonal, dense and differentiable; what is made of kernels is evaluated in
-    float64."""
-    operator = to_linear_operator(operator)
-    if isinstance(operator, LazyEvaluatedKernelTensor):
-        whole = operator.dtype == torch.float64 and (diagonal or operator.shape.numel() <= _SMALL)
-        if whole and diagonal and (known := _diagonal_alone(operator)) is not None:
-            return known
-        found = None if whole else KernelMatrix.from_lazy(operator, "tiled")
-        operator = operator.evaluate_kernel() if found is None else found
+class Algebra(NamedTuple):
+    """Sums, products and multiples of the values of an operator's parts, for :func:`fold`.
+
+    :ivar scale: from a value and a constant ``(..., 1, 1)`` to their product.
+    :ivar multiply: None where products of operators are parts themselves.
+    """
+
+    add: Callable[[list[Any]], Any]
+    scale: Callable[[Any, Tensor], Any]
+    multiply: Callable[[Any, Any], Any] | None = None
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return sum(values[1:], values[0])
+
+
+MATRICES = Algebra(_sum, lambda value, c: value * c.to(value.dtype), mul)  # of dense matrices, or parts of them
+PRODUCTS = Algebra(_sum, lambda value, c: value * c.to(value.dtype))  # of products with vectors
+DIAGONALS = Algebra(_sum, lambda value, c: value * c.to(value.dtype).squeeze(-1), mul)
+OPERATORS = Algebra(
+    lambda parts: SumLinearOperator(*parts),
+    lambda part, c: ConstantMulLinearOperator(part, c[..., 0, 0]),
+    MulLinearOperator,
+)
+_TERMS = Algebra(lambda parts: [term for part in parts for term in part],
+                 lambda part, c: [(scale * c.to(torch.float64), operator) for scale, operator in part])  # fmt: skip
+
+
+def fold(operator: LinearOperator, leaf: Callable[[LinearOperator], Any], algebra: Algebra) -> Any:
+    """Evaluate an operator from its parts.
+
+    :param leaf: gives the value of an operator that is no sum, product or multiple of others.
+    :param algebra: puts these values together.
+    """
     if isinstance(operator, SUMS):
-        first, *others = (float64(part, diagonal) for part in operator.linear_ops)
-        return sum(others, first)
-    if isinstance(operator, MulLinearOperator):
-        return float64(operator.left_linear_op, diagonal) * float64(operator.right_linear_op, diagonal)
+        return algebra.add([fold(part, leaf, algebra) for part in operator.linear_ops])
     if isinstance(operator, ConstantMulLinearOperator):
-        constant = operator._constant.to(torch.float64)
-        constant = constant.reshape(*constant.shape, *([1] if diagonal else [1, 1]))
-        return float64(operator.base_linear_op, diagonal) * constant
-    if isinstance(operator, KernelMatrix):
-        operator = operator.type(torch.float64)
-    return (operator.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(operator)).to(torch.float64)
+        return algebra.scale(fold(operator.base_linear_op, leaf, algebra), operator.expanded_constant)
+    if isinstance(operator, MulLinearOperator) and algebra.multiply is not None:
+        sides = (fold(side, leaf, algebra) for side in (operator.left_linear_op, operator.right_linear_op))
+        return algebra.multiply(*sides)
+    return leaf(operator)
+
+
+def float64(operator: Any, diagonal: bool = False) -> Tensor:
+    """Return a covariance, or its diagonal, as a dense and differentiable tensor.
+
+    Kernels are evaluated in float64.
+    """
+
+    def leaf(part: LinearOperator) -> Tensor:
+        if isinstance(part, LazyEvaluatedKernelTensor):
+            exact = part.dtype == torch.float64 and (diagonal or part.shape.numel() <= _SMALL)
+            if exact and diagonal and (known := _diagonal_alone(part)) is not None:
+                return known
+            matrix = None if exact else KernelMatrix.from_lazy(part, "tiled")
+            return float64(part.evaluate_kernel() if matrix is None else matrix, diagonal)
+        part = part.type(torch.float64) if isinstance(part, KernelMatrix) else part
+        return (part.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(part)).to(torch.float64)
+
+    return fold(to_linear_operator(operator), leaf, DIAGONALS if diagonal else MATRICES)
 
 
 def _diagonal_alone(lazy: LazyEvaluatedKernelTensor) -> Tensor | None:
-    """The diagonal of an unevaluated kernel, computed by itself; None for kernels that give more than was asked for."""
+    """Return the diagonal of an unevaluated kernel, computed by itself; None for kernels of several outputs."""
     x1, x2 = lazy.x1, lazy.x2
     if lazy.params or lazy.last_dim_is_batch or lazy.kernel.num_outputs_per_input(x1, x2) != 1:
         return None
-    with torch.set_grad_enabled(lazy._is_grad_enabled and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(keeps_gradients(lazy) and torch.is_grad_enabled()):
         values = call(without_keops(lazy.kernel), x1, x2, diag=True)
     if values.shape[-1:] != lazy.shape[-1:] or values.dim() >= lazy.dim():
         return None
@@ -80,7 +120,7 @@ class Access:
 
     @classmethod
     def stored(cls, matrix: Tensor) -> Access:
-        """Of a dense symmetric tensor ``(..., n, n)``."""
+        """Return access to a dense symmetric tensor ``(..., n, n)``."""
         return cls(DenseLinearOperator(matrix))
 
     @property
@@ -127,59 +167,46 @@ class Access:
 
 @torch.no_grad()
 def element(operator: LinearOperator, index: tuple[int, ...]) -> LinearOperator:
-    """One matrix of a batch, without gradients; sums, products and multiples are taken part by part.
+    """Return one matrix of a batch, without gradients.
 
-    :param operator: of the whole batch shape, and evaluated (``evaluate_kernel``).
+    :param operator: evaluated (``evaluate_kernel``).
     """
-    if isinstance(operator, KernelMatrix):
-        return operator.element(index)
     batch = operator.batch_shape
-    if isinstance(operator, SUMS):
-        return SumLinearOperator(*(element(_expanded(part, batch), index) for part in operator.linear_ops))
-    if isinstance(operator, MulLinearOperator):
-        sides = (_expanded(part, batch) for part in (operator.left_linear_op, operator.right_linear_op))
-        return MulLinearOperator(*(element(side, index) for side in sides))
-    if isinstance(operator, ConstantMulLinearOperator):
-        base, constant = operator.base_linear_op, operator._constant
-        return ConstantMulLinearOperator(element(_expanded(base, batch), index), constant.expand(batch)[index])
-    return operator[index]
 
+    def leaf(part: LinearOperator) -> LinearOperator:
+        part = part if part.batch_shape == batch else part.expand(*batch, *part.shape[-2:])
+        return part.element(index) if isinstance(part, KernelMatrix) else part[index]
 
-def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
-    return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.shape[-2:])
+    def scale(part: LinearOperator, constant: Tensor) -> LinearOperator:
+        return ConstantMulLinearOperator(part, constant[..., 0, 0].expand(batch)[index])
+
+    return fold(operator, leaf, Algebra(OPERATORS.add, scale, MulLinearOperator))
 
 
 def diagonal(operator: LinearOperator) -> Tensor:
-    """``(..., n)``.  Sums and products are taken part by part."""
-    if isinstance(operator, SUMS):
-        first, *others = (diagonal(part) for part in operator.linear_ops)
-        return sum(others, first)
-    if isinstance(operator, MulLinearOperator):
-        return diagonal(operator.left_linear_op) * diagonal(operator.right_linear_op)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return diagonal(operator.base_linear_op) * operator.expanded_constant.squeeze(-1)
-    if isinstance(operator, KernelLinearOperator) and settings.max_cholesky_size.value() <= 1:
-        # GPyTorch's KeOps kernels then leave single entries to KeOps too, and its diagonal expects a tensor
-        blocks = (to_dense(operator[..., rows, rows]) for rows in spans(operator.shape[-1], _BLOCK))
-        return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], dim=-1)
-    return operator.diagonal(dim1=-2, dim2=-1)
+    """Return the diagonal ``(..., n)``."""
+
+    def leaf(part: LinearOperator) -> Tensor:
+        if isinstance(part, KernelLinearOperator) and settings.max_cholesky_size.value() <= 1:
+            # GPyTorch's KeOps kernels then leave single entries to KeOps too, and its diagonal expects a tensor
+            blocks = (to_dense(part[..., rows, rows]) for rows in spans(part.shape[-1], _BLOCK))
+            return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], dim=-1)
+        return part.diagonal(dim1=-2, dim2=-1)
+
+    return fold(operator, leaf, DIAGONALS)
 
 
 def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
-    """Dense columns of ``operator``: ``(..., n, r)``.  Sums and products are taken part by part."""
+    """Return dense columns, ``(..., n, r)``."""
+    return fold(operator, lambda part: _columns(part, indices), MATRICES)
+
+
+def _columns(operator: LinearOperator, indices: Tensor) -> Tensor:
     if isinstance(operator, KernelMatrix):
         return operator.columns(indices)
     if isinstance(operator, DenseLinearOperator):
         return _gather_columns(operator.tensor, indices)
-    if isinstance(operator, SUMS):
-        return sum(
-            (columns(part, indices) for part in operator.linear_ops[1:]), columns(operator.linear_ops[0], indices)
-        )
-    if isinstance(operator, MulLinearOperator):
-        return columns(operator.left_linear_op, indices) * columns(operator.right_linear_op, indices)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return columns(operator.base_linear_op, indices) * operator.expanded_constant
-    if not indices.shape[-1]:  # of rank 0; operators with structure of their own do not know it
+    if not indices.shape[-1]:  # operators with structure of their own refuse rank 0
         batch = torch.broadcast_shapes(operator.batch_shape, indices.shape[:-1])
         return torch.zeros(*batch, operator.shape[-1], 0, dtype=operator.dtype, device=operator.device)
     if indices.dim() == 1:
@@ -190,19 +217,16 @@ def columns(operator: LinearOperator, indices: Tensor) -> Tensor:
 
 
 def block(operator: LinearOperator, rows: Tensor, columns_: Tensor) -> Tensor:
-    """Dense ``operator[rows, columns]``: ``(..., p, q)``.  Sums and products are taken part by part."""
-    if isinstance(operator, KernelMatrix):
-        return operator.block(rows, columns_)
-    if isinstance(operator, DenseLinearOperator):
-        return _gather_columns(_gather_rows(operator.tensor, rows), columns_)
-    if isinstance(operator, SUMS):
-        first, *others = (block(part, rows, columns_) for part in operator.linear_ops)
-        return sum(others, first)
-    if isinstance(operator, MulLinearOperator):
-        return block(operator.left_linear_op, rows, columns_) * block(operator.right_linear_op, rows, columns_)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return block(operator.base_linear_op, rows, columns_) * operator.expanded_constant
-    return _gather_rows(columns(operator, columns_), rows)
+    """Return the dense block ``operator[rows, columns]``, ``(..., p, q)``."""
+
+    def leaf(part: LinearOperator) -> Tensor:
+        if isinstance(part, KernelMatrix):
+            return part.block(rows, columns_)
+        if isinstance(part, DenseLinearOperator):
+            return _gather_columns(_gather_rows(part.tensor, rows), columns_)
+        return _gather_rows(_columns(part, columns_), rows)
+
+    return fold(operator, leaf, MATRICES)
 
 
 def _gather_columns(matrix: Tensor, indices: Tensor) -> Tensor:
@@ -223,51 +247,41 @@ def _gather_rows(matrix: Tensor, indices: Tensor) -> Tensor:
 Term = tuple[float | Tensor, LinearOperator]
 
 
-def terms(operator: LinearOperator, scale: float | Tensor = 1.0) -> Iterator[Term]:
-    """The operator as a sum of scaled operators that are neither sums nor scaled themselves."""
-    operator = operator.evaluate_kernel()
-    if isinstance(operator, SUMS):
-        for part in operator.linear_ops:
-            yield from terms(part, scale)
-    elif isinstance(operator, ConstantMulLinearOperator):
-        yield from terms(operator.base_linear_op, scale * operator.expanded_constant.to(torch.float64))
-    else:
-        yield scale, operator.detach() if operator.requires_grad else operator
+def terms(operator: LinearOperator) -> list[Term]:
+    """Return the operator as a sum of scaled operators that are neither sums nor scaled themselves, as constants."""
+    result: list[Term] = fold(
+        operator.evaluate_kernel(), lambda part: [(1.0, part.detach() if part.requires_grad else part)], _TERMS
+    )
+    return result
 
 
 def accurate_terms(operator: LinearOperator) -> list[Term]:
-    """The same in float64; kernel matrices are then evaluated by tiles, and stored matrices are left as they are."""
-    found: list[Term] = []
-    for scale, part in terms(operator):
+    """Return :func:`terms` in float64: kernel matrices by tiles, but stored matrices as they are."""
+
+    def accurate(part: LinearOperator) -> LinearOperator:
         if isinstance(part, KernelMatrix):
-            part = part.double().by("tiled")
-        elif not isinstance(part, DenseLinearOperator):
-            part = part.type(torch.float64)
-        found.append((scale, part))
-    return found
+            return part.type(torch.float64).by("tiled")
+        return part if isinstance(part, DenseLinearOperator) else part.type(torch.float64)
+
+    return [(scale, accurate(part)) for scale, part in terms(operator)]
 
 
 def evaluated_accurately(operator: LinearOperator, engine: str = "tiled") -> LinearOperator:
-    """The operator with its kernel matrices evaluated in float64, differentiable in the same tensors; as it is where it
-    is in float64, or not made of kernel matrices alone.
+    """Return the operator with its kernel matrices evaluated in float64, differentiable in the same tensors.
+
+    It is returned unchanged where it is in float64, or not made of kernel matrices alone.
 
     :param engine: of the products.
     """
     operator = operator.evaluate_kernel()
-    whole = operator.dtype == torch.float64 or not all(isinstance(part, KernelMatrix) for _, part in terms(operator))
-    return operator if whole else _in_float64(operator, engine)
-
-
-def _in_float64(operator: LinearOperator, engine: str) -> LinearOperator:
-    operator = operator.evaluate_kernel()
-    if isinstance(operator, SUMS):
-        return SumLinearOperator(*(_in_float64(part, engine) for part in operator.linear_ops))
-    if isinstance(operator, ConstantMulLinearOperator):
-        return ConstantMulLinearOperator(
-            _in_float64(operator.base_linear_op, engine), operator._constant.to(torch.float64)
-        )
-    assert isinstance(operator, KernelMatrix)
-    return operator.double().by(engine)
+    if operator.dtype == torch.float64 or not all(isinstance(part, KernelMatrix) for _, part in terms(operator)):
+        return operator
+    result: LinearOperator = fold(
+        operator,
+        lambda part: part.type(torch.float64).by(engine),
+        Algebra(OPERATORS.add, lambda part, c: ConstantMulLinearOperator(part, c[..., 0, 0].to(torch.float64))),
+    )
+    return result
 
 
 class AccurateProduct:
@@ -307,16 +321,12 @@ class AccurateProduct:
 
 
 def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
-    """``K vectors`` for vectors ``(..., n, t)`` in float64, as :class:`AccurateProduct` has it, and differentiable."""
+    """``K vectors`` for vectors ``(..., n, t)`` in float64, as in :class:`AccurateProduct`, and differentiable."""
     operator = operator.evaluate_kernel()
     if not torch.is_grad_enabled() or not (operator.requires_grad or vectors.requires_grad):
         return AccurateProduct(operator)(vectors)
-    if isinstance(operator, SUMS):
-        first, *others = (accurate_matmul(part, vectors) for part in operator.linear_ops)
-        return sum(others, first)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return accurate_matmul(operator.base_linear_op, vectors) * operator.expanded_constant.to(torch.float64)
-    return operator.type(torch.float64) @ vectors
+    product: Tensor = fold(operator, lambda part: part.type(torch.float64) @ vectors, PRODUCTS)
+    return product
 
 
 def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:

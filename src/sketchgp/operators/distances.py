@@ -35,7 +35,7 @@ def _multiplier(device: torch.device) -> Any:
 
 
 def _reduced(device: torch.device) -> bool:
-    """Whether the user lets torch multiply float32 matrices on this device in TF32 or bfloat16."""
+    """Return whether the user lets torch multiply float32 matrices on this device in TF32 or bfloat16."""
     with _PRECISION:
         settings = _multiplier(device)
         if not hasattr(settings, "fp32_precision"):
@@ -130,7 +130,7 @@ class Distances:
 
     @staticmethod
     def _once(features: Features, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` makes of the right side, kept where other parts of a matrix have the same one."""
+        """Return ``make()``, remembered where other parts of a matrix have the same right side."""
         if features.memo is None:
             return make()
         if name not in features.memo:
@@ -199,9 +199,9 @@ class Distances:
 
 
 def _far_pairs(features: Features) -> tuple[Tensor, Tensor] | None:
-    """Which rows and which columns are far, on the CPU; None where either has none.
+    """Return masks of far rows and far columns, on the CPU; None where either has none.
 
-    It is looked at once for all parts of a matrix: on a device, each look would wait.
+    They are computed once for all parts of a matrix, since a device is waited for.
     """
     if features.near is None:
         if features.whole is None:
@@ -219,7 +219,7 @@ def _far_pairs(features: Features) -> tuple[Tensor, Tensor] | None:
 
 
 def _mostly_far(features: Features) -> bool:
-    """Whether half of all pairs are of two far points; the same for all parts of a matrix."""
+    """Return whether half of all pairs are of two far points, for all parts of a matrix alike."""
     if features.whole is not None:
         return _mostly_far(features.whole)
     assert features.far is not None
@@ -228,7 +228,7 @@ def _mostly_far(features: Features) -> bool:
 
 
 def far_points(squares: Tensor) -> Tensor:
-    """Which points, in any matrix of the batch, have squared distances that may be wrong by more than ``_SEEN``."""
+    """Return a mask of points whose squared distances may be wrong by more than ``_SEEN`` in some matrix of a batch."""
     return (squares > _limit_of(squares.dtype)).reshape(-1, squares.shape[-1]).any(dim=0)
 
 
@@ -237,9 +237,9 @@ def _limit_of(dtype: torch.dtype) -> float:
 
 
 def surely_near(prepared: Prepared) -> bool:
-    """Whether no point of a box is far, wherever in the box the centre is; False where that cannot be said.
+    """Return whether no point of a box is far, wherever in it the centre is; False where that is not certain.
 
-    :param prepared: of the two corners of the box, as rows.
+    :param prepared: features of the two corners of the box, as rows.
     """
     if any(f.weight is None for f in prepared.features):  # not linear in the inputs
         return False
@@ -256,9 +256,9 @@ def _lambert(c: Tensor) -> Tensor:
 
 
 def _leaves_the_normal(profile: Profile, features: Features) -> bool:
-    """Whether a value might be no normal number, by a bound of all distances.
+    """Return whether a value might be a denormal number, by a bound of all distances.
 
-    It is looked at once for all parts of a matrix.
+    The bound is computed once for all parts of a matrix.
     """
     if features.left.device.type != "cpu" or profile not in (GAUSS, LAPLACE):
         return False
@@ -271,7 +271,7 @@ def _leaves_the_normal(profile: Profile, features: Features) -> bool:
 
 
 def farthest(profile: Profile, features: Features) -> Tensor:
-    """No q is larger, ``(*b,)``: by boxes around both sides, or by balls."""
+    """Return an upper bound of q, ``(*b,)``, by boxes or balls around both sides."""
     left, right = features.left, features.right
     if not (left.numel() and right.numel()):
         return left.new_zeros(())

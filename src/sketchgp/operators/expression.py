@@ -1,4 +1,4 @@
-"""Which kernels have fast tiles, and what a kernel matrix is made of then: sums of products of functions of distances.
+"""Kernels with fast tiles as expressions: sums of products of functions of distances.
 
 A recognised kernel becomes an :class:`Expression`, ``k = sum_t c_t prod_{a in terms[t]} phi_a(q_a)``, where ``q_a`` is
 the squared Euclidean (or l1) distance of features that are cheap to compute, once for each row of x1 and x2:
@@ -67,17 +67,16 @@ class Atom:
 
 @dataclass
 class Features:
-    """What one atom sees of the inputs: left ``(*b, n, p)`` and right ``(*b, m, p)``, the same tensor for the same
-    points.
+    """Features of the inputs for one atom, left ``(*b, n, p)`` and right ``(*b, m, p)``; equal points share a tensor.
 
     :ivar weight: ``(*b, 1, p)`` where the features are the inputs times it, else None (periodic kernels).
     :ivar alpha: the shape parameter of a rational quadratic kernel, ``(*b, 1, 1)`` or ``()``.
-    :ivar memo: what is made of the right side alone, where other parts of a matrix have the same one.
-    :ivar whole: of a part of a matrix, the features of all its rows and columns.
-    :ivar near: whether no pair of the rows and columns is far from the centre; None while nobody has looked.
+    :ivar memo: values made of the right side alone, where other parts of a matrix have the same one.
+    :ivar whole: for a part of a matrix, the features of all its rows and columns.
+    :ivar near: whether no pair of the rows and columns is far from the centre; None while that is unknown.
     :ivar far: where some are, which rows and which columns, on the CPU.
     :ivar normal: whether no value of an exponential function of a distance can be a denormal number; None as above.
-    :ivar rows: and ``columns``, of a part of a matrix: their indices in the whole; None for all.
+    :ivar rows: and ``columns``, for a part of a matrix: their indices in the whole; None for all.
     """
 
     left: Tensor
@@ -105,7 +104,7 @@ class Prepared:
     memos: dict[int, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def detached(self) -> Prepared:
-        """The same values, without autograd."""
+        """Return the same values without autograd."""
         parts = []
         for f in self.features:
             left = f.left.detach()
@@ -115,7 +114,7 @@ class Prepared:
         return Prepared(tuple(parts), self.coefficients.detach())
 
     def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:
-        """The features of some rows of x1 and x2 (all where None)."""
+        """Return the features of some rows of x1 and x2 (all where None)."""
 
         def take(x: Tensor, index: Tensor | None) -> Tensor:
             return x if index is None else x.index_select(-2, index)
@@ -141,7 +140,7 @@ class Expression:
     element: BatchElement | None = None
 
     def own(self, parameter: Tensor, trailing: int) -> Tensor:
-        """A parameter with ``trailing`` dimensions behind its batch: of the batch, or of the one kernel it is."""
+        """Return a parameter with ``trailing`` dimensions behind its batch, or that of the one kernel of the batch."""
         return parameter if self.element is None else self.element.own(parameter, trailing)
 
     def prepare(
@@ -154,7 +153,7 @@ class Expression:
         centre: Tensor | None = None,
         known: Known | None = None,
     ) -> Prepared:
-        """Features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``.
+        """Return features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``.
 
         :param centre: ``(..., 1, d)``, a constant: what inputs are counted from; None for the median of x2.
         :param known: of each atom, which rows and columns are far from the centre; None where that is not known.
@@ -225,7 +224,7 @@ class Expression:
 
 
 def _scale(kernel: Kernel) -> Tensor:
-    """What a module multiplies its term by, ``(*b,)``."""
+    """Return the factor of a term that a module stands for, ``(*b,)``."""
     if isinstance(kernel, ScaleKernel):
         return kernel.outputscale
     if isinstance(kernel, SpectralMixtureKernel):  # a product over dimensions of sums over mixtures

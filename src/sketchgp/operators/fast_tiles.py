@@ -59,12 +59,12 @@ class FastTiles:
 
     @property
     def single(self) -> bool:
-        """Whether the kernel is one function of one distance times a scale."""
+        """Return whether the kernel is one function of one distance times a scale."""
         return self.expression.terms == ((0,),)
 
     @property
     def outputscale(self) -> Tensor | None:
-        """What the tiles are still to be multiplied by, ``()`` or ``(B, 1, 1)``; None where they are complete."""
+        """Factor that the tiles still lack, ``()`` or ``(B, 1, 1)``; None where they are complete."""
         return self.weights[0] if self.single else None
 
     def take(self, rows: slice, columns: slice) -> Tensor:
@@ -74,6 +74,10 @@ class FastTiles:
         shape = (*self.batch, rows.stop - rows.start, columns.stop - columns.start)
         self._taken += 1
         return self._buffers[self._taken - 1][: torch.Size(shape).numel()].view(shape)
+
+    def free(self) -> None:
+        """Let the next tile take the buffers of the last one."""
+        self._taken = 0
 
     def _last(self, rows: slice, columns: slice) -> Tensor:
         """The buffer that ``take`` gives next."""
@@ -103,13 +107,13 @@ class FastTiles:
         return t
 
     def _is_whole(self, rows: slice, columns: slice) -> bool:
-        """Whether a tile is the whole matrix."""
+        """Return whether a tile is the whole matrix."""
         f = self.features[0]
         return (rows.start, rows.stop, columns.start, columns.stop) == (0, f.left.shape[-2], 0, f.right.shape[-2])
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """The tile without the ``outputscale``, in a buffer that the next call overwrites."""
-        self._taken = 0
+        self.free()
         values = []
         for number, atom in enumerate(self.expression.atoms):
             t = self.distance(number, rows, columns)
@@ -141,11 +145,11 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class _AtomSums:
-    """What one atom adds up over all tiles, in float64.
+    """Sums of one atom over all tiles, in float64.
 
     :ivar mode: ``"isotropic"``: one common weight, from the distances; ``"differences"``: one feature after the other
         (l1 distances, few features); ``"products"``: by a matrix product.
-    :ivar weight_only: whether the weights of the features are all that is wanted, not the features themselves.
+    :ivar weight_only: whether only the weights of the features are wanted, not the features themselves.
     """
 
     def __init__(self, tiles: FastTiles, atom: int, live: Prepared, inputs: bool) -> None:
@@ -314,7 +318,7 @@ class FastGradient:
     def add(self, rows: slice, columns: slice, weights: Tensor) -> None:
         """Take in the tile of ``k`` with ``weights`` (overwritten)."""
         tiles, expression = self.tiles, self.tiles.expression
-        tiles._taken = 0
+        tiles.free()
         values, slopes, alphas, kept = [], [], [], []
         for number, atom in enumerate(expression.atoms):
             t, spare = tiles.distance(number, rows, columns), tiles.take(rows, columns)

@@ -31,7 +31,7 @@ def unknown(kernel: Any) -> InputError:
 
 
 class Made(NamedTuple):
-    """What features of points are made of.
+    """Values that the features of points are made of.
 
     :ivar parts: of each factor ``(p, width)``, float64 where its frequencies are heavy-tailed; :ivar coefficients: of
         each term ``(T,)``.
@@ -44,7 +44,7 @@ class Made(NamedTuple):
     points: int
 
     def rows(self, which: slice) -> Made:
-        """Of some of the points."""
+        """Return the values of some of the points."""
         count = len(range(self.points)[which])
         return Made([part[which] for part in self.parts], self.coefficients, self.dtype, count)
 
@@ -113,7 +113,7 @@ class RandomFeatures:
         return terms
 
     def prepare(self, x: Tensor) -> Made:
-        """What features of x ``(p, d)`` are made of, in float64 as far as phases of many turns need it."""
+        """Return the values that features of x ``(p, d)`` are made of, in float64 where large phases need it."""
         made = self._prepared(x)
         parts = [
             f.left if heavy(self._expression, index) else f.left.to(x.dtype) for index, f in enumerate(made.features)
@@ -167,7 +167,7 @@ class RandomFeatures:
     def _chunk(
         self, number: int, made: Made, chunk: int, height: Tensor, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
-        """Of the pairs from ``chunk + start`` to ``chunk + stop`` of a term."""
+        """Return the pairs from ``chunk + start`` to ``chunk + stop`` of a term."""
         term, parts, like = self._terms[number], made.parts, made.coefficients
         weights = [w[start:stop] for w in self._weights(number, chunk, like)]
         if term.waves:

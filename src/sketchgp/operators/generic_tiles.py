@@ -1,4 +1,8 @@
-"""Tiles of any kernel, by calling it on blocks of rows; gradients by autograd, tile by tile."""
+"""Tiles of any kernel, by calling it on blocks of rows; gradients by autograd, tile by tile.
+
+GPyTorch takes one kernel of a batch by ``kernel[i]``, which indexes every buffer as if it were a parameter:
+``active_dims = (0, 2)`` becomes 0.  :class:`BatchElement` calls the batch and takes its element instead.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from .. import row_sources
+from ..devices import version
 from ..errors import InputError
 from ..settings import memory_budget
 from .centre import Centre
-from .lazies import KERNELS, evaluated, forward, take_caches
+from .lazies import KERNELS, evaluated, forward, parts_of, take_caches
 from .tiles import spans
 
 _LOW_RANK = (LinearKernel, RFFKernel)
@@ -41,7 +46,7 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         before = [
             (held, key, tensor)
             for module in modules
-            for held in (module._parameters, module._buffers)
+            for held in (module.__dict__["_parameters"], module.__dict__["_buffers"])
             for key, tensor in held.items()
             if tensor is not None and (id(tensor) in new or dtypes.get(tensor.dtype, tensor.dtype) != tensor.dtype)
         ]
@@ -58,17 +63,17 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
 
 
 def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
-    """The kernel's own parameters by name, also while another thread lets it compute with others."""
+    """Return the kernel's parameters by name, also while another thread lets it compute with others."""
     with KERNELS:
         return dict(kernel.named_parameters())
 
 
 def of_all_dims(kernel: Kernel) -> Kernel:
-    """The kernel for inputs whose active dimensions were selected already; it shares parameters with the one given."""
+    """Return a kernel for inputs whose active dimensions were selected already; it shares the parameters."""
     if kernel.active_dims is None:
         return kernel
     found = object.__new__(type(kernel))
-    found.__dict__.update(kernel.__dict__, _buffers={**kernel._buffers, "active_dims": None})
+    found.__dict__.update(kernel.__dict__, _buffers={**kernel.__dict__["_buffers"], "active_dims": None})
     return found
 
 
@@ -172,12 +177,12 @@ def real(x: Tensor) -> Tensor:
 
 
 def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
-    """Whether ``kernel`` gives one plain number a pair, found by evaluating it on two points.
+    """Return whether ``kernel`` gives one plain number a pair, by evaluating it on two points.
 
-    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products) are not; nothing
-    of low rank survives in a product of kernels, though, which GPyTorch would approximate.  One that
-    holds the very points it is called with, as an interpolation grid does, may have structure for these points alone:
-    it is called with all of them.
+    Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products) do not.  Low rank
+    does not survive in a product of kernels, though, which GPyTorch would approximate.  A kernel that holds the points
+    it is called with, as an interpolation grid does, may have structure for these points alone: it is called with all
+    of them.
     """
     if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
         return False
@@ -205,7 +210,7 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
 
 
 def _holds(kernel: Kernel, x: Tensor) -> bool:
-    """Whether a tensor of the kernel's own is x."""
+    """Return whether a buffer of the kernel equals x."""
     if not torch.is_tensor(x):
         return False
     held = [b for b in kernel.buffers(recurse=False) if b.shape[-2:] == x.shape[-2:] and b.dim() <= x.dim()]
@@ -214,7 +219,7 @@ def _holds(kernel: Kernel, x: Tensor) -> bool:
 
 @contextmanager
 def _own_parameters_spared(kernel: Kernel) -> Iterator[list[Tensor]]:
-    """Copies of the kernel's parameters, which stand in for them meanwhile."""
+    """Let copies stand in for the kernel's parameters."""
     with KERNELS:
         named = dict(kernel.named_parameters())
         copies = [p.detach().clone() for p in named.values()]
@@ -231,7 +236,7 @@ def settle(kernel: Kernel, x1: Tensor, x2: Tensor) -> None:
     """
     with _own_parameters_spared(kernel) as copies:
         evaluated(forward(kernel, real(x1[..., :1, :]), real(x2[..., :1, :])))
-        if not any(not c.is_inference() and c._version for c in copies):  # no graph holds what inference mode makes
+        if not any(version(c) for c in copies):
             return
         for x in (x1, x2):
             for rows in spans(x.shape[-2], _ROWS):
@@ -245,7 +250,7 @@ def _is_dense(value: Any) -> bool:
     if torch.is_tensor(value) or type(value) is DenseLinearOperator:
         return True
     plain = ("SumLinearOperator", "MulLinearOperator", "ConstantMulLinearOperator", "PsdSumLinearOperator")
-    return type(value).__name__ in plain and all(_is_dense(part) for part in value._args)
+    return type(value).__name__ in plain and all(_is_dense(part) for part in parts_of(value))
 
 
 Index = tuple[int, ...]
@@ -267,7 +272,7 @@ class BatchElement(Kernel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """None, whatever the batch of the parts."""
+        """Return no batch, whatever that of the parts."""
         return torch.Size()
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
@@ -283,13 +288,13 @@ class BatchElement(Kernel):
         return pick(value, self.batch, self.index, (x1.shape[-2], x2.shape[-2]), diag, self.whole)
 
     def own(self, parameter: Tensor, trailing: int) -> Tensor:
-        """This element of a parameter ``(*b, ...)`` with ``trailing`` dimensions behind the batch."""
+        """Return this element of a parameter ``(*b, ...)`` with ``trailing`` dimensions behind the batch."""
         kept = parameter.shape[parameter.dim() - trailing :]
         return parameter.expand(*self.batch, *kept)[self.index]
 
 
 def pick(value: Tensor, batch: torch.Size, index: Index, size: tuple[int, ...], diag: bool, kernel: Kernel) -> Tensor:
-    """One matrix ``(n, m)``, or diagonal ``(n,)``, of what a kernel gives for a batch; its shape is checked."""
+    """Return one matrix ``(n, m)``, or diagonal ``(n,)``, of the value of a batch, whose shape is checked."""
     if diag and value.dim() < len(batch) + 2:
         size = size[:1]
     fits = value.shape[-len(size) :] == size and value.dim() <= len(batch) + len(size)

@@ -41,39 +41,12 @@ class KernelMatrix(LinearOperator):
 
     :param x1: ``(..., n, d)`` inputs, after the kernel's ``active_dims`` were selected.
     :param x2: ``(..., m, d)`` inputs.
-    :param parameters: the kernel's parameters, in the order of ``names``: they are what is differentiated.
-    :param kernel: the GPyTorch kernel (one output per input).
-    :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
-    :param engine: how products are computed (:mod:`sketchgp.operators.engines`): ``"dense"`` stores the matrix at the
-        first product, until torch knows of a change in inputs or parameters (memory shared with numpy is not seen),
-        ``"tiled"`` computes it by tiles, ``"keops"`` and ``"triton"`` by the fused kernels of those
-        packages, ``"auto"`` stores it where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and
-        else takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
-    :param same: whether x1 and x2 hold the same points.
-    :param precision: of the distances on tensor cores: ``"float32"``, and with ``engine="triton"`` also ``"tf32"``.
-    :param centre: what inputs are counted from; None for the median of x2, which in a model are the training points.
-    :param shards: ranks that products are shared out to (:mod:`.products`); None for those of the block it is made in.
-    :param asked: whether the engine was the user's choice, which must not be replaced; None unless it is ``"auto"``.
+    :param parameters: the kernel's parameters, with respect to which it is differentiated.
+    :param options: the other arguments of :class:`~sketchgp.operators.pairs.Pairs`: kernel, engine and others.
     """
 
-    def __init__(
-        self,
-        x1: Tensor,
-        x2: Tensor,
-        *parameters: Tensor,
-        kernel: Kernel,
-        names: tuple[str, ...],
-        engine: str = "auto",
-        same: bool = False,
-        precision: str = "float32",
-        centre: Centre | None = None,
-        shards: Shards | None = None,
-        asked: bool | None = None,
-    ) -> None:
-        self.pairs = Pairs(
-            x1, x2, parameters, kernel=kernel, names=names, engine=engine, same=same, precision=precision,
-            centre=centre, shards=shards, asked=asked,
-        )  # fmt: skip
+    def __init__(self, x1: Tensor, x2: Tensor, *parameters: Tensor, **options: Any) -> None:
+        self.pairs = Pairs(x1, x2, parameters, **options)
         super().__init__(x1, x2, *parameters, **self.pairs.options)
 
     @classmethod
@@ -194,7 +167,7 @@ class KernelMatrix(LinearOperator):
         return super().matmul(other)
 
     def _differentiated(self, *others: Tensor) -> bool:
-        """Whether gradients may be asked for of what is made of the operator and others."""
+        """Return whether autograd records functions of the operator and these tensors."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self._args, *others))
 
     @torch.no_grad()
@@ -295,15 +268,6 @@ class KernelMatrix(LinearOperator):
     def type(self, dtype: torch.dtype) -> KernelMatrix:
         return self.to(dtype)
 
-    def double(self, device_id: str | None = None) -> KernelMatrix:
-        return self.to(torch.float64)
-
-    def float(self, device_id: str | None = None) -> KernelMatrix:
-        return self.to(torch.float32)
-
-    def half(self, device_id: str | None = None) -> KernelMatrix:
-        return self.to(torch.float16)
-
     def cpu(self) -> KernelMatrix:
         return self.to("cpu")
 
@@ -319,16 +283,17 @@ class KernelMatrix(LinearOperator):
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         if len(self.kernel.batch_shape):
-            return DenseLinearOperator(self.to_dense())._unsqueeze_batch(dim)
+            return DenseLinearOperator(self.to_dense()).unsqueeze(dim)
         x1, x2 = (x.expand(*self.batch_shape, *x.shape[-2:]).unsqueeze(dim) for x in (self.x1, self.x2))
         return self.at(x1, x2, self.same)
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
-        return DenseLinearOperator(self.to_dense())._permute_batch(*dims)
+        return DenseLinearOperator(self.to_dense().permute(*dims, -2, -1))
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         if any(not isinstance(index, slice) or index != slice(None) for index in batch_indices):
-            return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+            index = (*batch_indices, row_index, col_index)
+            return DenseLinearOperator(self.to_dense())[index]
         same = self.same and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
         if torch.is_tensor(row_index) and torch.is_tensor(col_index):
             same = self.same and row_index.shape == col_index.shape and bool((row_index == col_index).all())

@@ -69,8 +69,10 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **option
 
 
 def _added(parts: Sequence[Any]) -> Any:
-    """The sum of evaluated covariances: dense where one of them is, to which GPyTorch adds one of low rank by a root of
-    the dense one, with jitter."""
+    """Add evaluated covariances, as dense matrices where one of them is dense.
+
+    GPyTorch would add one of low rank to it by a root of the dense one, with jitter.
+    """
     return reduce(add, map(to_dense, parts) if any(type(part) is DenseLinearOperator for part in parts) else parts)
 
 
@@ -118,21 +120,22 @@ def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
 
 
 def evaluated(value: Any, apart: bool = True) -> Any:
-    """A tensor or operator with every unevaluated kernel in it evaluated; what holds none is returned as it is.
+    """Return a tensor or operator with every unevaluated kernel in it evaluated.
 
     :param apart: as in :func:`forward`.
     """
     if isinstance(value, LazyEvaluatedKernelTensor):
         options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
-        with KERNELS, torch.set_grad_enabled(value._is_grad_enabled):
+        with KERNELS, torch.set_grad_enabled(keeps_gradients(value)):
             return evaluated(forward(value.kernel, value.x1, value.x2, apart, **options), apart)
     if not isinstance(value, LinearOperator):
         return value
-    parts = [evaluated(part, apart) for part in value._args]
-    if all(new is old for new, old in zip(parts, value._args, strict=True)):
+    before = parts_of(value)
+    parts = [evaluated(part, apart) for part in before]
+    if all(new is old for new, old in zip(parts, before, strict=True)):
         return value
     parts = [new if torch.is_tensor(old) else to_linear_operator(new) if torch.is_tensor(new) else new
-             for new, old in zip(parts, value._args, strict=True)]  # fmt: skip
+             for new, old in zip(parts, before, strict=True)]  # fmt: skip
     if isinstance(value, SumLinearOperator) and type(value) in (SumLinearOperator, PsdSumLinearOperator):
         return _added(parts)
     return value.__class__(*parts, **value._kwargs)
@@ -156,28 +159,39 @@ class UnevaluatedKernel(LazyEvaluatedKernelTensor):
         return to_linear_operator(value)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        """Of a batch, evaluated first: GPyTorch would index the kernel, whose ``active_dims`` are no batch."""
+        """Evaluate a batch before indexing: GPyTorch would index the kernel, whose ``active_dims`` are no batch."""
         if all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
             return super()._getitem(row_index, col_index, *batch_indices)
-        return self.evaluate_kernel()._getitem(row_index, col_index, *batch_indices)
+        index = (*batch_indices, row_index, col_index)
+        return self.evaluate_kernel()[index]
+
+
+def parts_of(operator: LinearOperator) -> Sequence[Any]:
+    """Return the arguments that an operator was made of."""
+    return operator._args
+
+
+def keeps_gradients(lazy: LazyEvaluatedKernelTensor) -> bool:
+    """Return whether autograd was at work when the kernel was called."""
+    return lazy._is_grad_enabled
 
 
 def take_caches(module: Any) -> dict[str, Any]:
-    """Remove what a kernel has cached of its values, by the names that GPyTorch gives such attributes, and return it.
+    """Remove and return the values that a kernel has cached, by the names that GPyTorch gives such attributes.
 
-    They know nothing of a change of parameters, and may hold a graph.
+    They do not notice a change of parameters, and may hold a graph.
     """
     return {name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith("_cached")}
 
 
 def parameters_in(operator: Any) -> list[Tensor]:
-    """The parameters of all kernels in an operator that are not evaluated yet."""
+    """Return the parameters of all kernels in an operator."""
     if isinstance(operator, LazyEvaluatedKernelTensor):
         return list(operator.kernel.parameters())
     kernel = getattr(operator, "kernel", None)
     if isinstance(kernel, Kernel):  # a KernelMatrix
         return list(kernel.parameters())
-    parts = operator._args if isinstance(operator, LinearOperator) else ()
+    parts = parts_of(operator) if isinstance(operator, LinearOperator) else ()
     return [parameter for part in parts for parameter in parameters_in(part)]
 
 
@@ -186,7 +200,7 @@ def adopt_kernels(operator: Any) -> None:
     if type(operator) is LazyEvaluatedKernelTensor:
         operator.__class__ = UnevaluatedKernel
     elif isinstance(operator, LinearOperator):
-        for part in operator._args:
+        for part in parts_of(operator):
             adopt_kernels(part)
 
 
@@ -198,20 +212,22 @@ _PLAIN: dict[type, type] = {
 
 
 def without_keops(kernel: Any) -> Any:
-    """The kernel with GPyTorch's KeOps kernels in it replaced by the plain ones, which share their parameters.
+    """Replace GPyTorch's KeOps kernels by the plain ones, which share their parameters.
 
-    A kernel that holds none is returned as it is.  Subclasses are left alone: they may compute something else.
+    They are the same functions; here an engine decides how they are evaluated.  Subclasses are left alone: they may
+    compute something else.
     """
     return _without(kernel, {})
 
 
 def _without(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     if id(module) not in made:
-        parts = {name: None if part is None else _without(part, made) for name, part in module._modules.items()}
+        before = module.__dict__["_modules"]
+        parts = {name: None if part is None else _without(part, made) for name, part in before.items()}
         cls: Any = _PLAIN.get(type(module), type(module))
-        found = module
-        if cls is not type(module) or any(part is not module._modules[name] for name, part in parts.items()):
-            found = object.__new__(cls)
-            found.__dict__.update(module.__dict__, _modules=parts)
-        made[id(module)] = found
+        new = module
+        if cls is not type(module) or any(part is not before[name] for name, part in parts.items()):
+            new = object.__new__(cls)
+            new.__dict__.update(module.__dict__, _modules=parts)
+        made[id(module)] = new
     return made[id(module)]

@@ -104,7 +104,7 @@ class LowRankPlusDiagonal(LinearOperator):
         return space_of(self.factor).numbers(values[..., self.held])
 
     def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
-        """The same operator without gradients, shown as ``out_dtype``; shares F, d and their factorization."""
+        """Return the operator without gradients, shown as ``out_dtype``; it shares F, d and their factorization."""
         copy = LowRankPlusDiagonal(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
         copy.known_root = self.capacitance_root()
         return copy
@@ -301,7 +301,8 @@ class LowRankPlusDiagonal(LinearOperator):
         return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+        index = (*batch_indices, row_index, col_index)
+        return DenseLinearOperator(self.to_dense())[index]
 
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         index = (*batch_indices, row_index, col_index)

@@ -1,4 +1,4 @@
-"""What an operator and a kernel are known by: a key within this process, marks that last in a file."""
+"""Identity of operators and kernels: a key within this process, marks that last in a file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def kernel_mark(kernel: Any, points: Tensor) -> str:
 
 
 def _matrix_mark(matrix: KernelMatrix) -> str:
-    """The same of the kernel of a matrix, whose inputs are those of the kernel's active dimensions already."""
+    """Return the mark of the kernel of a matrix, whose active dimensions were selected already."""
     return _mark(module_mark(matrix.kernel, matrix.parameters), lambda x: matrix.at(x, x, True), matrix.x1)
 
 
@@ -84,7 +84,7 @@ def _mark(of_parts: str, matrix_of: Callable[[Tensor], KernelMatrix], points: Te
 
 
 def _probes(points: Tensor) -> Iterator[Tensor]:
-    """The same points for all problems of as many dimensions, in balls of different size."""
+    """Yield points in balls of different size, equal for all problems of the same dimension."""
     d = points.shape[-1]
     stream = generator(0, "points at which kernels are told apart")
     unit = torch.rand(_PROBES, d, dtype=torch.float64, generator=stream) / max(1, d) ** 0.5

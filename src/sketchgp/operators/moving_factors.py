@@ -58,15 +58,15 @@ class MovingFactor:
         raise NotImplementedError
 
     def made(self, matrix: Access) -> Factor:
-        """F of a matrix, with the same L."""
+        """Return F of a matrix, with the same L."""
         raise NotImplementedError
 
     def live(self, matrix: Access) -> Tensor:
-        """The same by operations that autograd can differentiate, L with it."""
+        """Return F by operations that autograd can differentiate, and L with it."""
         raise NotImplementedError
 
     def back(self, rows: Tensor) -> Tensor:
-        """Of rows of H ``(h, r)`` half the gradient of what F is made of, such as ``H L^-1``; linear in each row."""
+        """Return half the gradient of the columns that F is made of, such as ``H L^-1``, from rows of H ``(h, r)``."""
         assert self.core_root is not None
         return torch.linalg.solve_triangular(self.core_root, rows, upper=False, left=False)
 
@@ -110,7 +110,7 @@ class FactorOfColumns(MovingFactor):
 
     @torch.no_grad()
     def made(self, matrix: Access) -> Factor:
-        """By blocks of rows; K(:, S) is never there as a whole."""
+        """Return F by blocks of rows; K(:, S) is never stored."""
         over = self.core_root if self.coefficients is None else self.coefficients
         assert over is not None
         space = Space.of(matrix.n)
@@ -205,7 +205,7 @@ class FactorOfSketch(MovingFactor):
         if isinstance(self.test, Tensor):
             return matrix.derivative(of_sketch, test)
         n, shards = matrix.shape[-1], self.test.shards
-        totals: Gradients = (None,) * len(matrix._args)
+        totals: Gradients = (None,) * len(matrix.pairs.tensors)
         for some in spans(test.shape[-1], _TOGETHER):
             sides = (shards.gather(side[:, some], n) for side in (of_sketch, test))
             found = matrix.derivative(*sides)
@@ -309,7 +309,7 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
         return self._rebuilt(self._args, dtype)
 
     def plain(self) -> LowRankPlusDiagonal:
-        """The same matrix with a factor that autograd can differentiate: as accurate, and five times the memory."""
+        """Return the matrix with a factor that autograd can differentiate, at five times the memory."""
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in self._args)):
             return LowRankPlusDiagonal(self.factor, self.diagonal_part.detach(), out_dtype=self.out_dtype)
         factor = self.moving.live(Access(self._matrix(*self._args[:-1])))
@@ -319,19 +319,19 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
         return self.plain().to_dense()
 
     def _diagonal(self) -> Tensor:
-        return self.plain()._diagonal()
+        return self.plain().diagonal()
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
-        return self.plain()._expand_batch(batch_shape)
+        return self.plain().expand(*batch_shape, *self.shape[-2:])
 
     def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
         return self.plain().to(*args, **kwargs)
 
     def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
-        return self.plain()._permute_batch(*dims)
+        return self.plain().permute(*dims, len(dims), len(dims) + 1)
 
     def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
-        return self.plain()._unsqueeze_batch(dim)
+        return self.plain().unsqueeze(dim)
 
     def log_determinant(self) -> Tensor:
         return _Logdet.apply(self, *self._args).to(self.dtype)

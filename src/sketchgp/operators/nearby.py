@@ -178,7 +178,7 @@ def _apart(l1: bool, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) 
 
 
 def _over_k0(expression: Expression, prepared: Prepared, distances: list[Tensor]) -> Tensor:
-    """What the absolute entries at these distances, or beyond them, are at the most, over k(0).
+    """Return upper bounds of absolute entries over k(0), at these distances or beyond.
 
     :param distances: float64, of one shape, for each factor of the kernel.
     """

@@ -58,7 +58,7 @@ class TiledNormalMatrix:
         """Return M with float64 entries."""
         if self.tall.dtype == torch.float64 and self.kzz.dtype == torch.float64:
             return self
-        return TiledNormalMatrix(self.kzz.double(), self.tall.accurate(), self.level)
+        return TiledNormalMatrix(self.kzz.type(torch.float64), self.tall.accurate(), self.level)
 
     @torch.no_grad()
     def kzz_matmul(self, rhs: Tensor) -> Tensor:

@@ -24,8 +24,21 @@ _OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards"
 class Pairs:
     """All pairs of rows of x1 ``(..., n, d)`` and x2 ``(..., m, d)``, and the kernel that is evaluated on them.
 
-    The arguments are those of :class:`.KernelMatrix`, which is this object with the interface of a linear operator.
+    :class:`.KernelMatrix` gives it the interface of a linear operator.
 
+    :param parameters: the kernel's parameters, in the order of ``names``: they are what is differentiated.
+    :param kernel: the GPyTorch kernel (one output per input).
+    :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
+    :param engine: how products are computed (:mod:`sketchgp.operators.engines`).  ``"dense"`` stores the matrix at the
+        first product, until torch knows of a change in inputs or parameters (memory shared with numpy is not seen).
+        ``"tiled"`` computes it by tiles, ``"keops"`` and ``"triton"`` by the fused kernels of those packages.
+        ``"auto"`` stores it where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and otherwise
+        takes ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
+    :param same: whether x1 and x2 hold the same points.
+    :param precision: precision of distances on tensor cores: ``"float32"``, or ``"tf32"`` with ``engine="triton"``.
+    :param centre: origin of the inputs; None for the median of x2, which in a model are the training points.
+    :param shards: ranks that products are shared out to (:mod:`.products`); None for those of the present block.
+    :param asked: whether the user chose the engine, which must then not be replaced; None unless it is ``"auto"``.
     :ivar expression: the kernel as a sum of products of profiles; None where it is called as it is.
     :ivar coincident: ``(2, p)`` rows and columns of pairs that are one point, where x1 is not x2; None where unknown.
     :ivar whole: for some rows and columns of other pairs, those pairs and the rows, ``(r,)``; None for all rows.
@@ -80,7 +93,7 @@ class Pairs:
 
     @property
     def sources(self) -> list[RowSource]:
-        """Those of x1 and x2 that are read as they are needed; none where both are tensors."""
+        """Sides that are read as they are needed; none where x1 and x2 are tensors."""
         sides: tuple[Any, ...] = (self.x1, self.x2)
         return [x for x in sides if isinstance(x, RowSource)]
 

@@ -25,7 +25,7 @@ _NUMBERS = 2**24  # of inputs whose distances from the centre are computed at on
 
 
 def far_rows(pairs: Pairs) -> Tensor:
-    """``(n,)`` bool: the rows of x1 that are far for a kernel that is called."""
+    """Return a mask ``(n,)`` of the rows of x1 that are far for a kernel that is called."""
     return pairs.remember("far rows", lambda: _far_rows(pairs))
 
 
@@ -46,8 +46,10 @@ def _far_rows(pairs: Pairs) -> Tensor:
 
 @torch.no_grad()
 def far_sides(pairs: Pairs, *sides: Tensor | RowSource) -> list[list[Tensor]]:
-    """Of each side ``(n, d)``, for each factor of the kernel (for the kernel, where it is called), ``(n,)`` bool: which
-    rows are far.  The rows are gone through once, and a device is waited for once."""
+    """Return masks ``(n,)`` of the far rows of each side ``(n, d)``, for each factor of the kernel.
+
+    A kernel that is called has one mask.  Rows are read once, and a device is waited for once.
+    """
     parameters = [p.detach() for p in pairs.parameters]
     found: list[Tensor] = []
     for x in sides:
@@ -64,7 +66,7 @@ def far_sides(pairs: Pairs, *sides: Tensor | RowSource) -> list[list[Tensor]]:
 
 
 def pass_on(whole: Pairs, part: Pairs, rows: Tensor | None, columns: Tensor | None) -> None:
-    """Let a part of a matrix know what is known of the whole; ``(r,)`` and ``(c,)`` indices of rows and columns."""
+    """Hand the far rows of a matrix to a part of it, with indices ``(r,)`` and ``(c,)`` of rows and columns."""
     sides = known_sides(whole)
     if sides is None:
         return
@@ -89,8 +91,10 @@ def known_sides(pairs: Pairs) -> list[list[Tensor]] | None:
 
 
 def known_of(pairs: Pairs, left: Sequence[Tensor], right: Sequence[Tensor]) -> Known:
-    """What :meth:`.Expression.prepare` wants to know, of masks of rows and of columns; of a kernel that is called, the
-    rows that are far matter whatever the columns are."""
+    """Return the argument ``known`` of :meth:`.Expression.prepare` from masks of far rows and far columns.
+
+    Far rows of a kernel that is called matter whatever the columns are.
+    """
     if pairs.expression is None:
         return list(zip(left, right, strict=True))
     return [(i, j) if bool(i.any()) and bool(j.any()) else None for i, j in zip(left, right, strict=True)]

@@ -153,13 +153,13 @@ _RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # differences allowed in an entry: of itself,
 
 
 def repeats(pairs: Pairs) -> bool:
-    """Whether a batch is one matrix over and over: unbatched kernel, inputs expanded without copies."""
+    """Return whether a batch repeats one matrix: unbatched kernel, inputs expanded without copies."""
     once = not pairs.kernel.batch_shape and pairs.batch_shape.numel() > 0
     return once and _repeated(pairs.x1) and _repeated(pairs.x2)
 
 
 def single(pairs: Pairs) -> Pairs:
-    """The matrix that a batch repeats."""
+    """Return the matrix that a batch repeats."""
     x1, x2 = (x.detach().flatten(0, -3)[0].requires_grad_(x.requires_grad) for x in (pairs.x1, pairs.x2))
     return pairs.at(x1, x1 if pairs.x2 is pairs.x1 else x2, pairs.same)
 
@@ -234,7 +234,7 @@ def element(pairs: Pairs, index: Index) -> Pairs:
 
 
 def _hides_a_batch(pairs: Pairs, x1: Tensor, x2: Tensor) -> bool:
-    """Whether a kernel that says it has no batch gives one all the same."""
+    """Return whether a kernel without a batch shape gives a batch."""
     return pairs.evaluator(pairs.parameters)(real(x1[:1]), real(x2[:1])).dim() > 2
 
 
@@ -276,6 +276,6 @@ def _columns_to_leading(dims: int, batch: int, more: int) -> list[int]:
 
 
 def _repeated(x: Tensor) -> bool:
-    """Whether a batch ``(..., n, d)`` is one matrix over and over, expanded without copies."""
+    """Return whether a batch ``(..., n, d)`` repeats one matrix, expanded without copies."""
     steps = zip(x.stride()[:-2], x.shape[:-2], strict=True)
     return x.dim() > 2 and not any(step for step, size in steps if size > 1)

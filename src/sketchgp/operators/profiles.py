@@ -70,7 +70,7 @@ def _tiny(t: Tensor) -> float:
 
 
 def _inverse_root(t: Tensor, spare: Tensor) -> Tensor:
-    """Of ``t = (s log2 e)^2``, which is kept where neither this nor ``exp(-s)`` leaves the normal numbers."""
+    """Return ``t^(-1/2)`` for ``t = (s log2 e)^2``, limited so that it and ``exp(-s)`` stay normal numbers."""
     return torch.pow(t.clamp_(min=_tiny(t), max=LEAST[t.dtype] ** 2), -0.5, out=spare)
 
 

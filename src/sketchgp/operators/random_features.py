@@ -62,7 +62,7 @@ class PriorPaths:
             )
         self._expression = expression
         prepared = self._prepare(self.origin)
-        self._terms = [
+        self.terms = [
             _Waves.drawn(
                 [(index, expression, prepared.features[index]) for index in term],
                 samples,
@@ -76,8 +76,8 @@ class PriorPaths:
     def part(self, which: slice) -> PriorPaths:
         """Some of the functions, which share memory with all."""
         found = copy.copy(self)
-        found._terms = [waves.part(which) for waves in self._terms]
-        found.samples = found._terms[0].samples
+        found.terms = [waves.part(which) for waves in self.terms]
+        found.samples = found.terms[0].samples
         return found
 
     def _prepare(self, x: Tensor) -> Prepared:
@@ -95,7 +95,7 @@ class PriorPaths:
         for span in spans(len(x), max(_ROWS, _INPUTS // max(1, x.shape[1]))):
             prepared = self._prepare(x[span])
             total = x.new_zeros(span.stop - span.start, self.samples, dtype=torch.float64)
-            for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
+            for coefficient, waves in zip(prepared.coefficients, self.terms, strict=True):
                 total = total + coefficient.sqrt() * waves(prepared.features, x.dtype)
             parts.append(total)
         return torch.cat(parts) if parts else x.new_zeros(0, self.samples, dtype=torch.float64)
@@ -106,7 +106,7 @@ class PriorPaths:
         for span in spans(x.shape[1], max(1, _INPUTS // (self.samples * max(1, x.shape[2])))):
             prepared = self._prepare(x[:, span].reshape(-1, x.shape[2]))
             total = x.new_zeros(self.samples, span.stop - span.start, dtype=torch.float64)
-            for coefficient, waves in zip(prepared.coefficients, self._terms, strict=True):
+            for coefficient, waves in zip(prepared.coefficients, self.terms, strict=True):
                 total = total + coefficient.sqrt() * waves.each(prepared.features, x.dtype)
             parts.append(total)
         return torch.cat(parts, dim=1) if parts else x.new_zeros(self.samples, 0, dtype=torch.float64)

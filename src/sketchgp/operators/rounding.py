@@ -1,4 +1,4 @@
-"""How exact the entries of a kernel matrix are where it is evaluated in float64."""
+"""Rounding errors of the entries of a kernel matrix in float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entry_rounding(operator: LinearOperator) -> tuple[Tensor, Tensor] | None:
 
 
 def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
-    """In roundoffs, by rows and by columns."""
+    """Return bounds of the errors in roundoffs, by rows and by columns."""
     assert matrix.expression is not None
     if matrix.pairs.sources:
         sides = [

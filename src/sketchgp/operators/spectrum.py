@@ -39,7 +39,7 @@ def numbers(expression: Expression, index: int, width: int) -> int:
 
 
 def heavy(expression: Expression, index: int) -> bool:
-    """Whether frequencies are far larger than usual now and then, so that phases need float64."""
+    """Return whether frequencies are heavy-tailed, so that phases need float64."""
     return expression.atoms[index].profile not in (GAUSS, WAVES, RAYS)
 
 
@@ -72,7 +72,7 @@ def _gamma(shape: float, uniforms: Tensor) -> Tensor:
 
 
 def _waves_of(expression: Expression, kernel: Any, uniforms: Tensor, p: int) -> Tensor:
-    """Of a spectral mixture or a cosine kernel, of either sign in every dimension.
+    """Return frequencies of a spectral mixture or a cosine kernel, of either sign in every dimension.
 
     :raises InputError: for a cosine of the distance in several dimensions, which is no covariance.
     """

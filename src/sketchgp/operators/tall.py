@@ -29,7 +29,7 @@ _INPUTS = 2**22  # numbers of x that are prepared, and z anew beside them, for s
 
 
 def constant(matrix: KernelMatrix) -> KernelMatrix:
-    """The same with the kernel's parameters as constants: differentiable in the inputs only."""
+    """Return the matrix with the kernel's parameters as constants, differentiable in the inputs only."""
     return matrix.with_parameters([p.detach() for p in matrix.parameters])
 
 
@@ -67,10 +67,10 @@ class TallMatrix:
         self.kernel, self.x, self.z, self.weights = kernel, x, z, weights
         self._accurate = accurate
         self.entries = 0  # evaluated so far
-        self._first: KernelMatrix | None = None  # what all others are made after
+        self.pattern: KernelMatrix | None = None  # of one row, that all others are made after
         self._near = False  # whether surely no point is far from the centre
         self._sides: list[list[Tensor]] | None = None  # else, on a device, which of x and z are
-        self._given: Known | None = None  # the same, of points that are some of another matrix'
+        self.known: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
         self._centre = Centre(self._selected(z))
 
@@ -80,7 +80,7 @@ class TallMatrix:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the entries."""
+        """Dtype of the entries."""
         return torch.float64 if self._accurate else self.x.dtype
 
     @property
@@ -88,18 +88,18 @@ class TallMatrix:
         return self.x.device
 
     def accurate(self) -> TallMatrix:
-        """The same with float64 entries."""
+        """Return T with float64 entries."""
         return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
 
     def at(self, x: Tensor, z: Tensor, own: bool = True) -> TallMatrix:
-        """The same for other points, without weights.
+        """Return T for other points, without weights.
 
-        What a device would wait for at every batch is found out once: what the kernel is, and whether any point is far.
+        The kernel is recognised and far points are looked for once, so that a device is not waited for at every batch.
 
-        :param own: whether they are rows of this matrix' x and z.
+        :param own: whether the points are rows of x and z.
         """
         other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
-        other._first, other._given = self._like(), self._known(None) if own else None
+        other.pattern, other.known = self._like(), self._known(None) if own else None
         return other
 
     def _selected(self, x: Any) -> Any:
@@ -107,17 +107,17 @@ class TallMatrix:
         return x if dims is None else x.index_select(-1, dims)
 
     def _like(self) -> KernelMatrix:
-        if self._first is None:
+        if self.pattern is None:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
-            self._first = matrix.double() if self._accurate else matrix
-            self._near = self._box_is_near(self._first)
+            self.pattern = matrix.type(torch.float64) if self._accurate else matrix
+            self._near = self._box_is_near(self.pattern)
             if not self._near and self.device.type != "cpu":
-                self._sides = far_sides(self._first.pairs, self._selected(self.x), self._selected(self.z))
-        return self._first
+                self._sides = far_sides(self.pattern.pairs, self._selected(self.x), self._selected(self.z))
+        return self.pattern
 
     @torch.no_grad()
     def _box_is_near(self, matrix: KernelMatrix) -> bool:
-        """Whether the box that holds all points, in memory, is so small that none can be far, whatever the centre."""
+        """Return whether the box of all points is so small that none can be far, whatever the centre."""
         if matrix.expression is None or isinstance(self.x, RowSource):
             return False
         sides = [self._selected(points) for points in (self.x, self.z)]
@@ -145,7 +145,7 @@ class TallMatrix:
         matrix = self._like()
         if self._right is None:
             self._right = self._selected(self.z).to(matrix.dtype)
-        known = self._known(rows) if self._given is None else self._given
+        known = self._known(rows) if self.known is None else self.known
         return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, known)
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:

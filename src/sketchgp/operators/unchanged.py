@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..devices import version
+
 T = TypeVar("T")
 _block: ContextVar[object | None] = ContextVar("sketchgp_parameters_held", default=None)
 
@@ -41,7 +43,7 @@ class State:
         self.block = _block.get()  # in which the parameters were looked at
 
     def holds(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-        """Whether they are the same now."""
+        """Return whether nothing has changed since."""
         if self.versions != _versions(inputs):
             return False
         block = _block.get()
@@ -54,7 +56,7 @@ class State:
 
 
 def _versions(inputs: Sequence[Tensor]) -> list[int]:
-    return [0 if x.is_inference() else x._version for x in inputs]
+    return [version(x) for x in inputs]
 
 
 class Memory:

@@ -13,12 +13,11 @@ Result = TypeVar("Result")
 
 
 def ahead(reads: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """What functions return, in their order, all but the first two called by one thread beside this one.
+    """Yield the results of functions in their order, computed ahead by another thread after the first two.
 
-    A result is in use and one waits, or is being read: never more.  A single one is read without a thread.  What a
-    function raises is raised where its result would have come.  The thread works on the CUDA streams that are current
-    where the first result is asked for: what it copies to a device is there before anything that is computed with it
-    afterwards on that stream, and the memory is that stream's own.
+    One result is in use and one waits or is computed, never more.  A single one needs no thread.  An error is raised in
+    place of the result.  The thread works on the CUDA streams that are current at the first result: copies to a device
+    are complete before later computations on that stream, which owns their memory.
     """
     left = iter(reads)
     first, second = next(left, None), next(left, None)

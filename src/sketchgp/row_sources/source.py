@@ -84,7 +84,7 @@ class RowSource:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows, as they are read."""
+        """Bytes of all rows in the dtype they are read in."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
@@ -115,7 +115,7 @@ class RowSource:
         return f"<RowSource {tuple(self.shape)} {self.dtype} on {self.device}>"
 
     def to(self, *args: Any, **kwargs: Any) -> RowSource:
-        """The same rows in another dtype, or on another device."""
+        """Return the rows in another dtype, or on another device."""
         found = copy.copy(self)
         for one in (*args, *kwargs.values()):
             if isinstance(one, torch.dtype):
@@ -187,7 +187,7 @@ class RowSource:
 
     @property
     def fits(self) -> bool:
-        """Whether all rows are within the memory budget of their device, now."""
+        """Return whether all rows are within the present memory budget of their device."""
         return self.nbytes <= memory_budget.value(self.device)
 
     def whole(self) -> Tensor:
@@ -233,8 +233,9 @@ def _block(x: RowSource, span: slice) -> tuple[slice, Tensor]:
 
 
 def is_source(value: Any, dims: tuple[int, ...] = (2,)) -> bool:
-    """Whether rows of this may stay where they are: a :class:`RowSource` and what one is made of, but for arrays and
-    tensors in memory.
+    """Return whether the rows may stay where they are.
+
+    That holds for a :class:`RowSource` and objects it is made of, other than arrays and tensors in memory.
 
     :param dims: the numbers of dimensions that other objects with slices may have.
     """

@@ -40,7 +40,7 @@ def table_of(data: Any, columns: Sequence[str | int] | None) -> Table:
 
 
 def is_arrow(data: Any) -> bool:
-    """Whether this is a table or a dataset of pyarrow's."""
+    """Return whether this is a table or a dataset of pyarrow."""
     return type(data).__module__.split(".")[0] == "pyarrow" and hasattr(data, "schema")
 
 

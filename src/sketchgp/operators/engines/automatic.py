@@ -1,4 +1,4 @@
-"""What ``matmul="auto"`` chooses, and the same asked of a device that need not be there."""
+"""The choice of ``matmul="auto"``, and a preview of it for a device that need not be there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .triton import Triton
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choice depends on.
+    """Facts that the choice depends on.
 
     :ivar square: whether x1 and x2 are the same points.
     :ivar fits: whether the matrix is stored already, or fits the memory budget.
@@ -32,7 +32,7 @@ class Situation:
 
 
 def automatic(situation: Situation) -> tuple[str, str]:
-    """The name of an engine, and why."""
+    """Return the name of an engine, and the reason."""
     if situation.square and situation.fits:
         return "dense", "the matrix fits the memory budget: it is stored at the first product and read from then on"
     kept = "is too large to be stored" if situation.square else "of two sets of points is used once and not stored"
@@ -46,7 +46,7 @@ def automatic(situation: Situation) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class EnginePreview:
-    """What :func:`preview_engine` found.
+    """Result of :func:`preview_engine`.
 
     :ivar engine: what ``matmul="auto"`` would take; :ivar reason: why, as half a sentence.
     :ivar matrix_bytes: of the stored matrix; :ivar budget: bytes that it may take.
@@ -86,11 +86,10 @@ def preview_engine(
     memory: float | None = None,
     square: bool = True,
 ) -> EnginePreview:
-    """Which engine ``matmul="auto"`` would take for ``k(x, x)``, also on a device that is not there.
+    """Return the engine that ``matmul="auto"`` would take for ``k(x, x)``, also on a device that is not there.
 
-    It is the decision that products make, from the same facts, but for two: the free memory of an absent device is
-    what you say it is, and Triton is taken to be there as PyTorch's CUDA builds have it.  Nothing is computed, and
-    nothing said about speed.
+    Products decide from the same facts, but for two: the free memory of an absent device is given by ``memory``, and
+    Triton counts as installed, as in PyTorch's CUDA builds.  Nothing is computed or timed.
 
     :param kernel: a GPyTorch kernel.
     :param n: rows of x; :param d: features; :param columns: of what the matrix is multiplied by, which the choice

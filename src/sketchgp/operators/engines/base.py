@@ -1,4 +1,4 @@
-"""What an engine is: one way to multiply by a kernel matrix, and to differentiate such a product."""
+"""Base class of engines: one way to multiply by a kernel matrix, and to differentiate such a product."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ class Engine:
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this engine can take no matrix of this device and dtype at all, as half a sentence; None where it can."""
+        """Return why no matrix of this device and dtype can be taken, as half a sentence; None where it can."""
         return None
 
     def missing(self, pairs: Pairs) -> str | None:
-        """Why this engine cannot take ``matrix``, as half a sentence; None where it can."""
+        """Return why these pairs cannot be taken, as half a sentence; None where they can."""
         return self.absent(pairs.device, pairs.dtype)
 
     def resolution(self, pairs: Pairs) -> float | None:
-        """c, where the squared distance of features a and b is wrong by ``c (|a|^2 + |b|^2)`` at most; None for an
-        engine made of torch's own operations, which need no check (:mod:`.self_check`).
+        """Return c, where the squared distance of features a and b is wrong by at most ``c (|a|^2 + |b|^2)``.
+
+        None stands for torch's own operations, which need no check (:mod:`.self_check`).
         """
         return None
 
     def width_class(self, columns: int) -> int:
-        """A number that is the same for so many right-hand sides as are multiplied by the same code."""
+        """Return a number that is the same for all counts of right-hand sides that share the same code."""
         return min(1 << max(columns - 1, 0).bit_length(), 256)
 
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
@@ -58,8 +59,9 @@ class Engine:
 
 
 def folds(pairs: Pairs) -> bool:
-    """Whether a derivative may take both sides of the matrix for one: K is symmetric, and x1 and x2 are one tensor
-    or need no gradient.
+    """Return whether a derivative may treat both sides of the matrix as one.
+
+    K is then symmetric, and x1 and x2 are one tensor or need no gradient.
     """
     return pairs.same and (pairs.x1 is pairs.x2 or not (pairs.x1.requires_grad or pairs.x2.requires_grad))
 

@@ -23,7 +23,7 @@ class Dense(Engine):
     name = "dense"
 
     def fits(self, pairs: Pairs) -> bool:
-        """Whether the matrix fits the memory budget, or is stored already."""
+        """Return whether the matrix fits the memory budget, or is stored already."""
         size = pairs.shape.numel() * pairs.compute_dtype.itemsize
         ranks = pairs.ranks()
         size = size if ranks is None else -(-size // ranks.count)  # each stores its own rows
@@ -45,7 +45,7 @@ class Dense(Engine):
         return Tiled().derivative(pairs, left, right)
 
     def kept(self, pairs: Pairs) -> Tensor | None:
-        """The stored matrix; None where there turned out to be no memory for it."""
+        """Return the stored matrix; None where memory ran out for it."""
         if not pairs.stores:
             return None
         try:

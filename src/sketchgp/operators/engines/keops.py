@@ -305,5 +305,5 @@ def _chunks(vectors: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _width(columns: int) -> int:
-    """Of the chunks of so many columns."""
+    """Return the width of the chunks of this many columns."""
     return next((w for w in _WIDTHS if w >= columns), _WIDTHS[-1])

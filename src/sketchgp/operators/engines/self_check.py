@@ -103,9 +103,9 @@ def _kind(pairs: Pairs, width: int, gradient: bool) -> tuple[Hashable, ...]:
 
 
 def _fault(engine: Engine, c: float, pairs: Pairs, columns: int, gradient: bool) -> str | None:
-    """What is wrong with an engine, as half a sentence; None where nothing is.
+    """Return the fault of an engine, as half a sentence; None where there is none.
 
-    :raises _Undecided: where it cannot be told.
+    :raises _Undecided: where the check does not decide.
     """
     what = f"{'a gradient' if gradient else 'a product'} with {columns} column{'s' * (columns > 1)}"
     with torch.inference_mode(False), torch.no_grad():
@@ -262,8 +262,7 @@ def _excess(block: Pairs, c: float, found: Tensor, right: Tensor) -> float:
 
 
 def _entry_errors(block: Pairs, c: float) -> Tensor:
-    """How far the entries may be off, for the errors of their distances, where they and the vectors are rounded by 2 c
-    each."""
+    """Return error bounds of the entries from those of distances; entries and vectors are rounded by 2 c each."""
     assert block.expression is not None
     prepared, eps = _double(block.prepared()), torch.finfo(block.compute_dtype).eps
     values: list[Tensor] = []
@@ -289,7 +288,7 @@ def _entry_errors(block: Pairs, c: float) -> Tensor:
 
 
 def _of_distances(c: float, eps: float, features: int) -> float:
-    """What ``|a|^2 + |b|^2`` is multiplied by: c, and the rounding of sums, which devices may cut off every 8 terms."""
+    """Return the factor of ``|a|^2 + |b|^2``: c, and the rounding of sums, which devices may cut off every 8 terms."""
     return c + (8 + features / 8) * eps
 
 
@@ -321,7 +320,7 @@ def _gradient_excess(block: Pairs, c: float, found: Gradients, left: Tensor, rig
 
 
 def _relative_error(block: Pairs, c: float) -> float:
-    """Of gradients: what an error of the distances changes in them, with a root where slopes are steepest at 0."""
+    """Return the relative error of gradients for an error of the distances, a root where slopes are steepest at 0."""
     assert block.expression is not None
     eps = torch.finfo(block.compute_dtype).eps
     largest = c + _ROUNDOFFS * eps

@@ -41,7 +41,7 @@ class Tiled(Engine):
         )
 
     def width(self, pairs: Pairs) -> int:
-        """Columns of its tiles."""
+        """Return the number of columns of a tile."""
         return _shape(pairs)[1]
 
     def dense(self, pairs: Pairs) -> Tensor:
@@ -105,7 +105,7 @@ def _shape(pairs: Pairs, gradient: bool = False, within: slice | None = None) ->
 def _pieces(
     pairs: Pairs, shape: Shape, half: bool, within: slice | None, gradient: bool = False
 ) -> Iterator[tuple[slice, slice, bool]]:
-    """The tiles that matter, as :func:`pieces` has them; :param gradient: of derivatives."""
+    """Return the tiles that matter, in the format of :func:`pieces`; :param gradient: for derivatives."""
     if pairs.layout is None:
         return pieces(pairs.shape[-2], pairs.shape[-1], shape, half, within)
     return pairs.layout.pieces(pairs.shape[-2], pairs.shape[-1], shape, half, gradient)
@@ -127,7 +127,7 @@ def _tiles(
 def _tiles_of(
     pairs: Pairs, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, columns: slice
 ) -> FastTiles | GenericTiles:
-    """Of a part of the matrix, from its rows of x1 and x2; ``rows`` and ``columns`` say which they are."""
+    """Return the tiles of a part of the matrix, from its rows of x1 and x2, which are ``rows`` and ``columns``."""
     tensors = [x1, x2, *(p.detach() for p in pairs.parameters)]
     sides = known_sides(pairs)
     if pairs.expression is None:
@@ -204,7 +204,7 @@ Make = Callable[[Tensor, Tensor, slice, slice], Any]
 
 
 def within_blocks(pairs: Pairs, shape: Shape) -> Shape:
-    """A tile's rows and columns, no more of a source than it reads at once."""
+    """Limit the rows and columns of a tile to those that a source reads at once."""
     height, width = (
         min(size, x.block_rows) if isinstance(x, RowSource) else size
         for size, x in zip(shape, (pairs.x1, pairs.x2), strict=True)
@@ -234,7 +234,7 @@ class StreamedTiles:
 
     @property
     def outputscale(self) -> Tensor | None:
-        """As :attr:`FastTiles.outputscale`, once a tile was made."""
+        """Return :attr:`FastTiles.outputscale`, once a tile was made."""
         return self._tiles.outputscale
 
     def _advance(self) -> None:
@@ -244,7 +244,7 @@ class StreamedTiles:
         self._tiles = self._make(x1, x2, rows, columns)
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
-        """The next tile, as :meth:`FastTiles.tile` has it."""
+        """Return the next tile, in the format of :meth:`FastTiles.tile`."""
         while self._place is None or rows != self._place[0] or not _inside(columns, self._place[1]):
             self._advance()
         first = self._place[1].start
@@ -266,7 +266,7 @@ class _Reader:
 
 
 def _groups(order: Iterable[Piece], most: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of consecutive tiles of the same rows, of at most so many columns if it is more than one."""
+    """Join consecutive tiles of the same rows, up to so many columns."""
     rows = columns = None
     for down, across, _ in order:
         joined = rows == down and columns is not None and columns.stop == across.start
@@ -285,7 +285,7 @@ def _inside(part: slice, whole: slice) -> bool:
 
 
 def coincident(pairs: Pairs, rows: slice, columns: slice) -> Tensor | int | None:
-    """The pairs at distance exactly 0 in a part of the matrix, as :class:`.FastTiles` has them."""
+    """Return the pairs at distance exactly 0 in a part of the matrix, in the format of :class:`.FastTiles`."""
     if pairs.same:
         return rows.start - columns.start
     if pairs.coincident is None:
@@ -321,7 +321,7 @@ class TileSums:
             self.out = rhs.new_zeros(*batch, rows, self.rhs.shape[-1])
 
     def add(self, rows: slice, columns: slice, tile: Tensor) -> None:
-        """What ``tile``, of these rows and columns of K, is part of."""
+        """Add the part of the products that a tile makes."""
         if self.across:
             self.out[:, rows].addmm_(self.rhs[:, columns], tile.mT)
         else:

@@ -195,7 +195,7 @@ class InducingPointProblem:
         :param accurate: evaluate entries in float64 whatever the dtype of x.
         """
         kzz = KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach()
-        return TiledNormalMatrix(kzz.double() if accurate else kzz, self.tall(accurate), self.level)
+        return TiledNormalMatrix(kzz.type(torch.float64) if accurate else kzz, self.tall(accurate), self.level)
 
     def normal_matrix(self, accurate: bool = True) -> NormalMatrix:
         """``Kzx Kxz + noise Kzz``, ``(m, m)``, with Kzz stored.

@@ -105,5 +105,5 @@ def _recent() -> bool:
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on the CPU."""
+    """Return whether Triton runs its kernels in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

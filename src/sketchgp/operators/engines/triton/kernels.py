@@ -91,7 +91,7 @@ def high(x, MODE: tl.constexpr):
 
 @triton.jit
 def low(x, x_high, PARTS: tl.constexpr):
-    """What the high part leaves, where there are more parts than one."""
+    """Return the remainder of the high part, where there are more parts than one."""
     if PARTS > 1:
         result = x - x_high
     else:
@@ -110,7 +110,7 @@ def cross_chunks(
     x, x_low, x_start, x_stride, z, z_low, z_start, z_stride, chunks,
     BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows in memory that are ``chunks`` times K wide: chunk by chunk, each rounded to nearest once."""
+    """Return :func:`cross` of rows in memory that are ``chunks`` times K wide, by chunks that are each rounded once."""
     total = tl.zeros((BM, BN), tl.float32)
     for c in range(chunks):
         x_chunk = block(x, x_start + c * x_stride, BM, K)

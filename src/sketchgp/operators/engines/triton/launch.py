@@ -219,7 +219,7 @@ def _with_blocks(run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: li
 
 
 def _too_large(error: BaseException) -> bool:
-    """Whether a kernel needs more of the device than there is."""
+    """Return whether a kernel needs more of the device than there is."""
     return type(error).__name__ == "OutOfResources"
 
 
@@ -304,7 +304,7 @@ def _gradient_pass(problem: _Problem, plan: Plan, own: Side, other: Side, blocks
 
 
 def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> list[Plan]:
-    """What is differentiated together: as much as has room for its sums in registers.
+    """Return the parts that are differentiated together, as many as have room for their sums in registers.
 
     Each pass computes all distances and values again.
     """

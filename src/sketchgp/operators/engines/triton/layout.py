@@ -15,7 +15,7 @@ from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
 
 @dataclass(frozen=True)
 class AtomPlan:
-    """How one atom is computed.
+    """Constants by which one atom is computed.
 
     :ivar profile: its name, as of the functions in ``kernels``.
     :ivar dot: whether distances come from a matrix product, else from differences feature by feature.
@@ -35,7 +35,7 @@ class AtomPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the source depends on.
+    """Constants that the source depends on.
 
     :ivar terms: the factors of each term, as of an ``Expression``.
     :ivar arithmetic: parts of a number (1 or 2), ``input_precision`` of the products, the mode of ``high``.
@@ -93,7 +93,7 @@ class Blocks(NamedTuple):
 
 
 def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
-    """What to try, best first, with so many bytes of shared memory."""
+    """Return blocks to try, best first, for this many bytes of shared memory."""
     looped = any(atom.dot and atom.looped for atom in plan.atoms)
     if plan.dot:
         choices = [Blocks(128, 64, 8, 2)]
@@ -111,7 +111,7 @@ def product_blocks(plan: Plan, memory: int) -> list[Blocks]:
 
 
 def gradient_blocks(plan: Plan, memory: int) -> list[Blocks]:
-    """The same for gradients, which keep sums for a block of features too."""
+    """Return blocks for gradients, which keep sums for a block of features, too."""
     choices = [Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
     single = plan.parts == 1 and len(plan.atoms) == 1 and plan.atoms[0].k <= 64
     if single or not any(atom.dot for atom in plan.atoms):
@@ -120,7 +120,7 @@ def gradient_blocks(plan: Plan, memory: int) -> list[Blocks]:
 
 
 def _that_fit(plan: Plan, memory: int, choices: list[Blocks]) -> list[Blocks]:
-    """By an estimate, which leaves an eighth for what the compiler needs to rearrange tiles."""
+    """Return the blocks that fit by an estimate, which leaves the compiler an eighth to rearrange tiles."""
     kept = sum(atom.k for atom in plan.atoms if atom.dot and not atom.looped)
     passing = max((atom.k for atom in plan.atoms if atom.dot and atom.looped), default=0)
     size = plan.parts * 4
@@ -194,7 +194,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def atom_plans(profiles: list[Profile], sizes: list[int], precision: Precision) -> tuple[AtomPlan, ...]:
-    """How to compute the distances of each atom, of so many features."""
+    """Return the constants of each atom, for its number of features."""
     arithmetic = ARITHMETIC[precision]
     plans = []
     for profile, size in zip(profiles, sizes, strict=True):
@@ -221,7 +221,7 @@ def chunk(p: int) -> tuple[int, bool]:
 
 
 def unit(profile: Profile, dot: bool) -> float:
-    """What features are multiplied by, so that a tile's ``d`` is in the units of ``kernels``.
+    """Return the factor of features that puts a tile's ``d`` into the units of ``kernels``.
 
     ``d`` is ``|x - z|^2 / 2`` from products of matrices, and ``|x - z|^2``, or the l1 distance, from differences.
     """

@@ -181,7 +181,7 @@ def _start(plan: Plan) -> list[str]:
 
 
 def _once(plan: Plan) -> list[str]:
-    """What does not depend on rows and columns."""
+    """Return the lines that do not depend on rows and columns."""
     lines: list[str] = []
     terms = len(plan.terms)
     if not all(atom.dot for atom in plan.atoms):
