@@ -170,7 +170,7 @@ def simulated_device(monkeypatch, capability=(9, 0)):
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    reading = sys.modules["sketchgp.row_sources.ahead"]
+    reading = sys.modules["sketchgp.row_sources.source"]
     monkeypatch.setattr(reading, "ThreadPoolExecutor", _InPlace)
     _waits.clear()
     with _Calls():

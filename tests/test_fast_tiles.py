@@ -35,9 +35,9 @@ from cases import each, pairwise
 from problems import normal, points, relative
 from sketchgp import LaplaceKernel
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.distances import Distances
 from sketchgp.operators.engines import DENSE
 from sketchgp.operators.expression import recognise
+from sketchgp.operators.fast_tiles import Distances
 from test_kernel_matrix import check_bilinear_derivative, evaluate, pytestmark, separate  # noqa: F401
 
 # --- the reference ----------------------------------------------------------------------------------------------
@@ -617,7 +617,7 @@ def test_gradients_of_near_duplicates_under_the_matern12_kernel(batch, apart, ma
 
 
 def test_near_pairs_in_parts(monkeypatch, many_tiles):
-    monkeypatch.setattr("sketchgp.operators.distances._PAIRS", 12)
+    monkeypatch.setattr("sketchgp.operators.fast_tiles._PAIRS", 12)
     x = points(20, 5).repeat(2, 1)
     check_values(make("matern12-ard", 5), x, None)
     check_gradients(make("matern12-ard", 5), x, None, "product", False)

@@ -23,7 +23,7 @@ from sketchgp import (
     NumericalError,
     record_solves,
 )
-from sketchgp.operators.distances import Distances
+from sketchgp.operators.fast_tiles import Distances
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.krill import SparseSignEmbedding, distinct, krill_preconditioner, sketch_rows
 from sketchgp.solvers.inducing.falkon import falkon_preconditioner

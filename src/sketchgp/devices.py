@@ -52,10 +52,10 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     """Queue CPU values on a device; :func:`here` then knows them without waiting.  They must not be written to."""
     if device.type == "cpu":
         return values
-    found = queued(values, device)
-    if not found.is_inference():
-        _known[found] = (version(found), values)
-    return found
+    result = queued(values, device)
+    if not result.is_inference():
+        _known[result] = (version(result), values)
+    return result
 
 
 def here(values: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ INDUCING_MODEL = ("test_inducing_point_gp.py",)
 
 BREAKS = (
     Break(
-        "if found is None or not found[0].holds(inputs, parameters):",
-        "if found is None:",
+        "if result is None or not result[0].holds(inputs, parameters):",
+        "if result is None:",
         (*MATRIX, "test_nearby.py"),
         "a value is remembered although a tensor that it was made of has changed",
     ),
@@ -139,8 +139,8 @@ BREAKS = (
         "as many other points are taken for the same",
     ),
     Break(
-        "found = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)",
-        "found = pairs.at(x1, x2, pairs.same, pairs.centre)",
+        "result = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)",
+        "result = pairs.at(x1, x2, pairs.same, pairs.centre)",
         ("test_access.py", "test_rows.py"),
         "a block of other columns is taken for a square one",
     ),
@@ -673,8 +673,8 @@ BREAKS = (
         "the offset of polynomial features is squared",
     ),
     Break(
-        "found = sine + rest * cosine",
-        "found = sine - rest * cosine",
+        "result = sine + rest * cosine",
+        "result = sine - rest * cosine",
         ("test_random_features.py",),
         "the arc-cosine kernel of order 1 has a wrong sign",
     ),

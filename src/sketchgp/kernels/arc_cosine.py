@@ -49,9 +49,9 @@ class ArcCosineKernel(Kernel):
         sine, rest = (1 - cosine.square()).clamp_min(0), math.pi - angle
         sine = torch.where(sine > 0, sine, 1).sqrt() * (sine > 0)
         if self.order == 0:
-            found = rest
+            result = rest
         elif self.order == 1:
-            found = sine + rest * cosine
+            result = sine + rest * cosine
         else:
-            found = 3 * sine * cosine + rest * (1 + 2 * cosine.square())
-        return size**self.order * found / math.pi
+            result = 3 * sine * cosine + rest * (1 + 2 * cosine.square())
+        return size**self.order * result / math.pi

@@ -63,13 +63,13 @@ def scaled_test_matrix(
 
 def _drawn(n: int, rank: int, generator: torch.Generator, own: slice) -> Tensor:
     """Some rows of normal numbers ``(n, rank)``, which are drawn some at a time."""
-    found = torch.empty(own.stop - own.start, rank, dtype=torch.float64)
+    result = torch.empty(own.stop - own.start, rank, dtype=torch.float64)
     for rows in spans(n, _DRAWN):
         drawn = torch.randn(rows.stop - rows.start, rank, dtype=torch.float64, generator=generator)
         first, last = max(rows.start, own.start), min(rows.stop, own.stop)
         if first < last:
-            found[first - own.start : last - own.start] = drawn[first - rows.start : last - rows.start]
-    return found
+            result[first - own.start : last - own.start] = drawn[first - rows.start : last - rows.start]
+    return result
 
 
 @torch.no_grad()

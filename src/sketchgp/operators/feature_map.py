@@ -138,7 +138,7 @@ class RandomFeatures:
         """
         like = made.coefficients.new_empty(0)
         numbers = torch.arange(start, stop)
-        found = [like.new_empty(made.points, stop - start) for _ in range(2)] if len(self._terms) > 1 else []
+        result = [like.new_empty(made.points, stop - start) for _ in range(2)] if len(self._terms) > 1 else []
         for number, term in enumerate(self._terms):
             share = _PATTERN / len(term.slots)
             height = (made.coefficients[number] * (2 * share if term.waves else share)).sqrt()
@@ -150,8 +150,8 @@ class RandomFeatures:
             first = start // _PATTERN * len(term.slots) + int((term.slots < start % _PATTERN).sum())
             members = self._members(number, made, first, first + int(mine.sum()), height)
             places = sent(mine.nonzero().squeeze(1), like.device)
-            found = [old.index_copy(1, places, new) for old, new in zip(found, members, strict=True)]
-        return found[0], found[1]
+            result = [old.index_copy(1, places, new) for old, new in zip(result, members, strict=True)]
+        return result[0], result[1]
 
     def _members(self, number: int, made: Made, start: int, stop: int, height: Tensor) -> tuple[Tensor, Tensor]:
         """Both members of the pairs of one term, by their numbers in it."""
@@ -202,19 +202,19 @@ class RandomFeatures:
 
     def _drawn(self, term: _Term, chunk: int, like: Tensor) -> list[Tensor]:
         rows = torch.arange(chunk, chunk + _CHUNK, device=like.device)
-        uniforms, found, column = term.uniforms(rows, term.columns), [], 0
+        uniforms, result, column = term.uniforms(rows, term.columns), [], 0
         for index, width, count in term.waves:
             own = uniforms[:, column : column + count]
             drawn = frequencies(self._expression, index, width, own, self._alphas[index])
             dtype = torch.float64 if heavy(self._expression, index) else like.dtype
-            found.append(drawn.div(2 * math.pi).to(dtype))
+            result.append(drawn.div(2 * math.pi).to(dtype))
             column += count
         for _ in range(1 if term.waves else 2):
             for index, _, count in term.rays:
                 kernel = self._expression.atoms[index].leaves[0].kernel
-                found.append(ray_weights(kernel, uniforms[:, column : column + count]).to(like.dtype))
+                result.append(ray_weights(kernel, uniforms[:, column : column + count]).to(like.dtype))
                 column += count
-        return found
+        return result
 
 
 def _shares(coefficients: Tensor) -> list[Tensor]:

@@ -65,5 +65,5 @@ class Evaluate(torch.autograd.Function):
         with torch.no_grad():
             pairs = Pairs(tensors[0], tensors[1], tensors[2:], **ctx.options)
             pairs.coincident = ctx.coincident
-            found = ctx.tiles.dense_derivative(pairs, grad)
-        return (None, None, *first_order(found, grad, *tensors))
+            result = ctx.tiles.dense_derivative(pairs, grad)
+        return (None, None, *first_order(result, grad, *tensors))

@@ -72,9 +72,9 @@ def of_all_dims(kernel: Kernel) -> Kernel:
     """Return a kernel for inputs whose active dimensions were selected already; it shares the parameters."""
     if kernel.active_dims is None:
         return kernel
-    found = object.__new__(type(kernel))
-    found.__dict__.update(kernel.__dict__, _buffers={**kernel.__dict__["_buffers"], "active_dims": None})
-    return found
+    result = object.__new__(type(kernel))
+    result.__dict__.update(kernel.__dict__, _buffers={**kernel.__dict__["_buffers"], "active_dims": None})
+    return result
 
 
 def evaluate(
@@ -160,8 +160,8 @@ class GenericTiles:
             if not tile.requires_grad:
                 return
             weights = weights.sum_to_size(tile.shape).to(tile.dtype)
-            found = torch.autograd.grad(tile, list(wanted.values()), weights, allow_unused=True)
-        for key, gradient in zip(wanted, found, strict=True):
+            result = torch.autograd.grad(tile, list(wanted.values()), weights, allow_unused=True)
+        for key, gradient in zip(wanted, result, strict=True):
             if gradient is not None:
                 self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
 

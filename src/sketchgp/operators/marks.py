@@ -49,8 +49,8 @@ def operator_marks(operator: Any) -> dict[str, str]:
             some = torch.linspace(0, n - 1, min(n, _ROWS), device=part.device).round().long()
             others.update(head.encode())
             add_tensors(others, *part.representation(), Access(part).block(some, some))
-    found = {"the training inputs": inputs.hexdigest(), "the kernel": kernel.hexdigest()}
-    return {**found, "the covariance": others.hexdigest()} if unknown else found
+    result = {"the training inputs": inputs.hexdigest(), "the kernel": kernel.hexdigest()}
+    return {**result, "the covariance": others.hexdigest()} if unknown else result
 
 
 def kernel_mark(kernel: Any, points: Tensor) -> str:

@@ -148,8 +148,8 @@ class FactorOfColumns(MovingFactor):
             part = x.detach()[rows].requires_grad_(x.requires_grad)
             block = matrix.pairs.of([part, chosen, *parameters], engine="tiled", same=False, centre=None)
             block.coincident = (rows.unsqueeze(1) == pivots).nonzero().mT
-            of_rows, of_chosen, *found = TILED.dense_derivative(block, gradient)
-            for total, value in zip(totals, found, strict=True):
+            of_rows, of_chosen, *result = TILED.dense_derivative(block, gradient)
+            for total, value in zip(totals, result, strict=True):
                 if total is not None and value is not None:
                     total += value
             if of_x is not None and of_rows is not None and of_chosen is not None:
@@ -208,8 +208,8 @@ class FactorOfSketch(MovingFactor):
         totals: Gradients = (None,) * len(matrix.pairs.tensors)
         for some in spans(test.shape[-1], _TOGETHER):
             sides = (shards.gather(side[:, some], n) for side in (of_sketch, test))
-            found = matrix.derivative(*sides)
-            totals = tuple(b if a is None or b is None else a + b for a, b in zip(totals, found, strict=True))
+            result = matrix.derivative(*sides)
+            totals = tuple(b if a is None or b is None else a + b for a, b in zip(totals, result, strict=True))
         return totals
 
 
@@ -224,10 +224,10 @@ def sketched(matrix: Access, test: Factor) -> Tensor:
     """``K M``; where ranks work together, its rows of this one, by products with 256 columns at a time."""
     if isinstance(test, Tensor):
         return matrix.matmul(test)
-    found = torch.empty_like(test.own)
+    result = torch.empty_like(test.own)
     for some in spans(test.shape[-1], _TOGETHER):
-        found[:, some] = matrix.matmul(test.shards.gather(test.own[:, some], test.n))[test.span]
-    return found
+        result[:, some] = matrix.matmul(test.shards.gather(test.own[:, some], test.n))[test.span]
+    return result
 
 
 class _Logdet(torch.autograd.Function):

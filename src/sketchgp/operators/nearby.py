@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .distances import farthest
 from .expression import Expression, Prepared
+from .fast_tiles import farthest
 from .pairs import Pairs
 from .tiles import Shape, spans
 
@@ -85,11 +85,11 @@ def nearby(pairs: Pairs) -> Nearby | None:
         return None
     if pairs.device.type != "cpu" or pairs.coincident is not None or pairs.sources:
         return None
-    found = pairs.remember("nearby", lambda: _sought(pairs))
-    if found is not None:
-        for own, theirs in ((found.pairs.x1, pairs.x1), (found.pairs.x2, pairs.x2)):
+    result = pairs.remember("nearby", lambda: _sought(pairs))
+    if result is not None:
+        for own, theirs in ((result.pairs.x1, pairs.x1), (result.pairs.x2, pairs.x2)):
             own.requires_grad_(theirs.requires_grad)
-    return found
+    return result
 
 
 @torch.inference_mode(False)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..devices import here
 from ..row_sources import RowSource, blocks
-from .distances import far_points
 from .expression import Known
+from .fast_tiles import far_points
 from .generic_tiles import real
 from .pairs import Pairs
 from .tiles import spans
@@ -36,8 +36,8 @@ def _far_rows(pairs: Pairs) -> Tensor:
         return torch.zeros(pairs.shape[-2], dtype=torch.bool) if first is None else first[0]
     if whole is None or whole.sources or (rows is not None and rows.dim() > 1):
         step = max(1, _NUMBERS * pairs.shape[-2] // max(1, pairs.x1.numel()))
-        found = [pairs.centre.far(real(pairs.x1[..., some, :])) for some in spans(pairs.shape[-2], step)]
-        return torch.cat(found).cpu() if found else torch.zeros(0, dtype=torch.bool)
+        result = [pairs.centre.far(real(pairs.x1[..., some, :])) for some in spans(pairs.shape[-2], step)]
+        return torch.cat(result).cpu() if result else torch.zeros(0, dtype=torch.bool)
     mask = far_rows(whole)
     if rows is None:
         return mask
@@ -51,17 +51,17 @@ def far_sides(pairs: Pairs, *sides: Tensor | RowSource) -> list[list[Tensor]]:
     A kernel that is called has one mask.  Rows are read once, and a device is waited for once.
     """
     parameters = [p.detach() for p in pairs.parameters]
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for x in sides:
         step = max(1, _NUMBERS // max(1, x.shape[-1]))
         for _, rows in blocks(x, None if isinstance(x, RowSource) else spans(len(x), step)):
             if pairs.expression is None:
-                found.append(pairs.centre.far(real(rows)).unsqueeze(0))
+                result.append(pairs.centre.far(real(rows)).unsqueeze(0))
                 continue
             prepared = pairs.at(rows, rows, True, pairs.centre).prepare([rows, rows, *parameters], True)
             masks = [far_points(f.left.square().sum(dim=-1)) for f in prepared.features]
-            found.append(torch.stack(masks) if masks else torch.zeros(0, len(rows), dtype=torch.bool, device=x.device))
-    both = torch.cat(found, dim=1).cpu()
+            result.append(torch.stack(masks) if masks else torch.zeros(0, len(rows), dtype=torch.bool, device=x.device))
+    both = torch.cat(result, dim=1).cpu()
     return [list(part) for part in both.split([len(x) for x in sides], dim=1)]
 
 
@@ -84,8 +84,8 @@ def known_sides(pairs: Pairs) -> list[list[Tensor]] | None:
         return None
 
     def look() -> list[list[Tensor]]:
-        found = far_sides(pairs, *([pairs.x1] if pairs.x2 is pairs.x1 else [pairs.x1, pairs.x2]))
-        return [found[0], found[-1]]
+        result = far_sides(pairs, *([pairs.x1] if pairs.x2 is pairs.x1 else [pairs.x1, pairs.x2]))
+        return [result[0], result[-1]]
 
     return pairs.remember(_SIDES, look)
 
@@ -106,13 +106,13 @@ def part(pairs: Pairs, rows: Tensor | None, columns: Tensor | None) -> Pairs:
     :param rows: indices ``(r,)`` or ``(..., r)``; None for all; :param columns: the same of x2.
     """
     x1, x2 = (x if i is None else _take_rows(x, i) for x, i in ((pairs.x1, rows), (pairs.x2, columns)))
-    found = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)
-    found.whole = (pairs, rows)
+    result = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)
+    result.whole = (pairs, rows)
     if all(i is None or i.dim() == 1 for i in (rows, columns)):
-        pass_on(pairs, found, rows, columns)
+        pass_on(pairs, result, rows, columns)
         if pairs.expression is not None and not pairs.sources:
-            found.remember("prepared", lambda: pairs.prepared().part(rows, columns))
-    return found
+            result.remember("prepared", lambda: pairs.prepared().part(rows, columns))
+    return result
 
 
 def _take_rows(x: Tensor, indices: Tensor) -> Tensor:

@@ -40,11 +40,11 @@ def product(pairs: Pairs, rhs: Tensor) -> Tensor:
     down = n >= m
     span = shards.span(n if down else m)
     if span.stop == span.start:
-        found = rhs.new_zeros(*pairs.flat_batch, 0 if down else n, rhs.shape[-1])
+        result = rhs.new_zeros(*pairs.flat_batch, 0 if down else n, rhs.shape[-1])
     else:
         own = _own(pairs, span, down)
-        found = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
-    return shards.gather(found, n) if down else shards.sum(found, spare=True)
+        result = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
+    return shards.gather(result, n) if down else shards.sum(result, spare=True)
 
 
 def part_of_rows(pairs: Pairs, indices: Tensor, rhs: Tensor, span: slice) -> Tensor:
@@ -53,8 +53,8 @@ def part_of_rows(pairs: Pairs, indices: Tensor, rhs: Tensor, span: slice) -> Ten
     if span.stop == span.start:
         return rhs.new_zeros(len(indices), rhs.shape[-1])
     some = part(_own(pairs, span, False), indices, None)
-    found = trusted(choose(some), some, rhs.shape[-1]).product(some, rhs.to(some.compute_dtype))
-    return found.to(rhs.dtype)
+    result = trusted(choose(some), some, rhs.shape[-1]).product(some, rhs.to(some.compute_dtype))
+    return result.to(rhs.dtype)
 
 
 def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
@@ -73,8 +73,8 @@ def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
     span = shards.span(n)
     own = pairs.at(pairs.x1.detach()[..., span, :].requires_grad_(pairs.x1.requires_grad), pairs.x2, False)
     if span.stop == span.start:
-        found = tuple(torch.zeros_like(t) if t.requires_grad else None for t in pairs.tensors)
-        return summed(shards, found)
+        result = tuple(torch.zeros_like(t) if t.requires_grad else None for t in pairs.tensors)
+        return summed(shards, result)
     engine = trusted(engine, own, left.shape[-1], gradient=True)
     of_rows, *rest = engine.derivative(own, left[..., span, :], right)
     whole = None
@@ -228,9 +228,9 @@ def element(pairs: Pairs, index: Index) -> Pairs:
     if len(kernel.batch_shape) or (pairs.expression is None and _hides_a_batch(pairs, x1, x2)):
         inputs = torch.broadcast_shapes(pairs.x1.shape[:-2], pairs.x2.shape[:-2])
         kernel, names = BatchElement(kernel, index, batch, inputs), tuple(f"whole.{name}" for name in names)
-    found = pairs.of([x1, x2, *parameters], kernel=kernel, names=names, centre=None)
-    _check(pairs, found, index)
-    return found
+    result = pairs.of([x1, x2, *parameters], kernel=kernel, names=names, centre=None)
+    _check(pairs, result, index)
+    return result
 
 
 def _hides_a_batch(pairs: Pairs, x1: Tensor, x2: Tensor) -> bool:
@@ -238,7 +238,7 @@ def _hides_a_batch(pairs: Pairs, x1: Tensor, x2: Tensor) -> bool:
     return pairs.evaluator(pairs.parameters)(real(x1[:1]), real(x2[:1])).dim() > 2
 
 
-def _check(pairs: Pairs, found: Pairs, index: Index) -> None:
+def _check(pairs: Pairs, result: Pairs, index: Index) -> None:
     """Compare some entries of an element with what the kernel gives for the batch, both in float64."""
     rows, columns = (
         torch.linspace(0, size - 1, min(size, _FEW), device=pairs.device).long() for size in pairs.shape[-2:]
@@ -249,8 +249,8 @@ def _check(pairs: Pairs, found: Pairs, index: Index) -> None:
     few = [x.detach().index_select(-2, i).double() for x, i in ((pairs.x1, rows), (pairs.x2, columns))]
     size = (len(rows), len(columns))
     given = pick(pairs.evaluator(parameters)(*few), pairs.batch_shape, index, size, False, pairs.kernel)
-    few = [x.index_select(-2, i).double() for x, i in ((found.x1, rows), (found.x2, columns))]
-    taken = TILED.dense(found.of([*few, *parameters], engine="tiled", same=False))
+    few = [x.index_select(-2, i).double() for x, i in ((result.x1, rows), (result.x2, columns))]
+    taken = TILED.dense(result.of([*few, *parameters], engine="tiled", same=False))
     scale = float(given.abs().nan_to_num().max())
     if not torch.allclose(taken, given, rtol=_RELATIVE, atol=_ABSOLUTE * scale, equal_nan=True):
         raise NumericalError(

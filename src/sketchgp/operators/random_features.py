@@ -75,10 +75,10 @@ class PriorPaths:
 
     def part(self, which: slice) -> PriorPaths:
         """Some of the functions, which share memory with all."""
-        found = copy.copy(self)
-        found.terms = [waves.part(which) for waves in self.terms]
-        found.samples = found.terms[0].samples
-        return found
+        result = copy.copy(self)
+        result.terms = [waves.part(which) for waves in self.terms]
+        result.samples = result.terms[0].samples
+        return result
 
     def _prepare(self, x: Tensor) -> Prepared:
         """The features of x, counted from the origin, are on the left; differentiable in x only."""
@@ -206,10 +206,10 @@ class _Sums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         points, waves = ctx.saved_tensors, ctx.waves
-        found = [torch.zeros_like(u) for u in points]
+        result = [torch.zeros_like(u) for u in points]
         for rows, samples, which, turns in waves.tiles(points):
             slopes = turns.to(ctx.dtype).mul_(2 * math.pi).sin_().to(torch.float64).mul_(-2 * math.pi)
             slopes = slopes.reshape(len(turns), -1, waves.length) * grad[rows, samples].unsqueeze(-1)
-            for total, (_, weights) in zip(found, waves.weights, strict=True):
+            for total, (_, weights) in zip(result, waves.weights, strict=True):
                 total[rows] += slopes.reshape(len(turns), -1) @ weights[which]
-        return (None, None, *found)
+        return (None, None, *result)

@@ -70,12 +70,12 @@ class RowProduct:
         total = vectors.new_zeros(len(indices), vectors.shape[-1])
         for scale, operator in self._terms:
             if isinstance(operator, KernelMatrix):
-                found = part_of_rows(operator.pairs, indices, vectors.to(operator.dtype), span)
+                result = part_of_rows(operator.pairs, indices, vectors.to(operator.dtype), span)
             elif isinstance(operator, DenseLinearOperator):
-                found = dense_product(operator.tensor[:, span].index_select(0, indices), vectors)
+                result = dense_product(operator.tensor[:, span].index_select(0, indices), vectors)
             else:
-                found = columns_of(operator, indices).mT[:, span].to(vectors.dtype) @ vectors
-            total += found.to(torch.float64) * scale
+                result = columns_of(operator, indices).mT[:, span].to(vectors.dtype) @ vectors
+            total += result.to(torch.float64) * scale
         return total
 
     def stored_block(self, indices: Tensor) -> Tensor | None:

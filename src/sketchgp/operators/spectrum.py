@@ -109,8 +109,8 @@ def ray_weights(kernel: Any, uniforms: Tensor) -> Tensor:
 def ray_values(kernel: Any, z: Tensor, weights: Tensor) -> Tensor:
     """Features ``(p, count)`` of inputs z ``(p, width)``."""
     if isinstance(kernel, ArcCosineKernel):
-        found = z @ weights.mT
-        return math.sqrt(2) * ((found > 0).to(z.dtype) if kernel.order == 0 else found.clamp_min(0) ** kernel.order)
+        result = z @ weights.mT
+        return math.sqrt(2) * ((result > 0).to(z.dtype) if kernel.order == 0 else result.clamp_min(0) ** kernel.order)
     if not isinstance(kernel, PolynomialKernel):
         return z @ weights.mT
     shift = kernel.offset.sqrt().to(z)
@@ -148,8 +148,8 @@ class Philox:
             .to(torch.float64)
             for part in rows.split(max(1, most // max(1, 4 * fours)))
         ]
-        found = torch.cat(parts) if parts else rows.new_zeros(0, columns, dtype=torch.float64)
-        return found.add_(0.5).mul_(2.0**-32)
+        result = torch.cat(parts) if parts else rows.new_zeros(0, columns, dtype=torch.float64)
+        return result.add_(0.5).mul_(2.0**-32)
 
 
 def philox(

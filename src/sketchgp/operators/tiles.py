@@ -155,8 +155,8 @@ def thin_product(matrix: Any, vectors: Tensor) -> Tensor:
     if whole == 0 or matrix.stride(-1) != 1:
         return (rows @ matrix.mT)[:t].mT.contiguous()
     parts = torch.bmm(rows.expand(whole // _ROWS, *rows.shape), matrix[:whole].unflatten(0, (-1, _ROWS)).mT)
-    found = vectors.new_empty(len(matrix), t)
-    found[:whole].unflatten(0, (-1, _ROWS)).copy_(parts[:, :t].mT)
+    result = vectors.new_empty(len(matrix), t)
+    result[:whole].unflatten(0, (-1, _ROWS)).copy_(parts[:, :t].mT)
     if whole < len(matrix):
-        found[whole:] = (rows @ matrix[whole:].mT)[:t].mT
-    return found
+        result[whole:] = (rows @ matrix[whole:].mT)[:t].mT
+    return result

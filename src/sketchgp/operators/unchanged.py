@@ -75,9 +75,9 @@ class Memory:
 
         :param inputs: tensors whose changes torch counts; :param parameters: tensors that are compared by value.
         """
-        found = self._values.get(name)
-        if found is None or not found[0].holds(inputs, parameters):
+        result = self._values.get(name)
+        if result is None or not result[0].holds(inputs, parameters):
             self._values.pop(name, None)  # an old and a new matrix need not both fit into memory
-            found = self._values[name] = (State(inputs, parameters), make())
-        value: T = found[1]
+            result = self._values[name] = (State(inputs, parameters), make())
+        value: T = result[1]
         return value

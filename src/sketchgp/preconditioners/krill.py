@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError, NumericalError
 from ..lowrank import shifted_cholesky
-from ..operators.normal_matrix import NormalMatrix
+from ..operators.tall import NormalMatrix
 from ..operators.tiles import spans
 from ..random_streams import generator
 
@@ -80,14 +80,14 @@ def distinct(count: int, size: int, limit: int, generator: torch.Generator) -> T
     This is a partial Fisher-Yates shuffle: the j-th is drawn among the ``limit - j`` that are left, and moved up by one
     for each earlier one at or below it.
     """
-    found = torch.empty(count, size, dtype=torch.long)
+    result = torch.empty(count, size, dtype=torch.long)
     for j in range(size):
         drawn = torch.randint(0, limit - j, (count,), generator=generator)
-        earlier = found[:, :j].sort(dim=1).values
+        earlier = result[:, :j].sort(dim=1).values
         for taken in earlier.unbind(1):
             drawn += drawn >= taken
-        found[:, j] = drawn
-    return found
+        result[:, j] = drawn
+    return result
 
 
 @dataclass

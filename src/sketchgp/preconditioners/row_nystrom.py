@@ -123,12 +123,12 @@ class _Sampled:
         return root
 
 
-def _beyond_roundoff(matrix: _Sampled, found: Tensor, rank: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+def _beyond_roundoff(matrix: _Sampled, result: Tensor, rank: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
     """The Rayleigh-Ritz approximation on the span of ``found`` ``(m, q)`` and of a sketch of its complement."""
-    m, q = found.shape
-    test = gaussian_test_matrix(m, rank, stream, found.device)[:, : rank - q]
-    sketch = _without(matrix.matmul(_without(test, found)), found)
-    basis = torch.linalg.qr(torch.cat([found, sketch / sketch.norm(dim=0).clamp_min(math.ulp(0.0))], dim=1)).Q
+    m, q = result.shape
+    test = gaussian_test_matrix(m, rank, stream, result.device)[:, : rank - q]
+    sketch = _without(matrix.matmul(_without(test, result)), result)
+    basis = torch.linalg.qr(torch.cat([result, sketch / sketch.norm(dim=0).clamp_min(math.ulp(0.0))], dim=1)).Q
     _, roots, vectors = torch.linalg.svd(matrix.root_on(basis), full_matrices=False)
     return basis @ vectors.mT, roots.square()
 

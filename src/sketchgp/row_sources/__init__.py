@@ -3,7 +3,6 @@
 ``source`` has :class:`RowSource`, ``tables`` what it can read, ``ahead`` the thread that reads ahead.
 """
 
-from .ahead import ahead
-from .source import RowSource, blocks, is_source, whole_or_source, whole_targets
+from .source import RowSource, ahead, blocks, is_source, whole_or_source, whole_targets
 
 __all__ = ["RowSource", "ahead", "blocks", "is_source", "whole_or_source", "whole_targets"]

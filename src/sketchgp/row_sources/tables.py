@@ -101,8 +101,8 @@ class Array:
         with _READING:
             return np.asarray(self.data[rows])
 
-    def _chosen(self, found: np.ndarray) -> np.ndarray:
-        return found if self.columns is None else found[:, self.columns]
+    def _chosen(self, result: np.ndarray) -> np.ndarray:
+        return result if self.columns is None else result[:, self.columns]
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         return self._chosen(self._read(slice(start, stop)))
@@ -170,15 +170,15 @@ def _pieces(data: Any, names: list[str]) -> list[tuple[int, Callable[[], Any]]]:
     if hasattr(data, "num_rows"):
         table = data.select(names)
         return [(table.num_rows, lambda: table)]
-    found = []
+    result = []
     for fragment in data.get_fragments():
         if not hasattr(fragment, "split_by_row_group"):
-            found.append((fragment.count_rows(), _reader(fragment, data.schema, names)))
+            result.append((fragment.count_rows(), _reader(fragment, data.schema, names)))
             continue
         for part in fragment.split_by_row_group():
             rows = sum(group.num_rows for group in part.row_groups)
-            found.append((rows, _reader(part, data.schema, names)))
-    return found
+            result.append((rows, _reader(part, data.schema, names)))
+    return result
 
 
 def _reader(part: Any, schema: Any, names: list[str]) -> Callable[[], Any]:
@@ -194,9 +194,9 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 
 def _indices(columns: Sequence[str | int], width: int) -> np.ndarray:
     try:
-        found = np.asarray([int(column) for column in columns])
+        result = np.asarray([int(column) for column in columns])
     except (TypeError, ValueError):
-        found = np.asarray([-1])
-    if not len(found) or found.min() < 0 or found.max() >= width:
+        result = np.asarray([-1])
+    if not len(result) or result.min() < 0 or result.max() >= width:
         raise InputError(f"RowSource: columns expects indices from 0 to {width - 1}, got {columns!r}.")
-    return found
+    return result

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..operators import KernelMatrix, LowRankPlusDiagonal
-from ..operators.access import diagonal
-from ..operators.rounding import entry_rounding
+from ..operators.access import diagonal, entry_rounding
 from ..space import Space
 from .system import System
 

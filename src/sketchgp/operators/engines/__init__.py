@@ -9,9 +9,8 @@ from ...errors import InputError
 from ..pairs import Pairs
 from .automatic import Situation, automatic
 from .base import Engine
-from .dense import Dense
 from .keops import KeOps
-from .tiled import Tiled
+from .tiled import Dense, Tiled
 from .triton import Triton
 
 DENSE, TILED, KEOPS, TRITON = Dense(), Tiled(), KeOps(), Triton()

@@ -94,13 +94,13 @@ class Live:
             return (None,) * len(self.tensors)
         with torch.enable_grad():
             pairs = [(value, gradient.detach()) for value, gradient in pairs if value.requires_grad]
-        found: dict[int, Tensor | None] = {}
+        result: dict[int, Tensor | None] = {}
         if pairs:
             values, gradients = zip(*pairs, strict=True)
             results = torch.autograd.grad(values, self.wanted, gradients, allow_unused=True)
-            found = {id(t): g for t, g in zip(self.wanted, results, strict=True)}
+            result = {id(t): g for t, g in zip(self.wanted, results, strict=True)}
         out: list[Tensor | None] = []
         for tensor in self.tensors:  # a tensor that stands twice gets its whole gradient at the first place
-            gradient = found.pop(id(tensor), None)
+            gradient = result.pop(id(tensor), None)
             out.append(torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient)
         return tuple(out)

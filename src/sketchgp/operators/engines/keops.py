@@ -104,25 +104,25 @@ def differentiate(expression: Expression, prepared: Prepared, left: Tensor, righ
         tensors["right", a] = None if features.right is features.left else features.right
         tensors["alpha", a] = features.alpha
     wanted = {key: tensor for key, tensor in tensors.items() if tensor is not None and tensor.requires_grad}
-    found = {key: tensor.new_zeros(tensor.shape) for key, tensor in wanted.items()}
+    result = {key: tensor.new_zeros(tensor.shape) for key, tensor in wanted.items()}
     if left.dim() == 2:
-        _add_gradients(_One.of(expression, prepared, 0), left, right, found)
+        _add_gradients(_One.of(expression, prepared, 0), left, right, result)
     else:
         for index, (u, v) in enumerate(zip(left, right, strict=True)):
-            part = {key: gradient[index] for key, gradient in found.items()}
+            part = {key: gradient[index] for key, gradient in result.items()}
             _add_gradients(_One.of(expression, prepared, index), u, v, part)
-    return [(tensor, found[key]) for key, tensor in wanted.items()]
+    return [(tensor, result[key]) for key, tensor in wanted.items()]
 
 
-def _add_gradients(one: _One, left: Tensor, right: Tensor, found: dict[Key, Tensor]) -> None:
+def _add_gradients(one: _One, left: Tensor, right: Tensor, result: dict[Key, Tensor]) -> None:
     """Adds the gradient of ``sum_t left_t^T K right_t``, left ``(n, t)``, right ``(m, t)``, to those in ``found``."""
-    coefficients = found.get(("coefficients", 0))
+    coefficients = result.get(("coefficients", 0))
     if coefficients is not None:
         coefficients[one.empty] += left.sum(dim=0) @ right.sum(dim=0)
     # What to compute for each pair; both sides' gradients are the same formula with the sides exchanged.
     groups: list[Key] = [("term", t) for t in range(len(one.terms)) if coefficients is not None]
-    groups += [("alpha", a) for a in range(len(one.left)) if ("alpha", a) in found]
-    groups += [("force", a) for a in range(len(one.left)) if ("left", a) in found or ("right", a) in found]
+    groups += [("alpha", a) for a in range(len(one.left)) if ("alpha", a) in result]
+    groups += [("force", a) for a in range(len(one.left)) if ("left", a) in result or ("right", a) in result]
     if not groups or not left.numel() or not right.numel():
         return
     if one.same:  # the two sides are one, whose gradient has the weights w_ij + w_ji
@@ -133,13 +133,13 @@ def _add_gradients(one: _One, left: Tensor, right: Tensor, found: dict[Key, Tens
             if key[0] == "term" and coefficients is not None:
                 coefficients[one.filled[key[1]]] += share * columns.sum()
             elif key[0] == "alpha":
-                found[key] += share * one.scale * columns.sum()
-            elif ("left", key[1]) in found:
-                found["left", key[1]] -= one.scale * columns
-        if any(side == "right" for side, _ in found):
+                result[key] += share * one.scale * columns.sum()
+            elif ("left", key[1]) in result:
+                result["left", key[1]] -= one.scale * columns
+        if any(side == "right" for side, _ in result):
             for key, columns in _sweep(replace(one, left=one.right, right=one.left), groups, v, u):
-                if key[0] == "force" and ("right", key[1]) in found:
-                    found["right", key[1]] -= one.scale * columns
+                if key[0] == "force" and ("right", key[1]) in result:
+                    result["right", key[1]] -= one.scale * columns
 
 
 def _sweep(one: _One, groups: list[Key], left: Tensor, right: Tensor) -> Iterator[tuple[Key, Tensor]]:

@@ -201,8 +201,8 @@ def _scales(pairs: Pairs, steps: Tensor, origin: Centre) -> Tensor:
         x = f.left.to(torch.float64)
         step = x - x.roll(1, dims=-2)
         scales.append(_CLOSE / torch.linalg.vector_norm(step, 1 if atom.profile.l1 else 2, dim=-1).median())
-    found = torch.stack(scales)
-    return torch.where(found.isfinite() & (found > 0), found, 1.0).clamp(2.0**-40, 2.0**40)
+    result = torch.stack(scales)
+    return torch.where(result.isfinite() & (result > 0), result, 1.0).clamp(2.0**-40, 2.0**40)
 
 
 def _points(x: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def _double(prepared: Prepared) -> Prepared:
     return Prepared(tuple(features), prepared.coefficients.to(torch.float64))
 
 
-def _excess(block: Pairs, c: float, found: Tensor, right: Tensor) -> float:
+def _excess(block: Pairs, c: float, result: Tensor, right: Tensor) -> float:
     """The largest error of an entry of a product over its bound.
 
     :raises _Undecided: where the product is no number.
@@ -254,10 +254,10 @@ def _excess(block: Pairs, c: float, found: Tensor, right: Tensor) -> float:
     exact = _TILED.product(cast("Pairs", _Exact(block)), right)
     if not bool(exact.isfinite().all()):
         raise _Undecided
-    if found.shape != exact.shape:
+    if result.shape != exact.shape:
         return float("inf")
     bound = _SAFETY * (_entry_errors(block, c) @ right.abs())
-    excess = ((found.to(torch.float64) - exact).abs() / bound).nan_to_num(nan=float("inf"))
+    excess = ((result.to(torch.float64) - exact).abs() / bound).nan_to_num(nan=float("inf"))
     return float(excess.max())
 
 
@@ -292,7 +292,7 @@ def _of_distances(c: float, eps: float, features: int) -> float:
     return c + (8 + features / 8) * eps
 
 
-def _gradient_excess(block: Pairs, c: float, found: Gradients, left: Tensor, right: Tensor) -> float:
+def _gradient_excess(block: Pairs, c: float, result: Gradients, left: Tensor, right: Tensor) -> float:
     """The largest error of the gradients of inputs, and of those of parameters, over its bound: relative to their norm.
 
     :raises _Undecided: where a gradient is no number.
@@ -302,10 +302,10 @@ def _gradient_excess(block: Pairs, c: float, found: Gradients, left: Tensor, rig
     bound = _relative_error(block, c)
     worst = 0.0
     for part in (slice(0, 2), slice(2, None)):
-        if [g is None for g in exact[part]] != [g is None for g in found[part]]:
+        if [g is None for g in exact[part]] != [g is None for g in result[part]]:
             return float("inf")
         wanted, given = (
-            [g.to(torch.float64).flatten() for g in gradients[part] if g is not None] for gradients in (exact, found)
+            [g.to(torch.float64).flatten() for g in gradients[part] if g is not None] for gradients in (exact, result)
         )
         if not wanted:
             continue

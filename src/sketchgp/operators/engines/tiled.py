@@ -1,4 +1,4 @@
-"""The engine ``"tiled"``: torch operations on one tile at a time; any kernel, dtype, device and batch."""
+"""The engines ``"tiled"``, torch operations on one tile at a time, and ``"dense"``, which stores the matrix."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import Tensor
 
 from ...devices import here, sent
 from ...errors import InputError
+from ...memory import out_of_memory
 from ...row_sources import RowSource, ahead
+from ...settings import memory_budget
 from ..fast_tiles import FastGradient, FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
 from ..pairs import Pairs
 from ..parts import far_rows, known_of, known_sides
-from ..tiles import Shape, add_product, padded, pieces, shrinking, tile_shape
+from ..tiles import Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
 from .base import Engine, Gradients, Live, folds
 
 
@@ -54,9 +56,9 @@ class Tiled(Engine):
         """:param within: as in :meth:`product`, where both sides are taken for one (:func:`folds`); else plain rows."""
         near = nearby(pairs) if within is None else None
         if near is not None:
-            found = self.derivative(near.pairs, left.index_select(-2, near.left), right.index_select(-2, near.right))
-            sides = (None if g is None else near.back(g, side) for g, side in zip(found, (True, False), strict=False))
-            return (*sides, *found[2:])
+            result = self.derivative(near.pairs, left.index_select(-2, near.left), right.index_select(-2, near.right))
+            sides = (None if g is None else near.back(g, side) for g, side in zip(result, (True, False), strict=False))
+            return (*sides, *result[2:])
         fold = folds(pairs)
         if fold:  # K is symmetric, so the weights may be made so: only the upper triangle is then visited
             left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
@@ -330,3 +332,51 @@ class TileSums:
     def total(self) -> Tensor:
         """``(*batch, n, t)``."""
         return self.out[: self.columns].mT.contiguous() if self.across else self.out[..., : self.columns]
+
+
+_STORED = "stored matrix"
+
+
+class Dense(Engine):
+    """Products with the stored matrix, ``n m`` entries; derivatives by tiles.  Pays where many products follow.
+
+    Where there turns out to be no memory for the matrix, products go by tiles, with a line in the log.
+    """
+
+    name = "dense"
+
+    def fits(self, pairs: Pairs) -> bool:
+        """Return whether the matrix fits the memory budget, or is stored already."""
+        size = pairs.shape.numel() * pairs.compute_dtype.itemsize
+        ranks = pairs.ranks()
+        size = size if ranks is None else -(-size // ranks.count)  # each stores its own rows
+        return self.holds(pairs) or size <= memory_budget.value(pairs.device)
+
+    def holds(self, pairs: Pairs) -> bool:
+        """Return whether the matrix has been stored."""
+        return pairs.remembers(_STORED)
+
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        stored = self.kept(pairs)
+        if stored is None:
+            return Tiled().product(pairs, rhs)
+        return (
+            stored.reshape(*pairs.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else thin_product(stored, rhs)
+        )
+
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
+        return Tiled().derivative(pairs, left, right)
+
+    def kept(self, pairs: Pairs) -> Tensor | None:
+        """Return the stored matrix; None where memory ran out for it."""
+        if not pairs.stores:
+            return None
+        try:
+            return pairs.remember(_STORED, lambda: Tiled().dense(pairs))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+        gigabytes = pairs.shape.numel() * pairs.compute_dtype.itemsize / 2**30
+        logger.warning("No memory for the kernel matrix (%.1f GiB) on %s; going on by tiles", gigabytes, pairs.device)
+        pairs.stores = False
+        return None

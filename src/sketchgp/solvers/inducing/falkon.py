@@ -10,7 +10,7 @@ from torch import Tensor
 from ...checks import found
 from ...errors import InputError
 from ...lowrank import shifted_cholesky
-from ...operators.normal_matrix import NormalMatrix
+from ...operators.tall import NormalMatrix
 from ...preconditioners.krill import TriangularFactors, root_of
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem

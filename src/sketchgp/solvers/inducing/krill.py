@@ -10,8 +10,7 @@ from torch import Tensor
 from ...checks import count, seed, settle
 from ...errors import InputError
 from ...memory import available_memory
-from ...operators.normal_matrix import NormalMatrix
-from ...operators.tall import tile_bytes
+from ...operators.tall import NormalMatrix, tile_bytes
 from ...preconditioners.krill import TriangularFactors, krill_preconditioner, sketch_rows
 from ...settings import agreed
 from .normal_equations import NormalEquationsSolver

@@ -12,8 +12,7 @@ from torch import Tensor
 from ...checks import count, settle, tolerance, word
 from ...devices import float64_cost
 from ...memory import enough_memory, require_memory
-from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
-from ...operators.tall import tile_bytes
+from ...operators.tall import NormalMatrix, TiledNormalMatrix, tile_bytes
 from ...preconditioners.krill import TriangularFactors
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checks import count, number, seed, settle
 from ...errors import InputError
 from ...memory import available_memory
-from ...operators.normal_matrix import TiledNormalMatrix
+from ...operators.tall import TiledNormalMatrix
 from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ...random_streams import generator
 from ...settings import agreed

@@ -13,8 +13,7 @@ from ...checks import found, instance, tensor, variances
 from ...errors import InputError
 from ...memory import available_memory
 from ...operators import KernelMatrix
-from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
-from ...operators.tall import TallMatrix
+from ...operators.tall import NormalMatrix, TallMatrix, TiledNormalMatrix
 from ...row_sources import RowSource, whole_or_source, whole_targets
 from ..problem import check_data, check_fits, check_kernel, check_plain
 

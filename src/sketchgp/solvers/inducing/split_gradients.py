@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...devices import fetched
 from ...errors import NumericalError
-from ...operators.normal_matrix import NormalMatrix, TiledNormalMatrix
+from ...operators.tall import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason

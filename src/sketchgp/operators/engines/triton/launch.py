@@ -125,8 +125,8 @@ def differentiate(
     ]
     for side in (0,) if once else (0, 1):
         for part in _passes(problem, plan, wanted, sums and side == 0):
-            found = _gradient_pass(problem, part, sides[side], sides[1 - side], blocks)
-            for a, gradient in zip(dict(part.targets), found, strict=False):
+            result = _gradient_pass(problem, part, sides[side], sides[1 - side], blocks)
+            for a, gradient in zip(dict(part.targets), result, strict=False):
                 features = prepared.features[a]
                 owner = features.left if side == 0 else features.right
                 p = owner.shape[-1]
@@ -134,7 +134,7 @@ def differentiate(
                 gradient = gradient[:, : owner.shape[-2], :p].mul(factor)
                 totals.append((owner, gradient.reshape(owner.shape).to(owner.dtype)))
             if part.sums:
-                totals += _parameter_pairs(plan, prepared, found[-1])
+                totals += _parameter_pairs(plan, prepared, result[-1])
     return totals
 
 
@@ -293,11 +293,11 @@ def _gradient_pass(problem: _Problem, plan: Plan, own: Side, other: Side, blocks
             shapes["sums"] = (launch.splits, items, len(plan.terms) + len(plan.shapes), rows)
         results = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
         launch(True, {**problem.shared, **arguments, **results})
-        found = [results[f"g{a}"].sum(dim=0).transpose(1, 2).flatten(2) for a, _ in plan.targets]
+        result = [results[f"g{a}"].sum(dim=0).transpose(1, 2).flatten(2) for a, _ in plan.targets]
         if plan.sums:
             used = launch.row_blocks * blocks.rows  # rows of padding in no block are not written
-            found.append(results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64))
-        return found
+            result.append(results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64))
+        return result
 
     choices = [blocks] if blocks else gradient_blocks(plan, _shared_memory(device))
     return _with_blocks(run, (plan, True), choices)

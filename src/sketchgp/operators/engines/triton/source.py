@@ -284,14 +284,14 @@ def _sum(plan: Plan) -> str:
 
 def _others(plan: Plan, a: int) -> str:
     """``W dK / dphi_a``, but for the coefficient of a single term."""
-    found = []
+    result = []
     for t, term in enumerate(plan.terms):
         for i in [i for i, factor in enumerate(term) if factor == a]:
             others = _factors(term[:i] + term[i + 1 :])
-            found += [others if len(plan.terms) == 1 else [f"f{t}", *others]]
-    if found == [[]]:
+            result += [others if len(plan.terms) == 1 else [f"f{t}", *others]]
+    if result == [[]]:
         return "w"
-    return f"w * ({' + '.join(_times(group) or '1.0' for group in found)})"
+    return f"w * ({' + '.join(_times(group) or '1.0' for group in result)})"
 
 
 def _add_gradient(plan: Plan, a: int, width: int) -> list[str]:
