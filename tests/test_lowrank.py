@@ -11,7 +11,7 @@ from gpytorch.kernels import RBFKernel
 from cases import each
 from problems import as_access, dense, identity, matrices, normal, points, relative, set_scales, smile, with_spectrum
 from sketchgp import NumericalError
-from sketchgp.lowrank import (
+from sketchgp.preconditioners import (
     gaussian_nystrom,
     gaussian_test_matrix,
     greedy_cholesky,
@@ -20,7 +20,7 @@ from sketchgp.lowrank import (
     top_eigensystem,
     uniform_nystrom,
 )
-from sketchgp.lowrank.factor import Columns
+from sketchgp.preconditioners.low_rank import Columns
 
 
 def seeded(seed=0):

@@ -14,7 +14,6 @@ import sketchgp
 from cases import each
 from problems import points, relative
 from sketchgp import GreedyCholesky, LaplaceKernel, Nystrom, NystromEigenPro, RPCholesky
-from sketchgp.lowrank import nystrom_factor
 from sketchgp.operators import (
     KernelMatrix,
     LowRankPlusDiagonal,
@@ -22,7 +21,7 @@ from sketchgp.operators import (
     moving_factors,
 )
 from sketchgp.operators.access import Access
-from sketchgp.preconditioners import PreconditionerCache
+from sketchgp.preconditioners import PreconditionerCache, nystrom_factor
 
 N, RANK = 90, 12
 CHOICES = {

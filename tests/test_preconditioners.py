@@ -26,10 +26,9 @@ from sketchgp import (
     random_streams,
     settings,
 )
-from sketchgp.lowrank import LowRank, nystrom_factor
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.operators.access import Access
-from sketchgp.preconditioners import Preconditioner, PreconditionerCache
+from sketchgp.preconditioners import LowRank, Preconditioner, PreconditionerCache, nystrom_factor
 from sketchgp.preconditioners.rank import Costs
 from sketchgp.solvers import System
 

@@ -21,9 +21,9 @@ from linear_operator.operators import (
 from cases import each
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
-from sketchgp.lowrank import smoothness
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, rows
 from sketchgp.operators.rows import RowProduct
+from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import System

@@ -16,10 +16,10 @@ import sketchgp
 from problems import normal, points, quiet, relative
 from simulated_device import DEVICE, OnDevice, moved, moved_module, simulated_device
 from sketchgp.devices import here, sent
-from sketchgp.lowrank import greedy_cholesky, rpcholesky
 from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import Access
 from sketchgp.operators.engines import TRITON
+from sketchgp.preconditioners import greedy_cholesky, rpcholesky
 from test_solver_contract import FULL, SOLVERS, STREAMS, make
 
 CASES = {

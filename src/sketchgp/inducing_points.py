@@ -9,12 +9,12 @@ from torch import Tensor
 
 from . import checks
 from .errors import InputError, NumericalError
-from .lowrank import rpcholesky, shifted_cholesky
 from .memory import available_memory
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.marks import operator_marks
 from .operators.tall import TallMatrix
+from .preconditioners import rpcholesky, shifted_cholesky
 from .random_streams import generator, salted
 from .solvers.inducing.problem import InducingPoints
 from .solvers.loop import compare_ranks

@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..lowrank import rpcholesky
 from ..operators import KernelMatrix
 from ..operators.access import Access
 from ..operators.tall import constant
+from ..preconditioners import rpcholesky
 from ..random_streams import generator
 from .predictive_variance import LowRankVariance
 

@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from ..distributed import in_force
 from ..errors import InputError, NumericalError
-from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
 from ..operators.centre import Centre
 from ..operators.products import summed
 from ..operators.tall import TallMatrix, constant
 from ..operators.tiles import spans
+from ..preconditioners import shifted_cholesky
 
 _ENTRIES = 2**21  # of a tile in the backward pass
 _ROWS = 2**16  # whose diagonal is computed at once

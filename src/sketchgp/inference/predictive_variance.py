@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericalError
-from ..lowrank import shifted_cholesky
 from ..operators import KernelMatrix
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
+from ..preconditioners import shifted_cholesky
 from .full_scale import FullScale
 
 _ROWS = 4096

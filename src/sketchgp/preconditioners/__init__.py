@@ -1,18 +1,34 @@
-"""Floor 3: preconditioners, one file a method.  All are ``P = F F^T + diag(d)``; they differ in how F is found."""
+"""Floor 2: preconditioners ``P = F F^T + diag(d)`` and the low-rank approximations behind them, one file a method."""
 
 from .base import Preconditioner, Selection
 from .cache import PreconditionerCache
-from .eigenpro import NystromEigenPro
-from .greedy_cholesky import GreedyCholesky
-from .nystrom import Nystrom
-from .rpcholesky import RPCholesky
+from .eigenpro import NystromEigenPro, TopEigensystem, top_eigensystem
+from .greedy_cholesky import GreedyCholesky, greedy_cholesky
+from .low_rank import LowRank, nystrom_factor, pivoted_factor, shifted_cholesky, sketched_factor
+from .nystrom import Nystrom, gaussian_nystrom, gaussian_test_matrix, scaled_test_matrix, uniform_nystrom
+from .rpcholesky import RPCholesky, rpcholesky
+from .smoothness import smoothness
 
 __all__ = [
     "GreedyCholesky",
+    "LowRank",
     "Nystrom",
     "NystromEigenPro",
     "Preconditioner",
     "PreconditionerCache",
     "RPCholesky",
     "Selection",
+    "TopEigensystem",
+    "gaussian_nystrom",
+    "gaussian_test_matrix",
+    "greedy_cholesky",
+    "nystrom_factor",
+    "pivoted_factor",
+    "rpcholesky",
+    "scaled_test_matrix",
+    "shifted_cholesky",
+    "sketched_factor",
+    "smoothness",
+    "top_eigensystem",
+    "uniform_nystrom",
 ]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..checks import count, settle
-from ..lowrank import LowRank, nystrom_factor, pivoted_factor
 from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
 from ..space import Factor, Space, held_rows, space_of, square_norms, whole
+from .low_rank import LowRank, nystrom_factor, pivoted_factor
 from .rank import Costs, RankByCost
 
 DRIFT = 1.25  # pivots are chosen anew when the share of the trace that they leave has grown by this factor

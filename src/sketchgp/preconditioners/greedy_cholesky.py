@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..lowrank import LowRank, greedy_cholesky
+from ..devices import fetched
 from ..operators.access import Access
+from ..operators.unchanged import parameters_held
 from ..space import Space
 from .base import Preconditioner
+from .low_rank import Columns, LowRank, Scores
+
+
+@torch.no_grad()
+@parameters_held()
+def greedy_cholesky(
+    matrix: Access,
+    rank: int,
+    *,
+    weights: Tensor | None = None,
+    tol: float = 0.0,
+    enough: Callable[[int, float], bool] | None = None,
+    space: Space | None = None,
+) -> LowRank:
+    """Partial Cholesky factor of one matrix with diagonal (complete) pivoting.
+
+    Deterministic.  Good when the residual is spread evenly; it chases outliers otherwise, and is slower than
+    :func:`~sketchgp.preconditioners.rpcholesky` because pivots come one at a time.  O(n rank^2) operations.
+
+    :param matrix: the symmetric positive semidefinite matrix.
+    :param rank: the most columns to take.
+    :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
+    :param tol: stop when ``sum(weights * residual) <= tol``.
+    :param enough: asked before each column with the number of columns and ``sum(weights * residual)``: whether to stop.
+        With it memory is taken as columns come.
+    :param space: of F; None makes all rows here.  P ranks that make their own rows evaluate ``n rank / P`` entries of K
+        each; a column sends the row of its pivot, and n numbers.
+    :returns: the factor in float64 with its pivots.
+    """
+    diagonal = matrix.diagonal()
+    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
+    n, device = matrix.n, matrix.device
+    floor = matrix.resolution * float(residual.sum())
+    rank = min(rank, n)
+    space = space or Space(n)
+    result = Columns.of(space.height, rank, device, surely=enough is None)
+    pivots = torch.zeros(rank, dtype=torch.long, device=device)
+    done = 0
+    while done < rank:
+        wanted = scores.of(residual)
+        best = wanted.argmax()[None]
+        row = space.rows(result.factor, best)[0]
+        column = space.columns(matrix, best)
+        new = column[:, 0] - result.factor @ row
+        height = space.rows(new[:, None], best)[0]
+        # The column is made before it is known whether it is needed, so that a device is waited for once.
+        sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
+        left, total, _ = sums.tolist()
+        if left <= floor or total <= tol or (enough is not None and enough(done, total)):
+            break
+        if not (pivot > 0 and score > 0):
+            break
+        new = new / height.sqrt()
+        result.add(new.unsqueeze(0))
+        pivots[done : done + 1] = best
+        residual = (residual - space.numbers(new.square())).clamp_(min=0)
+        residual[best] = 0
+        done += 1
+    return LowRank(space.factor(result.all()), pivots[:done], residual, sequential=True)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NumericalError
-from ..lowrank import shifted_cholesky
 from ..operators.tall import NormalMatrix
 from ..operators.tiles import spans
 from ..random_streams import generator
+from .low_rank import shifted_cholesky
 
 _CHUNK = 4096  # columns that are drawn at once, each chunk by a seed of its own
 

@@ -1,4 +1,8 @@
-"""Nystrom preconditioners with a test matrix that does not look at K: Gaussian, or uniform columns."""
+"""Nystrom approximations whose test matrix does not look at K: uniform columns, and Gaussian combinations of columns.
+
+References: Williams and Seeger (2001) for uniform columns; Frangella, Tropp, Udell, "Randomized Nystrom
+preconditioning" (arXiv:2110.02820), Algorithm 2.1, for the Gaussian sketch.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,99 @@ import torch
 from torch import Tensor
 
 from ..checks import seed, settle, word
-from ..lowrank import (
-    LowRank,
-    gaussian_nystrom,
-    gaussian_test_matrix,
-    nystrom_factor,
-    scaled_test_matrix,
-    sketched_factor,
-    uniform_nystrom,
-)
+from ..devices import queued
 from ..operators.access import Access
 from ..operators.moving_factors import MovingFactor
+from ..operators.tiles import spans
 from ..random_streams import generator
-from ..space import Space
+from ..space import Factor, ShardedRows, Space, square_norms
 from .base import Preconditioner, Selection
+from .low_rank import LowRank, nystrom_factor, sketched_factor
+
+_DRAWN = 4096  # rows of a test matrix that are drawn at once
+
+
+@torch.no_grad()
+def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, space: Space | None = None) -> LowRank:
+    """Nystrom approximation from ``rank`` distinct columns chosen uniformly.
+
+    Cheapest, and right when all columns matter alike; it misses small clusters.  O(n rank^2) operations.
+
+    :param space: of F; None makes all rows here.
+    """
+    pivots = torch.randperm(matrix.n, generator=generator)[:rank].to(matrix.device)
+    space = space or Space(matrix.n)
+    columns = space.columns(matrix, pivots)
+    factor = space.factor(nystrom_factor(columns, matrix.block(pivots, pivots), matrix.resolution))
+    return LowRank(factor, pivots, _residual(matrix, factor))
+
+
+def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64, with a positive diagonal of R."""
+    q, r = torch.linalg.qr(queued(_drawn(n, rank, generator, slice(0, n)), device))
+    return q * torch.where(r.diagonal() < 0, -1, 1)
+
+
+def scaled_test_matrix(
+    n: int,
+    rank: int,
+    generator: torch.Generator,
+    device: torch.device,
+    scales: Tensor | None = None,
+    space: Space | None = None,
+) -> Factor:
+    """Return an orthonormal test matrix with its rows multiplied by ``scales`` ``(n,)``.
+
+    Each of several ranks draws all rows and keeps its own.
+    """
+    if space is None or not space.shared:
+        test = gaussian_test_matrix(n, rank, generator, device)
+        return test if scales is None else test * scales.unsqueeze(-1)
+    own = space.span
+    test = queued(_drawn(n, rank, generator, own), device)
+    root = torch.linalg.cholesky(space.total(test.mT @ test))  # R^T
+    test = torch.linalg.solve_triangular(root, test.mT, upper=False).mT
+    return space.factor(test if scales is None else test * scales[own].unsqueeze(-1))
+
+
+def _drawn(n: int, rank: int, generator: torch.Generator, own: slice) -> Tensor:
+    """Some rows of normal numbers ``(n, rank)``, which are drawn some at a time."""
+    result = torch.empty(own.stop - own.start, rank, dtype=torch.float64)
+    for rows in spans(n, _DRAWN):
+        drawn = torch.randn(rows.stop - rows.start, rank, dtype=torch.float64, generator=generator)
+        first, last = max(rows.start, own.start), min(rows.stop, own.stop)
+        if first < last:
+            result[first - own.start : last - own.start] = drawn[first - rows.start : last - rows.start]
+    return result
+
+
+@torch.no_grad()
+def gaussian_nystrom(
+    matrix: Access,
+    rank: int,
+    *,
+    generator: torch.Generator,
+    scales: Tensor | None = None,
+    space: Space | None = None,
+) -> LowRank:
+    """Nystrom approximation from ``rank`` random combinations of all columns.
+
+    The best of the sketches for a given rank, but it reads all n^2 entries: one product with ``rank`` columns.
+
+    :param scales: ``(n,)``, of the points in the combinations: ``D^-1/2`` gives the approximation of
+        ``D^-1/2 K D^-1/2``, times ``D^1/2`` on both sides.
+    :param space: of F; None makes all rows here.  Each of several ranks draws all rows of the test matrix, and
+        multiplies 256 of its columns at a time.
+    """
+    test = scaled_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device, scales, space)
+    factor = sketched_factor(matrix, test).factor
+    assert factor is not None
+    return LowRank(factor, None, _residual(matrix, factor))
+
+
+def _residual(matrix: Access, factor: Factor) -> Tensor:
+    squares = square_norms(factor) if isinstance(factor, ShardedRows) else factor.square().sum(dim=1)
+    return (matrix.diagonal() - squares).clamp_(min=0)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..lowrank.factor import nystrom_factor
-from ..lowrank.nystrom import gaussian_test_matrix
 from ..operators import KernelMatrix
 from ..operators.tall import TallMatrix
 from ..operators.tiles import spans
+from .low_rank import nystrom_factor
+from .nystrom import gaussian_test_matrix
 
 _COLUMNS = 2**22  # entries of a tile
 _SEEN = 10.0  # roundoffs of the trace above which a sketch sees an eigenvalue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..lowrank import TopEigensystem
+from ..preconditioners import TopEigensystem
 
 _TINY = torch.finfo(torch.float64).tiny
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...checks import count, settle
 from ...errors import InputError, NumericalError
-from ...lowrank import TopEigensystem, top_eigensystem
+from ...preconditioners import TopEigensystem, top_eigensystem
 from ...random_streams import generator
 from ..choices import cut
 from ..eigenpro_step import directions, scaled_vectors, step_size

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...checks import found
 from ...errors import InputError
-from ...lowrank import shifted_cholesky
 from ...operators.tall import NormalMatrix
+from ...preconditioners import shifted_cholesky
 from ...preconditioners.krill import TriangularFactors, root_of
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
-from ...lowrank import top_eigensystem
 from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
+from ...preconditioners import top_eigensystem
 from ...random_streams import generator
 from ...row_sources import RowSource
 from ..eigenpro_step import directions, most_directions, scales, step_size

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ...devices import fetched
 from ...errors import NumericalError
-from ...lowrank import rpcholesky, shifted_cholesky
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.access import Access
 from ...operators.substitution import cholesky_solve
+from ...preconditioners import rpcholesky, shifted_cholesky
 from ...random_streams import generator
 from ...settings import memory_budget
 from ..conjugate_step import descend, turn

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
-from ...lowrank import shifted_cholesky
 from ...memory import enough_memory, require_memory
 from ...operators.tall import tile_bytes
+from ...preconditioners import shifted_cholesky
 from ...preconditioners.krill import TriangularFactors
 from ..loop import Direct
 from ..problem import Solution

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...errors import NumericalError
-from ...lowrank.smoothness import smoothness
 from ...operators import KernelMatrix
 from ...preconditioners.sketchysaga import damped_nystrom
+from ...preconditioners.smoothness import smoothness
 from ...random_streams import generator
 from ...report import Reason
 from ...space import Space

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....errors import NumericalError
-from ....lowrank import gaussian_nystrom, smoothness
 from ....operators import LowRankPlusDiagonal
 from ....operators.access import Access
 from ....operators.substitution import cholesky_solve
