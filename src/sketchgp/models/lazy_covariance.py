@@ -19,8 +19,8 @@ from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ..errors import InputError
-from ..lowrank import shifted_cholesky
 from ..memory import enough_memory
+from ..preconditioners import shifted_cholesky
 
 _ARRAYS = 2  # m x m float64 arrays that exist at once
 _FACTORIZED = 4096  # points whose covariance is factorized for samples

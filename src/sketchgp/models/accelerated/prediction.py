@@ -19,8 +19,7 @@ from ...checks import array, points_like, refusal
 from ...errors import InputError
 from ...inference.calibrated import block
 from ...operators import KernelMatrix
-from ...operators.access import float64, terms
-from ...operators.rounding import entry_rounding
+from ...operators.access import entry_rounding, float64, terms
 from ...report import SolveReport
 from ...settings import variance as variance_setting
 from ...solvers.certificate import summing
