@@ -270,7 +270,7 @@ def test_blocks_are_read_on_the_streams_of_the_thread_that_asks(monkeypatch):
     def read():
         return threading.current_thread(), [torch.cuda.current_stream(device) for device in range(3)]
 
-    found = list(sketchgp.row_sources.source(iter([read] * 3)))
+    found = list(sketchgp.row_sources.ahead(iter([read] * 3)))
     assert [streams for _, streams in found] == [[0, 17, 24]] * 3
     assert threading.current_thread() not in [thread for thread, _ in found]
 
