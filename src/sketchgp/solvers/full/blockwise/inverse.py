@@ -12,6 +12,7 @@ from ....errors import NumericalError
 from ....operators import LowRankPlusDiagonal
 from ....operators.access import Access
 from ....operators.substitution import cholesky_solve
+from ....preconditioners import gaussian_nystrom, smoothness
 from ....space import SharedSpace, whole
 from ...system import System
 
