@@ -617,7 +617,7 @@ def _begin(solver, problem, size=20, columns=2):
 
     def step():
         found = method.step(y, generator)
-        method.told([float(asked) for asked in method.asks()])
+        method.answer([float(asked) for asked in method.asks()])
         return found
 
     return method, step, _matrix(problem), y

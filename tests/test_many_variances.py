@@ -20,7 +20,7 @@ from sketchgp.inference import calibrated
 from sketchgp.inference.calibrated import Calibrated
 from sketchgp.models.accelerated import approximate
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers.energy import Beside, Energy, Explaining, LeavingOut
+from sketchgp.solvers.energy import JoinedGoals, LeaveOneOutGoal, SampleGoal, VarianceGoal
 
 N, TEST = 400, points(150, d=3, seed=5)
 KERNELS = {"matern": lambda: MaternKernel(nu=1.5), "rbf": RBFKernel, "compact": lambda: PiecewisePolynomialKernel(q=1)}
@@ -150,16 +150,16 @@ def test_goals():
     noise, least = torch.tensor([0.1, 0.5]), torch.tensor([0.1])
     taken, remaining = torch.tensor([2.0, 1.0]), torch.tensor([0.5, 0.1])
     q = taken + remaining  # latent variances 1 / q - noise are 0.3 and 0.409, that is 0.75 and 0.45 of 1 / q
-    goal = LeavingOut(noise, least)
+    goal = LeaveOneOutGoal(noise, least)
     assert torch.allclose(goal.error(taken, remaining), remaining / q / torch.tensor([0.75, 0.45]))
     assert float(goal.error(torch.tensor([9.99]), torch.tensor([0.01]))[0]) == pytest.approx(0.001 / 0.02)
-    energy = Energy(torch.tensor(4.0), least)
+    energy = SampleGoal(torch.tensor(4.0), least)
     assert torch.allclose(energy.error(taken, remaining), remaining / 4)
-    explaining = Explaining(torch.tensor([3.0]), least, share=0.5)
-    both = Beside(LeavingOut(noise[:1], least), explaining, 1)
+    explaining = VarianceGoal(torch.tensor([3.0]), least, share=0.5)
+    both = JoinedGoals(LeaveOneOutGoal(noise[:1], least), explaining, 1)
     parts = goal.error(taken, remaining)[:1] / 0.02, explaining.error(taken[1:], remaining[1:]) / 0.5
     assert torch.allclose(both.error(taken, remaining), torch.cat(parts))
-    assert both.careful and not Beside(goal, energy, 2).careful
+    assert both.careful and not JoinedGoals(goal, energy, 2).careful
 
 
 # --- variances --------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class SolveReport(Shown):
     the residual where it is ``"residual"``, of ``certain_deviations`` where it is ``"bound"``; infinite for a solver
     that knows none.
     ``variance_error`` estimates, where a variance was solved for, how much of it each column leaves out, over what it
-    is to be a share of (:class:`sketchgp.solvers.energy.Explaining`).
+    is to be a share of (:class:`sketchgp.solvers.energy.VarianceGoal`).
 
     ``error_bound`` is certain where it is not None: ``||value - A^-1 rhs||_A`` of the returned value is no larger,
     column by column, rounding included (:mod:`sketchgp.solvers.certificate`).  The mean of a Gaussian process at x is

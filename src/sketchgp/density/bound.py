@@ -38,7 +38,7 @@ from ..preconditioners import Preconditioner, PreconditionerCache
 from ..preconditioners.tightened import log_slack
 from ..solvers import ConjugateGradients, System
 from ..solvers.certificate import Certificate
-from ..solvers.energy import Energy
+from ..solvers.energy import SampleGoal
 from ..space import square_norms
 from .base import LogDensity, bilinear_derivative
 
@@ -156,7 +156,7 @@ class Bound(LogDensity):
             value = None
         for _ in range(_TRIES):
             tol = min(0.5, max(1e-14, self._ease * surely))
-            goal = Energy(b.new_ones(()), b.new_zeros(1), share=math.inf)  # the residual alone says when to end
+            goal = SampleGoal(b.new_ones(()), b.new_zeros(1), share=math.inf)  # the residual alone says when to end
             value, product, report = dataclasses.replace(solver, tol=tol).explain(
                 system, b, built, goal, name=self.choice.name, below=True, initial=value
             )

@@ -20,7 +20,7 @@ from ..operators.substitution import cholesky_solve
 from ..report import SolveReport
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.certificate import Certificate
-from ..solvers.energy import Explaining
+from ..solvers.energy import VarianceGoal
 
 
 @dataclass
@@ -68,7 +68,7 @@ def solve(
     :param initial: weights ``(..., n, m)`` to start from.
     """
     noise = (system.noise if noise is None else noise).to(torch.float64)
-    goal = Explaining(prior, noise.amin(dim=-1, keepdim=True), below_noise)
+    goal = VarianceGoal(prior, noise.amin(dim=-1, keepdim=True), below_noise)
     weights, product, report = solver.explain(system, c, preconditioner, goal, name=name, below=below, initial=initial)
     if report.error_bound is None or report.quadratic_bounds is None or weights.dim() > 2:
         return Explained(weights, product), report

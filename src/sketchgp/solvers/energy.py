@@ -82,7 +82,7 @@ class Goal(Protocol):
 
 
 @dataclass(frozen=True)
-class LeavingOut:
+class LeaveOneOutGoal:
     """The accuracy of a solve for ``q = e_i^T A^-1 e_i``, of points that are left out.
 
     No latent variance ``1 / q - noise_i`` at such a point is off by more than a share of itself, or of a fiftieth of
@@ -104,7 +104,7 @@ class LeavingOut:
 
 
 @dataclass(frozen=True)
-class Energy:
+class SampleGoal:
     """The accuracy of a solve for samples: at most a share of :attr:`of` is left of a column's energy ``b^T A^-1 b``.
 
     :ivar of: ``()``; :ivar least: ``(1,)`` noise of all.
@@ -121,7 +121,7 @@ class Energy:
 
 
 @dataclass(frozen=True)
-class Beside:
+class JoinedGoals:
     """Two goals: one of the first columns, the other of those after them.
 
     :ivar columns: of the first.
@@ -147,7 +147,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Explaining:
+class VarianceGoal:
     """The accuracy of a solve for ``c^T A^-1 c``, which posterior variances are made of.
 
     No variance ``prior - c^T A^-1 c`` is off by more than a share of itself, or of a hundredth of the noise where that

@@ -19,7 +19,7 @@ from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
 from ...report import SolveReport
-from ...solvers.energy import Beside, Energy, Explaining, Goal, LeavingOut
+from ...solvers.energy import Goal, JoinedGoals, LeaveOneOutGoal, SampleGoal, VarianceGoal
 from ...solvers.solver import kernel_of
 
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
@@ -102,7 +102,7 @@ class Approximate:
         result, report = self.training.solve_block(targets, self._goal())
         return result.weights, report
 
-    def _goal(self) -> Energy:
+    def _goal(self) -> SampleGoal:
         """Return the goal of a solve for samples, by the energy that it leaves out of the targets, n in expectation.
 
         Its share is that which the error would have in a variance if it were spread evenly.
@@ -110,7 +110,7 @@ class Approximate:
         prior = block(self.matrix, self.matrix.x1[:_ROWS], None).mean()
         least = self.noise.amin().to(torch.float64).reshape(1)
         typical = torch.maximum(self.low_rank.typical, 0.02 * least[0])
-        return Energy(len(self.noise) * (typical / prior).clamp(max=1), least)
+        return SampleGoal(len(self.noise) * (typical / prior).clamp(max=1), least)
 
     def _left_out(self, indices: Tensor) -> Tensor:
         """Return exact latent variances at training points left out, and keep those at the points to be checked."""
@@ -119,8 +119,8 @@ class Approximate:
         units[indices, torch.arange(len(indices), device=noise.device)] = 1
         c, prior = block(self.matrix, self.matrix.x1, points), block(self.matrix, points, None)
         both = torch.cat([units, c], dim=1)
-        goal = LeavingOut(noise[indices], noise.amin().reshape(1))
-        explained = self._explained(both, Beside(goal, self._explaining(prior), len(indices)))
+        goal = LeaveOneOutGoal(noise[indices], noise.amin().reshape(1))
+        explained = self._explained(both, JoinedGoals(goal, self._explaining(prior), len(indices)))
         self._exact = (prior - explained[len(indices) :]).clamp(min=0)
         return (1 / explained[: len(indices)] - noise[indices]).clamp(min=0)
 
@@ -129,9 +129,9 @@ class Approximate:
         result, _ = self.training.solve_block(c, goal)
         return result.diagonal(c)
 
-    def _explaining(self, prior: Tensor) -> Explaining:
+    def _explaining(self, prior: Tensor) -> VarianceGoal:
         """Return the goal of variances that are right to some hundredths."""
-        return Explaining(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.02, careful=False)
+        return VarianceGoal(prior, self.noise.amin().to(torch.float64).reshape(1), share=0.02, careful=False)
 
     # --- variances ------------------------------------------------------------------------------------------
 

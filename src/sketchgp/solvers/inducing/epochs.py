@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +49,8 @@ class Epochs(ByEpochs):
     :param checked: training points ``(c, d)`` and targets ``(c, t)`` float64 on which the weights returned are judged.
     """
 
-    saved = (
-        "set_up", "pending", "counts", "average", "best", "first", "order", "squares", "targets",
+    saved: tuple[str, ...] = (
+        "set_up", "pending", "average", "best", "first", "order", "squares", "targets",
         "epoch", "seen", "rows", "total", "largest", "waiting", "projections", "delay", "scale", "without_noise",
         "least", "waited", "end", "cooling",
     )  # fmt: skip
@@ -72,6 +71,8 @@ class Epochs(ByEpochs):
         self.name, self.device, self.expected = name, problem.device, problem.expected_rows
         self.size, self.columns = model.base.shape
         self.model, self.plan, self.checked = model, plan, checked
+        counted = (f"model.projection.{name}" for name in model.projection.counted)
+        self.saved = (*Epochs.saved, "model.entries", *counted)
         self.delay = plan.delay()
         self.projections = self.largest = self.waiting = 0
         self.average = self.first = model.base
@@ -80,7 +81,7 @@ class Epochs(ByEpochs):
         self.end: float = plan.epochs
         self.cooling = (1 - plan.cooldown) * plan.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
-        self.told: Tensor | None = None  # the estimate, on the CPU, after a step
+        self.estimated: Tensor | None = None  # the estimate, on the CPU, after a step
         self.whole = self.without_noise = False
 
     # --- what a checkpoint holds of the model ---------------------------------------------------------------
@@ -93,18 +94,6 @@ class Epochs(ByEpochs):
     @pending.setter
     def pending(self, state: dict[str, Tensor]) -> None:
         self.model.restore(state)
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """Counts of model and projection, which the delay depends on."""
-        projection = self.model.projection
-        return {"entries": self.model.entries, **{name: getattr(projection, name) for name in projection.counted}}
-
-    @counts.setter
-    def counts(self, counts: dict[str, Any]) -> None:
-        self.model.entries = counts["entries"]
-        for name in self.model.projection.counted:
-            setattr(self.model.projection, name, counts[name])
 
     @property
     def set_up(self) -> dict[str, str]:
@@ -180,7 +169,7 @@ class Epochs(ByEpochs):
         """Residuals that grow far beyond those of the start and the targets are no noise."""
         means = (g.square().mean(dim=0), y.square().mean(dim=0))
         *found, squares, targets = fetched(*means, self.squares, self.targets)
-        self.told = _ratio(squares, targets)
+        self.estimated = _ratio(squares, targets)
         mean, size = (largest_of(part) for part in found)
         if self.scale != self.scale:
             self.scale = mean
@@ -202,7 +191,7 @@ class Epochs(ByEpochs):
 
     def estimate(self) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column over the epoch's batches, each before its own step."""
-        return _ratio(self.squares, self.targets).cpu() if self.told is None else self.told
+        return _ratio(self.squares, self.targets).cpu() if self.estimated is None else self.estimated
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""

@@ -19,7 +19,7 @@ from ...random_streams import generator
 from ...report import Reason
 from ...space import Space
 from ..full.blockwise import next_block
-from ..loop import Method, Outcome, largest_of
+from ..loop import NAN, Outcome, Refined, largest_of
 from .problem import InducingPointProblem
 from .remaining import remaining_change
 
@@ -43,7 +43,6 @@ _PATIENCE = 40.0  # epochs without progress, after which rounding is what is lef
 _PROGRESS = 0.9  # of the least true residual before
 _PLATEAU = 1e-7
 _ROUNDED = 1e-9  # of an epoch, which is a sum of steps
-_NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
 
 
 class Choices(Protocol):
@@ -63,7 +62,7 @@ class Choices(Protocol):
     def seed(self) -> int: ...
 
 
-class Saga(Method):
+class Saga(Refined):
     """SketchySAGA at work; a step is one on a block of rows, a window an epoch.
 
     The estimate of an epoch is that of the table's gradient; where a sweep ended it, the true residual; and where its
@@ -92,27 +91,22 @@ class Saga(Method):
     name = "SketchySAGA"
 
     def __init__(self, problem: InducingPointProblem, choices: Choices) -> None:
-        super().__init__()
         x, self.y = problem.tensors(f"{self.name}()")
-        self.choices, self.n, self.level = choices, len(x), problem.level
-        self.size, self.columns, self.device = problem.m, self.y.shape[1], self.y.device
-        self.generator: torch.Generator = generator(choices.seed, self.name)
         self.tall = problem.tall(accurate=False)
         self.exact = self.tall.accurate()
+        super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
+        self.choices, self.n, self.level = choices, len(x), problem.level
+        self.size, self.columns = problem.m, self.y.shape[1]
+        self.generator: torch.Generator = generator(choices.seed, self.name)
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
-        self.rhs = self.exact.t_matmul(self.y)
-        norm = self.rhs.norm(dim=0)
-        if not bool(torch.isfinite(norm).all()):
-            raise NumericalError(_NAN, see="nan")
-        self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         self.block_size = min(self.n, choices.block_size or max(16, min(_BLOCK, self.n // 20)))
         self.rest = torch.empty(0, dtype=torch.long)
         self.done = self.swept = self.marked = self.origin = 0.0
         self.end, self.next_look, self.mark = 1 - _ROUNDED, _GAP, math.inf
         self.changes: list[Tensor] = []
         self.compared: tuple[Tensor, Tensor, Tensor] | None = None
-        self.w = self.best = self.total = self.noise_term = torch.zeros_like(self.rhs)
+        self.w = self.best = self.total = self.noise_term = torch.zeros_like(self.b)
         self.psi, self.anchor = self.y, (self.w, self.y, self.total, self.noise_term)
         self.true = self.best_true = self.current = self.deviations = torch.full((self.columns,), math.inf)
         self._prepare()
@@ -136,7 +130,7 @@ class Saga(Method):
                 break
             p.damping *= 10
         if not math.isfinite(batch + own):
-            raise NumericalError(_NAN, see="nan")
+            raise NumericalError(NAN, see="nan")
         self.length = _CAUTION / max(batch + own, 1e-300)
         self.every = max(1, min(math.ceil(m / b), int(_STALE / max(self.length * own, 1e-9))))
 
@@ -182,15 +176,15 @@ class Saga(Method):
     def epochs(self) -> float:
         return self.done
 
-    def weights(self) -> Tensor:
+    def iterate(self) -> Tensor:
         return self.w
 
     # --- the loop's questions -------------------------------------------------------------------------------
 
     def begin(self, initial: Tensor | None) -> Tensor:
-        self.w = torch.zeros_like(self.rhs) if initial is None else initial.to(self.rhs).clone()
+        self.w = torch.zeros_like(self.b) if initial is None else initial.to(self.b).clone()
         if initial is None:  # needs no entry of the kernel
-            self._start_anew(0 - self.y, -self.rhs, torch.zeros_like(self.rhs))
+            self._start_anew(0 - self.y, -self.b, torch.zeros_like(self.b))
         else:
             self._sweep()
         return self.true
@@ -320,9 +314,7 @@ class Saga(Method):
         self.anchor, self.swept = (self.w, psi, total, noise_term), self.done
         self._compare(psi, noise_term)
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
-        self.true = self.current = self._relative(total + noise_term)
-        if not bool(torch.isfinite(self.true).all()):
-            raise NumericalError(_NAN, see="nan")
+        self.true = self.current = self.relative(total + noise_term)
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 

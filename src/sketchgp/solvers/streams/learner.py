@@ -56,12 +56,13 @@ class Learner:
     :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row; :ivar
         fresh: ``(n,)`` bool, their rows that were not seen yet, None where all were.
     :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
-        are; :ivar told: what was asked of the last step.
+        are; :ivar fetched: numbers that were asked of the last step.
     """
 
     counters = (
         "decay", "place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles",
     )  # fmt: skip
+    arrays = ("coefficients", "average", "gram", "fresh")
 
     def __init__(self, features: RandomFeatures, loss: Squared, steps: Steps, columns: int) -> None:
         self.features, self.loss, self.how = features, loss, steps
@@ -75,7 +76,7 @@ class Learner:
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
         self.gram: Tensor | None = None
-        self.told: list[Tensor] = []
+        self.fetched: list[Tensor] = []
 
     @property
     def columns(self) -> int:
@@ -118,7 +119,7 @@ class Learner:
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
         :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
-        :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`told` then.
+        :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`fetched` then.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         space = Space.of(len(x))
@@ -128,34 +129,16 @@ class Learner:
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
-        gradient, weights = self.loss.gradient(f, y[own]), self.loss.weights(f, y[own])
-        slope = (phi.mT @ gradient.to(phi.dtype)).to(torch.float64)
-        if space.shared:
-            values = f.new_zeros(len(x), f.shape[1])
-            values[own] = f
-            slope, f = space.total(torch.cat([slope, values])).split([len(slope), len(x)])
-        slope = slope / len(x)
+        weights = self.loss.weights(f, y[own])
+        slope, f = self._slope(space, phi, f, y[own])
         newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
-        # one look at the device: whether f is finite, and the step's matrix positive definite
-        info = f.new_zeros(()) if newton is None else newton.info
-        fine, failed, *self.told = fetched(torch.isfinite(f).all(), info, *([] if asks is None else asks(f)))
-        if not bool(fine):
-            raise NumericalError(
-                "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
-            )
-        if newton is not None and bool(failed):
-            torch.linalg.cholesky(newton.matrix)  # which says what is wrong
+        self._look(f, newton, [] if asks is None else asks(f))
         self._grow(which.stop)
         if self.gram is not None and new is not None:
             self._count(self.features.prepare(x) if space.shared else made, new)
         steady = self.loss.steady if whole and self.how.preconditioned else None
         if newton is not None:
-            pairs = self.how.total or 1
-            passes = min(self.visited / pairs, self.taken / (2 * pairs))
-            step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
-            a = self.coefficients[which]
-            change = newton.change(slope, a.transpose(0, 1).reshape(len(slope), -1), step)
-            self.coefficients[which] = a - change.reshape(2, len(a), self.columns).transpose(0, 1)
+            self._preconditioned(which, newton, slope, steady)
         else:
             self._plain(which, phi, slope, ridge, len(x))
         self.steps += 1
@@ -166,6 +149,41 @@ class Learner:
         weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
         return f
+
+    def _slope(self, space: Space, phi: Tensor, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean slope of the loss in the features of a step, and f at all rows of the batch.
+
+        :param phi: features of the rows of this rank, as f and y are of these rows.
+        """
+        slope = (phi.mT @ self.loss.gradient(f, y).to(phi.dtype)).to(torch.float64)
+        if space.shared:
+            values = f.new_zeros(space.n, f.shape[1])
+            values[space.span] = f
+            slope, f = space.total(torch.cat([slope, values])).split([len(slope), space.n])
+        return slope / space.n, f
+
+    def _look(self, f: Tensor, newton: _Newton | None, asked: list[Tensor]) -> None:
+        """Fetch from the device at once what was asked for, and whether the step can be taken.
+
+        :raises NumericalError: where f is no longer finite.
+        """
+        info = f.new_zeros(()) if newton is None else newton.info
+        fine, failed, *self.fetched = fetched(torch.isfinite(f).all(), info, *asked)
+        if not bool(fine):
+            raise NumericalError(
+                "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
+            )
+        if newton is not None and bool(failed):
+            torch.linalg.cholesky(newton.matrix)  # which says what is wrong
+
+    def _preconditioned(self, which: slice, newton: _Newton, slope: Tensor, steady: float | None) -> None:
+        """Change the coefficients of some pairs by a step of Newton's kind."""
+        pairs = self.how.total or 1
+        passes = min(self.visited / pairs, self.taken / (2 * pairs))
+        step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
+        a = self.coefficients[which]
+        change = newton.change(slope, a.transpose(0, 1).reshape(len(slope), -1), step)
+        self.coefficients[which] = a - change.reshape(2, len(a), self.columns).transpose(0, 1)
 
     def _pairs(self) -> slice:
         """Return the pairs that the step changes."""

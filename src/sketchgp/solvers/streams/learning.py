@@ -1,9 +1,8 @@
-"""A doubly stochastic solve as a method of the loop: batches, windows, held-out errors, what a checkpoint holds."""
+"""A doubly stochastic solve as a method of the loop: batches, windows, held-out errors, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +31,9 @@ class Learning(ByEpochs):
     """
 
     saved = (
-        "lesson", "evaluated", "labels", "average", "fresh", "best", "order", "losses", "losses_of_none",
-        "epoch", "seen", "rows", "total", "window", "least", "waited",
+        *(f"learner.{name}" for name in (*Learner.counters, *Learner.arrays, "entries")),
+        "labels", "best", "order", "losses", "losses_of_none", "epoch", "seen", "rows", "total", "window", "least",
+        "waited",
     )  # fmt: skip
     letter = "features"
 
@@ -64,45 +64,10 @@ class Learning(ByEpochs):
         self.least = float("inf")
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
-        self.told: list[Tensor] | None = None  # the losses, on the CPU, after a step
+        self.fetched: list[Tensor] | None = None  # the losses, on the CPU, after a step
         self.ended = False
 
     # --- what a checkpoint holds of the learner -------------------------------------------------------------
-
-    @property
-    def lesson(self) -> dict[str, Any]:
-        return {name: getattr(self.learner, name) for name in Learner.counters}
-
-    @lesson.setter
-    def lesson(self, saved: dict[str, Any]) -> None:
-        for name, value in saved.items():
-            setattr(self.learner, name, value)
-
-    @property
-    def average(self) -> list[Tensor]:
-        gram = [] if self.learner.gram is None else [self.learner.gram]
-        return [self.learner.coefficients, self.learner.average, *gram]
-
-    @average.setter
-    def average(self, saved: list[Tensor]) -> None:
-        self.learner.coefficients, self.learner.average, *gram = saved
-        self.learner.gram = gram[0] if gram else None
-
-    @property
-    def evaluated(self) -> int:
-        return self.learner.entries
-
-    @evaluated.setter
-    def evaluated(self, saved: int) -> None:
-        self.learner.entries = saved
-
-    @property
-    def fresh(self) -> Tensor | None:
-        return self.learner.fresh
-
-    @fresh.setter
-    def fresh(self, saved: Tensor | None) -> None:
-        self.learner.fresh = saved if saved is None else saved.cpu()
 
     @property
     def labels(self) -> list[int]:
@@ -151,7 +116,7 @@ class Learning(ByEpochs):
 
         learner.step(x, targets, problem.noise / n, whole, self._new(places), counted)
         self.losses, self.losses_of_none = sums
-        self.told = learner.told
+        self.fetched = learner.fetched
         if learner.fresh is not None:
             learner.fresh[places] = False
             learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
@@ -206,15 +171,15 @@ class Learning(ByEpochs):
         """The root of the loss over the window's batches, each before its own step, over that of f = 0: the relative
         residual of each column for the squared loss."""
         self.window = 0
-        losses, losses_of_none = self._told()
+        losses, losses_of_none = self._losses()
         return (losses / losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
 
-    def _told(self) -> list[Tensor]:
-        """The losses on the CPU."""
-        return fetched(self.losses, self.losses_of_none) if self.told is None else self.told
+    def _losses(self) -> list[Tensor]:
+        """Return the losses, on the CPU."""
+        return fetched(self.losses, self.losses_of_none) if self.fetched is None else self.fetched
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        losses, losses_of_none = self._told()
+        losses, losses_of_none = self._losses()
         if self.iterations and not bool((losses <= _DIVERGED**2 * losses_of_none + 1e-300).all()):
             raise NumericalError(
                 f"Learning diverges: after {self.iterations} batches the loss is {float(losses.max()):.1e}, that "
