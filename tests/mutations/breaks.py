@@ -973,8 +973,8 @@ BREAKS = (
         "ranks hold some rows twice and others not",
     ),
     Break(
-        "failed = [status == _FAILED for status, _, _ in found]",
-        "failed = [status == _WELL for status, _, _ in found]",
+        "failed = [status == _FAILED for status, _, _ in words]",
+        "failed = [status == _WELL for status, _, _ in words]",
         DISTRIBUTED,
         "the ranks that are well are said to have failed",
     ),

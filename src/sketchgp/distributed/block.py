@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..checks import number
 from ..errors import InputError
 from ..settings import agreeing_on_budgets
-from .exchange import Exchange, number_of, told
+from .exchange import Exchange, mark_known, number_of
 from .shards import Shards
 from .start import start
 
@@ -131,7 +131,7 @@ def _together(shards: Shards) -> Iterator[Shards]:
         exchange.meet("the end of sharded()")
     except BaseException as error:
         exchange.fail(error)
-        told(error)
+        mark_known(error)
         raise
     finally:
         shards.open = False

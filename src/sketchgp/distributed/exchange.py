@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InputError, SketchGPError
 
 _WELL, _FAILED = 0, 1
-_TOLD = "_sketchgp_told"  # on an error that every rank knows of
+_KNOWN = "_sketchgp_told"  # on an error that every rank knows of
 _SHOWN = 40  # characters of a fact that are shown
 Result = TypeVar("Result")
 
@@ -46,10 +46,10 @@ class Exchange:
         :param what: what comes next, which has to be the same for all.
         :raises RankError: if another rank failed, is gone, or is about to do something else.
         """
-        found = self._say(_WELL, what, number)
-        if all(status == _WELL and mark == _mark(what) for status, mark, _ in found):
-            return [value for _, _, value in found]
-        failed = [status == _FAILED for status, _, _ in found]
+        words = self._say(_WELL, what, number)
+        if all(status == _WELL and mark == _mark(what) for status, mark, _ in words):
+            return [value for _, _, value in words]
+        failed = [status == _FAILED for status, _, _ in words]
         texts = self._texts(what)
         if any(failed):
             why = "; ".join(f"rank {rank} raised {text}" for rank, text in enumerate(texts) if failed[rank])
@@ -57,7 +57,7 @@ class Exchange:
             places = "; ".join(f"rank {rank} at {text}" for rank, text in enumerate(texts))
             why = f"the ranks are at different places: {places}. All have to do the same inside sharded()"
         self.broken = why
-        raise told(RankError(f"{why}.", see="ranks"))
+        raise mark_known(RankError(f"{why}.", see="ranks"))
 
     def heard(self) -> list[int] | None:
         """Return the numbers that all ranks said aside with the last word; None where they were asked for before."""
@@ -66,9 +66,9 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank raises ``error``, unless they know."""
-        if getattr(error, _TOLD, False) or self.broken is not None:
+        if getattr(error, _KNOWN, False) or self.broken is not None:
             return
-        told(error)
+        mark_known(error)
         try:
             self._say(_FAILED, "", 0.0)
             self._texts(f"{type(error).__name__}: {str(error).removesuffix('.')}")
@@ -86,17 +86,19 @@ class Exchange:
             return
         texts = self._texts("\0".join(f"{name}\1{value}" for name, value in facts.items()))
         each = [dict(fact.split("\1", 1) for fact in text.split("\0")) for text in texts]
-        first, found = each[0], []
+        first, differences = each[0], []
         for rank, other in enumerate(each[1:], start=1):
             names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             differing = " and ".join(_described(name, first.get(name, ""), other.get(name, "")) for name in names)
-            found += [f"rank {rank} differs from rank 0 in {differing}"] if names else []
-        raise told(InputError(f"{owner}: {'; '.join(found)}. Every rank expects the same data, kernel and versions."))
+            differences += [f"rank {rank} differs from rank 0 in {differing}"] if names else []
+        raise mark_known(
+            InputError(f"{owner}: {'; '.join(differences)}. Every rank expects the same data, kernel and versions.")
+        )
 
     def _say(self, status: int, what: str, number: float) -> list[tuple[int, int, float]]:
         self.words += 1
         if self.broken is not None:
-            raise told(RankError(f"The ranks can do nothing more together: {self.broken}.", see="ranks"))
+            raise mark_known(RankError(f"The ranks can do nothing more together: {self.broken}.", see="ranks"))
         bits = struct.unpack("<q", struct.pack("<d", number))[0]
         own = torch.tensor([status + 2 * self.aside, _mark(what), bits], device="cpu")  # whatever the default device is
         words = [word.tolist() for word in self.gathered(own)]
@@ -109,8 +111,8 @@ class Exchange:
         lengths = [int(one) for one in self.gathered(torch.tensor([len(encoded)], device="cpu"))]
         padded = bytearray(encoded.ljust(max(1, *lengths)))
         own = torch.frombuffer(padded, dtype=torch.uint8)
-        found = self.gathered(own)
-        return [bytes(part[:n].tolist()).decode() for part, n in zip(found, lengths, strict=True)]
+        texts = self.gathered(own)
+        return [bytes(part[:n].tolist()).decode() for part, n in zip(texts, lengths, strict=True)]
 
     def gathered(self, own: Tensor) -> list[Tensor]:
         """The tensor of each rank, all of one shape, on the CPU."""
@@ -130,12 +132,12 @@ class Exchange:
         except RuntimeError as error:
             self.broken = "communication failed"
             message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise told(RankError(f"A rank is gone, or did not come in time: {message}", see="ranks")) from error
+            raise mark_known(RankError(f"A rank is gone, or did not come in time: {message}", see="ranks")) from error
 
 
-def told(error: Any) -> Any:
+def mark_known(error: Any) -> Any:
     """The error, marked as one that every rank knows of."""
-    setattr(error, _TOLD, True)
+    setattr(error, _KNOWN, True)
     return error
 
 

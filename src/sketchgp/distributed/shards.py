@@ -87,12 +87,12 @@ class Shards:
     def rows(self, own: Tensor, indices: Tensor, n: int) -> Tensor:
         """Rows ``(r, t)`` of an array ``(n, t)`` that ranks hold the rows ``own`` of, for indices ``(r,)``."""
         span = self.span(n)
-        found = own.new_zeros(len(indices), *own.shape[1:])
+        rows = own.new_zeros(len(indices), *own.shape[1:])
         mine = (indices >= span.start) & (indices < span.stop)
-        found[mine] = own[indices[mine] - span.start]
-        return self.sum(found)
+        rows[mine] = own[indices[mine] - span.start]
+        return self.sum(rows)
 
-    def agree(self, number: float, of: Callable[[list[float]], float] = lambda found: found[0]) -> float:
+    def agree(self, number: float, of: Callable[[list[float]], float] = lambda numbers: numbers[0]) -> float:
         """One number for all: that of rank 0, or another function of every rank's, such as ``min``."""
         return of(self.exchange.meet("a decision", float(number)))
 
@@ -101,14 +101,14 @@ class Shards:
 
         :param words: False straight after another message, where no rank raises in between: all come to this one too.
         """
-        found = tensor.contiguous().clone()
+        copy = tensor.contiguous().clone()
         if words:
             self._meet("a broadcast", tensor, tensor.shape)
-        if found.numel():
+        if copy.numel():
             source = owner if self.group is None else dist.get_global_rank(self.group, owner)
-            self._do(lambda: dist.broadcast(found, source, group=self._group_of(found)))
-            self.bytes_sent += found.numel() * found.element_size() if self.rank == owner else 0
-        return found
+            self._do(lambda: dist.broadcast(copy, source, group=self._group_of(copy)))
+            self.bytes_sent += copy.numel() * copy.element_size() if self.rank == owner else 0
+        return copy
 
     def _meet(self, what: str, tensor: Tensor, shape: Any) -> None:
         self.exchange.meet(f"{what} of {tuple(shape)} {tensor.dtype}")

@@ -25,7 +25,7 @@ def of_rank_0(
     if shards.rank == 0:
         listed = [(name, str(t.dtype).removeprefix("torch."), list(t.shape), t.stride()) for name, t in tensors.items()]
         text = json.dumps([described, listed]).encode()
-    found, listed = json.loads(_of_any_length(shards, text))
+    contents, listed = json.loads(_of_any_length(shards, text))
     whole = {}
     for name, kind, shape, strides in listed:
         dtype = getattr(torch, kind)
@@ -36,7 +36,7 @@ def of_rank_0(
         else:
             own = torch.empty(length * dtype.itemsize, dtype=torch.uint8, device="cpu")
         whole[name] = shards.same(own).view(dtype).as_strided(shape, strides)
-    return found, whole
+    return contents, whole
 
 
 def _of_any_length(shards: Shards, text: bytes) -> bytes:

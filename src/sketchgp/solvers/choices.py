@@ -30,7 +30,7 @@ class Budgeted:
     :param every: seconds between two writes of the checkpoint.
     """
 
-    _budget: ClassVar[tuple[str, ...]] = ("tol", "max_seconds", "checkpoint", "every")  # choices that change no step
+    adjustable: ClassVar[tuple[str, ...]] = ("tol", "max_seconds", "checkpoint", "every")  # choices that change no step
 
     max_seconds: float | None = None
     checkpoint: str | os.PathLike[str] | None = None
@@ -84,7 +84,7 @@ class Budgeted:
     def _described(self) -> str:
         """Describe the choices that a checkpoint must be of."""
         choices: dict[str, Any] = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in self._budget
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in self.adjustable
         }
         return f"{self.name} {choices}"
 

@@ -54,13 +54,15 @@ class Solution(Shown):
         x = points_like("Solution.predict", "x", x, points)
         with torch.no_grad():
             weights = self.value.to(torch.float64).reshape(len(points), -1)
-            found = KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double()._matmul(weights)
-        return found.to(points.dtype).reshape(len(x), *self.value.shape[1:])
+            prediction = (
+                KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double()._matmul(weights)
+            )
+        return prediction.to(points.dtype).reshape(len(x), *self.value.shape[1:])
 
     def _card(self) -> Card:
         title = f"Solution: {shape(self.value)} values, {tensor_kind(self.value)}"
-        found = report_card(self.report)
-        return Card(title, (("values", span(self.value)), ("solve", found.title.partition(": ")[2]), *found.rows))
+        card = report_card(self.report)
+        return Card(title, (("values", span(self.value)), ("solve", card.title.partition(": ")[2]), *card.rows))
 
 
 @dataclass

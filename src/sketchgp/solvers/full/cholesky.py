@@ -103,7 +103,7 @@ def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor
     work = rhs.to(torch.float64)
     value = cholesky_solve(work, root).to(rhs.dtype)
     norm = work.norm(dim=-2)
-    found = value.to(torch.float64)
-    r = work - matrix @ found
+    rounded = value.to(torch.float64)
+    r = work - matrix @ rounded
     residual = r.norm(dim=-2) / torch.where(norm > 0, norm, 1)
-    return value, residual, Certificate(system, None).of(work, found, r), root
+    return value, residual, Certificate(system, None).of(work, rounded, r), root

@@ -67,7 +67,7 @@ class ConjugateGradients(FullSolver):
     (:class:`sketchgp.solvers.Budgeted`); in a model they are those of the posterior mean's solve.
     """
 
-    _budget: ClassVar[tuple[str, ...]] = (*FullSolver._budget, "max_iterations")
+    adjustable: ClassVar[tuple[str, ...]] = (*FullSolver.adjustable, "max_iterations")
 
     tol: float | Literal["posterior", "certified"] | None = None
     max_iterations: int | None = None

@@ -72,7 +72,7 @@ class EigenProSolver(InducingPointSolver):
     """
 
     # what "auto" chose, by the memory that was free, is in the checkpoint
-    _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "projection")
+    adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "projection")
 
     epochs: int = 10
     block_size: int | None = None

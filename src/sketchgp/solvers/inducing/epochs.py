@@ -168,9 +168,9 @@ class Epochs(ByEpochs):
     def _watch(self, g: Tensor, y: Tensor) -> None:
         """Residuals that grow far beyond those of the start and the targets are no noise."""
         means = (g.square().mean(dim=0), y.square().mean(dim=0))
-        *found, squares, targets = fetched(*means, self.squares, self.targets)
+        *largest, squares, targets = fetched(*means, self.squares, self.targets)
         self.estimated = _ratio(squares, targets)
-        mean, size = (largest_of(part) for part in found)
+        mean, size = (largest_of(part) for part in largest)
         if self.scale != self.scale:
             self.scale = mean
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
@@ -246,9 +246,9 @@ class Epochs(ByEpochs):
     def _relative(self, weights: Tensor) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column on the points that are checked."""
         x, y = self.checked
-        found = TallMatrix(self.problem.kernel, x, self.problem.inducing_points, accurate=True).matmul(weights)
+        values = TallMatrix(self.problem.kernel, x, self.problem.inducing_points, accurate=True).matmul(weights)
         norm = y.norm(dim=0)
-        return ((found - y).norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
+        return ((values - y).norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
 
     def weights(self) -> Tensor:
         return self.average

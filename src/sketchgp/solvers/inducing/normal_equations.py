@@ -36,7 +36,7 @@ class NormalEquationsSolver(InducingPointSolver):
         devices with a 32nd or 64th of the float64 units (consumer cards).  Sums and factors are float64.
     """
 
-    _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "max_iterations")
+    adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "max_iterations")
     _predictions: ClassVar[bool] = False  # whether tol is of the error of predictions, not of the residual
 
     tol: float = 1e-4

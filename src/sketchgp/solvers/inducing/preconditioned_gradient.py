@@ -164,12 +164,12 @@ class Model:
 
     def state(self) -> dict[str, Tensor]:
         """All that steps change, but for :attr:`entries` and what the projection counts."""
-        found = {"base": self.base, "correction": self.correction, "h": self.h}
+        tensors = {"base": self.base, "correction": self.correction, "h": self.h}
         if self.h_points is not None:
-            found["h_points"] = self.h_points
+            tensors["h_points"] = self.h_points
         for number, (points, weights) in enumerate(self.recent):
-            found |= {f"points {number}": points, f"weights {number}": weights}
-        return found
+            tensors |= {f"points {number}": points, f"weights {number}": weights}
+        return tensors
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take over the tensors that :meth:`state` returned."""

@@ -65,7 +65,7 @@ class SketchySAGA(InducingPointSolver):
     ``every``.
     """
 
-    _budget: ClassVar[tuple[str, ...]] = (*InducingPointSolver._budget, "deviations", "max_epochs")
+    adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "deviations", "max_epochs")
 
     tol: float = 1e-4
     deviations: float = 0.3

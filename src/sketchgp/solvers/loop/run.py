@@ -188,18 +188,18 @@ class Run:
         if self.shards is None:
             return interrupt.seen
         exchange, said = self.shards.exchange, 2 * self.due + interrupt.seen
-        found = None if closed else exchange.heard()
-        if found is None:
+        words = None if closed else exchange.heard()
+        if words is None:
             exchange.aside = 0
-            words = exchange.meet("the end of a step", 4 * _ENDS.index(self.reason) + said)
-            found = [int(word) for word in words]
-            self.reason = _ENDS[found[0] // 4]
-            interrupt.seen = any(one % 2 for one in found)
+            spoken = exchange.meet("the end of a step", 4 * _ENDS.index(self.reason) + said)
+            words = [int(word) for word in spoken]
+            self.reason = _ENDS[words[0] // 4]
+            interrupt.seen = any(one % 2 for one in words)
             exchange.heard()
-        self.due = bool(found[0] // 2 % 2)
+        self.due = bool(words[0] // 2 % 2)
         if not closed:
             exchange.aside = said % 2 if self.due else said  # it is saved now
-        return any(one % 2 for one in found)
+        return any(one % 2 for one in words)
 
     def _judge(self, bar: Any) -> None:
         """A window is closed: the method sees whether to go on."""

@@ -90,7 +90,7 @@ class DoublyStochastic(Budgeted):
     """
 
     problem_type: ClassVar[type[RandomFeatureProblem]] = RandomFeatureProblem
-    _budget: ClassVar[tuple[str, ...]] = (*Budgeted._budget, "epochs", "max_iterations")
+    adjustable: ClassVar[tuple[str, ...]] = (*Budgeted.adjustable, "epochs", "max_iterations")
 
     num_features: int | Literal["auto"] | None = "auto"
     block_size: int | None = None

@@ -264,7 +264,7 @@ class FeatureHeldOut(HeldOut):
         self.entries += len(self.y) * len(weights)
         f = self._space.whole(f)
         if isinstance(self.problem.targets, Labels):
-            found = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
-            return (found != self.y).double().mean().reshape(1).cpu()
+            predicted = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
+            return (predicted != self.y).double().mean().reshape(1).cpu()
         wanted = self.y.reshape(len(f), -1).to(torch.float64)
         return (f[:, : wanted.shape[1]] - wanted).square().mean(dim=0).sqrt().cpu()

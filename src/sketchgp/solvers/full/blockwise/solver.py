@@ -36,7 +36,7 @@ class BlockSolver(FullSolver):
     ``max_seconds``, ``checkpoint`` and ``every`` are those of :class:`sketchgp.solvers.Budgeted`.
     """
 
-    _budget: ClassVar[tuple[str, ...]] = (*FullSolver._budget, "max_passes")
+    adjustable: ClassVar[tuple[str, ...]] = (*FullSolver.adjustable, "max_passes")
 
     tol: float | None = None
     max_passes: float = 200.0
