@@ -18,8 +18,11 @@ from torch import Tensor
 from ...density import LogDensity, Probes, Solutions
 from ...operators import LowRankPlusDiagonal
 from ...preconditioners import Preconditioner, PreconditionerCache
-from ...solvers import Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver
+from ...report import SolveReport
+from ...solvers import BlockSolver, Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver, System
 from ...solvers.automatic import automatic_solver
+from ...solvers.solver import solve_system
+from ...space import Space
 
 _GPYTORCHS_ITERATIONS = 1000  # its default, which limits nothing that the solver's own default does not
 _RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
@@ -200,6 +203,25 @@ class Inverse:
     def __call__(self, vectors: Tensor) -> Tensor:
         with torch.no_grad():
             return self.built.apply_inverse(vectors)
+
+
+@torch.no_grad()
+def solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None) -> tuple[Tensor, SolveReport]:
+    """Return ``A^-1 rhs``, ``(n, t)``, starting from a solution of nearly the same system.
+
+    The solve starts from zero where there is no such solution, or where one of its columns is no nearer than zero.  So
+    it does where the solver takes no start or keeps a checkpoint, and where ranks, whose starts may differ, work
+    together.
+    """
+    warm = isinstance(solver, BlockSolver) and solver.checkpoint is None and not Space.of(system.n).shared
+    if not warm or before is None or before.shape != rhs.shape or before.device != rhs.device:
+        return solve_system(solver, system, rhs)
+    residual = rhs.to(torch.float64) - system.accurate_product(before)
+    if not bool((residual.norm(dim=0) < rhs.norm(dim=0)).all()):
+        return solve_system(solver, system, rhs)
+    value, report, _ = solver.run(system, rhs, initial=before)
+    report.notes.append("began with the solution that a fit has left")
+    return value, report
 
 
 def marked_choices(covariance: Any) -> Acceleration | None:

@@ -37,9 +37,8 @@ from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
 from ...solvers.full.prediction_tolerance import FollowedPoints
 from ..lazy_covariance import NoisyCovariance
-from .acceleration import Acceleration, Inverse, Purpose
+from .acceleration import Acceleration, Inverse, Purpose, solve_from
 from .threshold import cholesky_points, why_iterative
-from .warm import solve_from
 
 Points = Callable[[], tuple[Tensor, Tensor] | None]
 

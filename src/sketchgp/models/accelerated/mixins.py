@@ -6,19 +6,28 @@ isinstance, state_dict keys and every method stay as they were.  Pickling and co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
-from linear_operator.operators import AddedDiagLinearOperator
+from linear_operator.operators import (
+    AddedDiagLinearOperator,
+    CholLinearOperator,
+    LinearOperator,
+    MulLinearOperator,
+    RootLinearOperator,
+)
+from torch import Tensor
 
 from ...cards import Card, choice, shape, tensor_kind
 from ...checks import found
 from ...density import log_density
-from ...errors import InputError
+from ...errors import ConvergenceWarning, InputError, warn
 from ...operators.lazies import adopt_kernels
+from ...operators.tiles import spans
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
@@ -26,12 +35,13 @@ from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, le
 from .missing import check_reduced
 from .posterior import call, note_strategy
 from .prediction import predicted
-from .products import check_products
 from .strategy import adopt
 from .targets import check_noise, check_value
 from .threshold import cholesky_points
 
 _MIN_VARIANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # GPyTorch's defaults
+_ROWS = 64  # of a block that is evaluated alone: fewer than the columns of an approximate factor
+_TOLERANCE = 1e-5  # relative error of a diagonal
 _subclasses: dict[tuple[type, type], type] = {}
 
 
@@ -108,7 +118,7 @@ class AcceleratedModel(_Accelerated):
         adopt_kernels(covariance)
         small = covariance.shape[-1] <= cholesky_points() and not acceleration.density.always
         if not small:
-            check_products(super().forward, args, covariance)  # type: ignore[misc]
+            _check_products(super().forward, args, covariance)  # type: ignore[misc]
         # few points in less than float64 are factorized in it, from kernels that can be evaluated so
         accurate = small and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
         ours = accurate or (acceleration.matmul != "gpytorch" and not small)
@@ -301,3 +311,44 @@ def _blank(mixin: type, base: type) -> Any:
     """Return an empty instance of the accelerated subclass, for unpickling and copying."""
     cls = accelerated_class(base, mixin)
     return object.__new__(cls)
+
+
+def _holds_factor(operator: Any) -> bool:
+    """Return True if a product in the operator has a factor that may be an approximation."""
+    if isinstance(operator, MulLinearOperator):
+        sides = operator.left_linear_op, operator.right_linear_op
+        return any(isinstance(side, RootLinearOperator) and not isinstance(side, CholLinearOperator) for side in sides)
+    return isinstance(operator, LinearOperator) and any(_holds_factor(part) for part in operator._args)
+
+
+@torch.no_grad()
+def _check_products(forward: Callable[..., Any], inputs: tuple[Tensor, ...], covariance: Any) -> None:
+    """Warn where GPyTorch has approximated an elementwise product of covariances before the library saw it.
+
+    ``first.mul(second)`` of two operators with structure of their own (the covariance of a scaled sum or product of
+    kernels, and that of an ``IndexKernel``) factorizes both, above ``max_cholesky_size`` rows by Lanczos, with at most
+    100 columns.  Where the kernels are rough that is another matrix.
+
+    The diagonal is computed anew from blocks of rows that are few enough for a factor without error; an approximation
+    by projection lies below it.
+
+    :param forward: the model's own; :param inputs: its arguments; :param covariance: its result.
+    """
+    if not _holds_factor(covariance):
+        return
+    diagonal = covariance.diagonal(dim1=-1, dim2=-2)
+    parts = []
+    for rows in spans(diagonal.shape[-1], _ROWS):
+        alone = forward(*(x[..., rows, :] for x in inputs)).lazy_covariance_matrix
+        parts.append(alone.diagonal(dim1=-1, dim2=-2))
+    expected = torch.cat(parts, dim=-1)
+    largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+    error = float((diagonal - expected).abs().max() / largest)
+    if error > max(_TOLERANCE, 100 * torch.finfo(expected.dtype).eps):
+        warn(
+            "The elementwise product of two covariances in the model's forward was approximated by GPyTorch before "
+            f"sketchgp saw it: its diagonal is off by {error:.1e} of its largest entry, and answers may be by more. "
+            "Multiply the kernels instead of their covariances, with active_dims for the inputs of each.",
+            ConvergenceWarning,
+            see="product-of-covariances",
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from gpytorch import settings
@@ -26,10 +25,9 @@ from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .strategy import AcceleratedPredictionStrategy, followed_points, some_rows
 from .targets import check_noise, check_targets
+from .training import remembered_by
 
 _GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
-_OURS = "_sketchgp_solves_all"
-_keys: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # of what prediction strategies were made of
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
@@ -54,7 +52,7 @@ def clear_cache(model: Any) -> None:
 def note_strategy(model: Any, strategy: Any) -> None:
     """Note the parameters and data of a new strategy; GPyTorch sets the data of fantasies only later."""
     if model.train_inputs is not None and model.train_targets is not None:
-        _keys[strategy] = solution_key(model)
+        remembered_by(strategy).key = solution_key(model)
 
 
 def drop_stale_strategy(model: Any) -> None:
@@ -63,10 +61,10 @@ def drop_stale_strategy(model: Any) -> None:
         strategy = model.prediction_strategy
         if strategy is None:
             return
-        key = solution_key(model)
-        if strategy not in _keys and getattr(strategy, "of_fantasies", False):
-            _keys[strategy] = key
-        elif _keys.get(strategy) != key:
+        key, remembered = solution_key(model), remembered_by(strategy)
+        if remembered.key is None and getattr(strategy, "of_fantasies", False):
+            remembered.key = key
+        elif remembered.key != key:
             clear_cache(model)
             for part in model.modules():
                 take_caches(part)
@@ -90,14 +88,13 @@ def solution_key(model: Any) -> tuple[Any, ...]:
 
 def solves_all(strategy: Any) -> bool:
     """Return True if no solve behind a strategy's posterior is by GPyTorch's own iterations."""
-    known = strategy.__dict__.get(_OURS)
-    if known is None:
+    remembered = remembered_by(strategy)
+    if remembered.solved_by_us is None:
         noisy = strategy.lik_train_train_covar
-        known = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and (
+        remembered.solved_by_us = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and (
             noisy.factorizes_solves or isinstance(noisy.evaluate_kernel(), AcceleratedAddedDiagLinearOperator)
         )
-        strategy.__dict__[_OURS] = known
-    return known
+    return remembered.solved_by_us
 
 
 def calls_its_own_way(model: Any) -> bool:

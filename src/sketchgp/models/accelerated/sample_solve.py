@@ -15,9 +15,9 @@ from ...operators.tiles import logger
 from ...random_streams import generator
 from ...report import SolveReport, shortfall_counted
 from ...solvers import Budgeted, Cholesky, ConjugateGradients
+from .acceleration import solve_from
 from .threshold import why_iterative
 from .training import Training
-from .warm import solve_from
 
 _SHARE = 0.04  # of a posterior deviation: the error of samples, in the root mean square over training points
 _NORMAL = 1.8874  # exp((log 2 + Euler's gamma) / 2): the standard deviation of a normal over its geometric mean

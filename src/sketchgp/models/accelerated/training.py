@@ -41,8 +41,10 @@ _REMEMBERED = "_sketchgp_remembered"  # attribute of a prediction strategy
 
 
 class Remembered:
-    """Results about one A that later predictions use again; copies and pickles are empty.
+    """Results that a prediction strategy keeps for later predictions; copies and pickles are empty.
 
+    :ivar key: of the parameters, data and settings that the strategy is of; None before it is known.
+    :ivar solved_by_us: whether no solve is by GPyTorch's own iterations; None before somebody asked.
     :ivar columns: test points that were solved for, or are about to be.
     :ivar root: the Cholesky factor of A, where it was factorized; :ivar failed: whether it has none to float64.
     :ivar low_rank: low-rank variances, :ivar deviations: and posterior samples, where they were computed.
@@ -50,6 +52,8 @@ class Remembered:
     """
 
     def __init__(self) -> None:
+        self.key: tuple[Any, ...] | None = None
+        self.solved_by_us: bool | None = None
         self.columns, self.failed = 0, False
         self.root: Tensor | None = None
         self.low_rank: Calibrated | None = None
@@ -61,7 +65,7 @@ class Remembered:
 
 
 def remembered_by(strategy: Any) -> Remembered:
-    """Return what a prediction strategy remembers of its training covariance."""
+    """Return what a prediction strategy remembers."""
     return strategy.__dict__.setdefault(_REMEMBERED, Remembered())
 
 
