@@ -142,8 +142,7 @@ def _weights(model: Any, data: TrainingData) -> tuple[Tensor, SolveReport | None
         report = solution_report(model)
         return model.prediction_strategy.weights[data.observed].to(torch.float64), report
     # an interpolated kernel's, which keeps something else
-    solver = data.training.acceleration.conjugate_gradients(evaluation=True)
-    solver = dataclasses.replace(solver, max_seconds=None, checkpoint=None)
+    solver = data.training.acceleration.column_gradients(evaluation=True)
     weights, report = data.training.run(solver, data.residual.unsqueeze(1))
     return weights.squeeze(1), report
 
@@ -153,9 +152,8 @@ def _probed(
 ) -> tuple[ProbedDiagonal, SolveReport]:
     """Return estimates of the diagonal of the inverse, and the report of their solve."""
     training, system, acceleration = data.training, data.training.system, data.training.acceleration
-    solver = acceleration.conjugate_gradients(evaluation=True)
-    limit = max(_TOLERANCE, solver.tol or 0.0)
-    solver = dataclasses.replace(solver, tol=limit, max_seconds=None, checkpoint=None)
+    solver = acceleration.column_gradients(evaluation=True)
+    solver = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
     noise = system.noise.to(torch.float64)
     z = signs(system.n, num_probes, seed, noise.device)
     built = training.preconditioner
@@ -167,7 +165,7 @@ def _probed(
     if isinstance(system.operator, KernelMatrix):
         low = acceleration.preconditioner is not None and acceleration.preconditioner.pivoted
         near = FullScale(system.operator, noise, factor if low else factor[:, :0], seed=seed)
-        samples = z * (solution - near.apply_inverse(z))
+        samples = z * (solution - near.solve(z))
         guess = near.inverse_diagonal()
         samples += guess.unsqueeze(1)
         fit = fitted(samples.mean(dim=1), guess, near.rest, near.near)

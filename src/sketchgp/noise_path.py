@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +145,6 @@ def _path(data: TrainingData, least_noise: float, num_probes: int, seed: int) ->
         built = acceleration.build(system.operator, least, differentiable=False)
         assert built is not None
         shift = built.diagonal_part - least
-    solver = acceleration.conjugate_gradients(evaluation=True)
     return _Path(
         system.operator,
         data.residual,
@@ -154,7 +152,7 @@ def _path(data: TrainingData, least_noise: float, num_probes: int, seed: int) ->
         built,
         shift,
         below=choice is None or choice.pivoted or built is None,
-        solver=dataclasses.replace(solver, max_seconds=None, checkpoint=None),
+        solver=acceleration.column_gradients(evaluation=True),
         probes=num_probes,
         seed=seed,
         name=acceleration.preconditioner_name,

@@ -66,7 +66,7 @@ class FullScale:
                 )
 
     @torch.no_grad()
-    def apply_inverse(self, vectors: Tensor) -> Tensor:
+    def solve(self, vectors: Tensor) -> Tensor:
         """Return ``B^-1 v`` for v ``(n, t)``, float64."""
         near = torch.sparse.mm(self._regress, vectors)
         far = self._half @ cholesky_solve(self._half.mT @ near, self.root)

@@ -130,8 +130,10 @@ class Acceleration:
 
     def column_solver(self, evaluation: bool = False) -> ConjugateGradients | Cholesky:
         """Return the solver of every system but the posterior mean's."""
-        if isinstance(self.solver, Cholesky):
-            return self.solver
+        return self.solver if isinstance(self.solver, Cholesky) else self.column_gradients(evaluation)
+
+    def column_gradients(self, evaluation: bool = False) -> ConjugateGradients:
+        """Return conjugate gradients without the limit of time and the checkpoint, which are the mean's alone."""
         return dataclasses.replace(self.conjugate_gradients(evaluation), max_seconds=None, checkpoint=None)
 
     def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
