@@ -344,8 +344,13 @@ def _exact_variance(
     """Return latent variances and what they are off by at the most, where it is known."""
     dtype = model.train_targets.dtype
     if conditioned is None:
-        posteriors = in_chunks(model, [x], rows, "variance", show)
-        return torch.cat([one.variance for one in posteriors], dim=-len(posteriors[-1].event_shape)), None
+
+        def by_formula(some: Tensor) -> tuple[Tensor, int]:
+            posterior = model(some)
+            return posterior.variance, len(posterior.event_shape)
+
+        variances = in_chunks(by_formula, [x], rows, "variance", show)
+        return torch.cat([one for one, _ in variances], dim=-variances[-1][1]), None
     conditioned.expect(len(x))
     parts = in_chunks(conditioned.exact_variance, [x], rows, "variance", show)
     bounds = [off + torch.finfo(dtype).eps * value for value, off in parts if off is not None]
