@@ -154,9 +154,8 @@ class PosteriorSamples:
             stop, step = start + 1, 1
         if step != 1 or stop <= start:
             raise InputError(f"samples[...] expects a slice without step, of at least one of {len(self)}; got {index}.")
-        some = copy.copy(self)
-        some._outputs = [out.part(slice(start, stop)) for out in self._outputs]
-        return some
+        outputs = [out.part(slice(start, stop)) for out in self._outputs]
+        return PosteriorSamples(self._prior, outputs, self.several, self.report, self._name)
 
     def __repr__(self) -> str:
         first = self._outputs[0]
