@@ -132,7 +132,9 @@ def install(
         preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed
     )
     if not is_accelerated(model):
-        model.__class__ = accelerated_class(type(model), AcceleratedModel)  # itself, where type(model)(...) made it
+        model.__class__ = accelerated_class(
+            type(model), AcceleratedModel
+        )  # unchanged where type(model)(...) made the model
     before, owners = model.__dict__.get(ATTRIBUTE), likelihood.__dict__.get(ATTRIBUTE, [])
     owners[:] = [owner for owner in owners if owner is not before]
     join(likelihood, acceleration)

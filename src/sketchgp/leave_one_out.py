@@ -28,7 +28,7 @@ from .solvers import Cholesky, System
 from .solvers.full.cholesky import factor_bytes
 from .space import whole
 
-_ALWAYS = 800  # rows up to which a factorization is taken whatever it costs
+_ALWAYS = 800  # rows up to which the matrix is always factorized
 _EXACT_WORK = {"cpu": 2e11, "cuda": 2e15}  # n^3 up to which it is the default
 _TOLERANCE = 5e-3  # of the probes' solve: what it leaves falls with its square, and is less than the probes' noise
 
@@ -141,7 +141,7 @@ def _weights(model: Any, data: TrainingData) -> tuple[Tensor, SolveReport | None
     if isinstance(strategy_of(model), AcceleratedPredictionStrategy):
         report = solution_report(model)
         return model.prediction_strategy.weights[data.observed].to(torch.float64), report
-    # an interpolated kernel's, which keeps something else
+    # the strategy of an interpolated kernel keeps other values
     solver = data.training.acceleration.column_gradients(evaluation=True)
     weights, report = data.training.run(solver, data.residual.unsqueeze(1))
     return weights.squeeze(1), report
@@ -210,7 +210,7 @@ def _result(
 ) -> LeaveOneOut:
     dtype, weights = model.train_targets.dtype, weights / data.scale
     relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
-    variance = (1 + relative.square()) / diagonal  # the mean of 1 / a for an a that is uncertain
+    variance = (1 + relative.square()) / diagonal  # mean of 1 / a for an uncertain a
     residual = weights * variance
     density = log_density(diagonal, weights)
     if probed is None:

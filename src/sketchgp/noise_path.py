@@ -23,7 +23,7 @@ from .report import SolveReport
 from .settings import memory_budget
 
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^3 up to which the eigendecomposition is the default
-_EXACT_BYTES = 48  # times n^2
+_EXACT_BYTES = 48  # bytes of an eigendecomposition over n^2
 _CRITERIA = ("mean_squared_error", "mean_log_density", "log_marginal_likelihood")
 
 

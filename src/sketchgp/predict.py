@@ -50,7 +50,7 @@ def predict(
     A solve that does not reach its tolerance warns, and one behind a mean does so at every prediction that uses it.
     """
     if not hasattr(model, "_predicted"):
-        acceleration_of(model, "predict")  # which refuses it
+        acceleration_of(model, "predict")  # raises the error
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)

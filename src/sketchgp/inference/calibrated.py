@@ -26,9 +26,9 @@ from .predictive_variance import LowRankVariance
 _RANK = 100
 _NEIGHBOURS = 128
 _POINTS = 60
-_EXACT = 0.01  # what the variances are right to that others are compared with, as they come of solves
-_LARGEST = 2.5  # standard errors that the largest of so many normal errors comes to
-_FEW = 0.25  # of the points, that are below a typical variance
+_EXACT = 0.01  # relative error of the exact variances, which come from solves
+_LARGEST = 2.5  # expected largest of so many normal errors, in standard errors
+_FEW = 0.25  # share of points below the typical variance
 _FLOOR = 0.02  # of the median noise: latent variances below it are not compared as ratios
 
 
@@ -60,7 +60,7 @@ class Calibrated:
             ).pivots
             assert pivots is not None
             x = self.matrix.x1
-            if n <= _NEIGHBOURS:  # all points as inducing points
+            if n <= _NEIGHBOURS:  # all points are inducing points
                 self.low_rank = LowRankVariance(self.block, x, noise, x)
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
@@ -94,10 +94,9 @@ class Calibrated:
         if self.factor == 1.0:
             return low_rank
         prior = self.block(x, None)
-        left = (low_rank / prior.clamp(min=torch.finfo(prior.dtype).tiny)).clamp(
-            max=1
-        )  # where nothing is known, it is exact
-        return torch.minimum(low_rank * self.factor ** (1 - left), prior)
+        share = low_rank / prior.clamp(min=torch.finfo(prior.dtype).tiny)
+        share = share.clamp(max=1)  # 1 where no data are near, and the variance exact
+        return torch.minimum(low_rank * self.factor ** (1 - share), prior)
 
 
 def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:

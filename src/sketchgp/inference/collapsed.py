@@ -23,8 +23,8 @@ from ..operators.tall import TallMatrix, constant
 from ..operators.tiles import spans
 from ..preconditioners import shifted_cholesky
 
-_ENTRIES = 2**21  # of a tile in the backward pass
-_ROWS = 2**16  # whose diagonal is computed at once
+_ENTRIES = 2**21  # entries of a tile in the backward pass
+_ROWS = 2**16  # rows whose diagonal is computed at once
 
 
 class _Statistics(torch.autograd.Function):

@@ -82,7 +82,7 @@ def solve_by_factor(system: System, c: Tensor, root: Tensor | None) -> tuple[Exp
     :param root: the factor, where it is known.
     :raises NumericalError: where A is not positive definite to float64.
     """
-    one = not system.batch_shape and c.dim() > 2  # system for a batch of columns
+    one = not system.batch_shape and c.dim() > 2  # one system for a batch of columns
     together = c.movedim(-2, 0).reshape(c.shape[-2], -1) if one else c
     if root is None:
         weights, _, root = Cholesky().factorize(system, together)

@@ -22,7 +22,7 @@ from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..random_streams import generator
 
-_ENTRIES = 2**23  # of a block that is worked on at once
+_ENTRIES = 2**23  # entries of a block at once
 
 
 class FullScale:
@@ -48,7 +48,7 @@ class FullScale:
     ) -> None:
         with torch.no_grad():
             n = matrix.shape[-1]
-            factor = factor.contiguous()  # its rows are read, and a preconditioner's lies by columns
+            factor = factor.contiguous()  # rows are read, and a preconditioner stores its factor by columns
             order = torch.randperm(n, generator=generator(seed, "order of a full-scale approximation"))
             near, known = _earlier(matrix, order.to(noise.device), min(neighbours, n))
             entries, others, self.rest = _regressions(matrix, noise.double(), factor, near, known)

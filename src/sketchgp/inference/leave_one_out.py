@@ -29,11 +29,11 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import Cholesky, System
 
-_COLUMNS = 512  # of an inverse at once
-_ROUNDS = 50  # of a fit
-_STEP = 2.0  # of the logarithm in a round, at most
+_COLUMNS = 512  # columns of an inverse at once
+_ROUNDS = 50  # rounds of a fit
+_STEP = 2.0  # largest step of the logarithm in a round
 _FITTED = 4  # coefficients of a fit, at most
-_NODES = 40  # of a quadrature
+_NODES = 40  # nodes of a quadrature
 _LEAST = 1e-3  # of a deviation: below it quadratics are Taylor's to six digits
 
 
@@ -217,7 +217,7 @@ def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float]
     results, none = [], torch.zeros_like(probed.spread)
     for quantity, shares in ((error, square), (density, ratio)):
         (value, deviation), (taylor, _) = quantity(probed.spread_of(shares)), quantity(none)
-        results.append((value, math.hypot(deviation, value - taylor)))  # what quadratics leave out may be as much
+        results.append((value, math.hypot(deviation, value - taylor)))  # the error of the quadratics may be as large
     return results[0], results[1]
 
 

@@ -9,7 +9,7 @@ from ..operators import KernelMatrix
 from ..operators.access import Access
 from ..operators.tiles import spans
 
-_ENTRIES = 2**23  # of a block that is worked on at once
+_ENTRIES = 2**23  # entries of a block at once
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from .neighbours import conditional_variances, nearest
 
 _NEIGHBOURS = 32
 _WIDE = 0.005  # of a log marginal likelihood over n: half a bracket up to which no probes are taken
-_TOLERANCE = 1e-2  # of the probes' solves
+_TOLERANCE = 1e-2  # relative residual of the probes' solves
 
 
 @dataclass
@@ -63,7 +63,7 @@ def exact_path(system: System, residual: Tensor, scale: Tensor, noises: list[flo
     n = system.n
     matrix = Access(system.operator).columns(torch.arange(n, device=residual.device))
     values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
-    values = values.clamp(min=0)  # rounding errors may be negative
+    values = values.clamp(min=0)  # rounding may make them negative
     turned, squares = vectors.mT @ residual, vectors.square()
     results = []
     for noise in noises:
@@ -125,7 +125,7 @@ class NoisePath:
         inner = self.gram / diagonal[0]
         inner.diagonal().add_(1)
         root, failed = torch.linalg.cholesky_ex(inner)
-        built.known_root = None if int(failed) else root  # which then is made, or refused, the usual way
+        built.known_root = None if int(failed) else root  # None lets the operator compute it, or refuse
         return built
 
     def start(self, noise: float) -> Tensor | None:

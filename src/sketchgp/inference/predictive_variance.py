@@ -38,7 +38,7 @@ from .full_scale import FullScale
 
 _ROWS = 4096
 _EARLIER = 16  # neighbours that the remainder of a training point is regressed on
-_ENTRIES = 2**22  # of k(z, X), or of blocks of neighbours, held at once
+_ENTRIES = 2**22  # entries of k(z, X), or of blocks of neighbours, held at once
 _NOT_DEFINITE = "The low-rank variance met a matrix that is not positive definite; check the inputs."
 
 

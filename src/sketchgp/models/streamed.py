@@ -19,8 +19,8 @@ from ..solvers.streams.learner import Extra, Learner
 from ..solvers.streams.problem import Batch, RandomFeatureProblem, runs_once, same_points
 
 _ROWS = 2048  # points at once
-_LATER = ("gram", "fresh")  # tensors of a learner that are not always there
-_CENTRE = 1024  # rows of the first batch that phases are counted from the mean of
+_LATER = ("gram", "fresh")  # optional tensors of a learner
+_CENTRE = 1024  # rows of the first batch whose mean is the origin of phases
 
 
 class Streamed:

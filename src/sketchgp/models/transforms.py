@@ -161,7 +161,7 @@ class Transforms:
 
     def _moments(self, x: Tensor, z: Tensor, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return mean and variance ``(..., m, t)`` float64 of outcomes, from those of transformed outcomes."""
-        points = x if hasattr(self.model, "_output_tasks") else z  # as BoTorch's posteriors have it
+        points = x if hasattr(self.model, "_output_tasks") else z  # as in BoTorch's posteriors
         with torch.no_grad():
             if self._linear:
                 return self.outcome.untransform(mean, variance, X=points)
@@ -171,7 +171,7 @@ class Transforms:
                     f"{self.owner}: variance expects 'auto', 'exact', 'low_rank' or 'samples' for a model with the "
                     f"outcome_transform {kind}, whose mean depends on it; got None."
                 )
-            from botorch.posteriors.gpytorch import GPyTorchPosterior  # which is there, as the transform is
+            from botorch.posteriors.gpytorch import GPyTorchPosterior  # BoTorch is installed, as its transform is used
 
             if mean.shape[-1] == 1:
                 normal = MultivariateNormal(mean.squeeze(-1), DiagLinearOperator(variance.squeeze(-1)))

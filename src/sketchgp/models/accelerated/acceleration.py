@@ -24,10 +24,10 @@ from ...solvers.automatic import automatic_solver
 from ...solvers.solver import solve_system
 from ...space import Space
 
-_GPYTORCHS_ITERATIONS = 1000  # its default, which limits nothing that the solver's own default does not
-_RESIDUAL = 1e-3  # relative, of solves that nothing else is said of
+_GPYTORCHS_ITERATIONS = 1000  # GPyTorch's default, which is no tighter than the solver's own
+_RESIDUAL = 1e-3  # relative residual where nothing else was asked for
 Purpose = Literal["mean", "fantasies", "columns"]  # what is solved for: a posterior mean, that of fantasies, or others
-ATTRIBUTE = "_sketchgp"  # where a model keeps its Acceleration, and a likelihood a list of them
+ATTRIBUTE = "_sketchgp"  # a model keeps its Acceleration here, and a likelihood a list of them
 
 
 @dataclass

@@ -155,7 +155,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         if columns is not None and columns.dim() == 1:
             columns = columns.unsqueeze(-1)
         if density is not None and density.always and (columns is None or not logdet):
-            density = Probes()  # the others compute both terms together
+            density = Probes()  # other densities compute both terms together
         factorized = self._factorized(settings.fast_computations.log_prob)
         if density is None or (factorized and not density.always):
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)

@@ -23,14 +23,14 @@ from ...solvers.energy import Goal, JoinedGoals, LeaveOneOutGoal, SampleGoal, Va
 from ...solvers.solver import kernel_of
 
 _EXACT_WORK = {"cpu": 1e10, "cuda": 1e13}  # n^2 m up to which "auto" solves for every test point
-_FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which it does
-_WORTH = 3.0  # times as long as approximations, that exact variances may take
-_FEW = 64  # test points for which solves cost no more than what others are made of
-_BLOCK_WORK = 2500  # operations over n^2 that a solve with 64 columns takes the time of
-_POINT_WORK = 1.5e7  # and a low-rank variance
-_SCATTER = 0.1  # of low-rank variances beyond which "auto" draws samples
-_CHECKED = 4  # test points at which "auto" looks for itself
-_TYPICAL, _WORST = 0.05, 0.1  # what they may be off by besides, as exact ones are there right to some hundredths
+_FACTOR_WORK = {"cpu": 2e11, "cuda": 2e14}  # operations of a factorization up to which "auto" factorizes
+_WORTH = 3.0  # exact variances may take so many times as long as approximations
+_FEW = 64  # test points for which solves cost no more than preparing approximations
+_BLOCK_WORK = 2500  # a solve with 64 columns takes as long as so many times n^2 operations
+_POINT_WORK = 1.5e7  # a low-rank variance takes as long as so many operations
+_SCATTER = 0.1  # relative scatter of low-rank variances beyond which "auto" draws samples
+_CHECKED = 4  # test points at which approximations are compared with exact variances
+_TYPICAL, _WORST = 0.05, 0.1  # tolerances beside the standard error: exact variances are right to some hundredths
 _ROWS = 4096  # test points at once
 
 
@@ -43,7 +43,7 @@ class Approximate:
     def __init__(self, training: Any) -> None:
         self.training, self.matrix, self.noise = training, training.system.operator, training.system.noise
         self._checked_at = self.matrix.x1[:0]
-        self._exact: Tensor | None = None  # at these points
+        self._exact: Tensor | None = None  # exact variances at these points
 
     # --- which ----------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Approximate:
 
         The relative variance of the mean square is ``2 / S``.
         """
-        # of the low-rank variance relative to the other
+        # relative variance of the low-rank variance over that of the samples
         share = self.low_rank.error(low_rank).square() * (deviations.shape[-1] / 2)
         return (share * deviations.square().mean(dim=-1) + low_rank) / (share + 1)
 
@@ -186,7 +186,7 @@ class Approximate:
             self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
         exact = self._exact
         error = self.error(method, variance[some])
-        if not bool(error.any()):  # so few points that nothing is approximated
+        if not bool(error.any()):  # nothing is approximated for so few points
             return some, exact
         logs = ((variance[some] + floor) / (exact + floor)).log()
         typical, worst, usual = float(logs.median().abs()), float(logs.abs().max()), float(error.median())

@@ -44,7 +44,7 @@ class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
             density = self._add_other_terms(output.log_prob(target), params)
             return density.div_(function_dist.event_shape.numel())
         covariance = observed_part(output.lazy_covariance_matrix, observed.reshape(-1), acceleration)
-        terms = self.model.added_loss_terms()  # of the covariance that was just evaluated
+        terms = self.model.added_loss_terms()  # added terms of the covariance that was just evaluated
         if any(isinstance(term, InducingPointKernelAddedLossTerm) for term in terms):
             raise InputError(
                 "The bound of an InducingPointKernel has a term for every training input, missing target or not; give "

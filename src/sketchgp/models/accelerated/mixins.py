@@ -53,7 +53,7 @@ class _Accelerated:
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self) not in _subclasses.values():  # a subclass of one, which is found by its name
+        if type(self) not in _subclasses.values():  # a subclass of the made class, which pickle finds by its name
             return super().__reduce_ex__(protocol)
         mixin, base = type(self).__bases__
         return _blank, (mixin, base), super().__reduce_ex__(2)[2]  # type: ignore[index]
@@ -104,7 +104,7 @@ class AcceleratedModel(_Accelerated):
         if not is_accelerated(self):
             return plain(*args, **kwargs)
         acceleration, likelihood = self.__dict__[ATTRIBUTE], self.likelihood  # type: ignore[attr-defined]
-        if likelihood is not None and not is_accelerated(likelihood):  # it was set past __setattr__
+        if likelihood is not None and not is_accelerated(likelihood):  # the likelihood was set without __setattr__
             check_likelihood(type(self).__name__, likelihood)
             join(likelihood, acceleration)
         return call(self, plain, args, kwargs)
@@ -119,14 +119,14 @@ class AcceleratedModel(_Accelerated):
         small = covariance.shape[-1] <= cholesky_points() and not acceleration.density.always
         if not small:
             _check_products(super().forward, args, covariance)  # type: ignore[misc]
-        # few points in less than float64 are factorized in it, from kernels that can be evaluated so
+        # few points below float64 are factorized in float64, from kernels that can be evaluated in it
         accurate = small and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
         ours = accurate or (acceleration.matmul != "gpytorch" and not small)
         if prior.islazy and type(prior) is MultivariateNormal and ours:
             converted = _converted(covariance, acceleration)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)
-        # the likelihood finds by this mark which model's choices the covariance is to be solved with
+        # by this mark the likelihood finds the choices of the model
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         prior.__class__ = accelerated_class(type(prior), AcceleratedDistribution)
         return prior
@@ -270,7 +270,7 @@ def check_likelihood(owner: str, likelihood: Any) -> None:
 
 def join(likelihood: Any, acceleration: Acceleration) -> None:
     """Let covariances that the likelihood makes of a model's be solved by that model's choices from now on."""
-    if not is_accelerated(likelihood):  # it may have the class, where type(likelihood)(...) made it
+    if not is_accelerated(likelihood):  # type(likelihood)(...) makes one that has the class and no choices
         likelihood.__class__ = accelerated_class(type(likelihood), AcceleratedLikelihood)
     owners = likelihood.__dict__.setdefault(ATTRIBUTE, [])
     if not any(owner is acceleration for owner in owners):
@@ -283,7 +283,9 @@ def leave(likelihood: Any, acceleration: Acceleration) -> None:
         return
     owners = likelihood.__dict__[ATTRIBUTE]
     others = [owner for owner in owners if owner is not acceleration]
-    owners[:] = others if len(others) < len(owners) else []  # one copied apart from its model has one owner
+    owners[:] = (
+        others if len(others) < len(owners) else []
+    )  # a likelihood that was copied without its model has one owner
     if not owners:
         likelihood.__class__ = plain_class(type(likelihood))
         del likelihood.__dict__[ATTRIBUTE]

@@ -27,7 +27,7 @@ from .strategy import AcceleratedPredictionStrategy, followed_points, some_rows
 from .targets import check_noise, check_targets
 from .training import remembered_by
 
-_GPYTORCH = threading.RLock()  # held while GPyTorch predicts for an accelerated model, its way
+_GPYTORCH = threading.RLock()  # held while GPyTorch itself predicts for an accelerated model
 
 
 def strategy_of(model: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def strategy_of(model: Any, **kwargs: Any) -> Any:
     with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
         if strategy is None:
-            check_targets(model, built=True)  # set_train_data takes any
+            check_targets(model, built=True)  # set_train_data accepts any shape
             check_noise(model.likelihood, model.train_targets)
             train = list(model.train_inputs)
             prior = model._get_train_prior_distribution(train, **kwargs)
@@ -82,7 +82,7 @@ def solution_key(model: Any) -> tuple[Any, ...]:
     asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
              settings.max_preconditioner_size)  # fmt: skip
     data = (*model.train_inputs, model.train_targets)
-    with KERNELS:  # no kernel computes with other parameters than its own meanwhile
+    with KERNELS:  # meanwhile no kernel computes with parameters of others
         return (*(setting.value() for setting in asked), *map(data_key, data), *module_key(model))
 
 
@@ -190,7 +190,7 @@ def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
         return posterior.mean, len(posterior.event_shape)
     strategy = strategy_of(model)
     mean, covariance, cross, batch, shape, _ = _test_prior(model, [x])
-    if isinstance(strategy, LinearPredictionStrategy):  # which has no mean without it, and no solve for it
+    if isinstance(strategy, LinearPredictionStrategy):  # its mean comes with the covariance, without a solve
         mean, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
     else:
         mean = strategy.exact_predictive_mean(mean, cross)

@@ -64,7 +64,7 @@ class Solved(Formula):
         if checked and method not in remembered.checked:
             approximate.check(x.detach(), value.detach(), method)
             remembered.checked.add(method)
-        if not x.requires_grad:  # the model's other answers have gradients in these tensors
+        if not x.requires_grad:  # other results of the model have gradients in these tensors
             value = Refusing.apply(value, method, *self.prior.representation(), *self.cross.representation())
         return value.reshape(self.shape[:-1])
 
@@ -123,7 +123,7 @@ def conditioned(prior: LinearOperator, cross: LinearOperator, root: Tensor) -> L
     :param cross: k(x, X), ``(..., m, n)``, not evaluated.
     """
     c = float64(cross).mT
-    if root.dim() == 2 < c.dim():  # one system with the columns of the whole batch
+    if root.dim() == 2 < c.dim():  # one system for the columns of all elements of the batch
         columns = c.movedim(-2, 0).reshape(c.shape[-2], -1)
         half = torch.linalg.solve_triangular(root, columns, upper=False)
         half = half.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)

@@ -34,7 +34,7 @@ from .posterior import calls_its_own_way, mean_at, solution_report, strategy_of
 from .strategy import AcceleratedPredictionStrategy
 from .training import Training, remembered_by
 
-_CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # which condition by a formula of their own
+_CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # strategies that condition by a formula of their own
 _MEAN_ROWS = 8192
 _VARIANCE_ROWS = 256
 
@@ -234,7 +234,7 @@ def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, 
         raise InputError(
             f"predict: variance of a model of several inputs expects 'auto', 'exact' or None, got {variance!r}."
         )
-    with model.__dict__[ATTRIBUTE].lock:  # a change of mode drops the solution, which another thread may look for
+    with model.__dict__[ATTRIBUTE].lock:  # a change of mode drops the solution, which another thread may be looking for
         model.eval()
     with torch.no_grad():
         if several:

@@ -21,9 +21,9 @@ from .training import Training
 
 _SHARE = 0.04  # of a posterior deviation: the error of samples, in the root mean square over training points
 _NORMAL = 1.8874  # exp((log 2 + Euler's gamma) / 2): the standard deviation of a normal over its geometric mean
-_LEAST = 1e-10  # residual that is asked for
+_LEAST = 1e-10  # the smallest residual that is asked for
 _ROUNDS = 3
-_POINTS = 64  # at which the spread of samples is looked at
+_POINTS = 64  # training points at which the spread of samples is measured
 
 
 class SampleSolve:
@@ -107,7 +107,7 @@ class SampleSolve:
 
         :param spread: their typical deviation from the mean; :param errors: ``(S,)``, at a typical point at the most.
         """
-        error = (2 * errors).square().mean()  # the spread holds the errors; they are estimates, so twice
+        error = (2 * errors).square().mean()  # the spread contains the errors, whose estimates are doubled
         without = (spread.square() - error).clamp(min=0)
         observed = (without + self.system.noise.to(torch.float64).mean()).sqrt()
         median, largest = float((errors / observed).median()), float((errors / observed).max())

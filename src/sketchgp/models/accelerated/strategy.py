@@ -151,7 +151,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         missing = settings.observation_nan_policy.value() != "ignore" and bool(weights.isnan().any())
         if weights.dtype == self.train_labels.dtype and not missing:
             return super().exact_predictive_mean(test_mean, test_train_covar)
-        weights = weights.squeeze(1) if weights.dim() == 4 else weights  # as GPyTorch has it
+        weights = weights.squeeze(1) if weights.dim() == 4 else weights  # GPyTorch squeezes it, too
         weights = torch.where(weights.isnan(), 0, weights) if missing else weights
         cross, weights = to_linear_operator(test_train_covar), weights.to(torch.float64).unsqueeze(-1)
         few = cross.shape[-1] <= cholesky_points()

@@ -37,7 +37,7 @@ def check_targets(model: Any, built: bool) -> None:
         return
     event = _event_shape(model) if built else None
     if event is None and len(shape) > 1 and shape[-2] == n and shape[-1] > 1:
-        return  # several outputs of a likelihood that is not GPyTorch's; log densities look again
+        return  # several outputs of another likelihood, which log densities check again
     if event is not None and shape[-len(event) :] == event and _broadcast(shape[: -len(event)], batch):
         return
     if event is not None and event.numel() > n and targets.numel() % event.numel() == 0:

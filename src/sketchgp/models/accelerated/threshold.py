@@ -13,7 +13,7 @@ from linear_operator import settings
 
 _GPYTORCHS_POINTS = 800
 _IN_PLACE_OF_BOTORCHS = 2000
-_BOTORCHS_POINTS = 4096  # what ``import botorch`` makes of GPyTorch's default, for the whole process
+_BOTORCHS_POINTS = 4096  # ``import botorch`` sets GPyTorch's default to this for the whole process
 
 
 def cholesky_points() -> int:

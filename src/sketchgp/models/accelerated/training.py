@@ -34,7 +34,7 @@ from .threshold import cholesky_points, threshold_untouched
 
 _ROWS = 256  # test points solved for at once
 _LOOSE = 0.5  # relative residual, where the goal is one of energies
-_VECTORS = 8  # float64 vectors that a solve holds for each of them
+_VECTORS = 8  # float64 vectors that a solve holds for each test point
 _ARRAYS = 3  # n x n float64 arrays that a factorization of few points takes
 _COLUMNS = 90  # rows of A for each right-hand side, up to which a factorization is the cheaper
 _REMEMBERED = "_sketchgp_remembered"  # attribute of a prediction strategy

@@ -72,7 +72,7 @@ class TrainingData:
                     f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "
                     "inverted by its structure (a linear, inducing-point or Kronecker kernel)."
                 )
-            mean = model.forward(*model.train_inputs).mean  # a prediction strategy may hold an earlier one
+            mean = model.forward(*model.train_inputs).mean  # the strategy may hold a mean of earlier parameters
             residual = (targets.to(torch.float64) - mean.to(torch.float64))[observed]
             scale = torch.ones_like(residual) if scale is None else scale[observed]
             return cls(training, residual, observed, known, scale)

@@ -20,7 +20,7 @@ from ...operators.tall import constant
 from ...operators.tiles import spans
 from ..lazy_covariance import Formula, positive
 
-_ENTRIES = 2**22  # of k(z, x) held at once
+_ENTRIES = 2**22  # entries of k(z, x) held at once
 
 Collapse = Callable[[Tensor, Tensor], Collapsed]
 
@@ -32,7 +32,7 @@ class TraceTerm(AddedLossTerm):
         self.collapsed: Collapsed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"collapsed": None}  # an autograd graph
+        return {"collapsed": None}  # the statistics hold an autograd graph
 
     def loss(self, *params: Any) -> Tensor:
         if self.collapsed is None:
