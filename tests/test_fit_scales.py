@@ -16,7 +16,7 @@ from gpytorch import kernels
 import sketchgp
 from cases import each
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, small_subsets
-from sketchgp.fitting.scales import flatness, rescale, wake
+from sketchgp.fitting.scales import flatness, rescale, revive
 
 pytestmark = TORCH_WARNINGS
 
@@ -162,14 +162,14 @@ def test_inputs_that_few_rows_took_for_none_or_for_labels_matter_again() -> None
     model = Plain(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(ard_num_dims=3))).double()
     base = model.covar_module.base_kernel
     base.lengthscale = torch.tensor([0.3, 1e-3, 1e4])
-    (woken,) = wake(model)
+    (revived,) = revive(model)
     size = x.std(dim=0) * 3**0.5
     expected = [0.3, float(size[1]), 10 * float(size[2])]
     assert base.lengthscale.flatten().tolist() == pytest.approx(expected, rel=1e-6)
-    assert wake(model) == []
+    assert revive(model) == []
     for sign in (1.0, -1.0):  # of the gradient: to a shorter one, and back to the huge one
         base.raw_lengthscale.grad = torch.full_like(base.raw_lengthscale, sign)
-        woken.judge()
+        revived.judge()
         expected[2] = 10 * float(size[2]) if sign > 0 else 1e4
         assert base.lengthscale.flatten().tolist() == pytest.approx(expected, rel=1e-6)
 
@@ -196,15 +196,15 @@ def test_inputs_that_are_labels_stay_labels(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     small_subsets(monkeypatch)
-    woken: list[int] = []
+    revived: list[int] = []
 
-    def waking(model: Any) -> list[Any]:
-        woken.append(len(model.train_targets))
-        return wake(model)
+    def reviving(model: Any) -> list[Any]:
+        revived.append(len(model.train_targets))
+        return revive(model)
 
-    monkeypatch.setattr("sketchgp.fitting.run.wake", waking)
+    monkeypatch.setattr("sketchgp.fitting.run.revive", reviving)
     sketchgp.fit(build(), start="subset", iterations=1)
-    assert woken[-1] == 120 and len(woken) == 3
+    assert revived[-1] == 120 and len(revived) == 3
 
 
 @pytest.mark.parametrize(("rows", "fewest", "inputs", "seed"), [(80, 80, 16, 1), (120, 80, 16, 2), (160, 80, 32, 1)])

@@ -72,7 +72,7 @@ def fit(
     :raises NumericalError: if the first loss is not finite; the model is then as it was.
     """
     _check_model(model)
-    choices = _choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
+    choices = Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
     checks.flag("fit", "progress", progress, optional=True)
     checks.function("fit", "callback", callback)
     checkpoint = checks.path("fit", "checkpoint", checkpoint, optional=True)
@@ -95,33 +95,6 @@ def _check_model(model: Any) -> None:
     missing = bool(torch.isnan(model.train_targets).any())
     if missing and gpytorch.settings.observation_nan_policy.value() != "mask":
         raise InputError('fit: the training targets hold NaN; wrap the call in observation_nan_policy("mask").')
-
-
-def _choices(
-    optimizer: str,
-    start: str,
-    objective: str,
-    iterations: int | None,
-    learning_rate: float | None,
-    num_probes: int,
-    seed: int,
-    tol: float,
-) -> Choices:
-    """Return the arguments of a fit, checked.
-
-    :raises InputError: for arguments that do not fit.
-    """
-    checks.word("fit", "optimizer", optimizer, ("auto", "lbfgs", "adam"))
-    checks.word("fit", "start", start, ("auto", "model", "subset"))
-    checks.word("fit", "objective", objective, ("auto", "exact", "bound", "probes", "samples"))
-    iterations = checks.count("fit", "iterations", iterations, optional=True)
-    num_probes = checks.count("fit", "num_probes", num_probes)
-    if learning_rate is not None:
-        learning_rate = checks.number("fit", "learning_rate", learning_rate, above=0, finite=True)
-    if optimizer == "lbfgs" and learning_rate is not None:
-        raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
-    seed, tol = checks.seed("fit", "seed", seed), checks.number("fit", "tol", tol)
-    return Choices(optimizer, start, objective, iterations, learning_rate, num_probes, seed, tol)
 
 
 def _solved_by_us(model: Any, mll: Any) -> Any:

@@ -142,8 +142,10 @@ class Bound(LogDensity):
             self._open = float(log_slack(prior, built.factor, built.diagonal_part).sum()) / 2
         return built, self._open
 
-    def solve(self, solver: ConjugateGradients, system: System, built: LowRankPlusDiagonal, b: Tensor) -> _Solved:
-        """Return w with a small ``r^T P^-1 r`` for b ``(..., n, t)``, without gradients."""
+    def solve(
+        self, solver: ConjugateGradients, system: System, built: LowRankPlusDiagonal, b: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return w, ``r = b - A w`` and ``z = P^-1 r`` with a small ``r^T z``, for b ``(..., n, t)``; no gradients."""
         batch = torch.broadcast_shapes(b.shape[:-2], system.batch_shape)
         b = b.expand(*batch, *b.shape[-2:])
         target = self.share * system.n
@@ -171,16 +173,7 @@ class Bound(LogDensity):
                 break
         assert value is not None
         self._weights = value
-        return _Solved(value, r, z)
-
-
-@dataclass
-class _Solved:
-    """``w``, ``r = y - A w`` and ``z = P^-1 r``, ``(..., n, t)`` each."""
-
-    w: Tensor
-    r: Tensor
-    z: Tensor
+        return value, r, z
 
 
 class _InvQuadLogdet(torch.autograd.Function):
@@ -198,9 +191,9 @@ class _InvQuadLogdet(torch.autograd.Function):
         *args: Tensor,
     ) -> tuple[Tensor, Tensor]:
         built = built.detached(None)
-        solved = bound.solve(solver, system, built, columns)
-        each = (solved.w * (columns + solved.r)).sum(dim=-2)
-        above = (solved.r * solved.z).sum(dim=-2).clamp(min=0)
+        w, r, z = bound.solve(solver, system, built, columns)
+        each = (w * (columns + r)).sum(dim=-2)
+        above = (r * z).sum(dim=-2).clamp(min=0)
         determinant = built.log_determinant()
         excess = log_slack(prior, built.factor, built.diagonal_part)
         gap = 0.5 * float(above.sum() + excess.sum())
@@ -208,14 +201,14 @@ class _InvQuadLogdet(torch.autograd.Function):
             operator = tree(*args[:count])
             certificate = Certificate(operator.system(), built, below=True)
             if certificate.known and _semidefinite(operator.kernel_matrix):
-                _, low, high = certificate.bounds(columns.expand_as(solved.w), solved.w, solved.r)
+                _, low, high = certificate.bounds(columns.expand_as(w), w, r)
                 rounded = -system.n * certificate.slack.squeeze(-1).log()
                 each, above, excess = high, torch.zeros_like(high), excess + rounded
                 gap = 0.5 * float((high - low).sum() + (excess + rounded).sum())
             else:
                 gap = math.nan
         bound.gap = gap + (bound.gap or 0.0)
-        ctx.tree, ctx.built, ctx.count, ctx.solved = tree, built, count, solved
+        ctx.tree, ctx.built, ctx.count, ctx.w, ctx.z = tree, built, count, w, z
         ctx.columns_shape, ctx.caller = columns.shape, copy_context()
         ctx.save_for_backward(prior, *args)
         return each + above, determinant + excess
@@ -226,7 +219,7 @@ class _InvQuadLogdet(torch.autograd.Function):
     def backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         prior, *args = ctx.saved_tensors
         of_matrix: tuple[Tensor | None, ...] = (None,) * ctx.count
-        both, z = ctx.solved.w + ctx.solved.z, ctx.solved.z
+        both, z = ctx.w + ctx.z, ctx.z
         weight = of_each.unsqueeze(-2)
         if any(ctx.needs_input_grad[8 : 8 + ctx.count]):  # (w + z) (w + z)^T - z z^T = w w^T + z w^T + w z^T
             operator = ctx.tree(*args[: ctx.count])

@@ -37,7 +37,7 @@ def raise_noise(objective: Objective) -> str:
     if not variance or not noises or any(bool((c.transform(p) >= _NONE * variance).any()) for p, c in noises):
         return ""
     first = least = _loss(objective)
-    best, said, rows = objective.state(), "", len(model.train_targets)
+    best, note, rows = objective.state(), "", len(model.train_targets)
     for share in _TRIED:
         set_noise(model, share)
         loss = _loss(objective)
@@ -45,9 +45,9 @@ def raise_noise(objective: Objective) -> str:
             break
         least, best = loss, objective.state()
         of_what = f"the noise was raised to {share:g} of the targets' variance"
-        said = f"{of_what}: with {rows} rows the loss was {first:.4f}, and {loss:.4f} then"
+        note = f"{of_what}: with {rows} rows the loss was {first:.4f}, and {loss:.4f} then"
     objective.restore(best)
-    return said
+    return note
 
 
 @torch.no_grad()

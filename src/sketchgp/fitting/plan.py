@@ -36,33 +36,33 @@ _SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits
 _LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))  # (rows, those that come before)
 
 
-def route(own: Objective, asked: str, optimizer: str) -> tuple[str, str]:
+def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
     """Return ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``, and a note of the reason.
 
-    :param own: the model's own losses.
+    :param base: the model's own losses.
     :param asked: one of the first four, or ``"auto"``: a bound is then to be tried first.
     :param optimizer: the optimizer asked for; samples are of no use to L-BFGS.
     :raises InputError: where the model does not have what is asked for.
     """
-    acceleration = own.acceleration
+    acceleration = base.acceleration
     if acceleration is None:
         if asked in ("exact", "probes", "samples"):
             raise InputError(f'fit: objective="{asked}" is of accelerated models; an InducingPointGP has a bound.')
         return "bound", ""
-    if isinstance(own.mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
-        own.mll, gpytorch.mlls.ExactMarginalLogLikelihood
+    if isinstance(base.mll, gpytorch.mlls.LeaveOneOutPseudoLikelihood) or not isinstance(
+        base.mll, gpytorch.mlls.ExactMarginalLogLikelihood
     ):
         if asked != "auto":
             raise InputError(
-                f'fit: objective="{asked}" is of marginal likelihoods; {type(own.mll).__name__} is its own.'
+                f'fit: objective="{asked}" is of marginal likelihoods; {type(base.mll).__name__} is its own.'
             )
         return "given", ""
-    rows, device = own.rows, own.model.train_targets.device
+    rows, device = base.rows, base.model.train_targets.device
     no_bound = why_no_bound(acceleration)
     if asked == "bound" and no_bound:
         raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
     if asked in ("auto", "samples"):
-        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(own.model, acceleration):
+        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(base.model, acceleration):
             return "samples", ""
         if asked == "samples":
             raise InputError(
@@ -73,7 +73,7 @@ def route(own: Objective, asked: str, optimizer: str) -> tuple[str, str]:
         return asked, ""
     if isinstance(acceleration.solver, Cholesky):
         return "exact", ""
-    fits = 8 * rows * rows * _systems(own) <= memory_budget.value(device)
+    fits = 8 * rows * rows * _systems(base) <= memory_budget.value(device)
     if _free(acceleration) and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
         return "exact", ""
     if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
@@ -105,16 +105,16 @@ def _systems(objective: Objective) -> int:
     return int(objective.model.train_targets.numel()) // max(objective.rows, 1)
 
 
-def dearest(own: Objective, asked: str) -> float:
+def dearest(base: Objective, asked: str) -> float:
     """Return the products with K of an evaluation with probes above which a factorization is sooner done.
 
     It is infinite where a factorization does not fit into memory, or was not left to the library.
     """
-    acceleration = own.acceleration
-    if acceleration is None or asked != "auto" or own.model.train_targets.device.type != "cpu":
+    acceleration = base.acceleration
+    if acceleration is None or asked != "auto" or base.model.train_targets.device.type != "cpu":
         return math.inf
-    fits = _ROOM * 8 * own.rows**2 <= memory_budget.value()
-    return own.rows / _ROWS_A_PRODUCT if fits and _systems(own) == 1 and _free(acceleration) else math.inf
+    fits = _ROOM * 8 * base.rows**2 <= memory_budget.value()
+    return base.rows / _ROWS_A_PRODUCT if fits and _systems(base) == 1 and _free(acceleration) else math.inf
 
 
 def why_no_bound(acceleration: Acceleration) -> str:
@@ -125,17 +125,17 @@ def why_no_bound(acceleration: Acceleration) -> str:
     return "" if Bound.serves(choice) else f"{choice.name} has no pivots, or need not lie below the matrix"
 
 
-def new_bound(own: Objective, asked: str = "auto", limited: bool = True, held: bool = True) -> Bound:
+def new_bound(base: Objective, asked: str = "auto", limited: bool = True, held: bool = True) -> Bound:
     """Return a bound whose pivots are chosen at its first loss.
 
-    :param own: the model's own losses.
+    :param base: the model's own losses.
     :param asked: ``"bound"`` for as many columns as there may be, and no limit.
     :param limited: whether a first loss wider than :data:`WIDTH` is refused.
     :param held: whether pivots are held; otherwise they are chosen anew where losses become wider than that.
     """
-    assert own.acceleration is not None and own.acceleration.preconditioner is not None
-    choice = Tightened(base=own.acceleration.preconditioner, slack=WIDTH / 2, hopeful=asked == "bound")
-    nats = WIDTH * own.rows * _systems(own)
+    assert base.acceleration is not None and base.acceleration.preconditioner is not None
+    choice = Tightened(base=base.acceleration.preconditioner, slack=WIDTH / 2, hopeful=asked == "bound")
+    nats = WIDTH * base.rows * _systems(base)
     return Bound(choice, limit=nats if limited and asked != "bound" else None, redrawn=None if held else nats)
 
 

@@ -195,11 +195,11 @@ class Record:
             return
         if rarely and checkpoint.written and time.perf_counter() - self._saved_at < checkpoint.every:
             return
-        found = {"start": self.start, **{f"buffer.{name}": b for name, b in self._learned().items()}}
+        contents = {"start": self.start, **{f"buffer.{name}": b for name, b in self._learned().items()}}
         stages = {**self._kept, **{name: stage.tensors() for name, stage in self._stages.items()}}
         for name, tensors in stages.items():
-            found.update({f"stage.{name}.{key}": tensor for key, tensor in tensors.items()})
-        checkpoint.save({"seconds": time.perf_counter() - self.began}, found)
+            contents.update({f"stage.{name}.{key}": tensor for key, tensor in tensors.items()})
+        checkpoint.save({"seconds": time.perf_counter() - self.began}, contents)
         self._saved_at = time.perf_counter()
 
     @torch.no_grad()

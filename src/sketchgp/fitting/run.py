@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from .. import checks
 from ..density import Probes, Samples, TooWide
 from ..errors import InputError, NumericalError, warn
 from ..fingerprint import tensor_mark
@@ -25,7 +26,7 @@ from .noises import centre_mean, mean_square, raise_noise, set_noise, to_unit
 from .objective import ModelState, Objective
 from .plan import WIDTH, dearest, exact_objective, new_bound, on_subset, route, rows_before
 from .record import Record, fit_marks
-from .scales import flatness, rescale, set_scale, spread, wake
+from .scales import flatness, rescale, revive, set_scale, spread
 from .stage import ENDED, Stage
 from .steps import Steps
 
@@ -48,9 +49,12 @@ class _Stopped(Exception):
     """Signals that the callback has ended a fit before its first step on all rows."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Choices:
-    """Arguments of :func:`sketchgp.fit`, checked."""
+    """Arguments of :func:`sketchgp.fit`.
+
+    :raises InputError: for arguments that do not fit.
+    """
 
     optimizer: str
     start: str
@@ -60,6 +64,18 @@ class Choices:
     num_probes: int
     seed: int
     tol: float
+
+    def __post_init__(self) -> None:
+        checks.word("fit", "optimizer", self.optimizer, ("auto", "lbfgs", "adam"))
+        checks.word("fit", "start", self.start, ("auto", "model", "subset"))
+        checks.word("fit", "objective", self.objective, ("auto", "exact", "bound", "probes", "samples"))
+        self.iterations = checks.count("fit", "iterations", self.iterations, optional=True)
+        self.num_probes = checks.count("fit", "num_probes", self.num_probes)
+        if self.learning_rate is not None:
+            self.learning_rate = checks.number("fit", "learning_rate", self.learning_rate, above=0, finite=True)
+        if self.optimizer == "lbfgs" and self.learning_rate is not None:
+            raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
+        self.seed, self.tol = checks.seed("fit", "seed", self.seed), checks.number("fit", "tol", self.tol)
 
 
 class Fit:
@@ -85,7 +101,7 @@ class Fit:
     ) -> None:
         self.model, self.choices, self.show, self.callback = model, choices, show, callback
         self.full = full = self._routed(model, mll, choices, full=True)
-        self.history, self.acceleration = full.history, full.own.acceleration
+        self.history, self.acceleration = full.history, full.base.acceleration
         if full.kind == "samples" and checkpoint is not None:
             raise InputError(
                 "fit: checkpoint is of losses that are known by themselves; those by samples are followed."
@@ -96,8 +112,8 @@ class Fit:
         def marks() -> dict[str, str]:
             return fit_marks(model, mll, f"{words} {_solved_by(self.acceleration)}")
 
-        compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*full.own.parameters)})
-        self.record = Record(full.own, checkpoint, every, marks)
+        compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*full.base.parameters)})
+        self.record = Record(full.base, checkpoint, every, marks)
         self.kept: list[Tensor] | None = None  # the best parameters so far
 
     def __call__(self) -> FitHistory:
@@ -143,11 +159,11 @@ class Fit:
         if self.kept is None or not (history.losses or history.reason in ("interrupted", STOPPED)):
             before.put_back()
             return
-        full.own.restore(self.kept)
-        history.at_limits |= full.own.at_limits()
+        full.base.restore(self.kept)
+        history.at_limits |= full.base.at_limits()
         if full.objective.model is not self.model:
             _copy_buffers(full.objective.model, self.model)
-        full.own.clear()
+        full.base.clear()
         self.model.eval()
 
     # --- the plan -------------------------------------------------------------------------------------------
@@ -167,33 +183,33 @@ class Fit:
 
     def _routed(self, model: Any, mll: Any, choices: Choices, full: bool) -> Stage:
         """Return a stage whose losses are computed as its rows, the model and the choices tell."""
-        own = Objective(model, mll)
-        own.density = None if own.acceleration is None else Probes(watched=True)
-        kind, why = route(own, choices.objective, choices.optimizer)
+        base = Objective(model, mll)
+        base.density = None if base.acceleration is None else Probes(watched=True)
+        kind, why = route(base, choices.objective, choices.optimizer)
         optimizer = choices.optimizer
         if optimizer == "auto":
             optimizer = "lbfgs" if choices.learning_rate is None and kind != "samples" else "adam"
         rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         history = FitHistory(optimizer=optimizer, objective=kind, notes=[why] if why else [], rows=rows)
         limit = choices.iterations or _ITERATIONS[optimizer]
-        return Stage(own, kind, history, choices.tol, limit, full)
+        return Stage(base, kind, history, choices.tol, limit, full)
 
     def _prepare(self, stage: Stage) -> None:
         """Move a stage away from where its loss is flat, and choose its density."""
         stage.flat = self._away_from_flatness(stage)
-        own, acceleration = stage.own, stage.own.acceleration
+        base, acceleration = stage.base, stage.base.acceleration
         if stage.kind == "exact":
-            stage.objective = exact_objective(own.model, own.mll)
+            stage.objective = exact_objective(base.model, base.mll)
         elif stage.kind == "bound" and acceleration is not None:
             held = stage.history.optimizer == "lbfgs"
-            stage.objective = Objective(own.model, own.mll, new_bound(own, self.choices.objective, held=held))
+            stage.objective = Objective(base.model, base.mll, new_bound(base, self.choices.objective, held=held))
         elif stage.kind == "samples" and acceleration is not None:
             samples = Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes)
-            stage.objective = Objective(own.model, own.mll, samples)
+            stage.objective = Objective(base.model, base.mll, samples)
 
     def _away_from_flatness(self, stage: Stage) -> str:
         """Give lengthscales the size of the data where the loss is flat otherwise; return why it still is."""
-        model, seed, notes = stage.own.model, self.choices.seed, stage.history.notes
+        model, seed, notes = stage.base.model, self.choices.seed, stage.history.notes
         why = "" if self.choices.start == "model" else rescale(model, seed)
         if why:
             notes.append(f"started from lengthscales of the size of the inputs: {why} with those of the model")
@@ -217,7 +233,7 @@ class Fit:
         rows = rows_before(0 if above.kind == "samples" else self.history.rows)
         while True:
             exact = rows == rows_before(0)
-            twin = on_subset(above.own.mll, rows, choices.seed, exact)
+            twin = on_subset(above.base.mll, rows, choices.seed, exact)
             if twin is None:
                 if choices.start == "subset":
                     raise InputError(
@@ -232,7 +248,9 @@ class Fit:
                 part = self._routed(
                     twin.model,
                     twin,
-                    dataclasses.replace(choices, optimizer="lbfgs", iterations=limit, tol=self._rough),
+                    dataclasses.replace(
+                        choices, optimizer="lbfgs", iterations=limit, learning_rate=None, tol=self._rough
+                    ),
                     full=False,
                 )
                 self._prepare(part)
@@ -248,11 +266,11 @@ class Fit:
         :param inside: whether they serve many rows.  A bad start is dear there and these fits are not, so that starts
             are compared on more rows.
         """
-        count = sum(p.numel() for p in above.own.parameters)
+        count = sum(p.numel() for p in above.base.parameters)
         fewest = _FEW if inside else min(max(_FEWEST, _FOR_EACH * count), _FEW)
         stages = list[Stage]()
         for rows in sorted({_FEW, fewest}, reverse=True):
-            twin = on_subset(above.own.mll, rows, self.choices.seed, True) if above.history.rows > rows else None
+            twin = on_subset(above.base.mll, rows, self.choices.seed, True) if above.history.rows > rows else None
             if twin is None:
                 break
             part = Stage.exact(twin, self._rough, above.limit, few=True)
@@ -286,7 +304,7 @@ class Fit:
                     note = raise_noise(stage.objective)
                     before.history.notes += [note] if note else []
                 if before.few or stage.history.optimizer == "lbfgs":
-                    stage.woken = wake(stage.objective.model)
+                    stage.revived = revive(stage.objective.model)
             try:
                 before, inverse = self._run(stage, inverse)
             except RuntimeError:
@@ -319,10 +337,10 @@ class Fit:
                     again = False
         if stage.history.reason == STOPPED and not stage.full:
             raise _Stopped
-        if not stage.full and stage.own.acceleration is not None and stage.own.acceleration.cache is not None:
-            stage.own.acceleration.cache.release()  # the record knows it
+        if not stage.full and stage.base.acceleration is not None and stage.base.acceleration.cache is not None:
+            stage.base.acceleration.cache.release()  # the record knows it
         if stage.several and not stage.full:
-            other = self._other_starts(stage.own.mll, stage)
+            other = self._other_starts(stage.base.mll, stage)
             if other is not None:
                 return other
         return stage, inverse
@@ -332,7 +350,7 @@ class Fit:
         while True:
             stage.steps = self._steps(stage, bar, near=inverse is not None)
             try:
-                stage.judge_woken()
+                stage.judge_revived()
                 inverse = minimise(stage.objective, stage.steps, self.choices.learning_rate, inverse)
             except TooWide:
                 stage.history.reason = WIDENED
@@ -343,18 +361,18 @@ class Fit:
             elif stage.history.reason == DEAR:
                 stage.leave_long_solves()
             else:
-                stage.own.restore(stage.steps.best)
+                stage.base.restore(stage.steps.best)
                 return inverse
 
     def _steps(self, stage: Stage, bar: Any, near: bool) -> Steps:
         """Return the steps of the next run; ``near`` says whether it begins near a minimum."""
-        history, acceleration = stage.history, stage.own.acceleration
+        history, acceleration = stage.history, stage.base.acceleration
         steps = Steps(stage.objective, history, stage.limit, stage.tol, bar, self.callback, self.record.began, near)
         steps.best = stage.best or steps.best
         if history.optimizer == "lbfgs" and stage.kind == "bound" and len(history.restarts) < _RESTARTS:
             steps.widest = WIDTH
         if history.optimizer == "lbfgs" and stage.kind == "probes":
-            steps.dearest = dearest(stage.own, self.choices.objective)
+            steps.dearest = dearest(stage.base, self.choices.objective)
         cache = None if acceleration is None else acceleration.cache
         stage.objective.evaluations = self.record.evaluations(cache, stage.objective.density)
         return steps
@@ -362,7 +380,7 @@ class Fit:
     @contextmanager
     def _one_function(self, stage: Stage) -> Iterator[None]:
         """Make losses values of one function inside the block: the same probes, and by L-BFGS the same pivots."""
-        acceleration = stage.own.acceleration
+        acceleration = stage.base.acceleration
         if acceleration is None:
             yield
             return
@@ -392,7 +410,9 @@ class Fit:
         stage.several = False
         if not several or history.reason not in ENDED or len(history.losses) >= stage.limit:
             return None
-        twin = on_subset(stage.own.mll, _FEW, self.choices.seed, True)  # a copy, as some modules learn from their input
+        twin = on_subset(
+            stage.base.mll, _FEW, self.choices.seed, True
+        )  # a copy, as some modules learn from their input
         if twin is None or len(twin.model.train_targets) != history.rows:
             return None
         try:
@@ -423,7 +443,7 @@ class Fit:
             if name == _IN_DOUBT[0] and not _alone(ends.values(), tol):
                 break
             trial = Stage.exact(mll, tol, first.limit, first.few)
-            trial.own.restore(start)
+            trial.base.restore(start)
             if not spread(mll.model, times):
                 continue
             centre_mean(mll.model)

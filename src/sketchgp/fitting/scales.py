@@ -151,7 +151,7 @@ def buffers_kept(model: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Woken:
+class Revived:
     """Lengthscales of one kernel that were made such that the loss depends on them.
 
     :ivar before: their values before, ``(..., d)``.
@@ -178,14 +178,14 @@ class Woken:
 
 
 @torch.no_grad()
-def wake(model: Any) -> list[Woken]:
+def revive(model: Any) -> list[Revived]:
     """Move single lengthscales on which the loss hardly depends to where it depends on them a little.
 
     Few rows may take an input for irrelevant, or for a mere label.  Its lengthscale is then huge or tiny, and no
-    gradient would tell more rows better.  One evaluation can then :meth:`Woken.judge` those that were huge, or
-    :meth:`Woken.take_back` all.
+    gradient would tell more rows better.  One evaluation can then :meth:`Revived.judge` those that were huge, or
+    :meth:`Revived.take_back` all.
     """
-    woken, seen = [], inputs_seen(model)
+    revived, seen = [], inputs_seen(model)
     for kernel in _scaled(model):
         x = seen.get(id(kernel)) if kernel.raw_lengthscale.requires_grad else None
         if x is None or len(x) < 2 or kernel.ard_num_dims is None or kernel.lengthscale.shape[-1] != x.shape[1]:
@@ -198,8 +198,8 @@ def wake(model: Any) -> list[Woken]:
         if bool((tiny | huge).any()):
             chosen = torch.where(tiny, size, torch.where(huge, _LITTLE * size, now)).to(kernel.raw_lengthscale)
             kernel.lengthscale = inside(chosen, kernel.raw_lengthscale_constraint)
-            woken.append(Woken(kernel, before, huge))
-    return woken
+            revived.append(Revived(kernel, before, huge))
+    return revived
 
 
 def _scaled(model: Any) -> list[Any]:

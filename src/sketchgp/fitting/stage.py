@@ -13,7 +13,7 @@ from .history import SETTLED, FitHistory
 from .minimise import STEEP, STUCK
 from .objective import Objective
 from .plan import WIDTH, exact_objective, new_bound, why_no_bound
-from .scales import Woken
+from .scales import Revived
 from .steps import Steps
 
 ENDED = (SETTLED, STUCK, STEEP)  # reasons of a fit that nothing has cut short
@@ -26,7 +26,7 @@ _AT_LAST = "where that ended a bound had become tight: went on with it"
 class Stage:
     """One stage of a fit.
 
-    :param own: the losses as the model computes them; those of an exact fit to some of the rows are exact.
+    :param base: the losses as the model computes them; those of an exact fit to some of the rows are exact.
     :param kind: how losses are computed: ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``.
     :param history: records the stage.
     :param tol: the tolerance that its losses settle by.
@@ -38,29 +38,29 @@ class Stage:
     :ivar several: whether other starts are compared.
     :ivar start: the parameters that the first start began with.
     :ivar steps: the steps of the latest run.
-    :ivar woken: lengthscales to be judged at the first loss.
+    :ivar revived: lengthscales to be judged at the first loss.
     :ivar flat: why the loss is flat at the start, or "".
     """
 
     def __init__(
-        self, own: Objective, kind: str, history: FitHistory, tol: float, limit: int, full: bool, few: bool = False
+        self, base: Objective, kind: str, history: FitHistory, tol: float, limit: int, full: bool, few: bool = False
     ) -> None:
-        self.own = self.objective = own
+        self.base = self.objective = base
         self.kind = self.routed = kind
         self.history, self.tol, self.limit, self.full, self.few = history, tol, limit, full, few
         self.several, self.flat = False, ""
         self.start: list[Tensor] | None = None
         self.steps: Steps | None = None
-        self.woken: list[Woken] = []
+        self.revived: list[Revived] = []
 
     @classmethod
     def exact(cls, twin: Any, tol: float, limit: int, few: bool = False) -> Stage:
         """Return the stage of exact losses of a copy with some of the rows, or of its bound on inducing points."""
-        own = Objective(twin.model, twin)
-        own.density = None if own.acceleration is None else Exact()
-        kind = "exact" if own.exact else "bound"
+        base = Objective(twin.model, twin)
+        base.density = None if base.acceleration is None else Exact()
+        kind = "exact" if base.exact else "bound"
         history = FitHistory(optimizer="lbfgs", objective=kind, rows=len(twin.model.train_targets))
-        return cls(own, kind, history, tol, limit, False, few)
+        return cls(base, kind, history, tol, limit, False, few)
 
     @property
     def best(self) -> list[Tensor] | None:
@@ -79,20 +79,20 @@ class Stage:
         if restart:
             self.history.restarts.append(len(self.history.losses))
 
-    def judge_woken(self) -> None:
+    def judge_revived(self) -> None:
         """Judge by one evaluation which lengthscales, of inputs that fewer rows found irrelevant, do matter.
 
         Where the loss is far above that of fewer rows, all lengthscales are put back: inputs that are labels indeed, of
         patients say, would take all that a fit has learned with them.
         """
-        if not self.woken or self.steps is None:
+        if not self.revived or self.steps is None:
             return
         evaluation, fewer = self.objective.evaluate(), self.history.subset
         self.steps.count(evaluation)
         wrong = fewer is not None and not evaluation.value <= fewer.best_loss + _WORSE
-        for one in self.woken:
+        for one in self.revived:
             one.take_back() if wrong else one.judge()
-        self.woken.clear()
+        self.revived.clear()
 
     def leave_wide_bound(self, asked: str) -> None:
         """Go on with new pivots, or with probes where a bound with new pivots would be too wide as well.
@@ -104,26 +104,26 @@ class Stage:
         history, bound, steps, width = self.history, self.bound, self.steps, self.objective.width
         assert bound is not None and steps is not None and width is not None
         if history.optimizer == "lbfgs":
-            self.own.restore(steps.best)
+            self.base.restore(steps.best)
         done = len(history.losses)
         restart = done > 0 and history.restarts[-1:] != [done]
-        said = f"{width:.2g} a row open with {bound.rank} columns"
+        gap = f"{width:.2g} a row open with {bound.rank} columns"
         if history.optimizer == "adam" or (done == steps.first and asked != "bound"):
-            note = f"a bound would leave {said}: log determinants were estimated with probes"
-            self.go_on_with(self.own, "probes", note, restart)
+            note = f"a bound would leave {gap}: log determinants were estimated with probes"
+            self.go_on_with(self.base, "probes", note, restart)
         else:
-            note = f"after {done} steps the bound left {said}: its pivots were chosen anew"
-            self.go_on_with(self._by(new_bound(self.own, asked)), "bound", note, restart)
+            note = f"after {done} steps the bound left {gap}: its pivots were chosen anew"
+            self.go_on_with(self._by(new_bound(self.base, asked)), "bound", note, restart)
 
     def leave_long_solves(self) -> None:
         """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
-        assert self.steps is not None and self.own.acceleration is not None
-        self.own.restore(self.steps.best)
-        if self.own.acceleration.cache is not None:
-            self.own.acceleration.cache.release()
+        assert self.steps is not None and self.base.acceleration is not None
+        self.base.restore(self.steps.best)
+        if self.base.acceleration.cache is not None:
+            self.base.acceleration.cache.release()
         done = len(self.history.losses)
         self.go_on_with(
-            exact_objective(self.own.model, self.own.mll),
+            exact_objective(self.base.model, self.base.mll),
             "exact",
             f"after {done} steps the solves of a loss took longer than a factorization: went on with those",
         )
@@ -138,9 +138,9 @@ class Stage:
             return False
         if ends is None or not ends[1] - ends[0] <= WIDTH:
             return False
-        if self.own.acceleration is None or self.kind != "probes" or _AT_LAST in history.notes:
+        if self.base.acceleration is None or self.kind != "probes" or _AT_LAST in history.notes:
             return False
-        self.go_on_with(self._by(new_bound(self.own)), "bound", _AT_LAST)
+        self.go_on_with(self._by(new_bound(self.base)), "bound", _AT_LAST)
         return True
 
     def judge_end(self, seed: int, count: int) -> None:
@@ -152,41 +152,41 @@ class Stage:
         self.history.bracket = self._bracket()
 
     def _by(self, bound: Bound) -> Objective:
-        return Objective(self.own.model, self.own.mll, bound)
+        return Objective(self.base.model, self.base.mll, bound)
 
     def _by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
         """Return the loss by probes that no step has seen, and its standard error; None without probes.
 
         A fit of many parameters follows the errors of its own probes: its losses are too low.
         """
-        acceleration = self.own.acceleration
+        acceleration = self.base.acceleration
         if acceleration is None or self.kind != "probes":
             return None
         if acceleration.cache is not None:
             acceleration.cache.clear()  # for pivots of these parameters, whatever the fit was begun with
         with acceleration.fixed_probes(seed + _OTHERS, count):
-            result = Objective(self.own.model, self.own.mll, Probes(watched=True)).evaluate()
+            result = Objective(self.base.model, self.base.mll, Probes(watched=True)).evaluate()
         return (result.value, standard_error(result.probes)) if result.probes and math.isfinite(result.value) else None
 
     def _bracket(self) -> tuple[float, float] | None:
         """Return the two ends of the exact loss in the model's dtype; None where they are not known."""
-        own, objective, history, acceleration = self.own, self.objective, self.history, self.own.acceleration
+        base, objective, history, acceleration = self.base, self.objective, self.history, self.base.acceleration
         if self.bound is not None and history.widths[-1] is None:
             note = "GPyTorch inverts the covariance by its structure: there is nothing to bound"
             self.go_on_with(objective, "given", note, restart=False)
         if objective.exact:
             value = history.best_loss
-            if objective.model is not own.model:  # parameters were rounded
-                objective.restore(own.state())
+            if objective.model is not base.model:  # parameters were rounded
+                objective.restore(base.state())
                 value = objective.evaluate(gradient=False).value
             return (value, value) if math.isfinite(value) else None
         if acceleration is None or self.kind in ("given", "samples") or why_no_bound(acceleration):
             return None
         if acceleration.cache is not None:  # F is the largest array there is, and another one is to come
             acceleration.cache.release()
-        for candidate in (own, exact_objective(own.model, own.mll)):
-            bound = self.bound if candidate is own else None
-            bound = new_bound(own, limited=False) if bound is None else bound
+        for candidate in (base, exact_objective(base.model, base.mll)):
+            bound = self.bound if candidate is base else None
+            bound = new_bound(base, limited=False) if bound is None else bound
             bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
             bounded = Objective(candidate.model, candidate.mll, bound)
             with shortfall_counted():

@@ -103,18 +103,18 @@ class Variables:
         unknown = torch.ones(parameter.shape, dtype=torch.float64)
         if log:
             return unknown
-        size, found = self._square().sqrt(), self._deviations()
-        inputs = found[0] if found else unknown.new_ones(0)
+        size, parts = self._square().sqrt(), self._deviations()
+        inputs = parts[0] if parts else unknown.new_ones(0)
         for module in self.objective.model.modules():
-            own = dict(module.named_parameters(recurse=False))
-            if isinstance(module, ConstantMean) and parameter is own.get("raw_constant"):
+            named = dict(module.named_parameters(recurse=False))
+            if isinstance(module, ConstantMean) and parameter is named.get("raw_constant"):
                 break
-            if isinstance(module, LinearMean) and parameter is own.get("bias"):
+            if isinstance(module, LinearMean) and parameter is named.get("bias"):
                 break
-            if isinstance(module, LinearMean) and parameter is own.get("weights"):
+            if isinstance(module, LinearMean) and parameter is named.get("weights"):
                 size = size / inputs.unsqueeze(-1)
                 break
-            if parameter is own.get("inducing_points"):
+            if parameter is named.get("inducing_points"):
                 size = inputs
                 break
         else:
@@ -181,16 +181,16 @@ class Variables:
 
     def _raw(self, vector: Tensor) -> list[Tensor]:
         sizes = [p.numel() for p in self.objective.parameters]
-        found = []
+        parts = []
         for index, part in enumerate(vector.split(sizes)):
             values = part.reshape(self.objective.parameters[index].shape) * self._sizes[index]
             if self._logs[index]:
                 constraint = self._constraints[index]
                 values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))
-            found.append(values)
+            parts.append(values)
         for index, (weights, centre) in self._centred.items():
-            found[index] = found[index] - centre @ found[weights].reshape(-1)
-        return found
+            parts[index] = parts[index] - centre @ parts[weights].reshape(-1)
+        return parts
 
 
 def _positive(constraint: Any) -> bool:
