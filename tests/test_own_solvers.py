@@ -72,24 +72,18 @@ class Normal:
 
 @dataclass(frozen=True, kw_only=True)
 class GaussSeidel(BlockSolver):
-    """Block Gauss-Seidel: each step solves exactly for the weights of the next block of rows."""
+    """Random block Gauss-Seidel: each step solves exactly for the weights of some rows."""
 
     def method(self, system: Any, block_size: int) -> BlockMethod:
         return _GaussSeidel(self, system, block_size)
 
 
 class _GaussSeidel(BlockMethod):
-    def begin(self, width: int) -> None:
-        super().begin(width)
-        self.numbers["first"] = 0
-
     def step(self, r: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        first, size = int(self.numbers["first"]), int(self.numbers["block_size"])
-        rows = torch.arange(first, min(first + size, self.system.n))
-        g = self.system.residual(rows, self.tensors["w"], r)  # ((K + noise) w - r)[rows]
+        rows = torch.randperm(self.system.n, generator=generator)[: self.block_size]
+        g = self.system.residual(rows, self.value, r)  # ((K + noise) w - r)[rows]
         block = self.system.block(rows, rows) + self.system.noise[rows].diag()
-        self.tensors["w"][rows] -= torch.linalg.solve(block, g)
-        self.numbers["first"] = first + size if first + size < self.system.n else 0
+        self.value[rows] -= torch.linalg.solve(block, g)
         return rows, g
 
 

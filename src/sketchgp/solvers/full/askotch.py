@@ -112,7 +112,7 @@ class _Fresh(InvertedBlocks):
 
     def _constants(self) -> tuple[float, float, float]:
         """beta, gamma, alpha."""
-        nu = self.system.n / self.numbers["block_size"]
+        nu = self.system.n / self.block_size
         if self.choices.mu is not None:
             mu = min(self.choices.mu, nu, 1 / nu)
         else:

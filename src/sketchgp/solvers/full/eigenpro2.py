@@ -83,9 +83,7 @@ class _EigenPro2(BlockMethod):
         return {**super().details, "subsample_size": len(self.tensors["subsample"]), "step": self.numbers["step"]}
 
     def describe(self) -> str:
-        return (
-            f"batches of {int(self.numbers['block_size'])}, {self.rank} of {len(self.tensors['subsample'])} directions"
-        )
+        return f"batches of {self.block_size}, {self.rank} of {len(self.tensors['subsample'])} directions"
 
     def begin(self, width: int) -> None:
         if "subsample" not in self.tensors:
@@ -113,7 +111,7 @@ class _EigenPro2(BlockMethod):
         products = torch.cat([inside, top.vectors.mT @ system.block(top.indices, fresh)], dim=1)
         points = torch.cat([top.indices, fresh])
         diagonal = system.access.diagonal()[points] + system.noise.max()  # of points outside the sample too
-        automatic, batch = self.choices.rank is None, int(self.numbers["block_size"])
+        automatic, batch = self.choices.rank is None, self.block_size
         rank, step = _step(top, products, diagonal, most, automatic, batch)
         self.tensors["subsample"], self.tensors["vectors"] = top.indices, scaled_vectors(top, rank)
         self.numbers["step"] = step
@@ -123,7 +121,7 @@ class _EigenPro2(BlockMethod):
 
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         system, tensors, step = self.system, self.tensors, self.numbers["step"]
-        size, some, w = int(self.numbers["block_size"]), tensors["subsample"], tensors["w"]
+        size, some, w = self.block_size, tensors["subsample"], tensors["w"]
         rows, tensors["rest"] = next_block("shuffled", system.n, size, tensors["rest"].cpu(), generator, system.device)
         g = system.residual(rows, w, r)
         correction = tensors["vectors"] @ (tensors["vectors"].mT @ system.cross(some, rows, g))

@@ -158,7 +158,7 @@ class InvertedBlocks(BlockMethod):
     def _drawn(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         if self.partition is not None:
             return self.partition.draw(self.tensors, generator)
-        system, size, rest = self.system, int(self.numbers["block_size"]), self.tensors["rest"].cpu()
+        system, size, rest = self.system, self.block_size, self.tensors["rest"].cpu()
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":

@@ -59,6 +59,11 @@ class BlockMethod:
         """Receive the numbers of :meth:`asks`, before the next step."""
 
     @property
+    def block_size(self) -> int:
+        """Rows of a step, at most."""
+        return int(self.numbers["block_size"])
+
+    @property
     def value(self) -> Tensor:
         """d, ``(n, t)`` float64."""
         return self.tensors["w"]
@@ -66,11 +71,11 @@ class BlockMethod:
     @property
     def details(self) -> dict[str, float | str]:
         """Choices that the method made, by name, for the report."""
-        return {"block_size": int(self.numbers["block_size"])}
+        return {"block_size": self.block_size}
 
     def describe(self) -> str:
         """Say how blocks are inverted, for the report's line on the preconditioner."""
-        return f"blocks of {int(self.numbers['block_size'])}"
+        return f"blocks of {self.block_size}"
 
     def evaluation_point(self) -> Tensor:
         """Return the d at which the next step takes its residual."""
