@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import sketchgp
-from cases import each
+from cases import each, pairwise
 from gp_models import TORCH_WARNINGS, Plain
 from sketchgp.sklearn import GaussianProcessRegressor, KernelClassifier, KernelRidge
 
@@ -140,12 +140,13 @@ def test_labels_and_weights_and_rows_on_disk_too() -> None:
 # --- integers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [40, 900])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "kernel",
-    [gpytorch.kernels.RBFKernel, gpytorch.kernels.PiecewisePolynomialKernel],
-    ids=lambda kernel: kernel.__name__,
+    ("kernel", "dtype", "n"),
+    pairwise(
+        [gpytorch.kernels.RBFKernel, gpytorch.kernels.PiecewisePolynomialKernel],
+        [torch.float32, torch.float64],
+        [40, 900],
+    ),
 )
 def test_integer_training_inputs_are_numbers(kernel: Any, dtype: torch.dtype, n: int) -> None:
     integers = torch.randperm(4 * n)[:n, None]

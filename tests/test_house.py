@@ -15,14 +15,14 @@ from test_floors import imports
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "sketchgp"
 LIMITS = {
-    "lines of code": 26_300,
-    "files": 290,
-    "subclasses of LinearOperator": 17,
+    "lines of code": 25_700,
+    "files": 245,
+    "subclasses of LinearOperator": 11,
     "context variables": 8,
-    "private names of others": 170,
+    "private names of others": 80,
     "files outside distributed/ that import it": 15,
-    "functions of more than 60 lines": 8,
-    "docstrings that do not begin with a verb or a noun": 350,
+    "functions of more than 60 lines": 4,
+    "docstrings that do not begin with a verb or a noun": 20,
     "circles of imports": 0,
 }
 FRAGMENT = re.compile(r"(Of|What|Whether|Those|The same|As|By|In|With|How)\b")
