@@ -43,7 +43,6 @@ FLOORS = {
     "fitting": 6,
     "leave_one_out": 6,
     "noise_path": 6,
-    "exact_gp": 6,
     "inducing_point_gp": 6,
     "one_hot": 6,
     "random_feature_classifier": 6,

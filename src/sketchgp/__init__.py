@@ -4,9 +4,8 @@
 """
 
 from . import keops_import, settings  # noqa: F401  # the first before GPyTorch
-from .accelerate import accelerate, restore
+from .accelerate import ExactGP, accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
-from .exact_gp import ExactGP
 from .fit import FitHistory, fit
 from .inducing_point_gp import InducingPointGP
 from .inducing_points import InducingPoints, choose_inducing_points

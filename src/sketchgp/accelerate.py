@@ -1,13 +1,18 @@
-"""``accelerate(model)``: an existing GPyTorch model, made to converge, in place; ``restore(model)`` undoes it."""
+"""``accelerate(model)``: an existing GPyTorch model, made to converge, in place; ``restore(model)`` undoes it.
+
+``ExactGP`` is the base class of models that are accelerated from their construction.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
 import torch
-from gpytorch.models import ExactGP
+from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
+from gpytorch.models import ExactGP as _ExactGP
+from torch import Tensor
 
-from .checks import count, found, seed, word
+from .checks import count, found, instance, seed, word
 from .errors import InputError
 from .models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from .models.accelerated.mixins import (
@@ -28,8 +33,8 @@ from .settings import VARIANCES, Variance
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
 from .solvers.solver import check_solver
 
-__all__ = ["accelerate", "acceleration_of", "install", "restore"]
-Model = TypeVar("Model", bound=ExactGP)
+__all__ = ["ExactGP", "accelerate", "acceleration_of", "restore"]
+Model = TypeVar("Model", bound=_ExactGP)
 _MATMULS = (*ENGINES, "gpytorch")
 
 
@@ -81,10 +86,10 @@ def accelerate(
     :raises InputError: if an argument is not one of these, or the training data do not fit the model (targets
         ``(n, 1)`` of a model of one output, NaN among the inputs); the model is then as it was.
     """
-    return install(model, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed)
+    return _install(model, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed)
 
 
-def install(
+def _install(
     model: Model,
     preconditioner: Preconditioner | str | None,
     solver: Solver[FullProblem] | str,
@@ -99,7 +104,7 @@ def install(
 
     :param built: False inside a constructor: the model has no kernel yet, and its dtype may still be changed.
     """
-    if not isinstance(model, ExactGP):
+    if not isinstance(model, _ExactGP):
         raise InputError(
             f"accelerate: model expects a gpytorch.models.ExactGP, got {found(model)}"
             + ("; accelerate each model of its .models." if hasattr(model, "models") else ".")
@@ -158,7 +163,7 @@ def restore(model: Model) -> Model:
     return model
 
 
-def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: Any, built: bool) -> None:
+def _check_data(model: _ExactGP, preconditioner: Preconditioner | None, solver: Any, built: bool) -> None:
     inputs = model.train_inputs
     if inputs is None or model.train_targets is None:
         return
@@ -196,3 +201,41 @@ def _check_data(model: ExactGP, preconditioner: Preconditioner | None, solver: A
         preconditioner.validate(inputs[0].shape[-2])
     if isinstance(solver, BlockSolver):
         solver.check_size(inputs[0].shape[-2])
+
+
+class ExactGP(_ExactGP):
+    """Base class for new models: ``gpytorch.models.ExactGP`` followed by :func:`sketchgp.accelerate`.
+
+    Define ``mean_module``, ``covar_module`` and ``forward(x)`` as for GPyTorch's class; everything that takes one of
+    its models takes this one.
+
+    :param train_x: training inputs ``(..., n, d)``, or a tuple of tensors.
+    :param train_y: training targets ``(..., n)``.
+    :param likelihood: a Gaussian likelihood.
+    :param solver: as for :func:`sketchgp.accelerate`, like the parameters after it.
+    :raises InputError: for arguments that :func:`sketchgp.accelerate` refuses.
+    """
+
+    def __init__(
+        self,
+        train_x: Tensor | tuple[Tensor, ...],
+        train_y: Tensor,
+        likelihood: Any,
+        solver: Solver[FullProblem] | Literal["auto"] = "auto",
+        preconditioner: Preconditioner | Literal["auto"] | None = "auto",
+        matmul: Literal["auto", "dense", "tiled", "keops", "triton", "gpytorch"] = "auto",
+        matmul_precision: Literal["float32", "tf32"] = "float32",
+        variance: Variance = "auto",
+        variance_samples: int = 128,
+        probe_seed: int | None = 0,
+    ) -> None:
+        owner = type(self).__name__
+        parts = train_x if isinstance(train_x, tuple | list) else [train_x]
+        if train_x is not None or train_y is not None:
+            for name, value in [("train_x", part) for part in parts] + [("train_y", train_y)]:
+                instance(owner, name, value, torch.Tensor, "a tensor" + (", or a tuple of them" * (name == "train_x")))
+        instance(owner, "likelihood", likelihood, _GaussianLikelihoodBase, "a Gaussian likelihood")
+        super().__init__(train_x, train_y, likelihood)
+        _install(
+            self, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed, built=False
+        )
