@@ -490,10 +490,6 @@ class Gradients(Cycles):
         return float(self.system.products) * self.size**2
 
     @property
-    def matrix_entries(self) -> float:
-        return float(self.size**2)
-
-    @property
     def predictions_seen(self) -> list[Tensor]:
         """Predictions that were followed so far, for a checkpoint."""
         return [] if self.predictions is None else self.predictions.trail

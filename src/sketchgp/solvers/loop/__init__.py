@@ -4,8 +4,7 @@ from .by_epochs import ByEpochs
 from .checkpoint import Checkpoint, compare_ranks, solve_marks
 from .direct import Direct
 from .held_out import HeldOut
-from .method import Method, Outcome, largest_of
-from .progress import Progress
+from .method import Method, Outcome, Progress, largest_of
 from .refined import NAN, Cycles, Refined
 from .run import Budget, Run, clock
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,9 +23,7 @@ from ...operators.unchanged import parameters_held
 from ...report import HeldOutError, Reason, SolveReport
 from .checkpoint import Checkpoint
 from .held_out import HeldOut, Watcher
-from .interrupt import DeferredInterrupt
-from .method import Method, Outcome, largest_of
-from .progress import Progress
+from .method import Method, Outcome, Progress, largest_of
 
 _DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.4g}/{total} {unit} [{elapsed}<{remaining}] {postfix}"
@@ -46,6 +47,36 @@ class Budget:
 
     work: float
     seconds: float | None = None
+
+
+class DeferredInterrupt:
+    """Ctrl-C between two steps instead of in the middle of one.
+
+    The first is noted in ``seen``; the second is noted in ``again`` and raises KeyboardInterrupt at once.
+
+    Only the main thread can change how signals are handled, and a handler of the user's is left in place: there
+    nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.seen = self.again = False
+        self._before: Any = None
+
+    def __enter__(self) -> DeferredInterrupt:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.seen:
+            self.again = True
+            raise KeyboardInterrupt
+        self.seen = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, t: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
 
 
 class Run:

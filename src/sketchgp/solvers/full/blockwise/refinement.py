@@ -106,10 +106,6 @@ class Refinement(Refined):
         return float(self.system.entries)
 
     @property
-    def matrix_entries(self) -> float:
-        return float(self.size**2)
-
-    @property
     def engines(self) -> list[str]:
         """Engines that evaluate rows of K; a solve goes on with those that it began with."""
         return self.system.engines
