@@ -229,7 +229,8 @@ class Fit:
         :raises InputError: where the user asked for them and no rows can be taken of the model.
         """
         choices, above, stages = self.choices, self.full, list[Stage]()
-        limit = choices.iterations if self.history.optimizer == "lbfgs" else None
+        limit = choices.iterations if self.history.optimizer == "lbfgs" else None  # Adam's steps are no measure
+        inner = dataclasses.replace(choices, optimizer="lbfgs", iterations=limit, learning_rate=None, tol=self._rough)
         rows = rows_before(0 if above.kind == "samples" else self.history.rows)
         while True:
             exact = rows == rows_before(0)
@@ -245,14 +246,7 @@ class Fit:
                 tol = choices.tol if above.full else self._rough
                 part = Stage.exact(twin, tol, self._limit if above.full else limit or _ITERATIONS["lbfgs"])
             else:
-                part = self._routed(
-                    twin.model,
-                    twin,
-                    dataclasses.replace(
-                        choices, optimizer="lbfgs", iterations=limit, learning_rate=None, tol=self._rough
-                    ),
-                    full=False,
-                )
+                part = self._routed(twin.model, twin, inner, full=False)
                 self._prepare(part)
             above.history.subset = part.history
             stages.insert(0, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ _OTHERS = 2**40  # added to the seed of a fit for probes that it has not seen
 _AT_LAST = "where that ended a bound had become tight: went on with it"
 
 
+@dataclass(eq=False)
 class Stage:
     """One stage of a fit.
 
@@ -35,6 +37,7 @@ class Stage:
     :param few: whether it precedes another one of few rows, which then judges its noise.
 
     :ivar objective: the losses that are minimised now.
+    :ivar routed: the kind of losses that the stage began with.
     :ivar several: whether other starts are compared.
     :ivar start: the parameters that the first start began with.
     :ivar steps: the steps of the latest run.
@@ -42,16 +45,21 @@ class Stage:
     :ivar flat: why the loss is flat at the start, or "".
     """
 
-    def __init__(
-        self, base: Objective, kind: str, history: FitHistory, tol: float, limit: int, full: bool, few: bool = False
-    ) -> None:
-        self.base = self.objective = base
-        self.kind = self.routed = kind
-        self.history, self.tol, self.limit, self.full, self.few = history, tol, limit, full, few
-        self.several, self.flat = False, ""
-        self.start: list[Tensor] | None = None
-        self.steps: Steps | None = None
-        self.revived: list[Revived] = []
+    base: Objective
+    kind: str
+    history: FitHistory
+    tol: float
+    limit: int
+    full: bool
+    few: bool = False
+    several: bool = False
+    flat: str = ""
+    start: list[Tensor] | None = None
+    steps: Steps | None = None
+    revived: list[Revived] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.objective, self.routed = self.base, self.kind
 
     @classmethod
     def exact(cls, twin: Any, tol: float, limit: int, few: bool = False) -> Stage:
