@@ -52,10 +52,10 @@ def _reduced(device: torch.device) -> bool:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """No TF32 or bfloat16 for squared distances: their rounding of ``|a|^2`` exceeds the distance of neighbours.
+    """Turn off TF32 and bfloat16: their rounding of ``|a|^2`` exceeds the squared distance of neighbours.
 
-    torch has this setting for the whole process only.  The lock makes one thread of ours wait for the other, so that
-    each finds and puts back what the user chose; what the user changes meanwhile is left as it then is.
+    torch has this setting for the whole process only.  A lock makes threads wait for each other, so that each restores
+    the user's choice; a change that the user makes meanwhile is kept.
     """
     settings = _multiplier(device)
     with _PRECISION:

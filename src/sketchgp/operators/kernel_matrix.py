@@ -318,7 +318,10 @@ def _convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _check_operands(owner: str, kernel: Any, x1: Any, x2: Any) -> None:
-    """:raises InputError: for what is no kernel, or no points (x2 may be None) of one dtype, device and dimension."""
+    """Check a kernel and two sets of points, of which the second may be None.
+
+    :raises InputError: unless the points have one dtype, device and dimension.
+    """
     instance(owner, "kernel", kernel, Kernel, "a gpytorch kernel")
     first = x1 if isinstance(x1, RowSource) else inputs(owner, "x1", x1)
     second = first if x2 is None else x2 if isinstance(x2, RowSource) else inputs(owner, "x2", x2)

@@ -93,7 +93,7 @@ class LowRankPlusDiagonal(LinearOperator):
         return space_of(self.factor).span
 
     def rows(self, rows: slice) -> Tensor:
-        """Some of the rows :attr:`held`, ``(..., h, r)``."""
+        """Return some of the rows :attr:`held`, ``(..., h, r)``."""
         if isinstance(self.factor, Tensor):
             return self.factor[..., rows, :]
         first = self.factor.span.start
@@ -255,7 +255,7 @@ class LowRankPlusDiagonal(LinearOperator):
         return vectors.mT @ self.factor if isinstance(self.factor, Tensor) else (self.factor.mT @ vectors).mT
 
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
-        """:meth:`pull_back` of ``sum_i a_i b_i``, for a_i ``(..., n, t)`` and b_i ``(..., t, r)``."""
+        """Return :meth:`pull_back` of ``sum_i a_i b_i``, for a_i ``(..., n, t)`` and b_i ``(..., t, r)``."""
         return (_sum_to(reduce(torch.add, (2 * a @ b for a, b in pairs)), self.factor.shape),)
 
     @torch.no_grad()

@@ -343,7 +343,7 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
 
     @torch.no_grad()
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
-        """:meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
+        """Return :meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
         a, b = torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
         back = self.moving.back(b)
         return self.pulled_back(tensors, lambda rows: a[rows] @ back, (self.factor.mT @ a) @ b)
@@ -366,7 +366,7 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
 
     @torch.no_grad()
     def pulled_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor, whole: bool = True) -> Gradients:
-        """:meth:`pull_back` from the two matrices that H is wanted for.
+        """Return :meth:`pull_back` from the two matrices that H is wanted for.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: and ``core`` and ``whole``: see :meth:`MovingFactor.gradients`.

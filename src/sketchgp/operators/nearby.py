@@ -28,7 +28,7 @@ _SLACK = 8.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Which boxes of rows and columns have anything to say to each other.
+    """Pairs of boxes of rows and columns whose entries matter.
 
     :ivar leaves: points of a box of rows, and of columns.
     :ivar values: ``(rows, columns)`` bool, one for each pair of boxes: whether entries matter; :ivar slopes: whether
@@ -154,7 +154,7 @@ def _masks(
     right: list[tuple[Tensor, Tensor]],
     least: float,
 ) -> tuple[Tensor, Tensor]:
-    """Which pairs of boxes have entries above ``least`` times k(0), and which have derivatives."""
+    """Return masks of pairs of boxes with entries, and with derivatives, above ``least`` times k(0)."""
     values, slopes = [], []
     for some in spans(len(left[0][0]), 512):
         apart = [
@@ -197,7 +197,7 @@ def _over_k0(expression: Expression, prepared: Prepared, distances: list[Tensor]
 
 
 def _runs(wanted: Tensor) -> list[tuple[int, int]]:
-    """Where ``(k,)`` bool is true: consecutive places, from the first to behind the last."""
+    """Return the runs of a mask ``(k,)``: first place, and the place behind the last."""
     edges = torch.nn.functional.pad(wanted.to(torch.int8), (1, 1)).diff()
     starts, stops = (edges == 1).nonzero().squeeze(-1), (edges == -1).nonzero().squeeze(-1)
     return list(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -79,7 +79,7 @@ def pass_on(whole: Pairs, part: Pairs, rows: Tensor | None, columns: Tensor | No
 
 
 def known_sides(pairs: Pairs) -> list[list[Tensor]] | None:
-    """:func:`far_sides` of x1 and x2 where they are read as they are needed, on to a device; None elsewhere."""
+    """Return :func:`far_sides` of x1 and x2 where they are read from a source to a device; None elsewhere."""
     if pairs.device.type == "cpu" or not pairs.sources:
         return None
 

@@ -115,7 +115,7 @@ def _half(pairs: Pairs, shards: Shards) -> slice:
 
 
 def _own(pairs: Pairs, span: slice, down: bool) -> Pairs:
-    """This rank's rows, or columns; kept with the matrix where an engine may keep something with them."""
+    """Return the rows, or columns, of this rank; remembered where an engine may remember values with them."""
     if pairs.sources:
         side = pairs.x1 if down else pairs.x2
         own = side.part(span) if isinstance(side, RowSource) else side[span]

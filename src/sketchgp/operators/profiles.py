@@ -65,7 +65,7 @@ def _gauss_derivative(
 
 
 def _tiny(t: Tensor) -> float:
-    """Stands for t = 0 where its inverse root is taken; its root is so small that ``1 - root`` rounds to 1."""
+    """Return a substitute for t = 0 in inverse roots; its root is so small that ``1 - root`` rounds to 1."""
     return 1e-60 if t.dtype == torch.float64 else 1e-30
 
 

@@ -74,7 +74,7 @@ class PriorPaths:
         ]
 
     def part(self, which: slice) -> PriorPaths:
-        """Some of the functions, which share memory with all."""
+        """Return some of the functions, which share memory with all."""
         result = copy.copy(self)
         result.terms = [waves.part(which) for waves in self.terms]
         result.samples = result.terms[0].samples
@@ -151,7 +151,7 @@ class _Waves:
         return cls(samples, frequencies, tuple(weights), phases.squeeze(1).contiguous().to(device))
 
     def part(self, which: slice) -> _Waves:
-        """Some of the functions."""
+        """Return some of the functions."""
         start, stop, _ = which.indices(self.samples)
         waves = slice(start * self.length, stop * self.length)
         weights = tuple((index, of_all[waves]) for index, of_all in self.weights)

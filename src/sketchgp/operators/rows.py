@@ -1,4 +1,4 @@
-"""Some rows of a symmetric matrix times vectors: the one product of solvers that go through a matrix by blocks."""
+"""Products of some rows of a symmetric matrix with vectors, for solvers that go through a matrix by blocks."""
 
 from __future__ import annotations
 

@@ -128,8 +128,10 @@ class TallMatrix:
         return surely_near(matrix.against(corners, corners, self._centre, None).pairs.prepared())
 
     def _known(self, rows: slice | Tensor | None) -> Known | None:
-        """Which of some rows of x, and of z, are far; ``rows`` are a slice or indices, None for other points, which are
-        counted from a centre of their own.  None where it takes a look at them."""
+        """Return which of some rows of x, and of z, are far; None where the points have to be looked at.
+
+        :param rows: slice or indices; None for other points, which have a centre of their own.
+        """
         expression = self._like().expression
         none_is: Known = [None] * (1 if expression is None else len(expression.atoms))
         if self._near:
@@ -142,7 +144,10 @@ class TallMatrix:
         return None if any(bool(mask.any()) for mask in self._sides[0]) else none_is
 
     def _matrix(self, x: Tensor, rows: slice | Tensor) -> KernelMatrix:
-        """:param rows: of x, which they are."""
+        """Return the kernel matrix of some rows of x.
+
+        :param rows: their places in x.
+        """
         matrix = self._like()
         if self._right is None:
             self._right = self._selected(self.z).to(matrix.dtype)
@@ -206,7 +211,7 @@ class TallMatrix:
         return Space.of(self.shape[0])
 
     def own_tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """:meth:`tiles` of this rank's rows: what is added up over them has to be completed by :meth:`total`."""
+        """Yield :meth:`tiles` of this rank's rows; sums over them are completed by :meth:`total`."""
         space, (n, m) = self.space, self.shape
         yield from self.tiles(rows, space.span)
         self.entries += (n - space.height) * m

@@ -71,7 +71,7 @@ def scaled_test_matrix(
 
 
 def _drawn(n: int, rank: int, generator: torch.Generator, own: slice) -> Tensor:
-    """Some rows of normal numbers ``(n, rank)``, which are drawn some at a time."""
+    """Draw some rows of a matrix ``(n, rank)`` of normal numbers."""
     result = torch.empty(own.stop - own.start, rank, dtype=torch.float64)
     for rows in spans(n, _DRAWN):
         drawn = torch.randn(rows.stop - rows.start, rank, dtype=torch.float64, generator=generator)

@@ -138,7 +138,10 @@ class RankByCost:
         self._seen: list[tuple[int, float]] = []
 
     def __call__(self, rank: int, left: float) -> bool:
-        """:param rank: columns so far; :param left: ``sum(residual / noise)``, now that there are so many."""
+        """Return whether to stop.
+
+        :param rank: columns so far; :param left: ``sum(residual / noise)`` of these columns.
+        """
         n = self.costs.n
         if rank < min(_LEAST, n) and left > _NEGLIGIBLE:  # few columns cost nothing, and leave less to the probes
             self._seen.append((rank, left / (n - rank)))

@@ -202,7 +202,10 @@ class RPCholesky(Preconditioner):
         settle(self, seed, "seed")
 
     def validate(self, n: int) -> None:
-        """:raises InputError: if the block size exceeds n."""
+        """Check the block size.
+
+        :raises InputError: if it exceeds n.
+        """
         super().validate(n)
         if self.block_size is not None and self.block_size > n:
             raise InputError(

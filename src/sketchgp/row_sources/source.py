@@ -335,7 +335,7 @@ def _made(value: Any, like: Any) -> RowSource:
 
 
 def _dtype(value: Any, like: Any) -> torch.dtype | None:
-    """None for a table of float32 or float64, which keeps its own."""
+    """Return the dtype to convert a table to; None for float32 or float64, which are kept."""
     kind = getattr(value, "dtype", None)
     floating = isinstance(kind, np.dtype) and kind.kind == "f" and kind.itemsize in (4, 8)
     return like.dtype if torch.is_tensor(like) and like.dtype in _TYPES and not floating else None

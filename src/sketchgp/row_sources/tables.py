@@ -63,7 +63,10 @@ def _opened(path: Path) -> Any:
 
 
 def check_numbers(dtype: np.dtype[Any], what: str) -> None:
-    """:raises InputError: for anything but real numbers."""
+    """Check that numbers are real.
+
+    :raises InputError: otherwise.
+    """
     if dtype.kind not in "fiub":
         raise InputError(f"{what} expects real numbers, got {dtype}.")
 

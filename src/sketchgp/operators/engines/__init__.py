@@ -22,8 +22,9 @@ PRECISIONS = tuple(dict.fromkeys(name for engine in _NAMED.values() for name in 
 def check_choice(
     owner: str, engine: str, precision: str, names: tuple[str, str] = ("matmul", "matmul_precision")
 ) -> None:
-    """:param names: of the two where they are arguments.
+    """Check an engine and a precision.
 
+    :param names: their names as arguments.
     :raises InputError: for an unknown engine or precision, or two that do not go together.
     """
     word(owner, names[0], engine, ENGINES)
@@ -35,13 +36,19 @@ def check_choice(
 
 
 def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None:
-    """:raises InputError: if an engine that is named cannot be used with a device and dtype at all."""
+    """Check that a named engine can be used with a device and dtype.
+
+    :raises InputError: if it cannot.
+    """
     if engine in _NAMED:
         _refuse(engine, _NAMED[engine].absent(device, dtype))
 
 
 def check_able(pairs: Pairs) -> None:
-    """:raises InputError: if the engine that was named cannot take this matrix."""
+    """Check that the named engine can take these pairs.
+
+    :raises InputError: if it cannot.
+    """
     if pairs.engine != "auto":
         streamed = "it needs all rows in memory" if pairs.sources and pairs.engine != TILED.name else None
         _refuse(pairs.engine, streamed or _NAMED[pairs.engine].missing(pairs))

@@ -143,7 +143,7 @@ def _add_gradients(one: _One, left: Tensor, right: Tensor, result: dict[Key, Ten
 
 
 def _sweep(one: _One, groups: list[Key], left: Tensor, right: Tensor) -> Iterator[tuple[Key, Tensor]]:
-    """For each group, its formula times ``left_i . right_j``, summed over j: ``(n, 1)`` or, for forces, ``(n, p)``."""
+    """Yield each group with its formula times ``left_i . right_j``, summed over j: ``(n, 1)``; forces ``(n, p)``."""
     pair = _Pair(one)
     weight = _symbol(left, 0) | _symbol(right, 1)
     formulas = [getattr(pair, name)(weight, index) for name, index in groups]

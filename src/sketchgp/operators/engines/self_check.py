@@ -192,7 +192,7 @@ def _steps(pairs: Pairs, x: Tensor, count: int, seed: int) -> Tensor:
 
 
 def _scales(pairs: Pairs, steps: Tensor, origin: Centre) -> Tensor:
-    """For each atom, what the steps are multiplied by to make its typical distance 1."""
+    """Return the factor of the steps that makes the typical distance of each atom 1."""
     assert pairs.expression is not None
     close = (_CLOSE * steps).to(pairs.x2.dtype)
     scales = [steps.new_ones(())] * (not pairs.expression.atoms)

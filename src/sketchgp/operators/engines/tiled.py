@@ -32,7 +32,10 @@ class Tiled(Engine):
     name = "tiled"
 
     def product(self, pairs: Pairs, rhs: Tensor, within: slice | None = None) -> Tensor:
-        """:param within: rows whose tiles, with their mirror images where x1 is x2, are all that is added up."""
+        """``K rhs``, or the part of it that some tiles make.
+
+        :param within: the rows of these tiles, which count with their mirror images where x1 is x2; None for all.
+        """
         near = nearby(pairs) if within is None else None
         if near is not None:
             return near.back(self.product(near.pairs, rhs.index_select(-2, near.right)))
@@ -53,7 +56,10 @@ class Tiled(Engine):
         return shrinking(pairs.device, lambda: _shape(pairs), lambda shape: _dense(pairs, out, shape, half))
 
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor, within: slice | None = None) -> Gradients:
-        """:param within: as in :meth:`product`, where both sides are taken for one (:func:`folds`); else plain rows."""
+        """Return the gradients, or the part of them that some rows make.
+
+        :param within: these rows, as in :meth:`product` where both sides count as one (:func:`folds`); None for all.
+        """
         near = nearby(pairs) if within is None else None
         if near is not None:
             result = self.derivative(near.pairs, left.index_select(-2, near.left), right.index_select(-2, near.right))
@@ -116,7 +122,7 @@ def _pieces(
 def _tiles(
     pairs: Pairs, shape: Shape, half: bool, within: slice | None = None
 ) -> FastTiles | GenericTiles | StreamedTiles:
-    """:param half: and ``within``, as :func:`pieces` has them: the order of the tiles."""
+    """Return the tiles of the pairs; ``half`` and ``within`` give their order as in :func:`pieces`."""
     if pairs.sources:
         order = pieces(pairs.shape[-2], pairs.shape[-1], shape, half, within)
         return StreamedTiles(pairs, order, partial(_tiles_of, pairs, shape))

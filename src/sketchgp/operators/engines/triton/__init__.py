@@ -58,7 +58,7 @@ class Triton(Engine):
         return None if _recent() else "Triton is older than 3.2"
 
     def unsuited(self, kernel: Kernel, known: bool, dtype: torch.dtype) -> str | None:
-        """Why it can take no matrix of this kernel and dtype, wherever it is.
+        """Return why no matrix of this kernel and dtype can be taken on any device; None where it can.
 
         :param known: whether the kernel is recognised.
         """

@@ -163,7 +163,7 @@ class _Problem:
         self.shared["coefficients"] = prepared.coefficients.float().reshape(-1, len(self.terms)).contiguous()
 
     def plan(self, same: bool, t: int, gradient: bool = False, route: Route | None = None) -> Plan:
-        """For t right-hand sides."""
+        """Return the plan for t right-hand sides."""
         width, looped = power(t), False
         arithmetic = ARITHMETIC[self.precision]
         dot = width > (MOST_SINGLE if gradient else arithmetic.single)

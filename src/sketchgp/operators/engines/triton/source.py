@@ -161,7 +161,7 @@ def _features(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def _start(plan: Plan) -> list[str]:
-    """Where this program is, and what it needs once."""
+    """Return the lines that find the place of a program and load its constants."""
     lines = [
         "pid = tl.program_id(0)",
         "row = pid % row_blocks * BM",
@@ -254,7 +254,7 @@ def _count(plan: Plan, a: int) -> str:
 
 
 def _vectors(plan: Plan, a: int) -> str:
-    """Where the features of an atom computed by differences start."""
+    """Return the arguments that locate the features of an atom computed by differences."""
     features = f"item * {_count(plan, a)} * {plan.atoms[a].k}"
     return f"x{a}, {features} * x_rows + row, x_rows, z{a}, {features} * z_rows + col, z_rows"
 
