@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sketchgp
-from cases import each
+from cases import each, pairwise
 from gp_models import Plain, data, dense, gradient_error, marginal, posterior, rbf
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel, NumericalError, settings
@@ -216,9 +216,12 @@ def test_a_nan_in_a_test_input_is_a_nan_in_its_prediction_alone(matmul):
 HALF = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", ["rbf-ard", "matern12", "rq", "periodic", "laplace-ard", "multiplied-out", "cosine"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "engine"),
+    pairwise(
+        ["rbf-ard", "matern12", "rq", "periodic", "laplace-ard", "multiplied-out", "cosine"], HALF, ["dense", "tiled"]
+    ),
+)
 def test_inputs_in_half_precision(name, dtype, engine):
     """They are stored so; everything is computed in float32, the dtype of the parameters."""
     kernel = ScaleKernel(CosineKernel()) if name == "cosine" else make(name).float()

@@ -24,7 +24,7 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
 import sketchgp
-from cases import each
+from cases import each, pairwise
 from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp.operators import KernelMatrix
@@ -273,9 +273,10 @@ def test_few_points_in_float64(name, where):
     assert torch.allclose(found.variance[rows], variance, atol=1e-7)
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("half", ["first", "second", "one of three"])
+@pytest.mark.parametrize(
+    ("half", "dtype", "batch"),
+    pairwise(["first", "second", "one of three"], [torch.float32, torch.float64], [(), (2,)]),
+)
 def test_clusters_far_from_each_other(half, dtype, batch):
     """A kernel that is called, of clusters none of which holds more than half of the rows."""
     near = points(40, 3, dtype=torch.float64)

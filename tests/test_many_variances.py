@@ -14,6 +14,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.means import ZeroMean
 
 import sketchgp
+from cases import pairwise
 from gp_models import Combined, Plain, dense, scaled
 from problems import normal, points, relative
 from sketchgp.inference import calibrated
@@ -165,10 +166,10 @@ def test_goals():
 # --- variances --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("noise", [0.1, 1e-4])
-@pytest.mark.parametrize("kernel", ["matern", "rbf"])
-@pytest.mark.parametrize("method", ["low_rank", "samples"])
+@pytest.mark.parametrize(
+    ("method", "kernel", "noise", "dtype"),
+    pairwise(["low_rank", "samples"], ["matern", "rbf"], [0.1, 1e-4], [torch.float64, torch.float32]),
+)
 def test_variances(method, kernel, noise, dtype):
     model = build(kernel, noise, dtype, variance=method)
     with torch.no_grad():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 
+from cases import pairwise
 from problems import dense, normal, points, relative, set_scales
 from sketchgp import NumericalError, RPCholesky
 from sketchgp.inference import LowRankVariance, predictive_variance
@@ -44,9 +45,10 @@ def _fitc(kernel, x, noise, inducing, z):
     return dense(kernel, z).diagonal() - (cross * torch.linalg.solve(system, cross)).sum(0)
 
 
-@pytest.mark.parametrize("rows", [7, 4096])
-@pytest.mark.parametrize("noise", ["constant", "per-point"])
-@pytest.mark.parametrize("name", ["rbf", "matern32"])
+@pytest.mark.parametrize(
+    ("name", "noise", "rows"),
+    pairwise(["rbf", "matern32"], ["constant", "per-point"], [7, 4096]),
+)
 def test_against_the_formula(name, noise, rows, monkeypatch):
     monkeypatch.setattr(predictive_variance, "_ROWS", rows)
     kernel, x, z = _kernel(name), points(80, seed=1), points(33, seed=2) * 1.5
