@@ -85,10 +85,10 @@ def _separator(text: str) -> str:
 
 
 def _lines(text: str) -> frozenset[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in names(text):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if not match or int(match[1]) < 1:
             raise argparse.ArgumentTypeError(f"expected numbers of lines, from 1, such as 1-3 or 2,4, not {text!r}")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(found)
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(numbers)

@@ -137,28 +137,28 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
         print(f"  {default_row.iterations} iterations, {_seconds(default_row):.1f} s")
 
     print(f"sketchgp, on all {len(train):,} training rows ...")
-    whole = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances, EVERY)
-    print(describe(whole))
+    all_rows = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances, EVERY)
+    print(describe(all_rows))
     with working("checking the residual", EVERY):
         print(_check_residual(model, seed))
-    nll = negative_log_density(whole.mean, whole.variance, test_y)
-    print(f"  on all {len(test):,} test rows: RMSE {whole.row.rmse:.4f}, NLL {nll:.3f} (standardised log(price))")
+    nll = negative_log_density(all_rows.mean, all_rows.variance, test_y)
+    print(f"  on all {len(test):,} test rows: RMSE {all_rows.row.rmse:.4f}, NLL {nll:.3f} (standardised log(price))")
 
     print()
-    print(format_table([part.row, *([] if default_row is None else [default_row]), whole.row]))
+    print(format_table([part.row, *([] if default_row is None else [default_row]), all_rows.row]))
     print(_footnotes(sizes, len(test)))
 
     if find_spec("matplotlib") is None:
         print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
     else:
-        _draw(sizes, faster, whole, part, default_row, default_solve, picture)
-    print(_verdict(whole, part, default_row, scaling))
+        _draw(sizes, faster, all_rows, part, default_row, default_solve, picture)
+    print(_verdict(all_rows, part, default_row, scaling))
 
 
 def _draw(
     sizes: Sizes,
     model: Regression,
-    whole: Outcome,
+    all_rows: Outcome,
     part: Outcome,
     default_row: Row | None,
     default_solve: WatchedSolve | None,
@@ -172,7 +172,7 @@ def _draw(
     tolerance = gpytorch.settings.eval_cg_tolerance.value()
     with working("conjugate gradients without a preconditioner", EVERY):
         plain = _without_preconditioner(model, tolerance, sizes.plain_iterations)
-    curves = _curves(whole, part, plain, default_row, default_solve)
+    curves = _curves(all_rows, part, plain, default_row, default_solve)
     noise = model.likelihood.noise.item()
     title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
     names = {} if default_row is None else {f"GPyTorch's\ntolerance {tolerance:g}": tolerance}
@@ -225,7 +225,7 @@ def _without_preconditioner(model: Regression, tol: float, max_iterations: int) 
 
 
 def _curves(
-    whole: Outcome, part: Outcome, plain: SolveReport, default_row: Row | None, default_solve: WatchedSolve | None
+    all_rows: Outcome, part: Outcome, plain: SolveReport, default_row: Row | None, default_solve: WatchedSolve | None
 ) -> list[Curve]:
     curves = []  # those of one n first; all rows are another problem, drawn apart
     if part.solve is not None:
@@ -241,9 +241,9 @@ def _curves(
             )
         )
     curves.append(_curve(plain, f"no preconditioner, n = {plain.n:,}", GREY))
-    if whole.solve is not None:
-        curve = _curve(whole.solve, _named(whole.solve), LIGHT_BLUE)
-        curves.append(replace(curve, style=":", caption=f"all {whole.solve.n:,} rows,\nsketchgp only"))
+    if all_rows.solve is not None:
+        curve = _curve(all_rows.solve, _named(all_rows.solve), LIGHT_BLUE)
+        curves.append(replace(curve, style=":", caption=f"all {all_rows.solve.n:,} rows,\nsketchgp only"))
     return curves
 
 
@@ -259,11 +259,11 @@ def _curve(report: SolveReport, label: str, color: str) -> Curve:
     return Curve(label, residuals, seconds, color, true_residual=report.max_residual)
 
 
-def _verdict(whole: Outcome, part: Outcome, default: Row | None, scaling: Scaling) -> str:
+def _verdict(all_rows: Outcome, part: Outcome, default: Row | None, scaling: Scaling) -> str:
     """Return the result of this run in one sentence, whichever way it falls."""
-    row = whole.row
+    row = all_rows.row
     error = 100 * (row.rmse or 0.0) * scaling.y_std
-    solved = "solved" if whole.solve is None or whole.solve.converged else "not solved to its tolerance"
+    solved = "solved" if all_rows.solve is None or all_rows.solve.converged else "not solved to its tolerance"
     sentence = (
         f"Result: the exact GP on all {row.n:,} rows was {solved} in {row.mean_seconds:.0f} s"
         + (f" ({row.iterations} iterations, true residual {row.residual:.1e})" if row.iterations is not None else "")

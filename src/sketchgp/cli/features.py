@@ -68,11 +68,11 @@ def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> lis
     :param categorical: columns that were said to hold categories, however many.
     :raises InputError: for a column of text that can be no categories.
     """
-    found = [_learn(table, name, name in categorical) for name in names]
-    faults = [one for one in found if isinstance(one, str)]
+    learned = [_learn(table, name, name in categorical) for name in names]
+    faults = [one for one in learned if isinstance(one, str)]
     if faults:
         raise refuse(table.path, faults)
-    return [one for one in found if isinstance(one, Feature)]
+    return [one for one in learned if isinstance(one, Feature)]
 
 
 def _learn(table: Table, name: str, named: bool) -> Feature | str:
@@ -81,17 +81,17 @@ def _learn(table: Table, name: str, named: bool) -> Feature | str:
     if values.dtype != object:
         return Feature(name)
     present = [value for value in values if value is not None]
-    found = sorted(set(present))
-    if not named and {word.lower() for word in found} in _WORDS:
+    different = sorted(set(present))
+    if not named and {word.lower() for word in different} in _WORDS:
         return Feature(name, "boolean")
-    if not named and (len(found) > _MOST or (len(found) == len(present) > _FEW)):
+    if not named and (len(different) > _MOST or (len(different) == len(present) > _FEW)):
         quoted = shlex.quote(name)
         return (
-            f"column {name!r} is text with {len(found):,} different values in {len(present):,} rows, such as "
-            f"{some(found, 3)}: too many to be categories. Leave it out with --drop {quoted}, keep it as the name of "
-            f"each row with --id {quoted}, or insist with --categorical {quoted}"
+            f"column {name!r} is text with {len(different):,} different values in {len(present):,} rows, such as "
+            f"{some(different, 3)}: too many to be categories. Leave it out with --drop {quoted}, keep it as the name "
+            f"of each row with --id {quoted}, or insist with --categorical {quoted}"
         )
-    return Feature(name, "category", tuple(found))
+    return Feature(name, "category", tuple(different))
 
 
 def encode(

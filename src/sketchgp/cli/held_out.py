@@ -32,8 +32,8 @@ def within(mean: np.ndarray, std: np.ndarray, y: np.ndarray, levels: np.ndarray)
 
 def calibration(mean: np.ndarray, std: np.ndarray, y: np.ndarray) -> str:
     """Return the shares for a few levels, as a line."""
-    found = within(mean, std, y, np.array(_LEVELS))
-    parts = [f"{share:.1%} in the {level:.0%} intervals" for share, level in zip(found, _LEVELS, strict=True)]
+    shares = within(mean, std, y, np.array(_LEVELS))
+    parts = [f"{share:.1%} in the {level:.0%} intervals" for share, level in zip(shares, _LEVELS, strict=True)]
     return f"Calibration: of {len(y):,} rows, {', '.join(parts)}."
 
 

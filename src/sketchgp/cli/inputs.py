@@ -73,9 +73,9 @@ def predict_rows(
         raise InputError(f"{table.path}: a value is missing in every row; {mean} predicts them nonetheless")
     scaling, dtype = saved.scaling, saved.model.train_targets.dtype
     inputs = scaling.scale_x(torch.where(x.isnan(), saved.fill, x)[complete], dtype)
-    found = predict(saved.model, inputs, variance=variance)
+    predicted = predict(saved.model, inputs, variance=variance)
 
-    def whole(value: Any, unit: float = 1.0) -> Any:
+    def of_all_rows(value: Any, unit: float = 1.0) -> Any:
         """Return values of all rows, NaN where nothing is predicted."""
         if not isinstance(value, Tensor):
             return value
@@ -85,13 +85,13 @@ def predict_rows(
 
     unit = scaling.y_std
     prediction = replace(
-        found,
-        mean=whole(scaling.unscale_mean(found.mean)),
-        variance=whole(found.variance, unit**2),
-        observation_variance=whole(found.observation_variance, unit**2),
-        mean_error_bound=whole(found.mean_error_bound, unit),
-        mean_error_bound_deviations=whole(found.mean_error_bound_deviations),
-        variance_standard_error=whole(found.variance_standard_error),
-        variance_error_bound=whole(found.variance_error_bound, unit**2),
+        predicted,
+        mean=of_all_rows(scaling.unscale_mean(predicted.mean)),
+        variance=of_all_rows(predicted.variance, unit**2),
+        observation_variance=of_all_rows(predicted.observation_variance, unit**2),
+        mean_error_bound=of_all_rows(predicted.mean_error_bound, unit),
+        mean_error_bound_deviations=of_all_rows(predicted.mean_error_bound_deviations),
+        variance_standard_error=of_all_rows(predicted.variance_standard_error),
+        variance_error_bound=of_all_rows(predicted.variance_error_bound, unit**2),
     )
     return Predicted(prediction, complete, int(lacking.sum()), strangers)

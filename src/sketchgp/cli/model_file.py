@@ -133,10 +133,10 @@ def load_model(path: str | Path) -> SavedModel:
     if version == 3:
         contents["marks"] = list(MARKS)
     saved = _saved_model(path, contents)
-    found = weights_residual(saved.model, saved.weights)
-    if not found <= 2 * saved.residual + _RESIDUAL_SLACK:
+    residual = weights_residual(saved.model, saved.weights)
+    if not residual <= 2 * saved.residual + _RESIDUAL_SLACK:
         raise InputError(
-            f"{path}: its weights do not solve its training data: the residual is {found:.1e}, where the file says "
+            f"{path}: its weights do not solve its training data: the residual is {residual:.1e}, where the file says "
             f"{saved.residual:.1e}; make it anew with the command fit"
         )
     return saved

@@ -79,15 +79,15 @@ def run(options: argparse.Namespace) -> int:
         f"{options.model}: {saved.kernel} model of {saved.target!r} on {saved.weights.shape[0]:,} training "
         f"rows (residual {saved.residual:.1e}); predicting {table.rows:,} rows"
     )
-    found = predict_rows(saved, table, missing, options.unknown, rules)
-    for name, count in found.strangers.items():
+    result = predict_rows(saved, table, missing, options.unknown, rules)
+    for name, count in result.strangers.items():
         print(f"note: column {name!r} has categories that the model has not seen in {count:,} row(s); these are "
               "taken for missing values")  # fmt: skip
-    if found.lacking:
+    if result.lacking:
         marked = f" ({some(table.marks)} among them)" if table.marks else ""
         what = "get no prediction" if missing == "drop" else "are filled with the mean of the training rows"
-        print(f"note: {found.lacking:,} row(s) lack a value{marked}, and {what}")
-    mean, variance = found.prediction.mean, found.prediction.observation_variance
+        print(f"note: {result.lacking:,} row(s) lack a value{marked}, and {what}")
+    mean, variance = result.prediction.mean, result.prediction.observation_variance
     assert variance is not None
     std = variance.clamp_min(0).sqrt()
     labels = None

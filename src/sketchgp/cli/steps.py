@@ -162,9 +162,9 @@ def evaluate(
     )
     check = None
     if prediction.variance_check is not None:
-        found = prediction.variance_check
-        ratios = (found[f"observation_{name}_ratio"] for name in ("min", "median", "max"))
-        check = (found["points"], *ratios)
+        compared = prediction.variance_check
+        ratios = (compared[f"observation_{name}_ratio"] for name in ("min", "median", "max"))
+        check = (compared["points"], *ratios)
     return Outcome(prediction.mean, prediction.observation_variance, row, solve, check)
 
 

@@ -94,8 +94,8 @@ class KernelRidge(Checked, MultiOutputMixin, RegressorMixin, BaseEstimator):
         targets, weights = checks.copied(y, x.device, x.dtype), None
         if sample_weight is not None:
             given = numbers("KernelRidge", sample_weight, "sample_weight")
-            found = _check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=True)
-            weights = checks.copied(found, x.device)
+            checked = _check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=True)
+            weights = checks.copied(checked, x.device)
             kept = weights > 0
             if not bool(kept.any()):
                 raise InputError("KernelRidge: sample_weight expects at least one that is positive.")
