@@ -13,8 +13,7 @@ from sketchgp import KRILL, QR, Falkon, NystromPCG, SketchySAGA
 from sketchgp.errors import ConvergenceWarning, InputError
 from sketchgp.report import Reason, record_solves
 from sketchgp.solvers import InducingPointProblem
-from sketchgp.solvers.energy import RemainingEnergy
-from sketchgp.solvers.inducing.remaining import remaining_change
+from sketchgp.solvers.energy import RemainingEnergy, remaining_change
 
 
 def make(kernel=None, n=600, m=60, noise=1e-4, columns=None, dtype=torch.float64, heavy=False):

@@ -40,7 +40,7 @@ class NystromPCG(NormalEquationsSolver):
     It stops when predictions are right, not when the residual is small: ``||W - W*||_M / noise^1/2`` is the largest
     distance of any prediction from that of the exact solution W*, in posterior deviations of the model, and conjugate
     gradients tell what every iteration takes off it.  What is left is extrapolated from that
-    (:mod:`sketchgp.solvers.inducing.remaining`): an estimate, which cannot see directions in which nothing has happened
+    (:mod:`sketchgp.solvers.energy`): an estimate, which cannot see directions in which nothing has happened
     yet, of a bound that typical predictions keep by a factor of ten or more.
 
     Choose it where m x m matrices do not fit; :class:`EigenPro4` where x does not either, or is a stream.  Where they

@@ -13,10 +13,10 @@ from ...memory import enough_memory, require_memory
 from ...operators.tall import tile_bytes
 from ...preconditioners import shifted_cholesky
 from ...preconditioners.krill import TriangularFactors
+from ..energy import moved_by_rounding
 from ..loop import Direct
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
-from .remaining import moved_by_rounding
 
 _TILE = 3  # rows of a tile, in m
 _COPIES = 14  # measured: matrices (m, m) at once, of which the factorization and what it works on are 8

@@ -18,10 +18,10 @@ from ...preconditioners.smoothness import smoothness
 from ...random_streams import generator
 from ...report import Reason
 from ...space import Space
+from ..energy import remaining_change
 from ..full.blockwise import next_block
 from ..loop import NAN, Outcome, Refined, largest_of
 from .problem import InducingPointProblem
-from .remaining import remaining_change
 
 _SAMPLING = "uniform"  # a shuffled order is no faster, and nothing is proved for it
 _RANK = 300
@@ -78,7 +78,7 @@ class Saga(Refined):
     :ivar true: relative residual ``(t,)`` of the last sweep, on the CPU; :ivar swept: the epochs at which it was.
     :ivar best: the iterate whose true residual, ``best_true``, is the least so far.
     :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
-        (:mod:`.remaining`); infinite while nothing can be said.
+        (:mod:`sketchgp.solvers.energy`); infinite while nothing can be said.
     :ivar length: of a step; halved where steps diverge.
     """
 
@@ -321,7 +321,7 @@ class Saga(Refined):
     def _compare(self, psi: Tensor, noise_term: Tensor) -> None:
         """Measure the change since the last look, in the norm that bounds predictions, and estimate what is to come.
 
-        Looks are at epochs that grow by a constant factor (:mod:`.remaining`).
+        Looks are at epochs that grow by a constant factor (:mod:`sketchgp.solvers.energy`).
         """
         w = self.anchor[0]
         if self.compared is not None:

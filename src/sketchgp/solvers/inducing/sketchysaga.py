@@ -43,7 +43,7 @@ class SketchySAGA(InducingPointSolver):
 
     A small residual says little about predictions where the problem is ill-conditioned, so that is not enough to stop:
     sweeps at epochs that grow by half also see how much the function changed since the one before, in the norm that
-    bounds predictions, and what is left is extrapolated from that (:mod:`sketchgp.solvers.inducing.remaining`).
+    bounds predictions, and what is left is extrapolated from that (:mod:`sketchgp.solvers.energy`).
 
     A solve returns the best of the iterates whose true residual is known.  In its report ``passes`` are the kernel
     evaluations, those of Kzz, of the start and of the true residuals included, over n m; and ``history`` the estimates

@@ -22,10 +22,9 @@ from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from ...space import Space
 from ..conjugate_step import descend, turn
-from ..energy import RemainingEnergy
+from ..energy import RemainingEnergy, moved_by_rounding
 from ..lanczos import least_ritz_value
 from ..loop import NAN, Cycles, Outcome
-from .remaining import moved_by_rounding
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
@@ -45,7 +44,7 @@ class SplitGradients(Cycles):
     :param tol: of the residual; or, with ``predictions``, of :attr:`deviations`.
 
     :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
-        (:mod:`.remaining`); infinite while nothing can be said.
+        (:mod:`sketchgp.solvers.energy`); infinite while nothing can be said.
     """
 
     letter = "m"
