@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from sketchgp.cli.gpytorch_defaults import evaluate_defaults, solve_mean, watch_linear_cg
-from sketchgp.cli.held_out import calibration, within
+from sketchgp.cli.demo import evaluate_defaults, solve_mean, watch_linear_cg
 from sketchgp.cli.regression import (
     KERNELS,
     Regression,
     Scaling,
+    calibration,
     copy_hyperparameters,
     negative_log_density,
     rmse,
+    true_residual,
+    within,
 )
-from sketchgp.cli.results import PeakMemory, Row, format_table, true_residual
+from sketchgp.cli.steps import PeakMemory, Row, format_table
 from sketchgp.errors import InputError
 from sketchgp.plotting import Curve, plot_convergence
 
@@ -31,7 +33,7 @@ def make(n=60, d=2, kernel="matern52", dtype=torch.float64):
 
 
 def test_true_residual_is_that_of_dense_float64(monkeypatch):
-    monkeypatch.setattr("sketchgp.cli.results._ROWS", 7)
+    monkeypatch.setattr("sketchgp.cli.regression._ROWS", 7)
     model = make()
     model.mean_module.constant = 0.3
     x, y = model.train_inputs[0], model.train_targets

@@ -6,12 +6,19 @@ import argparse
 import itertools
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import gpytorch
+import linear_operator
 import torch
+from linear_operator.utils.warnings import NumericalWarning
+from torch import Tensor
+from tqdm import tqdm
 
 from ..accelerate import accelerate
 from ..datasets import load_diamonds
@@ -21,22 +28,33 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
-from .gpytorch_defaults import WatchedSolve, evaluate_defaults
 from .outputs import Output, claim
-from .regression import Regression, Scaling, copy_hyperparameters, negative_log_density
-from .results import Row, format_table, true_residual
-from .steps import Outcome, describe, evaluate, split_rows, tune, working
+from .regression import Regression, Scaling, copy_hyperparameters, true_residual
+from .steps import Outcome, Row, evaluate, format_table, measure, split_rows, tune, working
 
 KERNEL = "matern52"
 EVERY = 4.0  # seconds without a line
 STORED_MATRIX = 2 * 2**30  # bytes one stored matrix may take: keeps the demo within 8 GB on any machine
 BLUE, LIGHT_BLUE, ORANGE, GREY = "#1a5a99", "#62aee3", "#d95f02", "#8a8a8a"
+SMALL = (
+    ". On so few rows a product with K takes milliseconds, and most of sketchgp's time goes into its preconditioner, "
+    "and into a residual checked in float64; both pay from several thousand rows on"
+)
+FOOTNOTES = (
+    "true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the weights w. "
+    "mean s: seconds to the mean of all test rows.\n"
+    "var. s: seconds for their variances on top (sketchgp: low-rank, all {tests:,}; GPyTorch: exact, the first "
+    "{variances} only). peak memory: of the process, in that row's phase.\n"
+    "RMSE: of the standardised target, where predicting the mean scores 1. NLL: negative log predictive density a row, "
+    "in nats, over the first {variances} test rows."
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a demo: rows of the data, of the tuning subset and of the comparison; steps of tuning."""
 
+    takes: str
     rows: int
     tuning: int
     steps: int
@@ -45,9 +63,9 @@ class Sizes:
     plain_iterations: int
 
 
-FULL = Sizes(rows=53_940, tuning=4_000, steps=200, comparison=10_000, variances=100, plain_iterations=400)
-DEFAULT = Sizes(rows=16_000, tuning=1_000, steps=60, comparison=5_000, variances=50, plain_iterations=300)
-QUICK = Sizes(rows=2_000, tuning=500, steps=20, comparison=1_000, variances=20, plain_iterations=100)
+FULL = Sizes("five minutes or more", 53_940, 4_000, 200, 10_000, 100, 400)
+DEFAULT = Sizes("about a minute", 16_000, 1_000, 60, 5_000, 50, 300)
+QUICK = Sizes("some ten seconds", 2_000, 500, 20, 1_000, 20, 100)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -74,27 +92,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the demo; see the module's docstring."""
+    """Run the command; see the module's docstring."""
     if not options.output.is_dir():
         raise InputError(f"--output {options.output}: no such folder")
-    picture = claim(_unused(options.output), "--output", [], force=False)
+    names = itertools.chain(["sketchgp-demo.png"], (f"sketchgp-demo-{number}.png" for number in itertools.count(2)))
+    unused = next(path for name in names if not (path := options.output / name).exists())
+    picture = claim(unused, "--output", [], force=False)
     start = time.perf_counter()
     sizes = FULL if options.full else QUICK if options.quick else DEFAULT
-    print(
-        {FULL: "five minutes or more", DEFAULT: "about a minute", QUICK: "some ten seconds"}[sizes]
-        + " in all on two idle cores"
-        + ("" if options.skip_gpytorch else ", about a quarter of it for GPyTorch's side (see --skip-gpytorch)")
-    )
+    shorter = "" if options.skip_gpytorch else ", about a quarter of it for GPyTorch's side (see --skip-gpytorch)"
+    print(f"{sizes.takes} in all on two idle cores{shorter}")
     with memory_budget(STORED_MATRIX):
         _run(sizes, options.seed, picture, options.skip_gpytorch)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0
-
-
-def _unused(folder: Path) -> Path:
-    """Return the file of the picture, numbered from the second demo on."""
-    names = itertools.chain(["sketchgp-demo.png"], (f"sketchgp-demo-{number}.png" for number in itertools.count(2)))
-    return next(path for name in names if not (path := folder / name).exists())
 
 
 def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
@@ -108,177 +119,212 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     train, test = split_rows(len(y), 0.1, seed)
     scaling = Scaling.of(x[train], y[train], data.target_name)
     x, y = scaling.scale_x(x, torch.float32), scaling.scale_y(y, torch.float32)
-    train_x, train_y, test_x, test_y = x[train], y[train], x[test], y[test]
+    test_x, test_y = x[test], y[test]
     print(
         f"diamonds (bundled, {data.licence.split(',')[0]}): log(price) by {x.shape[1]} features, "
         f"{len(train):,} training and {len(test):,} test rows, standardised\n"
         "model: gpytorch.models.ExactGP, constant mean, Matern-5/2 with one lengthscale a feature, "
         f"float32, {torch.get_num_threads()} thread(s)"
     )
+    model = tune(x[train], y[train], KERNEL, sizes.tuning, sizes.steps, seed, every=EVERY)
+    lengthscales = ", ".join(f"{value:.2g}" for value in model.covar_module.base_kernel.lengthscale.flatten().tolist())
+    noise, scale = model.likelihood.noise.item(), model.covar_module.outputscale.item()
+    print(f"  noise {noise:.2e}, output scale {scale:.2f}, lengthscales {lengthscales}")
 
-    model = tune(train_x, train_y, KERNEL, sizes.tuning, sizes.steps, seed, every=EVERY)
-    print(f"  {_hyperparameters(model)}")
-
-    small = torch.randperm(len(train), generator=generator(seed, "fewer rows of the demo"))[: sizes.comparison]
-    small_x, small_y = train_x[small], train_y[small]
-    print(f"sketchgp, on a random {len(small):,} of the training rows ...")
-    faster = accelerate(copy_hyperparameters(model, small_x, small_y, KERNEL))
+    few = train[torch.randperm(len(train), generator=generator(seed, "fewer rows of the demo"))[: sizes.comparison]]
+    print(f"sketchgp, on a random {len(few):,} of the training rows ...")
+    faster = accelerate(copy_hyperparameters(model, x[few], y[few], KERNEL))
     part = evaluate(faster, test_x, test_y, "sketchgp", "low_rank", sizes.variances, EVERY)
-    weights = faster.prediction_strategy.mean_cache
     with working("checking the residual", EVERY):
-        part = replace(part, row=replace(part.row, residual=true_residual(faster, weights)))
-    print(describe(part))
-    default_row, default_solve = None, None
+        residual = true_residual(faster, faster.prediction_strategy.mean_cache)
+    part = replace(part, row=replace(part.row, residual=residual))
+    print(part)
+    default: Row | None = None
+    curves = [] if part.solve is None else [_curve("sketchgp", part.solve, BLUE)]
     if not alone:
         print("GPyTorch with its defaults, on the same rows ...")
-        untouched = copy_hyperparameters(model, small_x, small_y, KERNEL)
+        untouched = copy_hyperparameters(model, x[few], y[few], KERNEL)
         with working("GPyTorch", EVERY):
-            default_row, default_solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
-        print(f"  {default_row.iterations} iterations, {_seconds(default_row):.1f} s")
+            default, solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
+        print(f"  {default.iterations} iterations, {default.mean_seconds or 0:.1f} s to the mean")
+        if solve is not None:
+            label = f"GPyTorch, its defaults, n = {len(few):,}"
+            curves.append(Curve(label, solve.residuals, solve.seconds, ORANGE, true_residual=default.residual))
 
     print(f"sketchgp, on all {len(train):,} training rows ...")
-    all_rows = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances, EVERY)
-    print(describe(all_rows))
+    full = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances, EVERY)
+    print(full)
+    rows = torch.randperm(len(train), generator=generator(seed, "rows of the demo's check"))[:500]
     with working("checking the residual", EVERY):
-        print(_check_residual(model, seed))
-    nll = negative_log_density(all_rows.mean, all_rows.variance, test_y)
-    print(f"  on all {len(test):,} test rows: RMSE {all_rows.row.rmse:.4f}, NLL {nll:.3f} (standardised log(price))")
+        residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
+    print(
+        f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows (a sample: a few rows can carry much "
+        f"of it): residual {residual:.1e}\n\n"
+        + format_table([part.row, *([] if default is None else [default]), full.row])
+        + "\n"
+        + FOOTNOTES.format(tests=len(test), variances=sizes.variances)
+    )
+    _draw(picture, curves, faster, full.solve, sizes, alone)
+    print(_verdict(full, part, default, scaling.y_std))
 
-    print()
-    print(format_table([part.row, *([] if default_row is None else [default_row]), all_rows.row]))
-    print(_footnotes(sizes, len(test)))
 
-    if find_spec("matplotlib") is None:
-        print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
-    else:
-        _draw(sizes, faster, all_rows, part, default_row, default_solve, picture)
-    print(_verdict(all_rows, part, default_row, scaling))
+def _verdict(full: Outcome, part: Outcome, default: Row | None, unit: float) -> str:
+    """Return the result of this run in one sentence, whichever way it falls."""
+    comparison = small = ""
+    if default is not None and part.solve is not None:
+        comparison = f"; on those rows GPyTorch's defaults took {_effort(default)}, sketchgp {_effort(part.row)}"
+        small = SMALL if (part.row.mean_seconds or 0.0) > (default.mean_seconds or 0.0) else ""
+    solved = "solved" if full.solve is None or full.solve.converged else "not solved to its tolerance"
+    return (
+        f"Result: the exact GP on all {full.row.n:,} rows was {solved} in {full.row.mean_seconds:.0f} s and predicts a "
+        f"diamond's price to about {100 * (full.row.rmse or 0.0) * unit:.1f}% (RMSE {full.row.rmse:.4f}, against "
+        f"{part.row.rmse:.4f} with {part.row.n:,} rows){comparison}{small}."
+    )
+
+
+def _effort(row: Row) -> str:
+    return f"{row.iterations} iterations and {row.mean_seconds:.1f} s to residual {row.residual:.1e}"
 
 
 def _draw(
-    sizes: Sizes,
-    model: Regression,
-    all_rows: Outcome,
-    part: Outcome,
-    default_row: Row | None,
-    default_solve: WatchedSolve | None,
-    picture: Output,
+    picture: Output, curves: list[Curve], model: Regression, solve: SolveReport | None, sizes: Sizes, alone: bool
 ) -> None:
     """Draw how the solves converge, and one without a preconditioner.
 
-    :param model: the model on the rows of the comparison.
+    :param model: the model on the rows of the comparison; :param solve: of the mean on all rows.
     """
+    if find_spec("matplotlib") is None:
+        print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
+        return
     print("drawing how the solves converge, and one without a preconditioner ...")
     tolerance = gpytorch.settings.eval_cg_tolerance.value()
     with working("conjugate gradients without a preconditioner", EVERY):
-        plain = _without_preconditioner(model, tolerance, sizes.plain_iterations)
-    curves = _curves(all_rows, part, plain, default_row, default_solve)
+        plain = _curve("no preconditioner", _solve_plainly(model, tolerance, sizes), GREY)
+    curves = [*curves, plain]
+    if solve is not None:  # another problem, drawn apart
+        caption = f"all {solve.n:,} rows,\nsketchgp only"
+        curves.append(replace(_curve("sketchgp", solve, LIGHT_BLUE), style=":", caption=caption))
     noise = model.likelihood.noise.item()
     title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
-    names = {} if default_row is None else {f"GPyTorch's\ntolerance {tolerance:g}": tolerance}
+    names = {} if alone else {f"GPyTorch's\ntolerance {tolerance:g}": tolerance}
     with picture.errors():
         plot_convergence(picture.path, curves, title, names, picture.overwrite)
     print(f"picture: {picture.path}")
 
 
-def _seconds(row: Row) -> float:
-    return (row.mean_seconds or 0.0) + (row.variance_seconds or 0.0)
-
-
-def _hyperparameters(model: Regression) -> str:
-    kernel = model.covar_module
-    lengthscales = ", ".join(f"{value:.2g}" for value in kernel.base_kernel.lengthscale.flatten().tolist())
-    return (
-        f"noise {model.likelihood.noise.item():.2e}, output scale {kernel.outputscale.item():.2f}, "
-        f"lengthscales {lengthscales}"
-    )
-
-
-def _check_residual(model: Regression, seed: int) -> str:
-    rows = torch.randperm(model.train_targets.shape[0], generator=generator(seed, "rows of the demo's check"))[:500]
-    residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
-    return (
-        f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows "
-        f"(a sample: a few rows can carry much of it): residual {residual:.1e}"
-    )
-
-
-def _footnotes(sizes: Sizes, tests: int) -> str:
-    return (
-        "true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the "
-        "weights w. mean s: seconds to the mean of all test rows.\n"
-        f"var. s: seconds for their variances on top (sketchgp: low-rank, all {tests:,}; GPyTorch: exact, "
-        f"the first {sizes.variances} only). peak memory: of the process, in that row's phase.\n"
-        "RMSE: of the standardised target, where predicting the mean scores 1. NLL: negative log "
-        f"predictive density a row, in nats, over the first {sizes.variances} test rows."
-    )
-
-
-def _without_preconditioner(model: Regression, tol: float, max_iterations: int) -> SolveReport:
-    train_x, train_y = model.train_inputs[0], model.train_targets
+def _solve_plainly(model: Regression, tol: float, sizes: Sizes) -> SolveReport:
+    """Return the report of conjugate gradients without a preconditioner."""
+    x, y = model.train_inputs[0], model.train_targets
+    solver = ConjugateGradients(tol=tol, max_iterations=sizes.plain_iterations)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # expected, and shown in the picture
-        problem = FullProblem(
-            model.covar_module, train_x, train_y - model.mean_module(train_x), model.likelihood.noise.item()
-        )
-        return ConjugateGradients(tol=tol, max_iterations=max_iterations).solve(problem, preconditioner=None).report
+        problem = FullProblem(model.covar_module, x, y - model.mean_module(x), model.likelihood.noise.item())
+        return solver.solve(problem, preconditioner=None).report
 
 
-def _curves(
-    all_rows: Outcome, part: Outcome, plain: SolveReport, default_row: Row | None, default_solve: WatchedSolve | None
-) -> list[Curve]:
-    curves = []  # those of one n first; all rows are another problem, drawn apart
-    if part.solve is not None:
-        curves.append(_curve(part.solve, _named(part.solve), BLUE))
-    if default_row is not None and default_solve is not None:
-        curves.append(
-            Curve(
-                f"GPyTorch, its defaults, n = {part.row.n:,}",
-                default_solve.residuals,
-                default_solve.seconds,
-                ORANGE,
-                true_residual=default_row.residual,
-            )
-        )
-    curves.append(_curve(plain, f"no preconditioner, n = {plain.n:,}", GREY))
-    if all_rows.solve is not None:
-        curve = _curve(all_rows.solve, _named(all_rows.solve), LIGHT_BLUE)
-        curves.append(replace(curve, style=":", caption=f"all {all_rows.solve.n:,} rows,\nsketchgp only"))
-    return curves
-
-
-def _named(report: SolveReport) -> str:
-    return f"sketchgp, {report.preconditioner} of rank {report.rank:,}, n = {report.n:,}"
-
-
-def _curve(report: SolveReport, label: str, color: str) -> Curve:
+def _curve(label: str, report: SolveReport, color: str) -> Curve:
     """Return the curve of a solve; times are interpolated, since all iterations cost the same."""
     residuals = report.history.max(dim=-1).values.tolist()
     steps = max(len(residuals) - 1, 1)
     seconds = [report.setup_seconds + report.seconds * k / steps for k in range(len(residuals))]
-    return Curve(label, residuals, seconds, color, true_residual=report.max_residual)
+    rank = f", {report.preconditioner_and_rank}" if report.rank else ""
+    return Curve(f"{label}{rank}, n = {report.n:,}", residuals, seconds, color, true_residual=report.max_residual)
 
 
-def _verdict(all_rows: Outcome, part: Outcome, default: Row | None, scaling: Scaling) -> str:
-    """Return the result of this run in one sentence, whichever way it falls."""
-    row = all_rows.row
-    error = 100 * (row.rmse or 0.0) * scaling.y_std
-    solved = "solved" if all_rows.solve is None or all_rows.solve.converged else "not solved to its tolerance"
-    sentence = (
-        f"Result: the exact GP on all {row.n:,} rows was {solved} in {row.mean_seconds:.0f} s"
-        + (f" ({row.iterations} iterations, true residual {row.residual:.1e})" if row.iterations is not None else "")
-        + f" and predicts a diamond's price to about {error:.1f}% (RMSE {row.rmse:.4f}, against "
-        f"{part.row.rmse:.4f} with {part.row.n:,} rows)"
-    )
-    if default is not None and part.row.iterations is not None and default.iterations is not None:
-        sentence += (
-            f"; on those {default.n:,} rows GPyTorch's defaults took {default.iterations} iterations and "
-            f"{default.mean_seconds:.1f} s to residual {default.residual:.1e}, sketchgp "
-            f"{part.row.iterations} iterations and {part.row.mean_seconds:.1f} s to {part.row.residual:.1e}"
-        )
-        if (part.row.mean_seconds or 0.0) > (default.mean_seconds or 0.0):
-            sentence += (
-                ". On so few rows a product with K takes milliseconds, and most of sketchgp's time goes into its "
-                "preconditioner, and into a residual checked in float64; both pay from several thousand rows on"
-            )
-    return sentence + "."
+@dataclass
+class WatchedSolve:
+    """One call of ``linear_operator.utils.linear_cg``.
+
+    ``residuals[k]`` is the mean over the columns of the relative residual of GPyTorch's recurrence after k
+    iterations (the number that it stops on), ``seconds[k]`` the time since the watch began.
+    """
+
+    columns: int
+    residuals: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def iterations(self) -> int:
+        return len(self.residuals) - 1
+
+
+@contextmanager
+def watch_linear_cg(name: str = "GPyTorch") -> Iterator[list[WatchedSolve]]:
+    """Collect every solve by conjugate gradients that GPyTorch does in the block.
+
+    ``linear_cg`` applies its preconditioner to the residual once before the first and once in every
+    iteration, so a wrapper around that preconditioner sees all residuals and changes nothing.
+
+    :param name: shown beside the progress bar.
+    """
+    solves: list[WatchedSolve] = []
+    start = time.perf_counter()
+    original = linear_operator.utils.linear_cg
+
+    def watched(matmul_closure: Any, rhs: Tensor, *rest: Any, **options: Any) -> Any:
+        solve = WatchedSolve(columns=rhs.shape[-1] if rhs.dim() > 1 else 1)
+        solves.append(solve)
+        inner: Callable[[Tensor], Tensor] | None = options.pop("preconditioner", None)
+        with tqdm(desc=f"{name}, {solve.columns} column(s)", unit=" iterations", disable=None, leave=False) as bar:
+
+            def preconditioner(residual: Tensor) -> Tensor:
+                solve.residuals.append(residual.norm(dim=-2).mean().item())
+                solve.seconds.append(time.perf_counter() - start)
+                bar.set_postfix_str(f"residual {solve.residuals[-1]:.1e}", refresh=False)
+                bar.update()
+                return residual.clone() if inner is None else inner(residual)
+
+            return original(matmul_closure, rhs, *rest, preconditioner=preconditioner, **options)
+
+    linear_operator.utils.linear_cg = watched
+    try:
+        yield solves
+    finally:
+        linear_operator.utils.linear_cg = original
+
+
+@torch.no_grad()
+def solve_mean(model: Regression, x: Tensor) -> tuple[Tensor, WatchedSolve | None]:
+    """Return the posterior mean ``(m,)`` of test rows ``x`` ``(m, d)`` by GPyTorch alone, and the solve behind it.
+
+    ``skip_posterior_variances`` spares GPyTorch one solve for each test row, which its ``model(x)`` does
+    otherwise.
+    """
+    with (
+        watch_linear_cg() as solves,
+        warnings.catch_warnings(),
+        gpytorch.settings.skip_posterior_variances(),
+    ):
+        warnings.simplefilter("ignore", NumericalWarning)
+        mean = model(x).mean
+    return mean, solves[0] if solves else None
+
+
+@torch.no_grad()
+def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int) -> tuple[Row, WatchedSolve | None]:
+    """Return the row of the table for GPyTorch's defaults, and the solve of its mean.
+
+    :param model: in eval mode, not accelerated, without cached predictions.
+    :param x: test features ``(m, d)``; the mean is of all of them.
+    :param y: test targets ``(m,)``.
+    :param rows_for_nll: the variance is of the first so many, because each costs GPyTorch a column of its
+        solve.
+    """
+    solves: list[WatchedSolve] = []
+
+    def predict_mean() -> Tensor:
+        mean, solve = solve_mean(model, x)
+        solves.extend([] if solve is None else [solve])
+        return mean
+
+    def predict_variance() -> Tensor:
+        with watch_linear_cg("GPyTorch, variances"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumericalWarning)
+            return model.likelihood(model(x[:rows_for_nll])).variance
+
+    row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
+    solve = solves[0] if solves else None
+    iterations = None if solve is None else solve.iterations
+    return replace(
+        row, iterations=iterations, residual=true_residual(model, model.prediction_strategy.mean_cache)
+    ), solve

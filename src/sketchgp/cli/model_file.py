@@ -18,8 +18,7 @@ from .arguments import MISSING
 from .columns import MARKS
 from .features import KINDS, Feature
 from .outputs import Output
-from .regression import KERNELS, Regression, Scaling
-from .results import true_residual
+from .regression import KERNELS, Regression, Scaling, true_residual
 
 __all__ = ["SavedModel", "load_model", "save_model", "weights_residual"]
 

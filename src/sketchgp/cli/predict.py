@@ -15,11 +15,10 @@ from ..models.accelerated.posterior import use_weights
 from .arguments import MISSING, add_table, notation, opened
 from .columns import some
 from .features import UNKNOWN
-from .held_out import calibration
 from .inputs import expected, predict_rows
 from .model_file import SavedModel, load_model
 from .outputs import Output, add_force, claim
-from .regression import negative_log_density, rmse
+from .regression import calibration, negative_log_density, rmse
 
 _SHOWN = 10
 

@@ -1,17 +1,21 @@
-"""The regression behind ``demo``, ``fit`` and ``predict``: an ordinary ExactGP on standardised columns."""
+"""The regression of the commands, an ordinary ExactGP on standardised columns, and its scores."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
 import gpytorch
+import numpy as np
 import torch
+from scipy.special import erf
 from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["KERNELS", "Regression", "Scaling", "copy_hyperparameters", "negative_log_density", "rmse"]
+_LEVELS = (0.5, 0.9, 0.95)  # of the intervals whose calibration is printed
+_ROWS = 256  # of the kernel matrix formed at a time
 
 KERNELS = {
     "matern12": lambda d: gpytorch.kernels.MaternKernel(nu=0.5, ard_num_dims=d),
@@ -50,9 +54,9 @@ class Regression(gpytorch.models.ExactGP):
 
 def copy_hyperparameters(model: Regression, x: Tensor, y: Tensor, kernel: str) -> Regression:
     """Return a new model, in eval mode, with the hyperparameters of ``model`` and other training data."""
-    copy = Regression(x, y, kernel)
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
+    other = Regression(x, y, kernel)
+    other.load_state_dict(model.state_dict())
+    return other.eval()
 
 
 @dataclass(frozen=True)
@@ -107,3 +111,43 @@ def negative_log_density(mean: Tensor, variance: Tensor, y: Tensor) -> float:
     """Mean over the rows of -log N(y | mean, variance), in nats; all ``(m,)``, the noise in the variance."""
     mean, variance, y = mean.double(), variance.double(), y.double()
     return (0.5 * (2 * math.pi * variance).log() + 0.5 * (y - mean).square() / variance).mean().item()
+
+
+def within(mean: np.ndarray, std: np.ndarray, y: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return the share of rows inside the central intervals of the normal predictions, ``(len(levels),)``.
+
+    A row is inside an interval of level p where ``|y - mean| <= std sqrt(2) erfinv(p)``.
+
+    :param mean: ``(m,)``; :param std: of an observation, ``(m,)``; :param y: ``(m,)``.
+    :param levels: between 0 and 1.
+    """
+    needed = np.sort(erf(np.abs(y - mean) / (np.sqrt(2) * std)))  # the least level whose interval holds each row
+    return np.searchsorted(needed, levels, side="right") / len(y)
+
+
+def calibration(mean: np.ndarray, std: np.ndarray, y: np.ndarray) -> str:
+    """Return the shares for a few levels, as a line."""
+    shares = within(mean, std, y, np.array(_LEVELS))
+    parts = [f"{share:.1%} in the {level:.0%} intervals" for share, level in zip(shares, _LEVELS, strict=True)]
+    return f"Calibration: of {len(y):,} rows, {', '.join(parts)}."
+
+
+@torch.no_grad()
+def true_residual(model: gpytorch.models.ExactGP, weights: Tensor, rows: Tensor | None = None) -> float:
+    """``||(K + noise I) weights - (y - mean)|| / ||y - mean||`` in float64, from GPyTorch's kernel alone.
+
+    :param model: a GP with constant noise, one output and training data ``(n, d)``.
+    :param weights: ``(n,)``.
+    :param rows: if given, both norms are over these rows only (a check by sample, for large n).
+    """
+    kernel = copy.deepcopy(model.covar_module).double()
+    x = model.train_inputs[0].double()
+    target = (model.train_targets - model.mean_module(model.train_inputs[0])).double()
+    solution = weights.double()
+    rows = torch.arange(x.shape[0]) if rows is None else rows
+    noise = model.likelihood.noise.item()
+    error = torch.zeros((), dtype=torch.float64)
+    for part in rows.split(_ROWS):
+        product = kernel(x[part], x).to_dense() @ solution + noise * solution[part]
+        error += (product - target[part]).square().sum()
+    return float(error.sqrt() / target[rows].norm())
