@@ -206,11 +206,11 @@ def test_files_are_not_destroyed(tmp_path, data, capsys, monkeypatch):
 
 
 def test_a_file_that_appears_while_the_work_goes_on_is_kept(tmp_path, data, capsys, monkeypatch):
-    from sketchgp.cli import inputs
+    from sketchgp.cli import model_file
 
     model, output = tmp_path / "model.pt", tmp_path / "out.csv"
     run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
-    original = inputs.predict_rows
+    original = model_file.predict_rows
 
     def slow(*words):
         output.write_text("mine")
@@ -512,7 +512,7 @@ def test_a_solve_that_fails_is_no_success(tmp_path, data, capsys, monkeypatch):
     model, output = tmp_path / "model.pt", tmp_path / "out.csv"
     assert run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)[0] == 0
     monkeypatch.setattr("sketchgp.cli.steps.predict", fail)
-    monkeypatch.setattr("sketchgp.cli.inputs.predict", fail)
+    monkeypatch.setattr("sketchgp.cli.model_file.predict", fail)
     error = fails(capsys, "fit", data, "--target", "price", "--save", tmp_path / "other.pt", *QUICK)
     assert error == "error: the solve for the mean failed. [troubleshooting: out-of-budget]\n"
     assert fails(capsys, "predict", model, data, "--output", output) == error

@@ -64,9 +64,8 @@ class LoadedModel:
         :raises InputError: for a column that is not there, or holds what it cannot hold (the message names column and
             row, counted from 0), and where no row is complete.
         """
-        from .cli.arguments import MISSING
-        from .cli.features import UNKNOWN
-        from .cli.inputs import expected, predict_rows
+        from .cli.features import MISSING, UNKNOWN
+        from .cli.model_file import expected, predict_rows
         from .cli.tables import in_memory
 
         owner = "LoadedModel.predict"

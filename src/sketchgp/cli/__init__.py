@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import io
 import sys
 import warnings
@@ -11,21 +11,6 @@ from collections.abc import Sequence
 from ..errors import SketchGPError
 
 __all__ = ["main"]
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; each command's module adds its part."""
-    from . import demo, fit, info, predict
-
-    parser = argparse.ArgumentParser(
-        prog="python -m sketchgp",
-        description="Gaussian processes on large data: a demonstration, and a regression for your own table.",
-    )
-    parser.add_argument("--version", action="version", version=f"sketchgp {info.version()}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (demo, fit, predict, info):
-        command.add_parser(commands)
-    return parser
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
@@ -40,13 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     :returns: 0 when all went well; 2 for bad input (one line on stderr, no traceback); 130 when stopped by
         Ctrl-C.
     """
-    options = build_parser().parse_args(arguments)
+    from .options import build_parser
+
+    options = build_parser(str(vars(sys.modules["sketchgp"])["__version__"])).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a line is seen when it is printed, through a pipe too
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return int(options.run(options) or 0)
+            return int(importlib.import_module(f".{options.command}", __name__).run(options) or 0)
     except SketchGPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

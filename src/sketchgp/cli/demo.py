@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import gpytorch
@@ -28,7 +27,7 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
-from .outputs import Output, claim
+from .options import Output, claim
 from .regression import Regression, Scaling, copy_hyperparameters, true_residual
 from .steps import Outcome, Row, evaluate, format_table, measure, split_rows, tune, working
 
@@ -66,29 +65,6 @@ class Sizes:
 FULL = Sizes("five minutes or more", 53_940, 4_000, 200, 10_000, 100, 400)
 DEFAULT = Sizes("about a minute", 16_000, 1_000, 60, 5_000, 50, 300)
 QUICK = Sizes("some ten seconds", 2_000, 500, 20, 1_000, 20, 100)
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "demo",
-        help="an exact GP on diamonds' prices, beside GPyTorch's defaults: iterations, seconds, errors, and a picture",
-        description=(
-            "Tunes an ordinary GPyTorch ExactGP (Matern-5/2, one lengthscale a feature) on a random subset "
-            "of the bundled diamonds data, conditions it on all training rows with sketchgp, and compares "
-            "it with GPyTorch's defaults at a size at which those finish. Takes 16,000 of the rows, and about a minute."
-        ),
-    )
-    parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="folder of the picture (here)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subsets and the sketches (0)")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--full", action="store_true", help="all 53,940 rows: five minutes or more")
-    size.add_argument(
-        "--quick", action="store_true", help="2,000 rows, too few for sketchgp to matter: to see whether it runs"
-    )
-    parser.add_argument(
-        "--skip-gpytorch", action="store_true", help="leave GPyTorch's side out, about a quarter of the time"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

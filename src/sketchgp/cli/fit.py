@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import gpytorch
@@ -18,71 +17,16 @@ from ..accelerate import accelerate
 from ..errors import InputError
 from ..pictures.predictions import draw_calibration
 from ..preconditioners import RPCholesky
-from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
 from ..style import COLORS, finish, new_figure
-from .arguments import MISSING, add_table, fraction, names, notation, opened, positive
-from .columns import MARKS, Rules, Table
-from .features import Feature, learn, summary
+from .columns import Rules, Table
+from .features import Feature, learn, summary, training_inputs, without_missing
 from .model_file import SavedModel, save_model, weights_residual
-from .outputs import Output, add_force, claim
-from .prepare import training_inputs, without_missing
-from .regression import KERNELS, Regression, Scaling, calibration, rmse
+from .options import SOLVERS, Output, claim, notation, opened
+from .regression import Regression, Scaling, calibration, rmse
 from .steps import Outcome, Row, evaluate, format_table, split_rows, tune
 from .tables import Source
 
 _POINTS, _INTERVALS = 4000, 300  # points of the picture, and those that have their interval drawn
-SOLVERS: dict[str, Solver[FullProblem] | str] = {
-    "auto": "auto",
-    "cg": ConjugateGradients(),
-    "askotch": ASkotch(),
-    "skotch": Skotch(),
-    "eigenpro2": EigenPro2(),
-    "cholesky": Cholesky(),
-}
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "fit",
-        help="fit a GP to a CSV, Parquet or NPZ file and report its held-out error",
-        description=(
-            "Standardises numbers and makes categories of text, tunes a GPyTorch ExactGP (one lengthscale an input) by "
-            "marginal likelihood on a random subset, conditions it on all training rows with sketchgp and reports the "
-            "error on held-out rows."
-        ),
-    )
-    parser.add_argument("data", type=Path, metavar="DATA", help=".csv with a header row, .parquet, or .npz")
-    parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
-    parser.add_argument("--features", type=names, metavar="A,B,C", help="columns to predict from (all others)")
-    parser.add_argument("--drop", type=names, default=[], metavar="A,B,C", help="columns to leave out")
-    parser.add_argument("--id", metavar="COLUMN", help="names the rows: no feature, and written by predict")
-    parser.add_argument(
-        "--categorical", type=names, default=[], metavar="A,B,C", help="columns of categories, as those of text are"
-    )
-    parser.add_argument(
-        "--numeric", type=names, default=[], metavar="A,B,C", help="columns of numbers, where that is not certain"
-    )
-    parser.add_argument(
-        "--missing",
-        choices=MISSING,
-        default="error",
-        help="missing values: end with an error (the default), leave the row out, or take the column's mean",
-    )
-    add_table(parser)
-    parser.add_argument("--kernel", choices=list(KERNELS), default="matern52", help="(%(default)s)")
-    parser.add_argument("--iterations", type=positive, default=500, help="most steps of tuning (%(default)s)")
-    parser.add_argument("--subset", type=positive, default=2000, help="most rows to tune on (%(default)s)")
-    parser.add_argument("--solver", choices=list(SOLVERS), default="auto", help="of the mean on all rows (%(default)s)")
-    parser.add_argument("--rank", type=positive, metavar="N", help="columns of the preconditioner (chosen by cost)")
-    parser.add_argument("--test-fraction", type=fraction, default=0.1, help="share of rows held out (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the subset and the sketches (0)")
-    parser.add_argument("--float64", action="store_true", help="compute in float64: slower, more digits")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the model, for the command predict")
-    parser.add_argument(
-        "--picture", type=Path, metavar="PNG", help="draw predictions and calibration of the held-out rows"
-    )
-    add_force(parser)
-    parser.set_defaults(run=run, missing_marks=MARKS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         new_figure((1, 1))  # fails before the work where matplotlib is missing
     if options.rank is not None and options.solver not in ("auto", "cg"):
         raise InputError(f"--rank is of conjugate gradients' preconditioner; --solver {options.solver} has none")
-    table, chosen = _read(options)
+    table, chosen, marks = _read(options)
     train, test = split_rows(table.rows, options.test_fraction, options.seed)
     if len(train) < 2:
         raise InputError(
@@ -135,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
             fill=inputs.fill,
             missing=options.missing,
             id=options.id,
-            marks=tuple(options.missing_marks),
+            marks=marks,
         )
         save_model(saving.path, saved, saving.overwrite)
         print(f"saved: {options.save} ({options.save.stat().st_size / 1e6:.1f} MB)")
@@ -177,15 +121,14 @@ def _about(n: int) -> str:
     return "seconds" if n < 10_000 else "seconds to minutes" if n < 50_000 else "minutes" if n < 150_000 else "hours"
 
 
-def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
-    """Return the rows that are used, and the features among the columns."""
+def _read(options: argparse.Namespace) -> tuple[Table, list[Feature], tuple[str, ...]]:
+    """Return the rows that are used, the features among the columns, and the marks of missing values."""
     began = time.perf_counter()
     source = opened(options)
     print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
     rules = Rules(
         numbers=(options.target, *options.numeric),
         text=dict.fromkeys(options.categorical, ()),
-        marks=tuple(options.missing_marks),
         **notation(options),
     )
     columns = _choose_features(source, options, rules)
@@ -202,7 +145,7 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature]]:
         if rows > 2 and (np.diff(table.columns[name]) == 1).all():
             print(f"note: column {name!r} counts the rows; if it is no feature, leave it out with --id {name}")
     print(f"  {rows:,} rows and {len(wanted)} columns in {time.perf_counter() - began:.1f} s")
-    return table, features
+    return table, features, rules.marks
 
 
 def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) -> list[str]:

@@ -28,15 +28,6 @@ _VARIABLES = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "info",
-        help="versions, devices, engines, threads and memory: what a report of a fault needs",
-        description="Prints what a report of a fault needs. Nothing is sent anywhere, and nothing in it names you.",
-    )
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the command; see the module's docstring."""
     sections = [*_versions(), *_machine(), *_devices()]

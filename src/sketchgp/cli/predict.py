@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,45 +11,12 @@ from torch import Tensor
 from ..accelerate import accelerate
 from ..errors import InputError
 from ..models.accelerated.posterior import use_weights
-from .arguments import MISSING, add_table, notation, opened
 from .columns import some
-from .features import UNKNOWN
-from .inputs import expected, predict_rows
-from .model_file import SavedModel, load_model
-from .outputs import Output, add_force, claim
+from .model_file import SavedModel, expected, load_model, predict_rows
+from .options import Output, claim, notation, opened
 from .regression import calibration, negative_log_density, rmse
 
 _SHOWN = 10
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "predict",
-        help="predict the rows of a table with a saved model",
-        description=(
-            "Mean and standard deviation of the target (noise included), in its own units, for every row "
-            "of a table that has the model's feature columns. Where it has the target too, in some rows or "
-            "all, the error is reported."
-        ),
-    )
-    parser.add_argument("model", type=Path, metavar="FILE", help="a model saved by the command fit")
-    parser.add_argument("data", type=Path, metavar="DATA", help=".csv with a header row, .parquet, or .npz")
-    parser.add_argument("--output", type=Path, metavar="CSV", help="write all rows here (columns mean, std)")
-    parser.add_argument("--id", metavar="COLUMN", help="write this column, too (the one named to fit)")
-    parser.add_argument(
-        "--missing",
-        choices=MISSING,
-        help="missing values: end with an error, predict nothing for the row, or take the mean (as in fit)",
-    )
-    parser.add_argument(
-        "--unknown",
-        choices=UNKNOWN,
-        default="error",
-        help="categories that the model has not seen: end with an error (the default), or treat as --missing says",
-    )
-    add_table(parser)
-    add_force(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,8 +31,7 @@ def run(options: argparse.Namespace) -> int:
     labelled = saved.id if options.id is None and saved.id in source.columns else options.id
     target = [saved.target] if saved.target in source.columns else []  # rows to predict are those without it
     names = [] if labelled is None else [labelled]
-    marks = {} if options.missing_marks is None else {"marks": tuple(options.missing_marks)}
-    rules = expected(saved, missing, "predict", target, names, **notation(options), **marks)
+    rules = expected(saved, missing, "predict", target, names, **notation(options))
     features = [feature.name for feature in saved.features]
     source.require(features, "columns of the model", rules)
     source.require(names, "--id", rules)
