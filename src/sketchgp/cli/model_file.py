@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from .columns import MARKS, Rules, Table
 from .features import KINDS, MISSING, Feature, encode
 from .options import Output
 from .regression import KERNELS, Regression, Scaling, true_residual
+from .tables import require_file
 
 FORMAT = "sketchgp regression"
 VERSION = 4  # 1 was a pickled dictionary without a digest, 2 knew numbers only, 3 no other marks than MARKS
 _HYPERPARAMETER = "hyperparameter."
 _ENTRIES = 2**24  # of the kernel matrix, evaluated to check the weights
 _LEAST_ROWS = 16
+_WORDS = ("kernel", "target", "residual", "missing")  # fields that the file holds as the model does
 _RESIDUAL_SLACK = 1e-4  # what the rounding of another machine may change a residual by
 
 
@@ -67,15 +69,12 @@ def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> N
     """
     path = Path(path)
     described = {
+        **{name: getattr(saved, name) for name in _WORDS},
         "format": FORMAT,
         "version": VERSION,
-        "kernel": saved.kernel,
-        "features": [{"name": f.name, "kind": f.kind, "categories": list(f.categories)} for f in saved.features],
-        "target": saved.target,
+        "features": [asdict(feature) for feature in saved.features],
         "y_mean": saved.scaling.y_mean,
         "y_std": saved.scaling.y_std,
-        "residual": saved.residual,
-        "missing": saved.missing,
         "id": saved.id or "",
         "marks": list(saved.marks),
     }
@@ -103,10 +102,7 @@ def load_model(path: str | Path) -> SavedModel:
         message names the file and the part.
     """
     path = Path(path)
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder, not a saved model")
+    require_file(path)
     if not zipfile.is_zipfile(path):  # torch.save writes a zip archive; torch.load would try older formats as well
         raise InputError(f"{path}: not a model saved by sketchgp, or cut short")
     try:
@@ -147,71 +143,83 @@ def weights_residual(model: Regression, weights: Tensor) -> float:
     return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())
 
 
+def _are_texts(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _are_features(described: list[Any]) -> bool:
+    try:
+        features = [Feature(**one) for one in described]
+    except TypeError:
+        return False
+    good = all(
+        isinstance(one.name, str)
+        and one.kind in KINDS
+        and isinstance(one.categories, list)
+        and _are_texts(one.categories)
+        and len(set(one.categories)) == len(one.categories)
+        and bool(one.categories) == (one.kind == "category")
+        for one in features
+    )
+    return good and 0 < len(features) == len({one.name for one in features})
+
+
+_FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "kernel": (str, KERNELS.__contains__, "the name of a kernel"),
+    "features": (list, _are_features, "names, kinds and categories that are all different"),
+    "target": (str, lambda value: True, "a name"),
+    "y_mean": (float, math.isfinite, "a finite number"),
+    "y_std": (float, math.isfinite, "a finite number"),
+    "residual": (float, math.isfinite, "a finite number"),
+    "missing": (str, MISSING.__contains__, " or ".join(MISSING)),
+    "id": (str, lambda value: True, "a name"),
+    "marks": (list, _are_texts, "texts"),
+}
+
+
 def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
     """Return the model of a file's fields, each of which has its type, its shape and its dtype checked."""
 
-    def fail(what: str) -> InputError:
-        return InputError(f"{path}: damaged: {what}")
+    def require(good: Any, what: str) -> None:
+        if not good:
+            raise InputError(f"{path}: damaged: {what}")
 
-    def take(name: str, kind: type, good: Callable[[Any], bool] = lambda value: True) -> Any:
+    for name, (kind, is_good, words) in _FIELDS.items():
         value = contents.get(name)
-        if not isinstance(value, kind) or not good(value):
-            shown = f"{type(value).__name__} {value!r}"[:80] if name in contents else "missing"
-            raise fail(f"the field {name!r} is {shown}, expected {kind.__name__}")
-        return value
-
-    def tensor(name: str, *shape: int, dtypes: Sequence[torch.dtype] = (torch.float64,)) -> Tensor:
-        value: Tensor = take(name, Tensor)
-        if value.layout != torch.strided or value.dtype not in dtypes or value.shape != shape:
-            raise fail(f"the tensor {name!r} has type {value.dtype} and shape {tuple(value.shape)}, expected {shape}")
-        if not bool(value.isfinite().all()):
-            raise fail(f"the tensor {name!r} holds values that are not finite")
-        return value
-
-    kernel = take("kernel", str, KERNELS.__contains__)
-    described = take("features", list)
-    features = tuple(feature for feature in map(_feature, described) if feature is not None)
-    if not 0 < len(described) == len({feature.name for feature in features}):
-        raise fail("the field 'features' does not hold names, kinds and categories that are all different")
-    width = sum(feature.width for feature in features)
-    rows = len(take("weights", Tensor, lambda one: one.dim() == 1))
-    train_x = tensor("train_x", rows, width, dtypes=(torch.float32, torch.float64))
-    y_mean, y_std = (take(name, float, math.isfinite) for name in ("y_mean", "y_std"))
-    scaling = Scaling(tensor("x_mean", width), tensor("x_std", width), y_mean, y_std)
-    if rows < 2 or y_std <= 0 or bool((scaling.x_std <= 0).any()):
-        raise fail("no training rows, or a deviation that is not positive")
-    model = Regression(train_x, tensor("train_y", rows, dtypes=(train_x.dtype,)), kernel)
+        good = isinstance(value, kind) and is_good(value)
+        require(good, f"the field {name!r} is {type(value).__name__} {value!r:.60}, expected {words}")
+    features = tuple(Feature(**{**one, "categories": tuple(one["categories"])}) for one in contents["features"])
+    tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
+    absent = torch.empty(0)
+    rows, width = tensors.get("weights", absent).numel(), sum(feature.width for feature in features)
+    dtype = torch.float32 if tensors.get("train_x", absent).dtype == torch.float32 else torch.float64
+    shapes = {"train_x": (rows, width), "train_y": (rows,), "weights": (rows,)}
+    shapes |= dict.fromkeys(("fill", "x_mean", "x_std"), (width,))
+    for name, shape in shapes.items():
+        value, expected_dtype = tensors.get(name, absent), dtype if name.startswith("train") else torch.float64
+        require(
+            value.layout == torch.strided and value.dtype == expected_dtype and value.shape == shape,
+            f"the tensor {name!r} has type {value.dtype} and shape {tuple(value.shape)}, expected {shape}",
+        )
+        require(value.isfinite().all(), f"the tensor {name!r} holds values that are not finite")
+    scaling = Scaling(tensors["x_mean"], tensors["x_std"], contents["y_mean"], contents["y_std"])
+    positive = scaling.y_std > 0 and (scaling.x_std > 0).all()
+    require(rows >= 2 and positive, "no training rows, or a deviation that is not positive")
+    model = Regression(tensors["train_x"], tensors["train_y"], contents["kernel"])
     expected = model.state_dict()
-    state = {name: take(_HYPERPARAMETER + name, Tensor) for name in expected}
+    state = {name: tensors.get(_HYPERPARAMETER + name, absent) for name in expected}
     for name, value in state.items():  # a bound of a constraint may be infinite, as it is in every model
-        if value.shape != expected[name].shape or not (value.isfinite() | (value == expected[name])).all():
-            raise fail(f"the hyperparameter {name!r} is not {tuple(expected[name].shape)} finite numbers")
+        good = value.shape == expected[name].shape and (value.isfinite() | (value == expected[name])).all()
+        require(good, f"the hyperparameter {name!r} is not {tuple(expected[name].shape)} finite numbers")
     model.load_state_dict(state)
     return SavedModel(
         model=model.eval(),
-        weights=tensor("weights", rows),
-        kernel=kernel,
         features=features,
-        target=take("target", str),
         scaling=scaling,
-        residual=take("residual", float, math.isfinite),
-        fill=tensor("fill", width),
-        missing=take("missing", str, MISSING.__contains__),
-        id=take("id", str) or None,
-        marks=tuple(take("marks", list, lambda ones: all(isinstance(one, str) for one in ones))),
+        id=contents["id"] or None,
+        marks=tuple(contents["marks"]),
+        **{name: contents[name] for name in (*_WORDS, "weights", "fill")},
     )
-
-
-def _feature(described: Any) -> Feature | None:
-    """Return a feature of its name, kind and categories; None where these are none."""
-    if not isinstance(described, dict) or set(described) != {"name", "kind", "categories"}:
-        return None
-    name, kind, categories = described["name"], described["kind"], described["categories"]
-    texts = isinstance(categories, list) and all(isinstance(one, str) for one in categories)
-    if not isinstance(name, str) or kind not in KINDS or not texts:
-        return None
-    different = len(set(categories)) == len(categories) and bool(categories) == (kind == "category")
-    return Feature(name, kind, tuple(categories)) if different else None
 
 
 @dataclass(frozen=True)
@@ -278,15 +286,8 @@ def predict_rows(
         values[complete] = value.detach().to("cpu", torch.float64) * unit
         return values
 
-    unit = scaling.y_std
-    prediction = replace(
-        predicted,
-        mean=of_all_rows(scaling.unscale_mean(predicted.mean)),
-        variance=of_all_rows(predicted.variance, unit**2),
-        observation_variance=of_all_rows(predicted.observation_variance, unit**2),
-        mean_error_bound=of_all_rows(predicted.mean_error_bound, unit),
-        mean_error_bound_deviations=of_all_rows(predicted.mean_error_bound_deviations),
-        variance_standard_error=of_all_rows(predicted.variance_standard_error),
-        variance_error_bound=of_all_rows(predicted.variance_error_bound, unit**2),
-    )
+    powers = {"variance": 2, "observation_variance": 2, "variance_error_bound": 2, "variance_standard_error": 0}
+    powers |= {"mean_error_bound": 1, "mean_error_bound_deviations": 0}
+    scaled = {name: of_all_rows(getattr(predicted, name), scaling.y_std**power) for name, power in powers.items()}
+    prediction = replace(predicted, mean=of_all_rows(scaling.unscale_mean(predicted.mean)), **scaled)
     return Predicted(prediction, complete, int(lacking.sum()), strangers)

@@ -9,8 +9,7 @@ import importlib
 import re
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import islice
@@ -25,6 +24,7 @@ from .columns import Rules, Table, decide, some
 __all__ = ["Source", "Text", "in_memory", "open_table"]
 
 _TEXTS = (".csv", ".tsv", ".txt")
+_FAULTS = (ValueError, LookupError, EOFError, NotImplementedError, csv.Error, zipfile.BadZipFile, zlib.error)
 _SNIFFED = 50  # lines that are looked at to find the separator
 
 
@@ -102,16 +102,21 @@ def in_memory(columns: Mapping[str, Any], names: Sequence[str], rules: Rules) ->
 
     :raises InputError: a column is not there, is of another length, or holds what it should not.
     """
-    absent = [name for name in names if name not in columns]
-    if absent:
-        raise InputError(f"columns: no column {', '.join(map(repr, absent))}{_suggest(absent[0], map(str, columns))}")
-    return decide(Path("columns"), {name: columns[name] for name in names}, rules, 0)
+    source = Source(Path("columns"), columns, ())
+    source.require(names, "columns", rules)
+    return decide(source.path, {name: columns[name] for name in names}, rules, 0)
 
 
 def _suggest(name: str, names: Any) -> str:
     lowered = {candidate.lower(): candidate for candidate in names}
     near = difflib.get_close_matches(name.lower(), list(lowered), n=1)
     return f" (did you mean {lowered[near[0]]!r}?)" if near else ""
+
+
+def require_file(path: Path) -> None:
+    """Raise InputError unless a path is a file or a stream."""
+    if path.is_dir() or not path.exists():
+        raise InputError(f"{path}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
 
 
 def open_table(path: str | Path, text: Text | None = None) -> Source:
@@ -127,8 +132,7 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
     path, text = Path(path), text or Text()
     kind = path.suffix.lower()
     openers = {**dict.fromkeys(_TEXTS, _open_text), ".parquet": _open_parquet, ".pq": _open_parquet, ".npz": _open_npz}
-    if path.is_dir() or not path.exists():
-        raise InputError(f"{path}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
+    require_file(path)
     if kind not in openers:
         known = ", ".join(openers)
         raise InputError(f"{path}: unknown extension {path.suffix!r}; the known ones are {known}; save a sheet as CSV")
@@ -140,8 +144,25 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
         return openers[kind](path, text)
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except _FAULTS as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise InputError(f"{path}: cannot be read ({line}){_remedy(error, kind, text)}") from error
+
+
+def _remedy(error: BaseException, kind: str, text: Text) -> str:
+    """Return how to mend a file that cannot be read."""
+    if kind not in _TEXTS:
+        never = "; Python objects are never loaded, since loading them can run code" if "pickle" in str(error) else ""
+        return f"; damaged, or not a {kind} file{never}"
+    if isinstance(error, LookupError):
+        return f"; --encoding {text.encoding}: not an encoding that Python knows; utf-8, utf-16, latin-1 are some"
+    if isinstance(error, UnicodeError):
+        return f" as {text.encoding or 'utf-8'}; save it as UTF-8, or name its encoding, such as --encoding cp1252"
+    return "; mend the lines, or leave out those that are no part of the table, such as --skip-lines 1-3"
 
 
 def _imported(path: Path, module: str) -> Any:
@@ -156,18 +177,17 @@ def _imported(path: Path, module: str) -> Any:
 def _open_text(path: Path, text: Text) -> Source:
     """Return the columns of a text file, as text; pandas reads it, and refuses lines with too many cells."""
     pandas = _imported(path, "pandas")
-    with _readable(path, text):
-        encoding = text.encoding or _encoding(path)
-        with open(path, newline="", encoding=encoding) as file:
-            kept = (line for number, line in enumerate(file, 1) if number not in text.skip)
-            separator = text.separator or _separator(path, list(islice(kept, _SNIFFED)), text.comma)
-            content: Any = path
-            if text.skip:  # pandas would count the lines within quotes as one
-                file.seek(0)
-                content = StringIO("".join(line for number, line in enumerate(file, 1) if number not in text.skip))
-        frame = pandas.read_csv(
-            content, sep=separator, encoding=encoding, header=None, dtype=str, keep_default_na=False, na_values=[]
-        )
+    encoding = text.encoding or _encoding(path)
+    with open(path, newline="", encoding=encoding) as file:
+        kept = (line for number, line in enumerate(file, 1) if number not in text.skip)
+        separator = text.separator or _separator(path, list(islice(kept, _SNIFFED)), text.comma)
+        content: Any = path
+        if text.skip:  # pandas would count the lines within quotes as one
+            file.seek(0)
+            content = StringIO("".join(line for number, line in enumerate(file, 1) if number not in text.skip))
+    frame = pandas.read_csv(
+        content, sep=separator, encoding=encoding, header=None, dtype=str, keep_default_na=False, na_values=[]
+    )
     names = [str(name).strip().lstrip("\ufeff") for name in frame.iloc[0]]
     if not text.header:
         names = [f"c{position + 1}" for position in range(len(names))]
@@ -186,25 +206,6 @@ def _source(path: Path, columns: list[tuple[str, Any]], features: tuple[str, ...
         also = f"; {doubt}" if (doubt := source.suspicion(Rules())) else ""
         raise InputError(f"{path}: column names that occur more than once: {some(twice)}{also}")
     return source
-
-
-@contextmanager
-def _readable(path: Path, text: Text) -> Iterator[None]:
-    """Raise errors of Python and pandas as InputErrors that name the file."""
-    try:
-        yield
-    except InputError:
-        raise
-    except LookupError as error:
-        what = f"--encoding {text.encoding}: not an encoding that Python knows; utf-8, utf-16, latin-1 are some"
-        raise InputError(f"{path}: {what}") from error
-    except (ValueError, csv.Error) as error:  # those of decoders, and pandas' own
-        remedy = "; mend the lines, or leave out those that are no part of the table, such as --skip-lines 1-3"
-        if isinstance(error, UnicodeError):
-            remedy = (
-                f" as {text.encoding or 'utf-8'}; save it as UTF-8, or name its encoding, such as --encoding cp1252"
-            )
-        raise InputError(f"{path}: cannot be read ({_first_line(error)}){remedy}") from error
 
 
 def _separator(path: Path, lines: list[str], comma: bool) -> str:
@@ -234,11 +235,8 @@ def _encoding(path: Path) -> str:
 def _open_parquet(path: Path, text: Text) -> Source:
     _imported(path, "pandas")
     parquet, arrow = _imported(path, "pyarrow.parquet"), _imported(path, "pyarrow")
-    try:
-        file = parquet.ParquetFile(path)
-        frame = file.read().to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    except (arrow.ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{path}: not a Parquet file, or a damaged one ({_first_line(error)})") from error
+    file = parquet.ParquetFile(path)
+    frame = file.read().to_pandas(ignore_metadata=True, integer_object_nulls=True)
     # pyarrow forgets that whole numbers were categories, but for the schema that it was given
     stored = (file.metadata.metadata or {}).get(b"ARROW:schema")
     schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(stored))) if stored else file.schema_arrow
@@ -250,7 +248,12 @@ def _open_parquet(path: Path, text: Text) -> Source:
 
 
 def _open_npz(path: Path, text: Text) -> Source:
-    arrays = _arrays(path)
+    if not zipfile.is_zipfile(path):
+        raise ValueError("no archive")
+    with np.load(path, allow_pickle=False) as archive:  # unpickles nothing
+        arrays = {name: archive[name] for name in archive.files}
+    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise ValueError(f"expected numpy arrays, found {', '.join(arrays) or 'nothing'}")
     columns = {name: array for name, array in arrays.items() if array.ndim == 1}
     if "X" not in arrays:
         if len({len(array) for array in columns.values()}) != 1:
@@ -268,22 +271,3 @@ def _open_npz(path: Path, text: Text) -> Source:
     features = [str(label) for label in labels] if known else [f"x{position}" for position in range(x.shape[1])]
     beside = {name: array for name, array in columns.items() if len(array) == len(x)}
     return _source(path, [*zip(features, x.T, strict=True), *beside.items()], tuple(features))
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an archive, without unpickling anything."""
-    if not zipfile.is_zipfile(path):
-        raise InputError(f"{path}: not an NPZ archive, or a damaged one")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
-        why = ": Python objects are not loaded, since loading them can run code" if "pickle" in str(error) else ""
-        raise InputError(f"{path}: not an NPZ archive of numbers and text, or a damaged one ({error}){why}") from error
-    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
-        raise InputError(f"{path}: expected an archive of numpy arrays, found {', '.join(arrays) or 'nothing'}")
-    return arrays
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
