@@ -536,7 +536,7 @@ def test_names_and_equality():
 class EvenlySpaced(Preconditioner):
     """``P = F F^T + noise`` with F from columns that are evenly spaced in the order of the rows."""
 
-    pivoted = below = True
+    pivoted = True
 
     def approximate(self, matrix, noise):
         pivots = torch.linspace(0, matrix.n - 1, self.rank_for(matrix.n, matrix.device)).long()
@@ -563,3 +563,26 @@ def test_a_new_preconditioner():
     exact = torch.logdet(columns @ torch.linalg.solve(core, columns.mT) + noise.detach().diag())
     (gradient,) = torch.autograd.grad(exact, parameter)
     assert relative(parameter.grad, gradient) < 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled(EvenlySpaced):
+    """The same factor, whose pivots nobody is told."""
+
+    pivoted = False
+
+    def approximate(self, matrix, noise):
+        return dataclasses.replace(super().approximate(matrix, noise), pivots=None)
+
+
+def test_a_new_preconditioner_without_pivots():
+    """It serves solves, and an error says what training lacks."""
+    operator, noise = _operator(), _noise("constant")
+    built = PreconditionerCache(Sampled(30)).get(operator, noise)
+    expected = PreconditionerCache(EvenlySpaced(30)).get(operator, noise)
+    v = normal(N, 1)
+    assert relative(built.solve(v), expected.solve(v)) < 1e-10
+    with pytest.raises(NotImplementedError, match=r"Sampled: training expects pivots .* factor\(matrix, selection\)"):
+        PreconditionerCache(Sampled(30)).get(operator, noise.requires_grad_(), differentiable=True)
+    with pytest.raises(NotImplementedError, match="expects a method approximate"):
+        PreconditionerCache(Preconditioner(30)).get(operator, noise.detach())

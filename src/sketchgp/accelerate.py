@@ -54,9 +54,9 @@ def accelerate(
     likelihood, prediction, fantasies, pickling, copying and moving between devices work as before.  Nothing outside
     this model and its likelihood changes.  Models whose covariance GPyTorch inverts by structure (Kronecker
     multitask, linear kernels, inducing points) keep GPyTorch's way while no target is missing.  Up to 800 points
-    (2,000 where BoTorch is imported), or what a ``max_cholesky_size`` block says, GPyTorch factorizes the matrix,
-    accelerated or not.  Training on missing targets takes :class:`ExactMarginalLogLikelihood`.  Calling it again
-    replaces the earlier choices.
+    (2,000 where BoTorch is imported), or what a ``max_cholesky_size`` block says, the matrix is factorized, in
+    float64 where the model is accelerated.  Training on missing targets takes :class:`ExactMarginalLogLikelihood`.
+    Calling it again replaces the earlier choices.
 
     :param model: any ``gpytorch.models.ExactGP`` (BoTorch's ``SingleTaskGP`` is one).
     :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,

@@ -69,13 +69,14 @@ class Selection:
 class Preconditioner:
     """Base class: a frozen choice of method; :meth:`build` makes the preconditioner of one matrix.
 
-    A new method is a subclass with :meth:`approximate`, which may ask :meth:`rank_for` for the rank.
+    A new method is a subclass with :meth:`approximate`, which may ask :meth:`rank_for` for the most columns to take and
+    :meth:`stopping_rule` when fewer are enough.  A method without pivots also overrides :meth:`factor`.
 
     :param rank: columns of F, cut to n, with a note in the report; None chooses it by cost
         (:mod:`sketchgp.preconditioners.rank`): columns are added while the iterations that they are predicted to save,
-        from what is left of the trace over the noise and how fast it falls, cost more than the columns do; at least
-        10, until ``sum(residual / noise) <= 1`` (condition number at most 2) or the memory budget is full.  Nothing is
-        timed: the same problem gets the same rank.
+        from what is left of the trace over the noise and how fast it falls, cost more than the columns do.  It ends
+        at ``sum(residual / noise) <= 1`` (condition number at most 2), at n / 2, or where the memory budget is full,
+        and is at least 10 unless next to nothing is left.  Nothing is timed: the same problem gets the same rank.
     """
 
     rank: int | None = None
@@ -98,11 +99,12 @@ class Preconditioner:
 
     @property
     def below(self) -> bool:
-        """True where ``F F^T <= K``, as for every Nystrom approximation; False unless a method says so.
+        """True where ``F F^T <= K``, as for every Nystrom approximation, so for every pivoted one.
 
-        P then lies below ``K + noise`` and bounds errors (:attr:`sketchgp.SolveReport.error_bound`).
+        P then lies below ``K + noise`` and bounds errors (:attr:`sketchgp.SolveReport.error_bound`).  It is trusted: a
+        method that says so of a larger F makes these bounds wrong.
         """
-        return False
+        return self.pivoted
 
     @property
     def name(self) -> str:
@@ -118,7 +120,7 @@ class Preconditioner:
         return f"rank {self.rank} was asked for; {n} points have {n}" if more else ""
 
     def rank_for(self, n: int, device: torch.device) -> int:
-        """Return the rank asked for, or the largest automatic one that fits the memory budget."""
+        """Return the rank asked for, or the limit of an automatic one: what n and the memory budget allow."""
         if self.rank is not None:
             return min(self.rank, n)
         stored = memory_budget.value(device) // (16 * self.rows_stored(n))  # two float64 arrays of n x rank
@@ -164,7 +166,7 @@ class Preconditioner:
 
         :param matrix: ``(n, n)``; :param noise: ``(n,)`` variances, float64 and positive.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} expects a method approximate(matrix, noise) that returns a LowRank.")
 
     def serves(self, selection: Selection, matrix: Access, factor: Factor, noise: Tensor) -> bool:
         """Return whether a selection for an earlier K or noise is good enough for the present ones.
@@ -179,8 +181,14 @@ class Preconditioner:
         return full or not bool((excess > 2 * selection.excess.clamp(min=1)).any())
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
-        """Return F for the present K and an earlier selection, differentiable in K: ``(..., n, r)``."""
-        assert selection.pivots is not None
+        """Return F for the present K and an earlier selection, differentiable in K: ``(..., n, r)``.
+
+        :raises NotImplementedError: for a selection without pivots; a method that makes such overrides this one.
+        """
+        if selection.pivots is None:
+            raise NotImplementedError(
+                f"{self.name}: training expects pivots from approximate, or a method factor(matrix, selection)."
+            )
         pivots = selection.pivots
         return nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), matrix.resolution)
 

@@ -87,7 +87,7 @@ class GreedyCholesky(Preconditioner):
     :param rank: columns of F, or None (automatic, see :class:`Preconditioner`).
     """
 
-    pivoted = below = True
+    pivoted = True
 
     def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
         rank, enough = self.rank_for(matrix.n, matrix.device), self.stopping_rule(matrix, one_by_one=True)

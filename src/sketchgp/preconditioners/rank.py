@@ -19,7 +19,7 @@ from ..operators.nearby import nearby
 
 _NEGLIGIBLE = 0.01  # of sum(residual / noise), below which the matrix is its diagonal to the probes, too
 _LEAST = 10  # columns before which the decay of the trace says nothing
-_BACK = 1.5  # the decay is that since there were so many times fewer columns
+_BACK = 1.5  # the decay compares the trace with that of 1.5 times fewer columns
 _SHARE = 0.5  # of n beyond which a factor costs what a Cholesky factorization of K would
 # Iterations to a residual of 1e-3 are 3.5 (1 + 3 l / (1 + s))^0.4, where l is the largest eigenvalue of what is left
 # and s the least, over the noise: s is 0.03 of their mean where the trace does not fall, and goes with exp(-10 decay).

@@ -53,7 +53,7 @@ def rpcholesky(
         grows with the columns.
     :param generator: CPU generator of all random choices.
     :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank; with
-        ``enough`` the rank of the default is the number of columns so far, and it is at least 8.
+        ``enough`` at most a quarter of the columns so far, and at least 8.
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
     :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: told the number of columns and ``sum(weights * residual)`` before each round; returns True to stop.
@@ -193,7 +193,7 @@ class RPCholesky(Preconditioner):
     method: Literal["accelerated", "block"] = "accelerated"
     block_size: int | None = None
     seed: int = 0
-    pivoted = below = True
+    pivoted = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
