@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return int(importlib.import_module(f".{options.command}", __name__).run(options) or 0)
+            importlib.import_module(f".{options.command}", __name__).run(options)
+            return 0
     except SketchGPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -67,13 +67,14 @@ DEFAULT = Sizes("about a minute", 16_000, 1_000, 60, 5_000, 50, 300)
 QUICK = Sizes("some ten seconds", 2_000, 500, 20, 1_000, 20, 100)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the command; see the module's docstring."""
     if not options.output.is_dir():
         raise InputError(f"--output {options.output}: no such folder")
     names = itertools.chain(["sketchgp-demo.png"], (f"sketchgp-demo-{number}.png" for number in itertools.count(2)))
     unused = next(path for name in names if not (path := options.output / name).exists())
-    picture = claim(unused, "--output", [], force=False)
+    picture = claim(argparse.Namespace(output=unused, force=False), "output")
+    assert picture is not None
     start = time.perf_counter()
     sizes = FULL if options.full else QUICK if options.quick else DEFAULT
     shorter = "" if options.skip_gpytorch else ", about a quarter of it for GPyTorch's side (see --skip-gpytorch)"
@@ -81,7 +82,6 @@ def run(options: argparse.Namespace) -> int:
     with memory_budget(STORED_MATRIX):
         _run(sizes, options.seed, picture, options.skip_gpytorch)
     print(f"{time.perf_counter() - start:.0f} s in all")
-    return 0
 
 
 def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:

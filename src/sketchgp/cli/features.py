@@ -15,7 +15,11 @@ from .columns import Table, refuse, some
 from .regression import Scaling
 
 MISSING = ("error", "drop", "mean")
-KINDS = ("number", "boolean", "category")
+KINDS = {
+    "number": "numbers, standardised to mean 0 and deviation 1",
+    "boolean": "yes or no, as 1 or 0, standardised",
+    "category": "categories, one 0/1 input for each",
+}
 UNKNOWN = ("error", "missing")
 _MOST = 50  # categories of a column that was not said to be one of categories
 _FEW = 10  # rows up to which all values of such a column may differ
@@ -44,10 +48,6 @@ class Feature:
         """Number of inputs."""
         return len(self.categories) if self.kind == "category" else 1
 
-    @property
-    def standardised(self) -> bool:
-        return self.kind != "category"
-
     def encode(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs ``(rows, width)`` in float64, NaN where the value is missing, and which rows have a value that
         the feature does not know, ``(rows,)`` boolean; their inputs are NaN, too.
@@ -71,30 +71,26 @@ def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> lis
     :param categorical: columns that were said to hold categories, however many.
     :raises InputError: for a column of text that can be no categories.
     """
-    learned = [_learn(table, name, name in categorical) for name in names]
-    faults = [one for one in learned if isinstance(one, str)]
+    features, faults = [], []
+    for name in names:
+        present = [value for value in table.columns[name] if value is not None]
+        different = sorted(set(present)) if table.columns[name].dtype == object else []
+        if table.columns[name].dtype != object:
+            features.append(Feature(name))
+        elif name not in categorical and {word.lower() for word in different} in _WORDS:
+            features.append(Feature(name, "boolean"))
+        elif name not in categorical and (len(different) > _MOST or len(different) == len(present) > _FEW):
+            quoted = shlex.quote(name)
+            faults.append(
+                f"column {name!r} is text with {len(different):,} different values in {len(present):,} rows, such as "
+                f"{some(different, 3)}: too many to be categories. Leave it out with --drop {quoted}, keep it as the "
+                f"name of each row with --id {quoted}, or insist with --categorical {quoted}"
+            )
+        else:
+            features.append(Feature(name, "category", tuple(different)))
     if faults:
         raise refuse(table.path, faults)
-    return [one for one in learned if isinstance(one, Feature)]
-
-
-def _learn(table: Table, name: str, named: bool) -> Feature | str:
-    """Return the feature, or why there is none."""
-    values = table.columns[name]
-    if values.dtype != object:
-        return Feature(name)
-    present = [value for value in values if value is not None]
-    different = sorted(set(present))
-    if not named and {word.lower() for word in different} in _WORDS:
-        return Feature(name, "boolean")
-    if not named and (len(different) > _MOST or (len(different) == len(present) > _FEW)):
-        quoted = shlex.quote(name)
-        return (
-            f"column {name!r} is text with {len(different):,} different values in {len(present):,} rows, such as "
-            f"{some(different, 3)}: too many to be categories. Leave it out with --drop {quoted}, keep it as the name "
-            f"of each row with --id {quoted}, or insist with --categorical {quoted}"
-        )
-    return Feature(name, "category", tuple(different))
+    return features
 
 
 def encode(
@@ -134,17 +130,10 @@ def encode(
 
 def summary(features: Sequence[Feature]) -> list[str]:
     """Return a line for each kind of feature, with what becomes of it."""
-    numbers = [feature.name for feature in features if feature.kind == "number"]
-    booleans = [feature.name for feature in features if feature.kind == "boolean"]
-    categories = [f"{f.name} ({len(f.categories)})" for f in features if f.kind == "category"]
-    lines = []
-    if numbers:
-        lines.append(f"numbers, standardised to mean 0 and deviation 1: {', '.join(numbers)}")
-    if booleans:
-        lines.append(f"yes or no, as 1 or 0, standardised: {', '.join(booleans)}")
-    if categories:
-        lines.append(f"categories, one 0/1 input for each: {', '.join(categories)}")
-    return lines
+    names: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for feature in features:
+        names[feature.kind].append(feature.name + (f" ({feature.width})" if feature.kind == "category" else ""))
+    return [f"{words}: {', '.join(names[kind])}" for kind, words in KINDS.items() if names[kind]]
 
 
 @dataclass(frozen=True)
@@ -215,6 +204,6 @@ def training_inputs(table: Table, features: list[Feature], target: str, train: T
     inputs = torch.cat([part for _, part in kept])
     x, fill = x[:, inputs], fill[inputs]
     scaling = Scaling.of(x[train], y[train], target)
-    standardised = torch.tensor([feature.standardised for feature, part in kept for _ in part])
+    standardised = torch.tensor([feature.kind != "category" for feature, part in kept for _ in part])
     mean, std = scaling.x_mean.where(standardised, torch.zeros(())), scaling.x_std.where(standardised, torch.ones(()))
     return Inputs([f for f, _ in kept], x, y, fill, replace(scaling, x_mean=mean.double(), x_std=std.double()))

@@ -29,10 +29,9 @@ from .tables import Source
 _POINTS, _INTERVALS = 4000, 300  # points of the picture, and those that have their interval drawn
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the command; see the module's docstring."""
-    saving = None if options.save is None else claim(options.save, "--save", [options.data], options.force)
-    picture = None if options.picture is None else claim(options.picture, "--picture", [options.data], options.force)
+    saving, picture = (claim(options, name, "data") for name in ("save", "picture"))
     if picture is not None and options.test_fraction == 0:
         raise InputError("--picture: it shows held-out rows, and --test-fraction 0 leaves none")
     if picture is not None:
@@ -42,9 +41,7 @@ def run(options: argparse.Namespace) -> int:
     table, chosen, marks = _read(options)
     train, test = split_rows(table.rows, options.test_fraction, options.seed)
     if len(train) < 2:
-        raise InputError(
-            f"{options.data}: {len(train)} training row(s) are left of {table.rows}; lower --test-fraction"
-        )
+        raise InputError(f"--test-fraction: {len(train)} training row(s) are left of {table.rows}; lower it")
     if picture is not None and not len(test):
         raise InputError(f"--picture: no row is held out of {table.rows}; raise --test-fraction")
     inputs = training_inputs(table, chosen, options.target, train)
@@ -87,7 +84,6 @@ def run(options: argparse.Namespace) -> int:
         mean, std = scaling.unscale_mean(outcome.mean), scaling.unscale_std(outcome.variance)
         _draw(picture, mean.numpy(), std.numpy(), inputs.y[test].numpy(), options.target, options.data.name)
         print(f"picture: {options.picture}")
-    return 0
 
 
 def _condition(
@@ -126,11 +122,8 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature], tuple[str,
     began = time.perf_counter()
     source = opened(options)
     print(f"reading {options.data} ({options.data.stat().st_size / 1e6:.1f} MB) ...")
-    rules = Rules(
-        numbers=(options.target, *options.numeric),
-        text=dict.fromkeys(options.categorical, ()),
-        **notation(options),
-    )
+    text = dict.fromkeys(options.categorical, ())
+    rules = Rules((options.target, *options.numeric), text, **notation(options))
     columns = _choose_features(source, options, rules)
     if doubt := source.suspicion(rules):
         print(f"note: {doubt}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,18 +223,18 @@ class Output:
             raise InputError(f"{self.path}: cannot be written ({error.strerror or error})") from error
 
 
-def claim(path: Path, option: str, inputs: Sequence[Path], force: bool) -> Output:
-    """Check, before any work, that a file may be written.
+def claim(options: argparse.Namespace, name: str, *inputs: str) -> Output | None:
+    """Check, before any work, that the file which an option names may be written; None where it names none.
 
-    :param path: the file.
-    :param option: what named it, such as ``--save``, for messages.
-    :param inputs: the files that the command reads.
-    :param force: whether files that exist may be written over.
-    :raises InputError: it is one of the inputs (under any name or link), it exists and ``force`` is False, or its
-        folder is missing or cannot be written.
+    :param name: of the option, such as ``save``; :param inputs: names of those whose files the command reads.
+    :raises InputError: it is one of the inputs (under any name or link), it exists and ``--force`` is not given, or
+        its folder is missing or cannot be written.
     """
-    where = f"{option} {path}"
-    for read in inputs:
+    path, force = vars(options)[name], options.force
+    if path is None:
+        return None
+    where = f"--{name} {path}"
+    for read in (vars(options)[one] for one in inputs):
         if os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
             raise InputError(f"{where}: this is {read}, which the command reads; choose another file")
     if path.is_dir():

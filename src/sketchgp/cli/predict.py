@@ -19,11 +19,9 @@ from .regression import calibration, negative_log_density, rmse
 _SHOWN = 10
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the command; see the module's docstring."""
-    output = None
-    if options.output is not None:
-        output = claim(options.output, "--output", [options.model, options.data], options.force)
+    output = claim(options, "output", "model", "data")
     print(f"reading {options.model} and checking its weights ...")
     saved = load_model(options.model)
     missing = options.missing or saved.missing
@@ -55,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     assert variance is not None
     std = variance.clamp_min(0).sqrt()
     labels = None
-    if labelled is not None:
+    if labelled is not None:  # a column without any name is one of numbers that are missing
         labels = [cell if isinstance(cell, str) else "" for cell in table.columns[labelled]]
     if output is not None:
         _write(output, mean, std, labelled, labels)
@@ -64,7 +62,6 @@ def run(options: argparse.Namespace) -> int:
         _show(mean, std, labels)
     if target:
         print(_against(torch.from_numpy(table.columns[saved.target]), mean, std, saved))
-    return 0
 
 
 def _against(y: Tensor, mean: Tensor, std: Tensor, saved: SavedModel) -> str:
