@@ -286,11 +286,11 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
     :param rows_for_nll: the variance is of the first so many, because each costs GPyTorch a column of its
         solve.
     """
-    solves: list[WatchedSolve] = []
+    solves: list[WatchedSolve | None] = []
 
     def predict_mean() -> Tensor:
         mean, solve = solve_mean(model, x)
-        solves.extend([] if solve is None else [solve])
+        solves.append(solve)
         return mean
 
     def predict_variance() -> Tensor:
@@ -299,8 +299,6 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
             return model.likelihood(model(x[:rows_for_nll])).variance
 
     row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
-    solve = solves[0] if solves else None
-    iterations = None if solve is None else solve.iterations
-    return replace(
-        row, iterations=iterations, residual=true_residual(model, model.prediction_strategy.mean_cache)
-    ), solve
+    (solve,) = solves
+    residual = true_residual(model, model.prediction_strategy.mean_cache)
+    return replace(row, iterations=None if solve is None else solve.iterations, residual=residual), solve

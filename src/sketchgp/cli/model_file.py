@@ -43,7 +43,7 @@ class SavedModel:
     :param scaling: of the inputs and the target.
     :param residual: of ``weights``, as :func:`weights_residual` has it.
     :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
-    :param missing: what is done about missing values, one of ``arguments.MISSING``.
+    :param missing: what is done about missing values, one of ``features.MISSING``.
     :param id: the column that names the rows, if there is one.
     :param marks: texts that stand for a missing value.
     """
