@@ -960,6 +960,7 @@ def test_code_in_a_file_is_not_executed(path, valid, form):
     else:
         torch.load(path, weights_only=False)
     assert marker.exists()  # the payload does work where it is let
+    marker.rmdir()
 
 
 # --- writing fails --------------------------------------------------------------------------------------------

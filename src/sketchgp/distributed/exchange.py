@@ -136,7 +136,7 @@ class Exchange:
 
 
 def mark_known(error: Any) -> Any:
-    """The error, marked as one that every rank knows of."""
+    """Return the error, marked as one that every rank knows of."""
     setattr(error, _KNOWN, True)
     return error
 
