@@ -1125,3 +1125,77 @@ def test_a_plain_likelihood_is_solved_by_the_library(how):
         if how != "of a loss":
             posterior = model.eval()(test)
             assert torch.isfinite(posterior.variance).all() and len(solves) == 3
+
+
+# --- what is kept with other settings, or before a change ----------------------------------------------------------
+
+
+def _little(dtype: torch.dtype = torch.float64) -> Any:
+    x = torch.rand(50, 2, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Plain(x, torch.sin(6 * x[:, 0]), likelihood, scaled(gpytorch.kernels.MaternKernel())).to(dtype)
+    likelihood.noise = 1e-4
+    return sketchgp.accelerate(model).eval()
+
+
+def _exact(model: Any, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the dense posterior mean and variance, differentiable."""
+    prior, x = model.covar_module, model.train_inputs[0]
+    matrix = prior(x).to_dense() + model.likelihood.noise * torch.eye(len(x), dtype=x.dtype)
+    cross = prior(z, x).to_dense()
+    solved = torch.linalg.solve(matrix, cross.mT)
+    mean = model.mean_module(z) + (model.train_targets - model.mean_module(x)) @ solved
+    return mean, prior(z).to_dense().diagonal() - (cross * solved.mT).sum(dim=-1)
+
+
+Z = torch.rand(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+@each("first", [0, 800])
+def test_the_threshold_of_a_factor_changes_between_predictions(first: int) -> None:
+    model, z = _little(torch.float32), Z.float()
+    model.covar_module.base_kernel.lengthscale = 2.0
+    with torch.no_grad(), gpytorch.settings.max_cholesky_size(first):
+        assert model(z).mean.isfinite().all()
+    with torch.no_grad(), gpytorch.settings.max_cholesky_size(800):
+        found = model(z).variance
+    assert relative(found.double(), _exact(copy.deepcopy(model).double(), z.double())[1].detach()) < 1e-6
+
+
+@each("what", ["mean", "variance"])
+def test_gradients_after_a_prediction_without(what: str) -> None:
+    """A kept factor or solution without a graph does not serve predictions with one."""
+    model = _little()
+    assert model(Z).mean.isfinite().all() and model(Z).variance.isfinite().all()
+    parameters = dict(model.named_parameters())
+    with gpytorch.settings.detach_test_caches(False):
+        found = torch.autograd.grad(getattr(model(Z), what).sum(), list(parameters.values()), allow_unused=True)
+    exact = torch.autograd.grad(
+        _exact(model, Z)[what == "variance"].sum(), list(parameters.values()), allow_unused=True
+    )
+    for name, one, other in zip(parameters, found, exact, strict=True):
+        one, other = (torch.zeros_like(parameters[name]) if g is None else g for g in (one, other))
+        assert relative(one, other) < 1e-6 or float(other.abs().max()) < 1e-12, name
+
+
+@each("size", [0, 800])
+def test_fantasies_that_change_before_they_predict(size: int) -> None:
+    model = _little()
+    with gpytorch.settings.max_cholesky_size(size), gpytorch.settings.eval_cg_tolerance(1e-8):
+        assert model(Z).mean.isfinite().all()
+        fantasies = model.get_fantasy_model(Z[:2] + 0.1, torch.tensor([3.0, -3.0], dtype=torch.float64))
+        fantasies.covar_module.base_kernel.lengthscale = 0.6
+        found = fantasies(Z)
+        mean, variance = _exact(fantasies, Z)
+        assert relative(found.mean.detach(), mean.detach()) < 1e-5
+        assert relative(found.variance.detach(), variance.detach()) < 1e-2
+
+
+def test_a_parameter_that_is_exchanged_before_a_variance_is_read() -> None:
+    model = _little()
+    with gpytorch.settings.max_cholesky_size(0):
+        posterior = model(Z)
+        raw = model.covar_module.base_kernel.raw_lengthscale
+        raw.data = raw.data + 2
+        with pytest.raises(sketchgp.SketchGPError, match="changed"):
+            posterior.variance  # noqa: B018

@@ -109,6 +109,13 @@ class AcceleratedModel(_Accelerated):
             join(likelihood, acceleration)
         return call(self, plain, args, kwargs)
 
+    def get_fantasy_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Return GPyTorch's fantasy model, with a note of the parameters and data that its strategy is of."""
+        model = super().get_fantasy_model(*args, **kwargs)  # type: ignore[misc]
+        if is_accelerated(model) and model.prediction_strategy is not None:
+            note_strategy(model, model.prediction_strategy)  # which was set before the data
+        return model
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         prior = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(prior, MultivariateNormal) or not is_accelerated(self):

@@ -50,7 +50,7 @@ def clear_cache(model: Any) -> None:
 
 
 def note_strategy(model: Any, strategy: Any) -> None:
-    """Note the parameters and data of a new strategy; GPyTorch sets the data of fantasies only later."""
+    """Note the parameters and data that a new strategy is of."""
     if model.train_inputs is not None and model.train_targets is not None:
         remembered_by(strategy).key = solution_key(model)
 
@@ -62,9 +62,7 @@ def drop_stale_strategy(model: Any) -> None:
         if strategy is None:
             return
         key, remembered = solution_key(model), remembered_by(strategy)
-        if remembered.key is None and getattr(strategy, "of_fantasies", False):
-            remembered.key = key
-        elif remembered.key != key:
+        if remembered.key != key:
             clear_cache(model)
             for part in model.modules():
                 take_caches(part)

@@ -50,7 +50,6 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
     """
 
     report: SolveReport | None = None
-    of_fantasies = False
     _purpose: Purpose = "mean"
 
     @property
@@ -71,12 +70,12 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
         :param points: as in :meth:`AcceleratedAddedDiagLinearOperator.solve_for`; asked if there is something to solve.
         """
-        policy = settings.observation_nan_policy.value()
+        kind = _kind()
         with self._lock(), own_solves() as solves:
             try:
-                weights = get_from_cache(self, _WEIGHTS, policy)
+                weights = get_from_cache(self, _WEIGHTS, *kind)
             except CachingError:
-                weights = add_to_cache(self, _WEIGHTS, self._solved_weights(policy, points), policy)
+                weights = add_to_cache(self, _WEIGHTS, self._solved_weights(kind[0], points), *kind)
         if solves:
             self.report = merged(solves)
         return weights
@@ -88,13 +87,13 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     def set_weights(self, weights: Tensor) -> None:
         """Put a solution where :attr:`weights` looks for it."""
-        add_to_cache(self, _WEIGHTS, weights, settings.observation_nan_policy.value())
+        add_to_cache(self, _WEIGHTS, weights, *_kind())
 
     def _solved_weights(self, nan_policy: str, points: Points | None) -> Any:
         observed = observed_rows(self.train_labels)
         if observed is None and nan_policy == "fill" and bool(torch.isnan(self.train_labels).any()):
             return super()._mean_cache(nan_policy)
-        root = self._root(nan_policy)
+        root = self._root()
         marginal = self.likelihood(self.train_prior_dist, self.train_inputs)
         if root is None:
             covariance = marginal.lazy_covariance_matrix.evaluate_kernel()
@@ -123,19 +122,23 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             value.grad_fn.register_hook(partial(clear_cache_hook, self))
         return value
 
-    @cached(name=_ROOT)
-    def _root(self, nan_policy: str) -> Tensor | None:
+    def _root(self) -> Tensor | None:
         """Return the Cholesky factor of ``K + noise`` of few observed targets in float64; see :func:`root_of`."""
+        return self._root_of(*_kind(), cholesky_points())
+
+    @cached(name=_ROOT)
+    def _root_of(self, nan_policy: str, live: bool, few: int) -> Tensor | None:
+        """Return :meth:`_root`, which the arguments decide about."""
         noisy, observed = self._unevaluated(), observed_rows(self.train_labels)
         if observed is not None and not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
             noisy, observed = self._of_observed(noisy, observed), None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.detach_test_caches.off()):
+        with torch.set_grad_enabled(live):
             root = root_of(noisy, observed)
         return None if root is None else self._as_cached(root)
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
         """Return posterior mean and covariance, without evaluating those of few points in their own dtype."""
-        ours = self._root(settings.observation_nan_policy.value()) is not None or solved_by_us(self._noisy())
+        ours = self._root() is not None or solved_by_us(self._noisy())
         weights = self.solve_mean(partial(followed_points, test_test_covar, test_train_covar))
         if not ours and weights.dtype == self.train_labels.dtype:
             return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
@@ -172,7 +175,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         observed = observed_rows(self.train_labels)
         if observed is not None:
             cross = cross[..., :, observed.nonzero().squeeze(-1)]
-        root = self._root(settings.observation_nan_policy.value())
+        root = self._root()
         if root is not None:
             return conditioned(prior, cross, root)
         noisy = self._noisy() if observed is None else self._of_observed(self._noisy(), observed)
@@ -180,7 +183,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             return LazyCovariance(Solved(prior, cross, Training(noisy, noisy.acceleration, remembered_by(self))))
         if observed is None:
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        dense = cross.to_dense()
+        dense, noisy = cross.to_dense(), noisy.detach() if settings.detach_test_caches.on() else noisy
         return to_linear_operator(prior.to_dense() - dense @ noisy.solve(dense.mT))
 
     def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
@@ -191,8 +194,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     def _noisy(self) -> Any:
         """Return ``K + noise`` of the training data, evaluated."""
-        noisy = self._unevaluated().evaluate_kernel()
-        return noisy.detach() if settings.detach_test_caches.on() else noisy
+        return self._unevaluated().evaluate_kernel()
 
     def _unevaluated(self) -> Any:
         prior = self.train_prior_dist
@@ -221,6 +223,15 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return FantasyPredictionStrategy(full_inputs, prior, full_targets, likelihood)
 
 
+def _kind() -> tuple[str, bool]:
+    """Return what tells cached values apart beside data and parameters: the policy for NaN, and whether they are live.
+
+    A live value has the graph of its derivative.
+    """
+    live = torch.is_grad_enabled() and settings.detach_test_caches.off()
+    return settings.observation_nan_policy.value(), live
+
+
 def some_rows(m: int) -> Tensor:
     """Return indices of at most 16 of m predicted points, the same ones each time."""
     return torch.randperm(m, generator=generator(0, "points that are predicted"))[:_FOLLOWED]
@@ -244,7 +255,6 @@ def followed_points(covariance: Any, cross: Any) -> tuple[Tensor, Tensor] | None
 class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
     """Strategy of a model with fantasies."""
 
-    of_fantasies = True
     _purpose: Purpose = "fantasies"
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from gpytorch.settings import detach_test_caches
 from linear_operator import settings
 from torch import Tensor
 
@@ -72,6 +73,8 @@ def remembered_by(strategy: Any) -> Remembered:
 class Training:
     """``A = K + noise`` of a model's observed training data, and how it is solved, as both are when this is made.
 
+    It has no gradients where GPyTorch's ``detach_test_caches`` is on.
+
     With ``solver="auto"`` it is factorized once that is cheaper than conjugate gradients, ``n^3 / 3`` operations in
     place of ``2 n^2`` an iteration and column; with :class:`~sketchgp.solvers.Cholesky` it always is.
 
@@ -81,7 +84,8 @@ class Training:
     """
 
     def __init__(self, noisy: Any, acceleration: Acceleration, remembered: Remembered | None = None) -> None:
-        self.noisy, self.acceleration = noisy, acceleration
+        self.noisy = noisy.detach() if detach_test_caches.on() else noisy
+        self.acceleration = acceleration
         self.remembered = Remembered() if remembered is None else remembered
         self.ours = isinstance(noisy, AcceleratedAddedDiagLinearOperator)
         self.solver = acceleration.column_solver(evaluation=True)
