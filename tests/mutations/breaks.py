@@ -727,8 +727,8 @@ BREAKS = (
         "what float32 products say of a variance is believed",
     ),
     Break(
-        "elif remembered.key != key:",
-        "elif remembered.key is None:",
+        "if remembered.key != key:",
+        "if remembered.key is None:",
         ("test_posteriors.py",),
         "the factor of old hyperparameters is used",
     ),
