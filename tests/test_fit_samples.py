@@ -61,6 +61,7 @@ def test_losses_follow_the_exact_ones_but_for_a_constant(name: str) -> None:
     found = np.array(history.losses)
     assert expected[0] - expected[-1] > 0.15
     assert np.abs((found - found[0]) - (expected - expected[0])).max() < 2e-3
+    assert min(history.products[1:]) >= 2  # the residual of the solutions before, and what a solve ends with
 
 
 def test_the_gradient_is_the_exact_one_on_the_average() -> None:

@@ -40,9 +40,12 @@ class System:
         self.space = Space.of(self.n)
 
     def fresh(self) -> System:
-        """Return the same system with its counts at zero, for the ranks that work together now."""
+        """Return the same system for the ranks that work together now, its entries counted from zero.
+
+        Products count on: those that a caller made for a start belong to the solve.
+        """
         system = copy.copy(self)
-        system.products = system.entries = 0
+        system.entries = 0
         system.space = Space.of(self.n)
         return system
 
