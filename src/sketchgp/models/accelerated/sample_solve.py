@@ -126,8 +126,7 @@ class SampleSolve:
             return solver.run(self.system, targets)[:2]
         if isinstance(solver, ConjugateGradients):
             built = self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
-            seconds = 0.0 if self.acceleration.cache is None else self.acceleration.cache.take_seconds()
-            name = "none" if built is None else self.acceleration.preconditioner_name
+            name, _, seconds = self.acceleration.described(built)
             value, report, _ = solver.run(self.system, targets, built, name=name, setup_seconds=seconds)
         else:
             value, report = solve_from(solver, self.system, targets, before)
