@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from test_floors import imports
+from test_floors import SOURCE, imports
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "sketchgp"
 LIMITS = {
     "lines of code": 25_400,
     "files": 230,
