@@ -306,7 +306,8 @@ def _of_one_input(model: Any, x: Tensor, variance: str | None, batch_size: int |
         checked = conditioned.training.remembered.checked
         looked = variance != "auto" or method not in checked
         latent, check, error = _approximate_variance(conditioned, x, method, batch_size or _MEAN_ROWS, show, looked)
-        checked.update([method] if variance == "auto" else [])
+        if variance == "auto":
+            checked.add(method)
         noise = observation_noise(model.likelihood, [x], latent)
         return Prediction(mean, latent, None if noise is None else latent + noise, method, check, report, error, bound)
     latent, off = _exact_variance(model, conditioned, x, batch_size or _VARIANCE_ROWS, show)
