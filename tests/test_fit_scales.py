@@ -221,7 +221,7 @@ def test_the_best_of_three_starts(
     monkeypatch.setattr("sketchgp.fitting.run._FOR_EACH", 1)
     generator = torch.Generator().manual_seed(seed)
     x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (inputs, 1))
-    y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.01 * noise[:, 0]
+    y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.1 * noise[:, 0]
     found = {}
     for start in ("model", "auto"):
         found[start] = sketchgp.fit(_of(x, y), start=start)
