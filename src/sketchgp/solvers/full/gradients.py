@@ -32,7 +32,6 @@ from ..loop import NAN, Cycles, Outcome
 from ..system import System
 from .cholesky import factor_bytes, factorized
 from .prediction_tolerance import SAFETY, PredictionTolerance, RowErrors
-from .rounded_inverse import RoundedInverse
 
 EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
 _ROWS = 64  # that drift is measured in: the estimate's standard deviation is a tenth
@@ -94,7 +93,6 @@ class Gradients(Cycles):
         self.watch = EigenvalueWatch(torch.zeros_like(self.norm))
         self.initial: Tensor | None = None
         self.watched, self.lost = self.by_energy, False
-        self.inverse: RoundedInverse | LowRankPlusDiagonal | None = None  # applied in float32 iterations
         order = torch.randperm(system.n, generator=generator(0, "rows of residuals"))
         self.drift_rows = order[:_ROWS].sort().values.to(system.noise.device)
         self.factor_memory, self.factorized = 0, False  # bytes that a factorization may take, and whether there is one
@@ -309,11 +307,7 @@ class Gradients(Cycles):
     def _precondition(self, vectors: Tensor) -> Tensor:
         if self.preconditioner is None:
             return vectors
-        if self.exact or self.goal is not None or self.lanczos.columns:  # what P says is taken at its word there
-            return self.space.apply_inverse(self.preconditioner, vectors)
-        if self.inverse is None:
-            self.inverse = RoundedInverse.of(self.preconditioner) or self.preconditioner
-        return self.space.apply_inverse(self.inverse, vectors)
+        return self.space.apply_inverse(self.preconditioner, vectors)
 
     def _look(self, flags: Tensor, near: Tensor, drifted: Tensor) -> bool:
         """Return whether the cycle ends after an iteration; all numbers are fetched from the device at once.
