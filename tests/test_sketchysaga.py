@@ -16,8 +16,7 @@ from sketchgp import ConvergenceWarning, InducingPointProblem, InputError, Numer
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.sketchysaga import DampedNystrom, damped_nystrom
-from sketchgp.solvers.inducing.saga import Saga
-from sketchgp.solvers.inducing.sketchysaga import SketchySAGA
+from sketchgp.solvers.inducing.sketchysaga import Saga, SketchySAGA
 
 
 def ard(dtype=torch.float64):
@@ -77,7 +76,7 @@ def too_long(monkeypatch):
     """Steps that diverge, so that some are taken back."""
     honest = DampedNystrom.batch_smoothness
     monkeypatch.setattr(DampedNystrom, "batch_smoothness", lambda *a: honest(*a) / 100)
-    monkeypatch.setattr("sketchgp.solvers.inducing.saga.smoothness", lambda *a, **b: 1e-3)
+    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga.smoothness", lambda *a, **b: 1e-3)
 
 
 @pytest.mark.parametrize(("name", "columns"), list(zip(KERNELS, (None, 3, 1), strict=True)))
@@ -117,7 +116,7 @@ def test_steps_are_those_of_the_formula(monkeypatch):
     run.begin(None)
     run.every = 1
     batches = iter([torch.arange(10), torch.arange(5, 15), torch.arange(10)])
-    monkeypatch.setattr("sketchgp.solvers.inducing.saga.next_block", lambda *_: (next(batches), torch.empty(0)))
+    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga.next_block", lambda *_: (next(batches), torch.empty(0)))
     tall, inner = torch.cat([tile for _, tile in one.tall(True).tiles()]), one.kzz()
     w, psi, y = torch.zeros(8, 1, dtype=torch.float64), -one.y.unsqueeze(1), one.y.unsqueeze(1)
     for rows in (torch.arange(10), torch.arange(5, 15), torch.arange(10)):
@@ -237,7 +236,7 @@ def test_the_best_iterate_is_returned(monkeypatch):
     one = problem()
     start = sketchgp.QR().solve(one).value * (1 + 1e-6 * normal(40))
     monkeypatch.setattr(DampedNystrom, "apply_inverse", lambda self, v: -v)  # uphill
-    monkeypatch.setattr("sketchgp.solvers.inducing.saga.smoothness", lambda *a, **b: 1.0)
+    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga.smoothness", lambda *a, **b: 1.0)
     with pytest.warns(ConvergenceWarning, match="ran out of epochs"):
         solution = SketchySAGA(tol=1e-12, max_epochs=0.1).solve(one, initial=start)
     assert solution.report.iterations == 2 and torch.equal(solution.value, start)
@@ -278,8 +277,8 @@ def test_nothing_m_by_m_or_n_by_m(monkeypatch, many_tiles):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 2000)
     monkeypatch.setattr("sketchgp.preconditioners.sketchysaga._COLUMNS", 8000)
     monkeypatch.setattr("sketchgp.preconditioners.row_nystrom._COLUMNS", 8000)
-    monkeypatch.setattr("sketchgp.solvers.inducing.saga._LEAST_ROWS", 100)
-    monkeypatch.setattr("sketchgp.solvers.inducing.saga._LEAST_SAMPLE", 50)
+    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga._LEAST_ROWS", 100)
+    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga._LEAST_SAMPLE", 50)
     one = problem(n=900, m=300)
     with Largest() as largest, pytest.warns(ConvergenceWarning):
         SketchySAGA(tol=1e-6, max_epochs=1, rank=10, block_size=10).solve(one)

@@ -6,15 +6,48 @@ regression" (arXiv:2407.10070), section 3.3 and Algorithm 5; Defazio, Bach, Laco
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from ...checks import count, number, seed, settle, tolerance
-from ...errors import InputError
+from ...errors import InputError, NumericalError
+from ...operators import KernelMatrix
+from ...preconditioners.sketchysaga import damped_nystrom
+from ...preconditioners.smoothness import smoothness
+from ...random_streams import generator
 from ...report import Reason
+from ...space import Space
 from ..choices import cut
-from . import InducingPointProblem, InducingPointSolver
-from .saga import Saga
+from ..energy import remaining_change
+from ..full.blockwise import next_block
+from ..loop import NAN, Outcome, Refined, largest_of
+from .problem import InducingPointProblem
+from .solver import InducingPointSolver
+
+_SAMPLING = "uniform"  # a shuffled order is no faster, and nothing is proved for it
+_RANK = 300
+_LEAST_ROWS = 1000  # that the preconditioner is made of
+_ROWS = 10  # times the rank, where that is more
+_LEAST_SAMPLE = 500  # rows that smoothness is estimated on; twice the block where that is more
+_BLOCK = 512
+_CAUTION = 0.5  # step times smoothness
+_RATE = 1.5  # the step times the steps of an epoch, at least, by which the automatic damping is set
+_LEAST_TARGET = 2.0  # smoothness that the damping need not go below
+_POWERINGS = 6  # products that the smoothness of the noise's term is estimated by
+_STALE = 0.5  # step, times the smoothness of the noise's term, times the steps between two of its products
+_GROWTH = 10.0  # of the residual over the last true one, at which the steps diverge
+_SHRUNK = 12  # times that the step is halved
+_SETTLED = 0.1  # of the last true residual: time for the next sweep
+_GAP = 4.0  # epochs between two sweeps at least, while the estimate is above the tolerance
+_GROWING = 1.5  # epochs of a look at the change of the function, over those of the one before; the first is at _GAP
+_PATIENCE = 40.0  # epochs without progress, after which rounding is what is left where the residual is small
+_PROGRESS = 0.9  # of the least true residual before
+_PLATEAU = 1e-7
+_ROUNDED = 1e-9  # of an epoch, which is a sum of steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +144,285 @@ class SketchySAGA(InducingPointSolver):
             "dtype": str(method.tall.dtype).removeprefix("torch."),
             "remedies": {Reason.EPOCHS: f"Raise max_epochs, {more}."},
         }
+
+
+class Saga(Refined):
+    """:class:`SketchySAGA` at work; a step is one on a block of rows, a window an epoch.
+
+    The estimate of an epoch is that of the table's gradient; where a sweep ended it, the true residual; and where its
+    steps were taken back, the true residual of the iterate from which the next epoch goes on.
+
+    :param problem: one of tensors, with noise.
+
+    :ivar w: the iterate ``(m, t)``, like all of its shape float64.
+    :ivar psi: the table: the residual of each row when it was last seen, ``(n, t)``.
+    :ivar total: ``T^T psi``; :ivar noise_term: ``level Kzz w`` as it was last computed.
+    :ivar anchor: what the last sweep left: iterate, residual of rows, its product, noise term.  Entries in x's dtype
+        multiply what w is beyond that iterate only.
+    :ivar true: relative residual ``(t,)`` of the last sweep, on the CPU; :ivar swept: the epochs at which it was.
+    :ivar best: the iterate whose true residual, ``best_true``, is the least so far.
+    :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
+        (:mod:`sketchgp.solvers.energy`); infinite while nothing can be said.
+    :ivar length: of a step; halved where steps diverge.
+    """
+
+    saved = (
+        "w", "psi", "total", "noise_term", "anchor", "true", "best", "best_true", "deviations", "length", "shrunk",
+        "done", "end", "swept", "sweeps", "failures", "mark", "marked",
+        "compared", "changes", "origin", "next_look", "rest", "evaluated",
+    )  # fmt: skip
+    unit, letter = "epochs", "m"
+    name = "SketchySAGA"
+
+    def __init__(self, problem: InducingPointProblem, choices: SketchySAGA) -> None:
+        x, self.y = problem.tensors(f"{self.name}()")
+        self.tall = problem.tall(accurate=False)
+        self.exact = self.tall.accurate()
+        super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
+        self.choices, self.n, self.level = choices, len(x), problem.level
+        self.size, self.columns = problem.m, self.y.shape[1]
+        self.generator: torch.Generator = generator(choices.seed, self.name)
+        self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
+        self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
+        self.block_size = min(self.n, choices.block_size or max(16, min(_BLOCK, self.n // 20)))
+        self.rest = torch.empty(0, dtype=torch.long)
+        self.done = self.swept = self.marked = self.origin = 0.0
+        self.end, self.next_look, self.mark = 1 - _ROUNDED, _GAP, math.inf
+        self.changes: list[Tensor] = []
+        self.compared: tuple[Tensor, Tensor, Tensor] | None = None
+        self.w = self.best = self.total = self.noise_term = torch.zeros_like(self.b)
+        self.psi, self.anchor = self.y, (self.w, self.y, self.total, self.noise_term)
+        self.true = self.best_true = self.current = self.deviations = torch.full((self.columns,), math.inf)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Preconditioner, damping, step, and how many steps go by between two products with Kzz."""
+        n, m, b = self.n, self.size, self.block_size
+        rank = min(m, self.choices.rank or _RANK)
+        rows, sample = min(n, max(_LEAST_ROWS, _ROWS * rank)), min(n, max(_LEAST_SAMPLE, 2 * b))
+        self.p = p = damped_nystrom(self.tall, self.kzz, self.level, rank, rows, sample, self.generator)
+        self.kzz_products += 1
+        target = max(_LEAST_TARGET, _CAUTION * n / (b * _RATE))
+        p.damping = self.choices.rho or p.choose_damping(b, target)
+        while True:
+            batch = p.batch_smoothness(p.damping, b)
+            own = float(smoothness(
+                self._noise_term, p.apply_inverse, m, generator=self.generator, device=self.device,
+                iterations=_POWERINGS,
+            ))  # fmt: skip
+            if self.choices.rho is not None or own <= max(batch, target):
+                break
+            p.damping *= 10
+        if not math.isfinite(batch + own):
+            raise NumericalError(NAN, see="nan")
+        self.length = _CAUTION / max(batch + own, 1e-300)
+        self.every = max(1, min(math.ceil(m / b), int(_STALE / max(self.length * own, 1e-9))))
+
+    def _noise_term(self, v: Tensor) -> Tensor:
+        """``level Kzz v``, entries and vectors in x's dtype."""
+        self.kzz_products += 1
+        return self.kzz._matmul(v.to(self.kzz.dtype)).to(torch.float64) * self.level
+
+    # --- what the loop counts -------------------------------------------------------------------------------
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Entries of T evaluated in x's dtype and in float64, and products with Kzz."""
+        return [self.tall.entries, self.exact.entries, self.kzz_products]
+
+    @evaluated.setter
+    def evaluated(self, counts: list[int]) -> None:
+        self.tall.entries, self.exact.entries, self.kzz_products = counts
+
+    @property
+    def entries(self) -> float:
+        """Kernel entries evaluated so far; each pair of Kzz counts once."""
+        tall = self.tall.entries + (self.exact.entries if self.exact is not self.tall else 0)
+        return tall + self.kzz_products * self.size * (self.size + 1) / 2
+
+    @property
+    def data_rows(self) -> int:
+        return self.n
+
+    @property
+    def tally(self) -> dict[str, float]:
+        return {"epochs": self.done, "sweeps": self.sweeps, "halvings": self.shrunk}
+
+    @property
+    def matrix_entries(self) -> float:
+        return float(self.n * self.size)
+
+    @property
+    def work(self) -> float:
+        return self.done
+
+    @property
+    def epochs(self) -> float:
+        return self.done
+
+    def iterate(self) -> Tensor:
+        return self.w
+
+    # --- the loop's questions -------------------------------------------------------------------------------
+
+    def begin(self, initial: Tensor | None) -> Tensor:
+        self.w = torch.zeros_like(self.b) if initial is None else initial.to(self.b).clone()
+        if initial is None:  # needs no entry of the kernel
+            self._start_anew(0 - self.y, -self.b, torch.zeros_like(self.b))
+        else:
+            self._sweep()
+        return self.true
+
+    def step(self) -> bool:
+        rows, self.rest = next_block(_SAMPLING, self.n, self.block_size, self.rest.cpu(), self.generator, self.device)
+        space = Space.of(len(rows))
+        own = rows[space.span]
+        part, change = self.tall.part(own), self.w - self.anchor[0]
+        if self.iterations % self.every == 0:
+            self.noise_term = self.anchor[3] + self._noise_term(change)
+        new = torch.addmm(self.anchor[1][own], part, change)
+        aux = part.mT @ (new - self.psi[own])
+        self.tall.entries += (len(rows) - len(own)) * self.tall.shape[1]
+        new, aux = space.whole(new), space.total(aux)
+        gradient = self.total + aux * (self.n / len(rows)) + self.noise_term
+        self.total = self.total + aux
+        self.psi[rows] = new
+        self.w = self.w - self.length * self.p.apply_inverse(gradient)
+        self.iterations += 1
+        self.done += len(rows) / self.n
+        if self.done < self.end:
+            return False
+        self._close_epoch()
+        self.end = self.done + 1 - _ROUNDED
+        return True
+
+    def estimate(self) -> Tensor:
+        return self.current
+
+    def judge(self, held_out: Tensor | None) -> Reason | None:
+        """Residual and predictions by the last sweep; and whether sweeps find no progress."""
+        if bool((self.anchor[0] == 0).all()) and bool((self.true == 0).all()):
+            self.deviations = torch.zeros_like(self.deviations)  # Kzx y is 0
+        if bool((self.true <= self.choices.tol).all()) and self._within():
+            self.best, self.best_true = self.anchor[0], self.true
+            return Reason.REACHED
+        small = largest_of(self.true) < _PLATEAU and self.done - self.marked >= _PATIENCE
+        if small and self.swept == self.done and len(self.changes) >= 3:
+            return Reason.STAGNATED
+        return None
+
+    def finish(self, reason: Reason, quick: bool) -> Outcome:
+        """The best iterate, with its true residual; somebody who waits waits for a last sweep."""
+        if self.done > self.swept and bool(torch.isfinite(self.w).all()):
+            self._sweep()
+        converged = bool((self.best_true <= self.choices.tol).all()) and self._within()
+        if converged and reason in (Reason.STAGNATED, Reason.EPOCHS, Reason.TIME):
+            reason = Reason.REACHED
+        facts = {
+            "deviations": self.deviations,
+            "tol": self.choices.deviations,
+            "judged": "predictions",
+            "details": {"block_size": self.block_size, "rho": self.p.damping, "step": self.length},
+        }
+        return Outcome(self.best, self.best_true, converged, reason, facts)
+
+    # --- epochs ---------------------------------------------------------------------------------------------
+
+    def _close_epoch(self) -> None:
+        """Estimate the residual from the table's gradient; take diverging steps back; sweep where it is time."""
+        tol, before = self.choices.tol, largest_of(self.true)
+        self.current = self._relative(self.total + self.noise_term)
+        worst = largest_of(self.current) if bool(torch.isfinite(self.current).all()) else math.inf
+        if worst > _GROWTH * max(before, tol) or not bool(torch.isfinite(self.w).all()):
+            self._take_back(worst)
+            return
+        gap = self.done - self.swept
+        reached, at_target = bool((self.true <= tol).all()), worst <= tol
+        settled = worst <= _SETTLED * before and gap >= _GAP
+        look = self.done >= self.next_look - _ROUNDED
+        if settled or look or (at_target and not reached and gap >= min(self.failures, _GAP)):
+            self._sweep()
+            after = largest_of(self.true)
+            if after > _GROWTH * max(before, tol):
+                self._take_back(after)
+                return
+            self.failures += at_target and after > tol
+            if after < _PROGRESS * self.mark:
+                self.mark, self.marked = after, self.done
+
+    def _take_back(self, worst: float) -> None:
+        """Go on from the best iterate with half the step.
+
+        :raises NumericalError: where that was done too often.
+        """
+        self.shrunk += 1
+        if self.shrunk > _SHRUNK:
+            raise NumericalError(
+                f"SketchySAGA diverges: the relative residual grew from {largest_of(self.best_true):.1e} to "
+                f"{worst:.1e}, with the step halved {_SHRUNK} times. Raise rho (now {self.p.damping:.1e}) or rank, or "
+                "use KRILL().",
+                see="diverges",
+            )
+        self.length /= 2
+        self.changes, self.compared, self.origin = [], None, self.done
+        self.next_look = self.done + _GAP
+        self.notes.append(
+            f"the residual grew to {worst:.1e} in epoch {self.done:.0f}; took back its steps, halved the next ones"
+        )
+        if not torch.equal(self.anchor[0], self.best):
+            self.w = self.best
+            self._sweep()
+            return
+        self.w, psi, self.total, self.noise_term = self.anchor
+        self.psi, self.current = psi.clone(), self.true
+        self._compare(psi, self.noise_term)
+
+    # --- residuals ------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """The true residual of w, with float64 entries, and table and gradient as they are there.
+
+        :raises NumericalError: for NaN.
+        """
+        psi, total = torch.empty_like(self.y), torch.zeros_like(self.w)
+        for span, tile in self.exact.own_tiles():
+            psi[span] = tile @ self.w - self.y[span]
+            total.addmm_(tile.mT, psi[span])
+        psi, total = self.exact.completed(psi), self.exact.total(total)
+        noise_term = self.kzz.double()._matmul(self.w) * self.level
+        self.kzz_products, self.sweeps = self.kzz_products + 1, self.sweeps + 1
+        self._start_anew(psi, total, noise_term)
+
+    def _start_anew(self, psi: Tensor, total: Tensor, noise_term: Tensor) -> None:
+        """From w, where this is the residual of rows, its product, and the noise's term."""
+        self.anchor, self.swept = (self.w, psi, total, noise_term), self.done
+        self._compare(psi, noise_term)
+        self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
+        self.true = self.current = self.relative(total + noise_term)
+        if largest_of(self.true) < largest_of(self.best_true):
+            self.best, self.best_true = self.w, self.true
+
+    def _compare(self, psi: Tensor, noise_term: Tensor) -> None:
+        """Measure the change since the last look, in the norm that bounds predictions, and estimate what is to come.
+
+        Looks are at epochs that grow by a constant factor (:mod:`sketchgp.solvers.energy`).
+        """
+        w = self.anchor[0]
+        if self.compared is not None:
+            if self.done < self.next_look - _ROUNDED:
+                return
+            w_before, before, noise_before = self.compared
+            curvature = ((w - w_before) * (noise_term - noise_before)).sum(dim=0).clamp(min=0)
+            change = ((psi - before).square().sum(dim=0) + curvature).sqrt() / math.sqrt(self.level)
+            self.changes.append(change.cpu())
+            remaining = remaining_change(self.changes)
+            self.deviations = torch.full_like(self.deviations, math.inf) if remaining is None else remaining
+            self.next_look = self.done + max(1.0, (_GROWING - 1) * (self.done - self.origin))
+        self.compared = w, psi, noise_term
+
+    def _within(self) -> bool:
+        """Return whether predictions are as near as they shall be, by the last look."""
+        return bool((self.deviations <= self.choices.deviations).all())
+
+    def _relative(self, residual: Tensor) -> Tensor:
+        return (residual.norm(dim=0) / self.norm).cpu()
