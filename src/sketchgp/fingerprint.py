@@ -106,7 +106,8 @@ def row_numbers(*tensors: Tensor) -> Tensor:
     """``(n,)`` int64, at least 0, of what the rows of tensors ``(n, ...)`` hold together, alike on every device."""
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
-        words = tensor.detach().to(torch.float64).reshape(len(tensor), -1).contiguous().view(torch.int64)
+        rows = tensor.detach().to(torch.float64).reshape(len(tensor), tensor.shape[1:].numel())
+        words = rows.contiguous().view(torch.int64)
         place = torch.arange(1, words.shape[1] + 1, device=words.device)
         total = _mix(total + _mix(words + _mix(place * _GOLDEN)).sum(dim=1))
     return total & (2**63 - 1)
