@@ -21,8 +21,7 @@ from sketchgp.report import Reason, record_solves
 from sketchgp.settings import memory_budget
 from sketchgp.solvers.eigenpro_step import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
-from sketchgp.solvers.inducing.eigenpro3 import EigenPro3
-from sketchgp.solvers.inducing.eigenpro4 import EigenPro4
+from sketchgp.solvers.inducing.eigenpro import EigenPro3, EigenPro4
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions
 from sketchgp.solvers.inducing.projection import ExactProjection, InexactProjection
 from sketchgp.solvers.inducing.solver import held_out_error
@@ -234,9 +233,9 @@ def test_the_delay_follows_the_cost_of_projections():
     asked = []
 
     class Watched(EigenPro4):
-        def _delay(self, problem, batch, projection):
+        def delay_of(self, problem, batch, projection):
             asked.append(projection.cost)
-            return super()._delay(problem, batch, projection)
+            return super().delay_of(problem, batch, projection)
 
     report = Watched(projection="inexact", epochs=3, projection_tol=1e-6).solve(_problem(400, 40)).report
     assert len(asked) == report.work["projections"] + 1

@@ -8,8 +8,7 @@ from .full.conjugate_gradients import ConjugateGradients
 from .full.eigenpro2 import EigenPro2
 from .full.skotch import Skotch
 from .inducing import InducingPointProblem, NormalEquationsSolver
-from .inducing.eigenpro3 import EigenPro3
-from .inducing.eigenpro4 import EigenPro4
+from .inducing.eigenpro import EigenPro3, EigenPro4
 from .inducing.falkon import Falkon
 from .inducing.krill import KRILL
 from .inducing.nystrom_pcg import NystromPCG

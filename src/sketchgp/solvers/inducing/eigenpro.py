@@ -1,9 +1,12 @@
-"""The base class of EigenPro 3 and 4."""
+"""EigenPro 3 and 4: preconditioned stochastic gradients for inducing points, projected once in a number of batches.
+
+References: Abedsoltan, Belkin, Pandit, "Toward large kernel models" (ICML 2023), which projects after every batch;
+Abedsoltan, Ma, Pandit, Belkin, "Fast training of large kernel models with delayed projections" (2024).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,12 +15,12 @@ from torch import Tensor
 
 from ...checks import count, flag, number, seed, settle, tolerance, word
 from ...errors import InputError
-from ...fingerprint import tensor_mark
+from ...fingerprint import row_numbers, tensor_mark
 from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
 from ..choices import cut
-from .epochs import Epochs, Plan, check_columns, first_batch
+from .epochs import Epochs, check_columns, first_batch
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
@@ -29,7 +32,6 @@ _FURTHER = 4  # times the points of a stream wanted, at most, until half as many
 _CHECKED = 8192  # the most training points on which the weights returned are judged
 _PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
 _ITERATIONS = 200  # the most of a projection by conjugate gradients
-_HASHED = 4096  # rows at once
 _BEST = "The weights returned are the best so far."
 
 
@@ -73,6 +75,9 @@ class EigenProSolver(InducingPointSolver):
 
     # what "auto" chose, by the memory that was free, is in the checkpoint
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "projection")
+    advice: ClassVar[str] = (
+        "Choose projection='exact' or a smaller projection_tol, a larger subsample_size, or a smaller step_scale."
+    )
 
     epochs: int = 10
     block_size: int | None = None
@@ -114,14 +119,9 @@ class EigenProSolver(InducingPointSolver):
                 "epochs expects at least 2 for a stream with noise: the first counts the points, and does without it."
             )
 
-    def _delay(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
-        """T, the batches between two projections."""
+    def delay_of(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
+        """Return T, the batches between two projections."""
         raise NotImplementedError
-
-    def _advice(self) -> str:
-        return (
-            "Choose projection='exact' or a smaller projection_tol, a larger subsample_size, or a smaller step_scale."
-        )
 
     def _columns(self, problem: InducingPointProblem) -> torch.Size:
         """Return the shape of a target; of a stream that of its first batch."""
@@ -147,20 +147,10 @@ class EigenProSolver(InducingPointSolver):
         x, y, batch = self._first_points(problem, stream)
         projection = self._projection(problem, y.shape[1])
         directions = self._directions(problem, projection, x, batch)
-        plan = Plan(
-            self.epochs,
-            batch,
-            lambda: self._delay(problem, batch, projection),
-            self.step_scale,
-            self.averaging,
-            self.cooldown,
-            self.patience,
-            self._advice(),
-        )
         base = torch.zeros(problem.m, y.shape[1], dtype=torch.float64, device=problem.device)
         model = Model(problem, directions, projection, base)
         checked = x[:_CHECKED], y[:_CHECKED].to(torch.float64)
-        return Epochs(self.name, problem, model, plan, stream, checked)
+        return Epochs(self, problem, model, batch, stream, checked)
 
     def _first_points(self, problem: InducingPointProblem, stream: torch.Generator) -> tuple[Tensor, Tensor, int]:
         """Training points and targets ``(c, t)`` in random order, as many as the set-up may use; the batch.
@@ -228,7 +218,7 @@ class EigenProSolver(InducingPointSolver):
         return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
 
     def _facts(self, problem: InducingPointProblem, method: Epochs) -> dict[str, Any]:
-        directions, projection, batch = method.model.directions, method.model.projection, method.plan.block_size
+        directions, projection, batch = method.model.directions, method.model.projection, method.block_size
         rank = directions.factor.shape[1]
         notes = ["the residual is that of training points, not of the normal equations"]
         of_inducing = directions.rows is not None
@@ -262,17 +252,73 @@ class EigenProSolver(InducingPointSolver):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class EigenPro3(EigenProSolver):
+    """Minimises ``sum_i (f(x_i) - y_i)^2 + noise ||f||^2`` over ``f = k(., z) W`` by stochastic gradients in function
+    space, the top q directions of the kernel slowed down, f projected on the span of z after every batch.
+
+    A batch of b costs ``2 b m`` kernel evaluations at most and a projection ``Kzz theta = h``: ``2 m^2`` operations
+    by a Cholesky factor, tens of ``m^2`` kernel evaluations by conjugate gradients.  Memory O(m q) for the directions
+    and, with the inexact projection, 1000 m at most for its preconditioner; n does not matter, and x may be a stream.
+    Step and rank are computed; with noise 0 it interpolates, and regularises by stopping early on held-out points.
+
+    With a constant step SGD hovers above the optimum.  So the step falls to 0 in the second half of the run, and an
+    average of the iterates is returned.
+
+    Choose it while Kzz fits into memory and the data do not; for tensors KRILL is exact, and beyond that
+    :class:`EigenPro4` projects less often.  "EigenPro 3-ExactProjection" of the papers is
+    ``EigenPro3(projection="exact", preconditioner="paper", averaging=False, cooldown=0)``.
+
+    The parameters are those of :class:`EigenProSolver`.
+    """
+
+    def delay_of(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EigenPro4(EigenProSolver):
+    """Minimises ``sum_i (f(x_i) - y_i)^2 + noise ||f||^2`` over ``f = k(., z) W`` by stochastic gradients in function
+    space, the top q directions of the kernel slowed down, f projected on the span of z once in T batches.
+
+    Between two projections the points of the T batches are inducing points too.  A batch of b costs ``b m`` kernel
+    evaluations and at most ``b^2 T`` for those points; a projection tens of ``m^2`` (or ``2 m^2`` operations where Kzz
+    fits into memory).  T balances the two (:meth:`delay_for`), so an epoch is linear in m.  Memory O(m q + T b), with
+    the inexact projection 1000 m at most for its preconditioner; n does not matter, and x may be a stream.
+
+    What T batches fit is only then projected, which biases the fixed point by O(T step), away from the least squares
+    solution.  The step falls to 0 in the second half of the run, and takes that bias with it.
+
+    Choose it where m x m matrices do not fit into memory, or x does not; else KRILL is exact and faster.
+
+    :param delay: T; None for :meth:`delay_for`.  A projection also ends every epoch.
+
+    The other parameters are those of :class:`EigenProSolver`.
+    """
+
+    advice: ClassVar[str] = EigenProSolver.advice.replace("projection=", "a larger delay, projection=")
+    delay: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settle(self, count, "delay", optional=True)
+
+    @staticmethod
+    def delay_for(m: int, batch: int, cost: float) -> int:
+        """``(m / batch) sqrt(2 cost)``, at least 1: T with the least work a batch (the paper's equation 35).
+
+        :param cost: of a projection, in evaluations of Kzz (the paper's ``T_ep2``).
+        """
+        return max(1, round(m / batch * math.sqrt(2 * cost)))
+
+    def delay_of(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
+        return self.delay or self.delay_for(problem.m, batch, projection.cost)
+
+
 def unlike(x: Tensor, *others: Tensor) -> Tensor:
     """Return which rows of x ``(n, d)`` equal, in all features, no row of the others ``(m, d)``: ``(n,)`` bool.
 
-    Rows are compared by their hashes, in O(m) memory.  On the points that made it a preconditioner looks better than
-    it is.
+    Rows are compared by their hashes.  On the points that made it a preconditioner looks better than it is.
     """
-    known = {row for other in others for row in _hashes(other)}
-    return torch.tensor([row not in known for row in _hashes(x)], dtype=torch.bool, device=x.device)
-
-
-def _hashes(x: Tensor) -> Iterator[int]:
-    for part in x.detach().split(_HASHED):
-        rows = part.cpu().add(0.0).numpy()  # -0.0 becomes 0.0
-        yield from (hash(row.tobytes()) for row in rows)
+    numbers, *known = (row_numbers(points + 0.0) for points in (x, *others))  # -0.0 becomes 0.0
+    return torch.isin(numbers, torch.cat(known), invert=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,28 +24,11 @@ _WORSE = 1.1  # final residual, over that of the start and over that of f = 0
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Choices of a solver once the automatic ones are made.
-
-    :ivar delay: asked after every projection: batches until the next one.
-    """
-
-    epochs: int
-    block_size: int
-    delay: Callable[[], int]
-    step_scale: float
-    averaging: bool
-    cooldown: float
-    patience: int | None
-    advice: str
-
-
 class Epochs(ByEpochs):
     """A step is a batch, a window an epoch.
 
-    :param model: at f = 0.
-    :param generator: of the orders of rows.
+    :param choices: the solver; :param model: at f = 0.
+    :param block_size: points of a batch of tensors; :param generator: of the orders of rows.
     :param checked: training points ``(c, d)`` and targets ``(c, t)`` float64 on which the weights returned are judged.
     """
 
@@ -59,27 +42,27 @@ class Epochs(ByEpochs):
 
     def __init__(
         self,
-        name: str,
+        choices: Any,
         problem: InducingPointProblem,
         model: Model,
-        plan: Plan,
+        block_size: int,
         generator: torch.Generator,
         checked: tuple[Tensor, Tensor],
     ) -> None:
         total: int | None = None if problem.streamed else len(problem.x)  # type: ignore[arg-type]
         super().__init__(problem, generator, total)
-        self.name, self.device, self.expected = name, problem.device, problem.expected_rows
+        self.name, self.device, self.expected = choices.name, problem.device, problem.expected_rows
         self.size, self.columns = model.base.shape
-        self.model, self.plan, self.checked = model, plan, checked
+        self.choices, self.model, self.block_size, self.checked = choices, model, block_size, checked
         counted = (f"model.projection.{name}" for name in model.projection.counted)
         self.saved = (*Epochs.saved, "model.entries", *counted)
-        self.delay = plan.delay()
+        self.delay = self._next_delay()
         self.projections = self.largest = self.waiting = 0
         self.average = self.first = model.base
         self.best: Tensor | None = None
         self.least, self.waited, self.scale = float("inf"), 0, float("nan")
-        self.end: float = plan.epochs
-        self.cooling = (1 - plan.cooldown) * plan.epochs  # the epoch from which the step falls
+        self.end: float = choices.epochs
+        self.cooling = (1 - choices.cooldown) * choices.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
         self.estimated: Tensor | None = None  # the estimate, on the CPU, after a step
         self.whole = self.without_noise = False
@@ -135,7 +118,7 @@ class Epochs(ByEpochs):
         ridge = level / self.total if self.total else 0.0
         self.without_noise = level > 0 and not self.total
         self.largest = max(self.largest, b)  # a step for each size would weigh the points of small batches more
-        step = self.plan.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
+        step = self.choices.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
         self.waiting += 1
         g = model.step(x, y, step, step * b * ridge, last=self.waiting == self.delay)
         self.squares = self.squares + g.square().sum(dim=0)
@@ -154,11 +137,15 @@ class Epochs(ByEpochs):
         return self.whole
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return epoch_batches(self.problem, self.columns, self.order, self.plan.block_size, self.seen)
+        return epoch_batches(self.problem, self.columns, self.order, self.block_size, self.seen)
+
+    def _next_delay(self) -> int:
+        """Return the number of batches until the next projection, by what projections cost so far."""
+        return int(self.choices.delay_of(self.problem, self.block_size, self.model.projection))
 
     def _cooled(self) -> float:
         """The factor of the step: 1, and in the last share of the run falling to 0."""
-        share = self.plan.cooldown
+        share = self.choices.cooldown
         if not share:
             return 1.0
         done = self.epoch + (min(1.0, self.rows / self.total) if self.total else 0)
@@ -176,15 +163,15 @@ class Epochs(ByEpochs):
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
             raise NumericalError(
                 f"The fit diverges: after {self.iterations} batches the mean squared residual is {mean:.1e}, at the "
-                f"start it was {self.scale:.1e}. {self.plan.advice}",
+                f"start it was {self.scale:.1e}. {self.choices.advice}",
                 see="diverges",
             )
 
     def _project(self) -> None:
         self.model.project()
         self.projections += 1
-        self.waiting, self.delay = 0, self.plan.delay()
-        weight = (_RECENT + 1) / (self.projections + _RECENT) if self.plan.averaging else 1.0
+        self.waiting, self.delay = 0, self._next_delay()
+        weight = (_RECENT + 1) / (self.projections + _RECENT) if self.choices.averaging else 1.0
         self.average = self.average.lerp(self.model.base, weight)
 
     # --- windows --------------------------------------------------------------------------------------------
@@ -195,7 +182,7 @@ class Epochs(ByEpochs):
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""
-        plan = self.plan
+        choices = self.choices
         if held_out is not None:
             mean = float(held_out.square().mean().sqrt())
             better = mean < self.least and not self.without_noise
@@ -204,12 +191,12 @@ class Epochs(ByEpochs):
                 self.least, self.best = mean, self.average
         if not self.whole:
             return None
-        if self.epoch >= plan.epochs:
+        if self.epoch >= choices.epochs:
             return Reason.FINISHED
-        if plan.patience is not None and self.waited >= plan.patience:
-            if plan.cooldown and self.epoch < self.cooling:  # it may be the noise of a constant step
-                self.cooling, self.end, self.waited = self.epoch, min(plan.epochs, self.epoch + plan.patience), 0
-            elif not plan.cooldown or self.epoch >= self.cooling + plan.patience:
+        if choices.patience is not None and self.waited >= choices.patience:
+            if choices.cooldown and self.epoch < self.cooling:  # it may be the noise of a constant step
+                self.cooling, self.end, self.waited = self.epoch, min(choices.epochs, self.epoch + choices.patience), 0
+            elif not choices.cooldown or self.epoch >= self.cooling + choices.patience:
                 return Reason.EARLY
         elif self.epoch >= self.end:
             self.notes.append("the step had fallen to 0 by then")
@@ -237,7 +224,7 @@ class Epochs(ByEpochs):
         if not bool((residual <= _WORSE * self.first.clamp(min=1)).all()):  # true for NaN too
             raise NumericalError(
                 f"The fit diverges: relative training residual {largest_of(self.first):.1e} at the start and "
-                f"{largest_of(residual):.1e} at the end. {self.plan.advice}",
+                f"{largest_of(residual):.1e} at the end. {self.choices.advice}",
                 see="diverges",
             )
         facts = {"tol": float("inf"), "residual_rows": len(self.checked[0])}
