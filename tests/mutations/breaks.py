@@ -787,12 +787,6 @@ BREAKS = (
         "a fit that goes on forgets that float32 had lost the log determinant",
     ),
     Break(
-        "if eps * _norm(root[head:]) <= _ALLOWED:",
-        "if True:",
-        ("test_conjugate_gradients.py",),
-        "a preconditioner is rounded to float32 where that changes it",
-    ),
-    Break(
         "if len(self.coefficients) >= self.depth:",
         "if False:",
         ("test_probed_density.py",),
