@@ -16,7 +16,7 @@ from gpytorch import kernels
 import sketchgp
 from cases import each
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, small_subsets
-from sketchgp.fitting.scales import flatness, rescale, revive
+from sketchgp.fitting.starts import flatness, rescale, revive
 
 pytestmark = TORCH_WARNINGS
 

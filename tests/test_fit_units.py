@@ -19,7 +19,7 @@ from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 import sketchgp
 from gp_models import TORCH_WARNINGS, iterative, small_subsets
 from sketchgp.fitting.minimise import InverseHessian
-from sketchgp.fitting.scales import inputs_seen
+from sketchgp.fitting.starts import inputs_seen
 
 pytestmark = TORCH_WARNINGS
 

@@ -22,12 +22,22 @@ from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
 from .history import DEAR, FLAT, SETTLED, STOPPED, UNSURE, WIDENED, FitHistory
 from .minimise import InverseHessian, minimise
-from .noises import centre_mean, mean_square, raise_noise, set_noise, to_unit
 from .objective import ModelState, Objective
 from .plan import WIDTH, dearest, exact_objective, new_bound, on_subset, route, rows_before
 from .record import Record, fit_marks
-from .scales import flatness, rescale, revive, set_scale, spread
 from .stage import ENDED, Stage
+from .starts import (
+    centre_mean,
+    flatness,
+    mean_square,
+    raise_noise,
+    rescale,
+    revive,
+    set_noise,
+    set_scale,
+    spread,
+    to_unit,
+)
 from .steps import Steps
 
 _FEW = 1000  # rows that fits to more begin with; three fits tell the best one of three starts, of as many, or of

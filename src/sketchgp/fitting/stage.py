@@ -14,7 +14,7 @@ from .history import SETTLED, FitHistory
 from .minimise import STEEP, STUCK
 from .objective import Objective
 from .plan import WIDTH, exact_objective, new_bound, why_no_bound
-from .scales import Revived
+from .starts import Revived
 from .steps import Steps
 
 ENDED = (SETTLED, STUCK, STEEP)  # reasons of a fit that nothing has cut short

@@ -18,7 +18,7 @@ from gpytorch.means import ConstantMean, LinearMean
 from torch import Tensor
 
 from .objective import Objective
-from .scales import inputs_seen
+from .starts import inputs_seen
 
 _LEAST, _MOST = 1e-5, 1e5  # limits of a positive value in units of the data; scikit-learn's, for data of size 1
 _ABOVE = 1e-8  # least distance to a constraint's least value
