@@ -16,9 +16,8 @@ import sketchgp
 from cases import each
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, dense, iterative, relative
 from problems import identity, normal, points
-from sketchgp.inference.full_scale import FullScale
+from sketchgp.inference.full_scale import FullScale, conditional_variances, nearest
 from sketchgp.inference.leave_one_out import fitted
-from sketchgp.inference.neighbours import conditional_variances, nearest
 from sketchgp.operators import KernelMatrix
 
 pytestmark = TORCH_WARNINGS

@@ -11,8 +11,7 @@ from .inducing_point_gp import InducingPointGP
 from .inducing_points import InducingPoints, choose_inducing_points
 from .kernels import ArcCosineKernel, LaplaceKernel
 from .leave_one_out import LeaveOneOut, leave_one_out
-from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
-from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from .models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood, LeaveOneOutPseudoLikelihood
 from .noise_path import NoisePath, noise_path
 from .one_hot import OneHot
 from .posterior_samples import PosteriorSamples, sample_posterior

@@ -19,8 +19,7 @@ from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
 from .inducing_point_gp import InducingPointGP
 from .interactive import shows_progress
-from .models.accelerated.leave_one_out import LeaveOneOutPseudoLikelihood
-from .models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from .models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood, LeaveOneOutPseudoLikelihood
 from .models.accelerated.targets import check_noise, check_targets
 
 

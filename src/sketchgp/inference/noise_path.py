@@ -28,8 +28,8 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import ConjugateGradients, System
 from ..space import gram, square_norms
+from .full_scale import conditional_variances, nearest
 from .leave_one_out import ProbedDiagonal, fitted, log_density, signs, totals
-from .neighbours import conditional_variances, nearest
 
 _NEIGHBOURS = 32
 _WIDE = 0.005  # of a log marginal likelihood over n: half a bracket up to which no probes are taken

@@ -23,7 +23,7 @@ from ..accelerate import accelerate
 from ..errors import InputError, warn
 from ..fit import FitHistory, fit
 from ..inducing_point_gp import InducingPointGP
-from ..models.accelerated.marginal_likelihood import ExactMarginalLogLikelihood
+from ..models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood
 from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
