@@ -17,7 +17,7 @@ from linear_operator.operators import DiagLinearOperator
 
 from problems import normal, points, relative, set_scales
 from sketchgp import InducingPointGP, InputError, OneHot, fit, predict
-from sketchgp.models.inducing.independent_outputs import IndependentOutputs
+from sketchgp.models.inducing_covariance import IndependentOutputs
 
 N, M, T = 60, 9, 3
 TEST = points(7, seed=4)

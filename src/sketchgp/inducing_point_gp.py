@@ -19,8 +19,8 @@ from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
-from .models.inducing.independent_outputs import IndependentOutputs
-from .models.inducing.sparse_covariance import (
+from .models.inducing_covariance import (
+    IndependentOutputs,
     PathwiseFormula,
     SparseFormula,
     SparseMarginal,

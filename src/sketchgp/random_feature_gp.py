@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .checks import array, count, instance, points_like, tensor, word
 from .errors import InputError
-from .models.inducing.independent_outputs import IndependentOutputs
-from .models.inducing.sparse_covariance import PathwiseFormula
+from .models.inducing_covariance import IndependentOutputs, PathwiseFormula
 from .models.lazy_covariance import LazyCovariance
 from .models.prediction import Prediction, check_choice, in_chunks
 from .models.streamed import Mapped, Streamed

@@ -1,1 +1,0 @@
-"""Inducing-point models: the covariances of ``InducingPointGP``, as GPyTorch's operators."""
