@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..checks import number, path, settle
-from .loop import Budget, Checkpoint, HeldOut, Method, Progress, Run
+from ..report import SolveReport
+from .loop import Checkpoint, Method, Run
 
 _LIMITS = ("max_iterations", "max_passes", "max_epochs", "max_seconds")
 
@@ -51,35 +52,26 @@ class Budgeted:
         """Return whether the user limited the work, and so asked for the best that the limit allows."""
         return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name in _LIMITS)
 
-    def _prepared(
+    def _execute(
         self,
         method: Method,
         work: float,
-        *,
-        began: float,
         marks: Callable[[], tuple[dict[str, str], dict[str, str]]],
-        initial: Tensor | None = None,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: HeldOut | None = None,
-        keep_interrupted: bool = True,
-    ) -> Run:
-        """Return the run of a method.
+        facts: Callable[[], dict[str, Any]] = dict,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, SolveReport]:
+        """Run a method; return the value, and the report, which is not recorded yet.
 
         :param work: the budget, in the method's unit.
         :param marks: marks of the problem and rough marks, as :class:`Checkpoint` takes them.
-        :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
+        :param facts: fields of the report that only the solver knows, once the method has ended.
+        :param options: those of a :class:`Run`.
         """
         checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, *marks())
-        return Run(
-            method,
-            Budget(work, self.max_seconds),
-            began=began,
-            initial=initial,
-            callback=callback,
-            held_out=held_out,
-            checkpoint=checkpoint,
-            raising=not keep_interrupted,
-        )
+        run = Run(method, work, self.max_seconds, checkpoint=checkpoint, **options)
+        value = run.loop(progress).value
+        return value, run.report(**facts())
 
     def _described(self) -> str:
         """Describe the choices that a checkpoint must be of."""

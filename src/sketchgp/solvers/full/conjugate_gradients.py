@@ -161,8 +161,8 @@ class ConjugateGradients(FullSolver):
         """
         method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
         value, report = self._run(
-            method, rhs, name, progress, began=clock() - setup_seconds, initial=initial, callback=callback,
-            held_out=held_out, keep_interrupted=keep_interrupted,
+            method, rhs, name, began=clock() - setup_seconds, initial=initial, callback=callback, held_out=held_out,
+            progress=progress, keep_interrupted=keep_interrupted,
         )  # fmt: skip
         matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
         return value.to(rhs.dtype), report, matrices
@@ -257,16 +257,19 @@ class ConjugateGradients(FullSolver):
         return method
 
     @torch.no_grad()
-    def _run(
-        self, method: Gradients, rhs: Tensor, name: str, progress: bool | None = None, **options: Any
-    ) -> tuple[Tensor, SolveReport]:
+    def _run(self, method: Gradients, rhs: Tensor, name: str, **options: Any) -> tuple[Tensor, SolveReport]:
         """Run a method; return the value in float64, and the report, which is recorded.
 
         :param name: of the preconditioner; :param options: those of a run.
         """
-        work = self.max_iterations or 1000
-        run = self._prepared(method, work, marks=lambda: self._marks(method, rhs, name), **options)
-        value = run.loop(progress).value
+        work, marks = self.max_iterations or 1000, lambda: self._marks(method, rhs, name)
+        value, report = self._execute(method, work, marks, lambda: self._facts(method, name), **options)
+        with shortfall_counted() if method.lost and not method.by_energy else nullcontext():
+            conclude(report)
+        return value, report
+
+    def _facts(self, method: Gradients, name: str) -> dict[str, Any]:
+        """Return fields of the report, with advice for the reasons to end."""
         preconditioner = method.preconditioner
         rank = 0 if preconditioner is None else preconditioner.rank
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
@@ -283,10 +286,7 @@ class ConjugateGradients(FullSolver):
             remedies[Reason.STAGNATED] = (
                 "Rounding allows no less: raise the noise, or ask for an estimate, tol='posterior'."
             )
-        report = run.report(preconditioner=name, rank=rank, remedies=remedies)
-        with shortfall_counted() if method.lost and not method.by_energy else nullcontext():
-            conclude(report)
-        return value, report
+        return {"preconditioner": name, "rank": rank, "remedies": remedies}
 
     def _marks(self, method: Gradients, rhs: Tensor, name: str) -> tuple[dict[str, str], dict[str, str]]:
         """Return marks of the problem for a checkpoint, and rough ones of what ranks round otherwise."""

@@ -223,14 +223,12 @@ class DoublyStochastic(Budgeted):
             )
         stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
         method = Learning(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
-        run = self._prepared(
-            method, epochs, began=began, marks=lambda: self._checkpoint_marks(problem, learner),
-            callback=callback, held_out=error,
+        value, report = self._execute(
+            method, epochs, lambda: self._checkpoint_marks(problem, learner), lambda: self._facts(learner, method),
+            progress, began=began, callback=callback, held_out=error,
         )  # fmt: skip
-        outcome = run.loop(progress)
-        report: SolveReport = run.report(**self._facts(learner, method))
         conclude(report)
-        return report, outcome.value
+        return report, value
 
     @staticmethod
     def _epochs(problem: RandomFeatureProblem, batch: int) -> int:
