@@ -38,8 +38,7 @@ from sketchgp import (
 from sketchgp.datasets import load_diamonds
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import System
-from sketchgp.solvers.full import eigenpro2
-from sketchgp.solvers.full.blockwise import blocks
+from sketchgp.solvers.full import blocks, eigenpro2
 
 KERNELS = {**RADIAL, **GENERIC, "laplace": lambda: ScaleKernel(LaplaceKernel(ard_num_dims=3))}
 VARIANTS = {

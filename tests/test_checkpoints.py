@@ -36,8 +36,7 @@ from sketchgp import (
     tensor_file,
 )
 from sketchgp.solvers import System
-from sketchgp.solvers.full import askotch, eigenpro2
-from sketchgp.solvers.full.blockwise import refinement
+from sketchgp.solvers.full import askotch, eigenpro2, refinement
 from sketchgp.solvers.loop import checkpoint, run
 
 N, BLOCK = 300, 50

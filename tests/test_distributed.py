@@ -57,7 +57,7 @@ from sketchgp.inducing_points import leverage_scores
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.preconditioners import Preconditioner, PreconditionerCache
 from sketchgp.report import Reason, SolveReport
-from sketchgp.solvers.full.blockwise import InvertedBlocks
+from sketchgp.solvers.full.blocks import InvertedBlocks
 from sketchgp.space import ShardedRows
 
 N = 101  # no multiple of 2 or 3
@@ -350,7 +350,7 @@ def _raises_in_a_step() -> Values:
 
     with pytest.MonkeyPatch.context() as patched:
         if _rank() == 1:
-            patched.setattr("sketchgp.solvers.full.blockwise.inverse.cholesky_solve", raises)
+            patched.setattr("sketchgp.solvers.full.blocks.cholesky_solve", raises)
         return {"value": ASkotch(block_size=20).solve(FullProblem(_kernel(), points(N), _targets(), 0.05)).value}
 
 

@@ -224,7 +224,7 @@ def test_interrupt_inside_a_model_raises(monkeypatch):
     model, test = model_of()
     sketchgp.accelerate(model, solver=SOLVERS["askotch"])
     model.eval()
-    from sketchgp.solvers.full.blockwise.refinement import Refinement
+    from sketchgp.solvers.full.refinement import Refinement
 
     def interrupted(self: Any) -> None:
         raise KeyboardInterrupt

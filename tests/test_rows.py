@@ -27,7 +27,7 @@ from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import System
-from sketchgp.solvers.full.blockwise import (
+from sketchgp.solvers.full.blocks import (
     Partition,
     block_inverse,
     next_block,

@@ -1,6 +1,6 @@
 """Preconditioned conjugate gradients for blocks of right-hand sides, with true residuals.
 
-References: those of :mod:`sketchgp.solvers.conjugate_step` and of :mod:`.gradients`, where the mathematics is.
+References: those of :mod:`sketchgp.solvers.recurrence` and of :mod:`.gradients`, where the mathematics is.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...report import Reason, SolveReport, conclude, shortfall_counted
 from ...settings import memory_budget
 from ...space import Space
 from ..certificate import Certificate
+from ..choices import FullSolver
 from ..energy import Goal
-from ..lanczos import LostToRoundingError
-from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
+from ..loop import Progress, clock, compare_ranks, solve_marks
 from ..problem import FullProblem, Solution
+from ..recurrence import LostToRoundingError
 from ..system import System
 from .gradients import Gradients
 from .prediction_tolerance import FollowedPoints, RowErrors
-from .solver import FullSolver
 
 _OTHERS = (
     "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
@@ -137,14 +137,10 @@ class ConjugateGradients(FullSolver):
         name: str = "none",
         below: bool = False,
         setup_seconds: float = 0.0,
-        initial: Tensor | None = None,
         lanczos_columns: int = 0,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: HeldOut | None = None,
-        progress: bool | None = None,
-        keep_interrupted: bool = False,
         goal: Goal | None = None,
         followed: FollowedPoints | None = None,
+        **options: Any,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
@@ -156,14 +152,12 @@ class ConjugateGradients(FullSolver):
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
-        :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
+        :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`;
+            ``keep_interrupted`` to return the best iterate with a warning on Ctrl-C, instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
         method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
-        value, report = self._run(
-            method, rhs, name, began=clock() - setup_seconds, initial=initial, callback=callback, held_out=held_out,
-            progress=progress, keep_interrupted=keep_interrupted,
-        )  # fmt: skip
+        value, report = self._run(method, rhs, name, began=clock() - setup_seconds, **options)
         matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
         return value.to(rhs.dtype), report, matrices
 
@@ -183,7 +177,7 @@ class ConjugateGradients(FullSolver):
         :returns: w; A times it, which the last true residual is of; and the report.
         """
         method = self._method(system, c, preconditioner, below, goal)
-        value, report = self._run(method, c, name, began=clock(), initial=initial, keep_interrupted=False)
+        value, report = self._run(method, c, name, began=clock(), initial=initial)
         product = method.product_of(value)
         return value, system.accurate_product(value) if product is None else product, report
 
@@ -214,7 +208,7 @@ class ConjugateGradients(FullSolver):
         method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
         method.watched = judged
         unlimited = dataclasses.replace(self, max_seconds=None, checkpoint=None)
-        value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds, keep_interrupted=False)
+        value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds)
         if method.lost:
             raise LostToRoundingError("An eigenvalue of a matrix that has none so small.")
         return value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()

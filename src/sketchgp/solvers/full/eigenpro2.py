@@ -21,7 +21,9 @@ from ...random_streams import generator
 from ..choices import cut
 from ..eigenpro_step import directions, scaled_vectors, step_size
 from ..system import System
-from .blockwise import BlockMethod, BlockSolver, next_block
+from .block_solver import BlockSolver
+from .blocks import next_block
+from .refinement import BlockMethod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A solve may be for a goal of energies (:mod:`sketchgp.solvers.energy`) beside the residual.  Float32 products lose
 energies in the directions of the least eigenvalues, which a residual hardly shows: eigenvalues of the Lanczos matrix
-(:class:`~sketchgp.solvers.lanczos.EigenvalueWatch`), or float64 products, tell whether they did.
+(:class:`~sketchgp.solvers.recurrence.EigenvalueWatch`), or float64 products, tell whether they did.
 
 The recurrence ``r -= alpha A p`` keeps the rounding error of every product, and drifts away from the true residual
 ``b - A w``.  Going on below their difference is in vain.  Van der Vorst and Ye, "Residual replacement strategies for
@@ -25,10 +25,9 @@ from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...report import Reason
 from ..certificate import Certificate
-from ..conjugate_step import descend, turn
 from ..energy import Goal, RemainingEnergy
-from ..lanczos import EigenvalueWatch, LanczosRecord
 from ..loop import NAN, Cycles, Outcome
+from ..recurrence import EigenvalueWatch, LanczosRecord, descend, turn
 from ..system import System
 from .cholesky import factor_bytes, factorized
 from .prediction_tolerance import SAFETY, PredictionTolerance, RowErrors

@@ -23,7 +23,7 @@ from ...report import Reason
 from ...space import Space
 from ..choices import cut
 from ..energy import remaining_change
-from ..full.blockwise import next_block
+from ..full.blocks import next_block
 from ..loop import NAN, Outcome, Refined, largest_of
 from .problem import InducingPointProblem
 from .solver import InducingPointSolver

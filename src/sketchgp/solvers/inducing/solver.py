@@ -98,7 +98,7 @@ class InducingPointSolver(Budgeted):
             value, report = self._execute(
                 method, self._work(), lambda: (self._checkpoint_marks(problem), {}),
                 lambda: self._facts(problem, method), progress,
-                began=began, initial=initial, callback=callback, held_out=error,
+                began=began, initial=initial, callback=callback, held_out=error, keep_interrupted=True,
             )  # fmt: skip
         report.notes += self._notes(problem)
         conclude(report)

@@ -21,10 +21,9 @@ from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
 from ...space import Space
-from ..conjugate_step import descend, turn
 from ..energy import RemainingEnergy, moved_by_rounding
-from ..lanczos import least_ritz_value
 from ..loop import NAN, Cycles, Outcome
+from ..recurrence import descend, least_ritz_value, turn
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them

@@ -140,7 +140,7 @@ class Run:
         callback: Callable[[Progress], Any] | None = None,
         held_out: HeldOut | None = None,
         checkpoint: Checkpoint | None = None,
-        keep_interrupted: bool = True,
+        keep_interrupted: bool = False,
     ) -> None:
         self.method, self.most_work, self.most_seconds = method, most_work, most_seconds
         self.initial, self.callback, self.checkpoint, self.raising = initial, callback, checkpoint, not keep_interrupted

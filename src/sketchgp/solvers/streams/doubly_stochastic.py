@@ -225,7 +225,7 @@ class DoublyStochastic(Budgeted):
         method = Learning(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
         value, report = self._execute(
             method, epochs, lambda: self._checkpoint_marks(problem, learner), lambda: self._facts(learner, method),
-            progress, began=began, callback=callback, held_out=error,
+            progress, began=began, callback=callback, held_out=error, keep_interrupted=True,
         )  # fmt: skip
         conclude(report)
         return report, value

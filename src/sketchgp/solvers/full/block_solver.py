@@ -10,16 +10,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ....checks import count, number, seed, settle, tolerance
-from ....errors import InputError
-from ....operators.marks import operator_marks
-from ....report import SolveReport, conclude, merged
-from ...loop import Progress, clock, compare_ranks, solve_marks
-from ...problem import FullProblem, Solution
-from ...system import System, automatic_block_size
-from ..solver import FullSolver
-from .method import BlockMethod
-from .refinement import Refinement
+from ...checks import count, number, seed, settle, tolerance
+from ...errors import InputError
+from ...operators.marks import operator_marks
+from ...report import SolveReport, conclude, merged
+from ..choices import FullSolver
+from ..loop import Progress, clock, compare_ranks, solve_marks
+from ..problem import FullProblem, Solution
+from ..system import System, automatic_block_size
+from .refinement import BlockMethod, Refinement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +96,12 @@ class BlockSolver(FullSolver):
         return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
-    def run(
-        self,
-        system: System,
-        rhs: Tensor,
-        keep_interrupted: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, SolveReport, Tensor | None]:
+    def run(self, system: System, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record one report of all.
 
-        :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
-        :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`.
+        :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`;
+            ``keep_interrupted`` to return the iterate with a warning on Ctrl-C, instead of raising.
         """
-        options |= {"keep_interrupted": keep_interrupted}
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.batch_shape)
         if batch and self.checkpoint is not None:
             raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
