@@ -117,7 +117,9 @@ class FullSolver(Budgeted):
         error: HeldOut | None = None
         if points is not None:
             cross = KernelMatrix.of(problem.kernel, points[0], problem.x, engine=matmul).detach()
-            error = HeldOut(lambda w: cross.product(w.to(cross.dtype)).to(torch.float64), cross.x1, points[1], cross.shape.numel())
+            error = HeldOut(
+                lambda w: cross.product(w.to(cross.dtype)).to(torch.float64), cross.x1, points[1], cross.shape.numel()
+            )
         return {
             "initial": initial, "callback": callback, "held_out": error, "progress": progress,
             "keep_interrupted": True,

@@ -83,7 +83,7 @@ class Gradients(Cycles):
         super().__init__(own.expand(*batch, *own.shape[-2:]), space, accurate or system.dtype == torch.float64)
         self.system, self.preconditioner, self.certificate = system, preconditioner, certificate
         self.goal, self.energy = goal, RemainingEnergy()
-        self.out_dtype, self.size = rhs.dtype, system.n
+        self.out_dtype, self.size, self.data_rows, self.matrix_entries = rhs.dtype, system.n, system.n, system.n**2.0
         self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
         self.predictions: PredictionTolerance | None = None
         if isinstance(tol, str):

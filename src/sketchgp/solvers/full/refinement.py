@@ -146,7 +146,7 @@ class Refinement(Refined):
     ) -> None:
         super().__init__(system.space.own(b), system.space)
         self.system, self.method, self.out_dtype, self.tol = system, method, out_dtype, tol
-        self.name, self.size = method.name, system.n
+        self.name, self.size, self.data_rows, self.matrix_entries = method.name, system.n, system.n, system.n**2.0
         self.vectors = ("base", "r", "best", *(f"method.tensors/{name}" for name in method.positions))
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
@@ -159,10 +159,6 @@ class Refinement(Refined):
         self.failures = self.shrunk = self.corrections = self.fruitless = 0
         self.lowest = self.least = float("inf")
         self.generator: torch.Generator = generator(seed, "blocks of a solve")
-
-    @property
-    def work(self) -> float:
-        return self.system.entries / self.size**2
 
     @property
     def epochs(self) -> float:

@@ -180,7 +180,8 @@ class Saga(Refined):
         self.exact = self.tall.accurate()
         super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
         self.choices, self.n, self.level = choices, len(x), problem.level
-        self.size, self.columns = problem.m, self.y.shape[1]
+        self.size, self.columns, self.data_rows = problem.m, self.y.shape[1], self.n
+        self.matrix_entries = float(self.n * self.size)
         self.generator: torch.Generator = generator(choices.seed, self.name)
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
@@ -241,20 +242,8 @@ class Saga(Refined):
         return tall + self.kzz_products * self.size * (self.size + 1) / 2
 
     @property
-    def data_rows(self) -> int:
-        return self.n
-
-    @property
     def tally(self) -> dict[str, float]:
         return {"epochs": self.done, "sweeps": self.sweeps, "halvings": self.shrunk}
-
-    @property
-    def matrix_entries(self) -> float:
-        return float(self.n * self.size)
-
-    @property
-    def work(self) -> float:
-        return self.done
 
     @property
     def epochs(self) -> float:

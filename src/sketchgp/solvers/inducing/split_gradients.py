@@ -64,7 +64,8 @@ class SplitGradients(Cycles):
         predictions: bool = False,
     ) -> None:
         super().__init__(b, Space(len(b)), matrix.tall.dtype == torch.float64, NAN)
-        self.name, self.size = name, len(b)
+        self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
+        self.matrix_entries = float(self.size * self.data_rows)
         self.predictions, self.factors, self.tol = predictions, factors, tol
         self._matrix, self._exact_matrix = matrix, matrix.accurate()
         self.products = 0
@@ -79,17 +80,8 @@ class SplitGradients(Cycles):
         return self._exact_matrix if self.exact else self._matrix
 
     @property
-    def data_rows(self) -> int:
-        return self._matrix.tall.shape[0]
-
-    @property
     def tally(self) -> dict[str, float]:
         return {"products": self.products}
-
-    @property
-    def matrix_entries(self) -> float:
-        n, m = self._matrix.tall.shape
-        return float(n * m)
 
     @property
     def evaluated(self) -> list[int]:

@@ -162,11 +162,6 @@ class Run:
         """Since the start, set-up and earlier runs included."""
         return self.earlier + clock() - self.began
 
-    @property
-    def passes(self) -> float:
-        """Kernel entries evaluated, over those of the matrix."""
-        return self.method.entries / self.method.matrix_entries
-
     def _time_used(self) -> float:
         """Share of the time limit that is used; on several ranks that of rank 0."""
         assert self.most_seconds is not None
@@ -202,7 +197,7 @@ class Run:
                 if self.shards is not None:
                     outcome.value = self.shards.same(outcome.value)
                 if not interrupt.seen:
-                    self.watcher.last_look(outcome.value, self.passes, self.seconds)
+                    self.watcher.last_look(outcome.value, self.method.passes, self.seconds)
         return outcome
 
     def _finish(self, quick: bool) -> Outcome:
@@ -280,11 +275,11 @@ class Run:
         self.history.append(estimate)
         error = None
         if self.watcher.held_out is not None:
-            error = self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
+            error = self.watcher.look(method.weights(), method.entries, method.passes, self.seconds)
         held = "" if error is None else f", {method.measure} {float(error.mean()):.4g}"
         bar.set_postfix_str(f"residual about {largest_of(estimate):.1e}{held}", refresh=False)
         self.progress = Progress(
-            method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights
+            method.iterations, method.passes, method.epochs, self.seconds, estimate, error, method.weights
         )
         self.judged = method.judge(error)
 
@@ -368,7 +363,7 @@ class Run:
                 "size": method.size,
                 "letter": "m" if method.letter == "n" else method.letter,
                 "n": method.data_rows,
-                "work": {"iterations": method.iterations, **method.tally, "passes": self.passes},
+                "work": {"iterations": method.iterations, **method.tally, "passes": method.passes},
                 "residual": outcome.residual.cpu(),
                 "history": torch.stack(self.history),
                 "converged": outcome.converged,
