@@ -991,13 +991,8 @@ def test_batches_of_all_points_contract(name, rank):
 
 
 def _enlarge(monkeypatch, factor):
-    original = eigenpro2._step
-
-    def step(*args):
-        rank, size = original(*args)
-        return rank, factor * size
-
-    monkeypatch.setattr(eigenpro2, "_step", step)
+    original = eigenpro2.step_size
+    monkeypatch.setattr(eigenpro2, "step_size", lambda *args: factor * original(*args))
 
 
 def test_a_diverging_step_is_halved(monkeypatch):

@@ -19,7 +19,7 @@ from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import tall
 from sketchgp.report import Reason, record_solves
 from sketchgp.settings import memory_budget
-from sketchgp.solvers.eigenpro_step import step_size
+from sketchgp.solvers.full.eigenpro2 import step_size
 from sketchgp.solvers.inducing import eigenpro, epochs
 from sketchgp.solvers.inducing.eigenpro import EigenPro3, EigenPro4
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions

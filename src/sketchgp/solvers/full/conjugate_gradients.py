@@ -21,9 +21,6 @@ from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude, shortfall_counted
-from ...settings import memory_budget
-from ...space import Space
-from ..certificate import Certificate
 from ..choices import FullSolver
 from ..energy import Goal
 from ..loop import Progress, clock, compare_ranks, solve_marks
@@ -31,7 +28,7 @@ from ..problem import FullProblem, Solution
 from ..recurrence import LostToRoundingError
 from ..system import System
 from .gradients import Gradients
-from .prediction_tolerance import FollowedPoints, RowErrors
+from .prediction_tolerance import FollowedPoints
 
 _OTHERS = (
     "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
@@ -156,7 +153,9 @@ class ConjugateGradients(FullSolver):
             ``keep_interrupted`` to return the best iterate with a warning on Ctrl-C, instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
-        method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
+        method = self._method(
+            system, rhs, preconditioner, below=below, goal=goal, followed=followed, lanczos_columns=lanczos_columns
+        )
         value, report = self._run(method, rhs, name, began=clock() - setup_seconds, **options)
         matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
         return value.to(rhs.dtype), report, matrices
@@ -176,7 +175,7 @@ class ConjugateGradients(FullSolver):
 
         :returns: w; A times it, which the last true residual is of; and the report.
         """
-        method = self._method(system, c, preconditioner, below, goal)
+        method = self._method(system, c, preconditioner, below=below, goal=goal)
         value, report = self._run(method, c, name, began=clock(), initial=initial)
         product = method.product_of(value)
         return value, system.accurate_product(value) if product is None else product, report
@@ -205,7 +204,7 @@ class ConjugateGradients(FullSolver):
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
-        method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
+        method = self._method(system, rhs, preconditioner, below=below, lanczos_columns=columns, keep_vectors=True)
         method.watched = judged
         unlimited = dataclasses.replace(self, max_seconds=None, checkpoint=None)
         value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds)
@@ -214,41 +213,13 @@ class ConjugateGradients(FullSolver):
         return value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
     @torch.no_grad()
-    def _method(
-        self,
-        system: System,
-        rhs: Tensor,
-        preconditioner: LowRankPlusDiagonal | None,
-        below: bool,
-        goal: Goal | None,
-        followed: FollowedPoints | None = None,
-        lanczos_columns: int = 0,
-        keep_vectors: bool = False,
-    ) -> Gradients:
-        """Return the method at work on one system, by the tolerance that was asked for."""
+    def _method(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None, **wanted: Any) -> Gradients:
+        """Return the method at work on one system with a preconditioner.
+
+        :param wanted: other arguments of :class:`Gradients`.
+        """
         compare_ranks(self.name, lambda: solve_marks(system.noise, rhs, self._described()))
-        space = Space.of(system.n)
-        certificate = Certificate(system, preconditioner, below, space)
-        tol: float | str = self.tol or 1e-3
-        weights = rows = None
-        if goal is not None and isinstance(tol, str):
-            tol = 1e-3
-        elif tol == "certified" and not certificate.known:
-            raise InputError(
-                "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
-                "noise is at their rounding; use tol='posterior'."
-            )
-        elif tol == "posterior":
-            followed = followed or FollowedPoints.choose(system)
-            weights = space.own(followed.covariances / followed.deviations(system).unsqueeze(-2))
-            rows = RowErrors(system, preconditioner, space)
-        accurate = self.precision == "float64"
-        method = Gradients(
-            tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors
-        )
-        if goal is None and not lanczos_columns and not self.limited and not space.shared:
-            method.factor_memory = memory_budget.value(rhs.device)
-        return method
+        return Gradients(self, system, rhs, built, **wanted)
 
     @torch.no_grad()
     def _run(self, method: Gradients, rhs: Tensor, name: str, **options: Any) -> tuple[Tensor, SolveReport]:

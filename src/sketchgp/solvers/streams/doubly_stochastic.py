@@ -29,8 +29,7 @@ from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .learner import Extra, Learner, Steps
 from .learning import FeatureHeldOut, Learning
-from .losses import LOSSES
-from .problem import Labels, RandomFeatureProblem, same_points
+from .problem import LOSSES, Labels, RandomFeatureProblem, same_points
 
 _LEAST, _MOST = 2048, 16384  # automatic features
 _OF_ROWS = 32  # times n^1/2
