@@ -52,8 +52,9 @@ class KernelMatrix(LinearOperator):
     @classmethod
     def on(cls, pairs: Pairs) -> KernelMatrix:
         """Return the operator of given pairs, with what they remember."""
-        matrix = cls(*pairs.tensors, **pairs.options)
+        matrix = cls.__new__(cls)
         matrix.pairs = pairs
+        LinearOperator.__init__(matrix, *pairs.tensors, **pairs.options)
         return matrix
 
     @classmethod

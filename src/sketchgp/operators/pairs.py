@@ -18,7 +18,7 @@ from .unchanged import Memory
 
 T = TypeVar("T")
 _HALF = (torch.bfloat16, torch.float16)
-_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked")
+_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked", "form")
 
 
 class Pairs:
@@ -39,6 +39,7 @@ class Pairs:
     :param centre: origin of the inputs; None for the median of x2, which in a model are the training points.
     :param shards: ranks that products are shared out to (:mod:`.products`); None for those of the present block.
     :param asked: whether the user chose the engine, which must then not be replaced; None unless it is ``"auto"``.
+    :param form: expression and batch shape of the kernel where other pairs have found them; None to look at it.
     :ivar expression: the kernel as a sum of products of profiles; None where it is called as it is.
     :ivar coincident: ``(2, p)`` rows and columns of pairs that are one point, where x1 is not x2; None where unknown.
     :ivar whole: for some rows and columns of other pairs, those pairs and the rows, ``(r,)``; None for all rows.
@@ -62,12 +63,14 @@ class Pairs:
         centre: Centre | None = None,
         shards: Shards | None = None,
         asked: bool | None = None,
+        form: tuple[Expression | None, torch.Size] | None = None,
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, tuple(parameters)
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
         self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
         self.asked = engine != "auto" if asked is None else asked
-        self.expression: Expression | None = recognise(kernel)
+        self.form = (recognise(kernel), kernel.batch_shape) if form is None else form
+        self.expression: Expression | None = self.form[0]
         self.coincident: Tensor | None = None
         self.whole: tuple[Pairs, Tensor | None] | None = None
         self.known: Known | None = None
@@ -77,7 +80,8 @@ class Pairs:
         self.dtype = x1.dtype
         for parameter in self.parameters:
             self.dtype = torch.promote_types(self.dtype, parameter.dtype)
-        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], kernel.batch_shape)
+        batches = {*filter(len, (x1.shape[:-2], x2.shape[:-2], self.form[1]))}  # broadcasting takes as long as a tile
+        batch = torch.broadcast_shapes(*batches) if batches else ()
         self.shape = torch.Size((*batch, x1.shape[-2], x2.shape[-2]))
         self._memory = Memory()
 
@@ -127,7 +131,8 @@ class Pairs:
 
     def of(self, tensors: Sequence[Tensor], **options: Any) -> Pairs:
         """Return these pairs with other tensors (x1, x2, parameters) and options."""
-        return Pairs(tensors[0], tensors[1], tensors[2:], **{**self.options, **options})
+        form = None if "kernel" in options else self.form
+        return Pairs(tensors[0], tensors[1], tensors[2:], **{**self.options, "form": form, **options})
 
     # --- what engines compute from --------------------------------------------------------------------------
 
