@@ -511,7 +511,7 @@ def test_a_solve_that_fails_is_no_success(tmp_path, data, capsys, monkeypatch):
 
     model, output = tmp_path / "model.pt", tmp_path / "out.csv"
     assert run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)[0] == 0
-    monkeypatch.setattr("sketchgp.cli.steps.predict", fail)
+    monkeypatch.setattr("sketchgp.cli.regression.predict", fail)
     monkeypatch.setattr("sketchgp.cli.model_file.predict", fail)
     error = fails(capsys, "fit", data, "--target", "price", "--save", tmp_path / "other.pt", *QUICK)
     assert error == "error: the solve for the mean failed. [troubleshooting: out-of-budget]\n"

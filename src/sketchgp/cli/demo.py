@@ -28,8 +28,20 @@ from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
 from .options import Output, claim
-from .regression import Regression, Scaling, copy_hyperparameters, true_residual
-from .steps import Outcome, Row, evaluate, format_table, measure, split_rows, tune, working
+from .regression import (
+    Outcome,
+    Regression,
+    Row,
+    Scaling,
+    copy_hyperparameters,
+    evaluate,
+    format_table,
+    measure,
+    split_rows,
+    true_residual,
+    tune,
+    working,
+)
 
 KERNEL = "matern52"
 EVERY = 4.0  # seconds without a line

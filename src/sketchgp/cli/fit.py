@@ -15,15 +15,14 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..errors import InputError
-from ..pictures.predictions import draw_calibration
+from ..plotting.models import draw_calibration
 from ..preconditioners import RPCholesky
 from ..style import COLORS, finish, new_figure
 from .columns import Rules, Table
 from .features import Feature, learn, summary, training_inputs, without_missing
 from .model_file import SavedModel, save_model, weights_residual
 from .options import SOLVERS, Output, claim, notation, opened
-from .regression import Regression, Scaling, calibration, rmse
-from .steps import Outcome, Row, evaluate, format_table, split_rows, tune
+from .regression import Outcome, Regression, Row, Scaling, calibration, evaluate, format_table, rmse, split_rows, tune
 from .tables import Source
 
 _POINTS, _INTERVALS = 4000, 300  # points of the picture, and those that have their interval drawn

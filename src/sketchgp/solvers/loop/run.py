@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ...cards import shows_progress
 from ...distributed import in_force
 from ...errors import InputError
 from ...fingerprint import tensor_mark
-from ...interactive import shows_progress
 from ...memory import peak_memory
 from ...operators.unchanged import parameters_held
 from ...report import HeldOutError, Reason, SolveReport
