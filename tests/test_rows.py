@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,7 @@ from linear_operator.operators import (
     ToeplitzLinearOperator,
 )
 
-from cases import each
+from cases import each, pairwise
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, rows
@@ -79,10 +80,7 @@ def _close(found, expected, matrix, vectors, dtype):
 # --- RowProduct -----------------------------------------------------------------------------------------------
 
 
-@each("which", INDICES)
-@each("engine", ["dense", "tiled"])
-@each("dtype", DTYPES)
-@each("name", KERNELS)
+@each(("name", "dtype", "engine", "which"), pairwise(KERNELS, DTYPES, ["dense", "tiled"], INDICES))
 def test_rows_of_a_kernel_matrix(name, dtype, engine, which):
     kernel, x, matrix = _case(name, dtype)
     indices, vectors = INDICES[which], normal(90, 2, seed=3)
@@ -160,11 +158,9 @@ def _sums(dtype):
 
 @each("accurate", [False, True])
 @each("dtype", DTYPES)
-@each("name", list(_sums(torch.float64)))
-def test_rows_of_sums_and_multiples(name, dtype, accurate):
-    operator, matrix = _sums(dtype)[name]
+def test_rows_of_sums_and_multiples(dtype, accurate):
     vectors = normal(90, 2, seed=3)
-    for indices in INDICES.values():
+    for (operator, matrix), indices in itertools.product(_sums(dtype).values(), INDICES.values()):
         found = RowProduct(operator, accurate=accurate)(indices, vectors)
         kept = torch.float64 if accurate else dtype
         assert found.dtype == torch.float64

@@ -25,7 +25,13 @@ class Break:
 
     def places(self, source: Path = SOURCE) -> list[Path]:
         """Return the files under ``source`` that contain ``old``, once for each time that it occurs."""
-        return [path for path in sorted(source.rglob("*.py")) for _ in range(contents(path).count(self.old))]
+        return [path for path in files(source) for _ in range(contents(path).count(self.old))]
+
+
+@functools.lru_cache(1024)
+def files(source: Path) -> list[Path]:
+    """Return the source files under a folder."""
+    return sorted(source.rglob("*.py"))
 
 
 @functools.lru_cache(1024)
