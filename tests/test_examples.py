@@ -12,7 +12,7 @@ import pytest
 
 SMALL = {  # arguments for a run of seconds
     "accelerate_existing_model.py": ["--rows", "900", "--iterations", "3"],
-    "botorch_single_task.py": ["--points", "850", "--steps", "1"],
+    "botorch_single_task.py": ["--points", "2050", "--steps", "1"],
     "classification.py": ["--rows", "900", "--features", "256"],
     "compare_solvers.py": ["--rows", "300", "--seconds", "0.2"],
     "huge_mean.py": ["--rows", "1500", "--seconds", "0.1"],
