@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import gpytorch
-import numpy as np
 import torch
-from scipy.special import erf
 from torch import Tensor
 
 from ..accelerate import accelerate
@@ -22,6 +20,7 @@ from ..cards import shows_progress
 from ..errors import InputError
 from ..fit import fit
 from ..memory import peak_memory
+from ..plotting.models import within
 from ..predict import Prediction, predict
 from ..random_streams import generator
 from ..report import SolveReport, record_solves
@@ -126,21 +125,12 @@ def negative_log_density(mean: Tensor, variance: Tensor, y: Tensor) -> float:
     return (0.5 * (2 * math.pi * variance).log() + 0.5 * (y - mean).square() / variance).mean().item()
 
 
-def within(mean: np.ndarray, std: np.ndarray, y: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return the share of rows inside the central intervals of the normal predictions, ``(len(levels),)``.
+def calibration(mean: Tensor, std: Tensor, y: Tensor) -> str:
+    """Return the shares of rows ``(m,)`` inside the intervals of a few levels, as a line.
 
-    A row is inside an interval of level p where ``|y - mean| <= std sqrt(2) erfinv(p)``.
-
-    :param mean: ``(m,)``; :param std: of an observation, ``(m,)``; :param y: ``(m,)``.
-    :param levels: between 0 and 1.
+    :param std: of an observation, ``(m,)``.
     """
-    needed = np.sort(erf(np.abs(y - mean) / (np.sqrt(2) * std)))  # the least level whose interval holds each row
-    return np.searchsorted(needed, levels, side="right") / len(y)
-
-
-def calibration(mean: np.ndarray, std: np.ndarray, y: np.ndarray) -> str:
-    """Return the shares for a few levels, as a line."""
-    shares = within(mean, std, y, np.array(_LEVELS))
+    shares = within(mean, std, y, torch.tensor(_LEVELS, dtype=torch.float64)).tolist()
     parts = [f"{share:.1%} in the {level:.0%} intervals" for share, level in zip(shares, _LEVELS, strict=True)]
     return f"Calibration: of {len(y):,} rows, {', '.join(parts)}."
 

@@ -167,10 +167,9 @@ def calibration(prediction: Any, y: Any, ax: Any = None) -> Any:
 
 def draw_calibration(ax: Any, mean: Tensor, variance: Tensor, y: Tensor) -> Any:
     """Draw the calibration of predictions of y, all ``(m,)`` float64, and return the axes."""
-    score = (y - mean) / variance.sqrt()
-    within = torch.erf(score.abs() / math.sqrt(2))  # the level of the interval that just holds it
+    std = variance.sqrt()
     levels = torch.arange(1, _LEVELS + 1, dtype=torch.float64) / (_LEVELS + 1)
-    shares = (within.unsqueeze(0) <= levels.unsqueeze(1)).double().mean(dim=1)
+    shares = within(mean, std, y, levels)
     spread = 1.96 * (levels * (1 - levels) / len(y)).sqrt()
     at = levels.tolist()
     ax.plot([0, 1], [0, 1], color="0.45", linewidth=1, linestyle=(0, (2, 2)))
@@ -181,11 +180,23 @@ def draw_calibration(ax: Any, mean: Tensor, variance: Tensor, y: Tensor) -> Any:
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1)
     error = float((y - mean).square().mean().sqrt())
-    density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * score.square()).mean())
+    density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * ((y - mean) / std).square()).mean())
     title = f"RMSE {error:.4g}, negative log density {density:.3g} nats"
     finish(ax, title, "level of the central interval", "share of targets in it", legend=False)
     ax.legend(frameon=False, fontsize=9, loc="upper left")
     return ax
+
+
+def within(mean: Tensor, std: Tensor, y: Tensor, levels: Tensor) -> Tensor:
+    """Return the share of targets inside the central intervals of normal predictions, ``(len(levels),)``.
+
+    A target is inside an interval of level p where ``|y - mean| <= std sqrt(2) erfinv(p)``.
+
+    :param mean: ``(m,)``; :param std: of an observation, ``(m,)``; :param y: ``(m,)``; all in float64.
+    :param levels: between 0 and 1.
+    """
+    needed = torch.erf((y - mean).abs() / (math.sqrt(2) * std))  # the least level whose interval holds the target
+    return torch.searchsorted(needed.sort().values, levels, right=True).double() / len(y)
 
 
 def _double(values: Tensor) -> Tensor:
