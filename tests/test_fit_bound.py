@@ -19,9 +19,9 @@ from torch import Tensor
 import sketchgp
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, N, Plain, data, dense, iterative, marginal, relative
 from sketchgp.density import Bound, Exact
+from sketchgp.density.bound import Tightened, log_slack
 from sketchgp.fitting.plan import WIDTH
 from sketchgp.operators import KernelMatrix
-from sketchgp.preconditioners.tightened import Tightened, log_slack
 
 pytestmark = TORCH_WARNINGS
 RANK = 15

@@ -23,7 +23,7 @@ from cases import each, pairwise
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, rows
-from sketchgp.operators.rows import RowProduct
+from sketchgp.operators.access import RowProduct
 from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget

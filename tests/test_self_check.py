@@ -16,8 +16,8 @@ import sketchgp
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel
 from sketchgp.operators import KernelMatrix, engines, preview_engine, products
+from sketchgp.operators.access import RowProduct
 from sketchgp.operators.engines import TILED, Engine, self_check
-from sketchgp.operators.rows import RowProduct
 
 GIB = 2**30
 

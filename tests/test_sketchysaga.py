@@ -15,7 +15,7 @@ from problems import Crash, Largest, normal, points, quiet, relative
 from sketchgp import ConvergenceWarning, InducingPointProblem, InputError, NumericalError, record_solves
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.tall import TallMatrix
-from sketchgp.preconditioners.sketchysaga import DampedNystrom, damped_nystrom
+from sketchgp.preconditioners.row_nystrom import DampedNystrom, damped_nystrom
 from sketchgp.solvers.inducing.sketchysaga import Saga, SketchySAGA
 
 
@@ -275,7 +275,6 @@ def test_nan_from_the_kernel_is_an_error(monkeypatch):
 
 def test_nothing_m_by_m_or_n_by_m(monkeypatch, many_tiles):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 2000)
-    monkeypatch.setattr("sketchgp.preconditioners.sketchysaga._COLUMNS", 8000)
     monkeypatch.setattr("sketchgp.preconditioners.row_nystrom._COLUMNS", 8000)
     monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga._LEAST_ROWS", 100)
     monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga._LEAST_SAMPLE", 50)

@@ -17,8 +17,7 @@ from ...settings import memory_budget
 from ..fast_tiles import FastGradient, FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
-from ..pairs import Pairs
-from ..parts import far_rows, known_of, known_sides
+from ..pairs import Pairs, far_rows, known_of, known_sides
 from ..tiles import Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
 from .base import Engine, Gradients, Live, folds
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import count, number, seed, settle, tolerance
 from ...errors import InputError, NumericalError
 from ...operators import KernelMatrix
-from ...preconditioners.sketchysaga import damped_nystrom
+from ...preconditioners.row_nystrom import damped_nystrom
 from ...preconditioners.smoothness import smoothness
 from ...random_streams import generator
 from ...report import Reason
@@ -71,7 +71,7 @@ class SketchySAGA(InducingPointSolver):
     ``rho=None`` finds the damping: the least one whose steps, times the steps of an epoch, add up to 1.5 Newton steps
     for the directions that P captures.  Less would slow these, more the ones that P misses.  The step is half the
     inverse smoothness of a batch, measured on other rows than those of P
-    (:class:`~sketchgp.preconditioners.sketchysaga.DampedNystrom`).  Steps that diverge all the same are taken back and
+    (:class:`~sketchgp.preconditioners.row_nystrom.DampedNystrom`).  Steps that diverge all the same are taken back and
     halved, with a note in the report.
 
     A small residual says little about predictions where the problem is ill-conditioned, so that is not enough to stop:

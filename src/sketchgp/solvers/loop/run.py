@@ -17,9 +17,8 @@ from tqdm.auto import tqdm
 from ...cards import shows_progress
 from ...distributed import in_force
 from ...errors import InputError
-from ...fingerprint import tensor_mark
+from ...fingerprint import parameters_held, tensor_mark
 from ...memory import peak_memory
-from ...operators.unchanged import parameters_held
 from ...report import HeldOutError, Reason, SolveReport
 from .checkpoint import Checkpoint
 from .method import Method, Outcome, Progress, largest_of
