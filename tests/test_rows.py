@@ -22,7 +22,7 @@ from linear_operator.operators import (
 from cases import each, pairwise
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
-from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, rows
+from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, access
 from sketchgp.operators.access import RowProduct
 from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
@@ -114,7 +114,7 @@ def test_some_columns_of_rows_of_a_kernel_matrix(name, dtype, engine, accurate):
 @each("engine", ["dense", "tiled"])
 @each("dtype", DTYPES)
 def test_rows_by_many_tiles(dtype, engine, many_tiles, monkeypatch):
-    monkeypatch.setattr(rows, "_GATHERED", {"cpu": 200})  # two rows at a time
+    monkeypatch.setattr(access, "_GATHERED", {"cpu": 200})  # two rows at a time
     for name in ("rbf-ard", "matern12", "rational-quadratic", "polynomial"):
         kernel, x, matrix = _case(name, dtype)
         for indices in INDICES.values():
