@@ -1,8 +1,8 @@
 """Pieces that every Triton kernel of this package is put together from (see ``source``).
 
-A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile is a function of
-``d``, its squared Euclidean or l1 distance in the units of ``launch.unit``: in base 2, so that an exponential is one
-instruction of the device's special function unit.
+A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile gives value and slope
+of a function of ``d``, the squared Euclidean or l1 distance in the units of ``launch.unit``: in base 2, so that an
+exponential is one instruction of the device's special function unit.
 
 This module needs Triton, and TRITON_INTERPRET is read when it is imported.
 """
@@ -185,33 +185,15 @@ def root(d):
 
 @triton.jit
 def gauss(d, alpha):
-    return tl.exp2(-d)
-
-
-@triton.jit
-def gauss_slope(d, alpha):
     value = tl.exp2(-d)
     return value, value * -LN2
 
 
-@triton.jit
-def laplace(d, alpha):
-    return tl.exp2(-d)
-
-
-@triton.jit
-def laplace_slope(d, alpha):
-    value = tl.exp2(-d)
-    return value, value * -LN2
+laplace = gauss  # of an l1 distance
 
 
 @triton.jit
 def matern12(d, alpha):
-    return tl.exp2(-root(d))
-
-
-@triton.jit
-def matern12_slope(d, alpha):
     u = root(d)
     value = tl.exp2(-u)
     return value, value / tl.where(u > 0.0, u, float("inf")) * (-0.5 * LN2)  # a kink at 0: no slope there
@@ -220,24 +202,12 @@ def matern12_slope(d, alpha):
 @triton.jit
 def matern32(d, alpha):
     u = root(d)
-    return (1.0 + LN2 * u) * tl.exp2(-u)
-
-
-@triton.jit
-def matern32_slope(d, alpha):
-    u = root(d)
     decay = tl.exp2(-u)
     return (1.0 + LN2 * u) * decay, decay * (-0.5 * LN2_SQUARED)
 
 
 @triton.jit
 def matern52(d, alpha):
-    u = root(d)
-    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * tl.exp2(-u)
-
-
-@triton.jit
-def matern52_slope(d, alpha):
     u = root(d)
     decay = tl.exp2(-u)
     linear = 1.0 + LN2 * u
@@ -246,11 +216,6 @@ def matern52_slope(d, alpha):
 
 @triton.jit
 def rational_quadratic(d, alpha):
-    return tl.exp2(log1p(d / alpha) * (alpha * -LOG2E))
-
-
-@triton.jit
-def rational_quadratic_slope(d, alpha):
     t = d / alpha
     logarithm = log1p(t)
     value = tl.exp2(logarithm * (alpha * -LOG2E))

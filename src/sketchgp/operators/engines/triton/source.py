@@ -106,8 +106,7 @@ def compiled(plan: Plan, gradient: bool) -> Any:
 def _product(plan: Plan) -> tuple[str, list[str]]:
     """``out[split, item] = K v`` for a block of rows and a share of the columns."""
     pointers, counts = _features(plan)
-    loop = [*_columns(plan), *_distances(plan)]
-    loop += [f"v{a} = {atom.profile}(d{a}, {_alpha(plan, a)})" for a, atom in enumerate(plan.atoms)]
+    loop = [*_columns(plan), *_profiles(plan)]
     loop += [f"k = {_sum(plan)}"]
     loop += plan.loads("b", f"block(v{{}}, (item * parts + part) * z_rows + col, BN, {plan.width})")
     loop += [*_split("k"), f"total += multiply(kh, kl, {plan.both('b')}, PARTS)"]
@@ -127,10 +126,7 @@ def _gradient(plan: Plan) -> tuple[str, list[str]]:
     if target is not None:
         body += [f"acc = tl.zeros((BM, {width}), tl.float32)", "h_sum = tl.zeros((BM,), tl.float32)"]
 
-    loop = [*_columns(plan), *_distances(plan)]
-    for a, atom in enumerate(plan.atoms):
-        results = f"v{a}, s{a}, o{a}" if atom.alpha else f"v{a}, s{a}"
-        loop += [f"{results} = {atom.profile}_slope(d{a}, {_alpha(plan, a)})"]
+    loop = [*_columns(plan), *_profiles(plan)]
     loop += [
         f"w = cross_chunks({plan.both('l')}, item * cw * x_rows + row, x_rows, {plan.both('r')}, "
         f"item * cw * z_rows + col, z_rows, cw, BM, BN, {plan.width}, PARTS)"
@@ -220,8 +216,8 @@ def _columns(plan: Plan) -> list[str]:
     return lines
 
 
-def _distances(plan: Plan) -> list[str]:
-    """The tiles ``d0, d1, ...``."""
+def _profiles(plan: Plan) -> list[str]:
+    """The tiles ``d0, d1, ...`` of distances, ``v0, v1, ...`` of values and ``s0, s1, ...`` of slopes."""
     lines: list[str] = []
     for a, atom in enumerate(plan.atoms):
         if not atom.dot:
@@ -236,7 +232,11 @@ def _distances(plan: Plan) -> list[str]:
             lines += [f"d{a} = cross({plan.both(f'b{a}')}, {plan.both(f'e{a}')}, PARTS)"]
         # what a program passes over is loaded late, and takes registers for a short time
         lines += [f"d{a} = n{a}[:, None] + vector(z{a}n, z_start, BN)[None, :] - d{a}"]
-    return lines + _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
+    lines += _zero_diagonal(plan, [f"d{a}" for a, atom in enumerate(plan.atoms) if atom.dot])
+    for a, atom in enumerate(plan.atoms):  # the compiler drops slopes that nothing uses
+        results, alpha = (f"v{a}, s{a}, o{a}", f"a{a}") if atom.alpha else (f"v{a}, s{a}", "0.0")
+        lines += [f"{results} = {atom.profile}(d{a}, {alpha})"]
+    return lines
 
 
 def _zero_diagonal(plan: Plan, tiles: list[str]) -> list[str]:
@@ -256,10 +256,6 @@ def _vectors(plan: Plan, a: int) -> str:
     """Return the arguments that locate the features of an atom computed by differences."""
     features = f"item * {_count(plan, a)} * {plan.atoms[a].k}"
     return f"x{a}, {features} * x_rows + row, x_rows, z{a}, {features} * z_rows + col, z_rows"
-
-
-def _alpha(plan: Plan, a: int) -> str:
-    return f"a{a}" if plan.atoms[a].alpha else "0.0"
 
 
 def _factors(term: tuple[int, ...]) -> list[str]:
