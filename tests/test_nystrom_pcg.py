@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
+from gpytorch.kernels import MaternKernel, PolynomialKernel, RBFKernel, RQKernel, ScaleKernel
 
 from problems import Largest, normal, points, relative
 from sketchgp import KRILL, QR, Falkon, NystromPCG, SketchySAGA
@@ -187,3 +187,18 @@ def test_choices_that_do_not_fit():
     assert "rank 61 was asked for; 60 inducing points have 60" in NystromPCG(rank=61).solve(make()).report.notes
     with pytest.raises(InputError, match="noise above 0"):
         NystromPCG().solve(make(noise=0.0))
+
+
+@pytest.mark.parametrize("solver", [NystromPCG(rank=20), NystromPCG(), SketchySAGA(max_epochs=20)], ids=repr)
+@pytest.mark.filterwarnings("ignore::sketchgp.errors.ConvergenceWarning")
+def test_directions_below_the_roundoff_of_the_matrix(solver):
+    """The least directions of a kernel of very many times the noise hardly show in the residual."""
+    for seed in range(3):
+        x = 10 + points(160, 4, seed=seed)
+        kernel = ScaleKernel(PolynomialKernel(power=2)).double().requires_grad_(False)
+        kernel.outputscale, kernel.base_kernel.offset = 1e5, 0.01
+        y = torch.sin(4 * x[:, 0]) + 0.3 * normal(160, seed=seed)
+        one = InducingPointProblem(kernel, x, y, 0.1, x[:50].clone())
+        solution = solver.solve(one)
+        off = float(furthest(one, solution.value))
+        assert off <= 0.3 if isinstance(solver, NystromPCG) else not solution.report.converged

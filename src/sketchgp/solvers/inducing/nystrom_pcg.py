@@ -89,8 +89,11 @@ class NystromPCG(NormalEquationsSolver):
         vectors, values = row_nystrom(matrix.tall, matrix.kzz, matrix.level, rank, rows, stream)
         if not len(values) or not math.isfinite(float(values[0])):
             raise InputError("The kernel matrix is zero, or holds NaN; check inputs and kernel.")
-        return damped(vectors, values)
+        return damped(vectors, values, matrix.kzz, matrix.level, targets)
 
-    def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
+    def _describe(self, problem: InducingPointProblem) -> str:
+        return "Nystrom"
+
+    def _remedy(self, problem: InducingPointProblem) -> str:
         rank = self._rank(problem.m, problem.device)
-        return "Nystrom", "" if rank == problem.m else f" or the preconditioner's rank (now {rank})"
+        return "" if rank == problem.m else f" or the preconditioner's rank (now {rank})"

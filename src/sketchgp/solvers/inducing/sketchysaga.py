@@ -16,14 +16,15 @@ from torch import Tensor
 from ...checks import count, number, seed, settle, tolerance
 from ...errors import InputError, NumericalError
 from ...operators import KernelMatrix
-from ...preconditioners.row_nystrom import damped_nystrom
+from ...preconditioners.row_nystrom import damped
+from ...preconditioners.sketchysaga import damped_nystrom
 from ...preconditioners.smoothness import smoothness
 from ...random_streams import generator
 from ...report import Reason
 from ...space import Space
 from ..choices import cut
 from ..energy import remaining_change
-from ..full.blocks import next_block
+from ..full.blockwise import next_block
 from ..loop import NAN, Outcome, Refined, largest_of
 from .problem import InducingPointProblem
 from .solver import InducingPointSolver
@@ -71,7 +72,7 @@ class SketchySAGA(InducingPointSolver):
     ``rho=None`` finds the damping: the least one whose steps, times the steps of an epoch, add up to 1.5 Newton steps
     for the directions that P captures.  Less would slow these, more the ones that P misses.  The step is half the
     inverse smoothness of a batch, measured on other rows than those of P
-    (:class:`~sketchgp.preconditioners.row_nystrom.DampedNystrom`).  Steps that diverge all the same are taken back and
+    (:class:`~sketchgp.preconditioners.sketchysaga.DampedNystrom`).  Steps that diverge all the same are taken back and
     halved, with a note in the report.
 
     A small residual says little about predictions where the problem is ill-conditioned, so that is not enough to stop:
@@ -161,14 +162,15 @@ class Saga(Refined):
         multiply what w is beyond that iterate only.
     :ivar true: relative residual ``(t,)`` of the last sweep, on the CPU; :ivar swept: the epochs at which it was.
     :ivar best: the iterate whose true residual, ``best_true``, is the least so far.
-    :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
-        (:mod:`sketchgp.solvers.energy`); infinite while nothing can be said.
+    :ivar extrapolated: ``(t,)`` distance of any prediction from the solution's, in posterior deviations, by the changes
+        between sweeps (:mod:`sketchgp.solvers.energy`); infinite while nothing can be said.
+    :ivar seen: the same by the last true residual, as far as P has its directions, in which little may have changed.
     :ivar length: of a step; halved where steps diverge.
     """
 
     saved = (
-        "w", "psi", "total", "noise_term", "anchor", "true", "best", "best_true", "deviations", "length", "shrunk",
-        "done", "end", "swept", "sweeps", "failures", "mark", "marked",
+        "w", "psi", "total", "noise_term", "anchor", "true", "best", "best_true", "extrapolated", "seen", "length",
+        "shrunk", "done", "end", "swept", "sweeps", "failures", "mark", "marked",
         "compared", "changes", "origin", "next_look", "rest", "evaluated",
     )  # fmt: skip
     unit, letter = "epochs", "m"
@@ -180,8 +182,7 @@ class Saga(Refined):
         self.exact = self.tall.accurate()
         super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
         self.choices, self.n, self.level = choices, len(x), problem.level
-        self.size, self.columns, self.data_rows = problem.m, self.y.shape[1], self.n
-        self.matrix_entries = float(self.n * self.size)
+        self.size, self.columns = problem.m, self.y.shape[1]
         self.generator: torch.Generator = generator(choices.seed, self.name)
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
@@ -193,7 +194,9 @@ class Saga(Refined):
         self.compared: tuple[Tensor, Tensor, Tensor] | None = None
         self.w = self.best = self.total = self.noise_term = torch.zeros_like(self.b)
         self.psi, self.anchor = self.y, (self.w, self.y, self.total, self.noise_term)
-        self.true = self.best_true = self.current = self.deviations = torch.full((self.columns,), math.inf)
+        self.true = self.best_true = self.current = self.extrapolated = self.seen = torch.full(
+            (self.columns,), math.inf
+        )
         self._prepare()
 
     def _prepare(self) -> None:
@@ -203,6 +206,7 @@ class Saga(Refined):
         rows, sample = min(n, max(_LEAST_ROWS, _ROWS * rank)), min(n, max(_LEAST_SAMPLE, 2 * b))
         self.p = p = damped_nystrom(self.tall, self.kzz, self.level, rank, rows, sample, self.generator)
         self.kzz_products += 1
+        self.root = damped(p.vectors, p.values, self.kzz, self.level, self.y).deepest()
         target = max(_LEAST_TARGET, _CAUTION * n / (b * _RATE))
         p.damping = self.choices.rho or p.choose_damping(b, target)
         while True:
@@ -242,12 +246,29 @@ class Saga(Refined):
         return tall + self.kzz_products * self.size * (self.size + 1) / 2
 
     @property
+    def data_rows(self) -> int:
+        return self.n
+
+    @property
     def tally(self) -> dict[str, float]:
         return {"epochs": self.done, "sweeps": self.sweeps, "halvings": self.shrunk}
 
     @property
+    def matrix_entries(self) -> float:
+        return float(self.n * self.size)
+
+    @property
+    def work(self) -> float:
+        return self.done
+
+    @property
     def epochs(self) -> float:
         return self.done
+
+    @property
+    def deviations(self) -> Tensor:
+        """Estimated distance of any prediction from the solution's, in posterior deviations, ``(t,)``."""
+        return torch.maximum(self.extrapolated, self.seen)
 
     def iterate(self) -> Tensor:
         return self.w
@@ -291,7 +312,7 @@ class Saga(Refined):
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Residual and predictions by the last sweep; and whether sweeps find no progress."""
         if bool((self.anchor[0] == 0).all()) and bool((self.true == 0).all()):
-            self.deviations = torch.zeros_like(self.deviations)  # Kzx y is 0
+            self.extrapolated = torch.zeros_like(self.extrapolated)  # Kzx y is 0
         if bool((self.true <= self.choices.tol).all()) and self._within():
             self.best, self.best_true = self.anchor[0], self.true
             return Reason.REACHED
@@ -387,7 +408,9 @@ class Saga(Refined):
         self.anchor, self.swept = (self.w, psi, total, noise_term), self.done
         self._compare(psi, noise_term)
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
-        self.true = self.current = self.relative(total + noise_term)
+        r = total + noise_term
+        self.true = self.current = self.relative(r)
+        self.seen = (self.root.inverse_t(r).norm(dim=0) / math.sqrt(self.level)).cpu()
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 
@@ -405,7 +428,7 @@ class Saga(Refined):
             change = ((psi - before).square().sum(dim=0) + curvature).sqrt() / math.sqrt(self.level)
             self.changes.append(change.cpu())
             remaining = remaining_change(self.changes)
-            self.deviations = torch.full_like(self.deviations, math.inf) if remaining is None else remaining
+            self.extrapolated = torch.full_like(self.seen, math.inf) if remaining is None else remaining
             self.next_look = self.done + max(1.0, (_GROWING - 1) * (self.done - self.origin))
         self.compared = w, psi, noise_term
 

@@ -18,18 +18,18 @@ from ...devices import fetched
 from ...errors import NumericalError
 from ...operators.tall import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.krill import TriangularFactors, root_of
-from ...preconditioners.row_nystrom import NystromRoot
+from ...preconditioners.row_nystrom import ROUNDINGS, NystromRoot
 from ...report import Reason
 from ...space import Space
+from ..conjugate_step import descend, turn
 from ..energy import RemainingEnergy, moved_by_rounding
+from ..lanczos import least_ritz_value
 from ..loop import NAN, Cycles, Outcome
-from ..recurrence import descend, least_ritz_value, turn
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
 _NEGLIGIBLE = 0.1  # of the tolerance
-_ROUNDINGS = 10  # of float64 that a residual is off by, relative to the right-hand side
 
 
 class SplitGradients(Cycles):
@@ -42,6 +42,7 @@ class SplitGradients(Cycles):
     :param b: ``(m, t)`` float64.
     :param tol: of the residual; or, with ``predictions``, of :attr:`deviations`.
 
+    :ivar deep: whether the preconditioner has the least damping (:meth:`NystromRoot.deepest`).
     :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
         (:mod:`sketchgp.solvers.energy`); infinite while nothing can be said.
     """
@@ -49,7 +50,7 @@ class SplitGradients(Cycles):
     letter = "m"
     saved = (
         "value", "r", "best", "residual", "energy", "gained", "deviations", "true", "current", "exact",
-        "products", "cycling", "verified",
+        "products", "cycling", "verified", "deep",
         "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
         "taken", "estimates", "coefficients", "evaluated",
     )  # fmt: skip
@@ -64,9 +65,10 @@ class SplitGradients(Cycles):
         predictions: bool = False,
     ) -> None:
         super().__init__(b, Space(len(b)), matrix.tall.dtype == torch.float64, NAN)
-        self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
-        self.matrix_entries = float(self.size * self.data_rows)
+        self.name, self.size = name, len(b)
         self.predictions, self.factors, self.tol = predictions, factors, tol
+        self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
+        self.deep = False
         self._matrix, self._exact_matrix = matrix, matrix.accurate()
         self.products = 0
         self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -80,8 +82,22 @@ class SplitGradients(Cycles):
         return self._exact_matrix if self.exact else self._matrix
 
     @property
+    def root(self) -> TriangularFactors | NystromRoot | None:
+        """The preconditioner, as the present cycle has it."""
+        return self.deepest if self.deep else self.factors
+
+    @property
+    def data_rows(self) -> int:
+        return self._matrix.tall.shape[0]
+
+    @property
     def tally(self) -> dict[str, float]:
         return {"products": self.products}
+
+    @property
+    def matrix_entries(self) -> float:
+        n, m = self._matrix.tall.shape
+        return float(n * m)
 
     @property
     def evaluated(self) -> list[int]:
@@ -126,9 +142,9 @@ class SplitGradients(Cycles):
 
         It is rounded in the size of b, and multiplied by the inverse of R.
         """
-        if not self.predictions or not isinstance(self.factors, NystromRoot):
+        if not self.predictions or not isinstance(self.root, NystromRoot):
             return torch.zeros_like(self.norm)
-        return (_ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.factors.damping
+        return (ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.root.damping
 
     def reached(self) -> Reason | None:
         return Reason.REACHED if bool((self._judged(self.true) <= self.tol).all()) else None
@@ -164,7 +180,7 @@ class SplitGradients(Cycles):
         return self.value + self._uncoordinated(self.u) if self.cycling else self.value
 
     def _uncoordinated(self, u: Tensor) -> Tensor:
-        return u if self.factors is None else self.factors.inverse(u)
+        return u if self.root is None else self.root.inverse(u)
 
     def _judged(self, residual: Tensor) -> Tensor:
         """Return the quantity that the tolerance is for."""
@@ -185,7 +201,7 @@ class SplitGradients(Cycles):
         current = self.r.norm(dim=0) / self.norm
         self.finite(current)
         energy, gained = self._back(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
-        seen = (energy / self.matrix.level).sqrt()  # about the error in deviations, where the preconditioner is good
+        seen = torch.maximum(self._seen(energy), self._beyond(self.r))
         lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * (self.tol if self.predictions else 1))
         better = gained >= self.gained if self.predictions else current < self.residual
         self.deviations = torch.where(lost | (~better & self.predictions), torch.inf, self.deviations)
@@ -196,12 +212,26 @@ class SplitGradients(Cycles):
         self.residual = torch.where(better, current, self.residual)
         return current
 
+    def _seen(self, energy: Tensor) -> Tensor:
+        """Return about the error in deviations, where the preconditioner is good, by ``|R^-T r|^2``."""
+        return (energy / self.matrix.level).sqrt()
+
+    def _beyond(self, r: Tensor) -> Tensor:
+        """Return the same by the preconditioner with the least damping; 0 where there is none."""
+        if self.deepest is None:
+            return torch.zeros_like(self.norm)
+        return self._seen(self.deepest.inverse_t(r).square().sum(dim=0))
+
     def _accurate(self, vectors: Tensor) -> Tensor:
         self.products += 1
         return self._exact_matrix.product(vectors)
 
     def open(self) -> None:
         """Begin a cycle on ``B u = R^-T r`` from u = 0."""
+        if not self.deep and bool(((self._beyond(self.r) > self.tol) & (self._seen(self.energy) <= self.tol)).any()):
+            self.deep = True
+            self.energy = self._back(self.r).square().sum(dim=0)
+            self.notes.append("the rest was below the roundoff of the matrix; went on with less damping")
         self.cycling, self.start, self.before = True, self.r.norm(dim=0) / self.norm, self.energy
         share = 0.0 if self.predictions else 0.95 if self.exact else 0.5
         self.target = torch.full_like(self.start, share * self.tol)
@@ -276,7 +306,7 @@ class SplitGradients(Cycles):
         return root.mT @ lower, lower.square().sum(dim=0)
 
     def _back(self, vectors: Tensor) -> Tensor:
-        return vectors if self.factors is None else self.factors.inverse_t(vectors)
+        return vectors if self.root is None else self.root.inverse_t(vectors)
 
     def _forth(self, vectors: Tensor) -> Tensor:
-        return vectors if self.factors is None else self.factors.multiply_t(vectors)
+        return vectors if self.root is None else self.root.multiply_t(vectors)
