@@ -99,6 +99,10 @@ def test_indefinite_matrix():
     with pytest.raises(NumericalError, match="not positive definite in float64"):
         Cholesky().run(system, normal(3, 1))
 
+    rounded = System(DenseLinearOperator(matrix.float()), torch.full((3,), 0.1))
+    with pytest.raises(NumericalError, match="entries were rounded to float32; use a float64 model"):
+        Cholesky().run(rounded, normal(3, 1).float())
+
 
 def test_refuses_what_memory_cannot_hold(monkeypatch):
     monkeypatch.setattr("sketchgp.memory.available_memory", lambda device: 1000)

@@ -28,6 +28,7 @@ from ...density import log_density
 from ...errors import ConvergenceWarning, InputError, warn
 from ...operators.lazies import adopt_kernels
 from ...operators.tiles import spans
+from ...solvers import Cholesky
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
@@ -126,8 +127,9 @@ class AcceleratedModel(_Accelerated):
         small = covariance.shape[-1] <= cholesky_points() and not acceleration.density.always
         if not small:
             _check_products(super().forward, args, covariance)  # type: ignore[misc]
-        # few points below float64 are factorized in float64, from kernels that can be evaluated in it
-        accurate = small and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
+        # what is factorized below float64 is factorized in float64, from kernels that can be evaluated in it
+        factorized = small or isinstance(acceleration.solver, Cholesky)
+        accurate = factorized and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
         ours = accurate or (acceleration.matmul != "gpytorch" and not small)
         if prior.islazy and type(prior) is MultivariateNormal and ours:
             converted = _converted(covariance, acceleration)

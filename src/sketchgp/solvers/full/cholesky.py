@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...errors import NumericalError
 from ...memory import enough_memory, require_memory
-from ...operators.access import columns
+from ...operators import KernelMatrix
+from ...operators.access import columns, terms
 from ...operators.substitution import cholesky_solve
 from ...report import SolveReport
 from ..certificate import Certificate
@@ -90,8 +91,12 @@ def factorized(system: System) -> tuple[Tensor, Tensor]:
     matrix.diagonal(dim1=-2, dim2=-1).add_(system.noise.to(torch.float64))
     root, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
+        where, advice = "in float64", "raise the noise"
+        if system.dtype != torch.float64 and any(not isinstance(part, KernelMatrix) for _, part in terms(operator)):
+            where = f"as its entries were rounded to {str(system.dtype).removeprefix('torch.')}"
+            advice = "use a float64 model and data, leave the products to sketchgp (matmul='auto'), or raise the noise"
         raise NumericalError(
-            "The kernel matrix plus noise is not positive definite in float64; raise the noise.", see="not-definite"
+            f"The kernel matrix plus noise is not positive definite {where}; {advice}.", see="not-definite"
         )
     return matrix, root
 

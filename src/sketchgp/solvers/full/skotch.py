@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from ..system import System
-from .block_solver import BlockSolver
-from .blocks import InvertedBlocks, settle_blocks
-from .refinement import BlockMethod
+from .blockwise import BlockMethod, BlockSolver, InvertedBlocks, settle_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
