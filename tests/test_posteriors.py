@@ -16,7 +16,7 @@ from gpytorch.means import ZeroMean
 
 import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, scaled
-from sketchgp import InputError
+from sketchgp import Cholesky, InputError
 
 pytestmark = TORCH_WARNINGS
 
@@ -63,7 +63,8 @@ def test_nothing_is_solved_for_that_nobody_looks_at():
 @pytest.mark.parametrize(
     ("noise", "dtype", "preconditioner"),
     [(1e-1, torch.float32, None), (1e-1, torch.float64, sketchgp.RPCholesky(rank=30)), (1e-4, torch.float64, None),
-     (1e-4, torch.float32, sketchgp.RPCholesky(rank=30)), (1e-4, torch.float64, sketchgp.NystromEigenPro(rank=10))],
+     *((1e-4, dtype, choice) for choice in (sketchgp.RPCholesky(rank=30), sketchgp.NystromEigenPro(rank=10))
+       for dtype in (torch.float32, torch.float64))],
 )  # fmt: skip
 def test_variances_with_default_tolerances(noise, dtype, preconditioner):
     model, test = make(noise, dtype, scaled(MaternKernel(nu=1.5)), preconditioner=preconditioner)
@@ -224,7 +225,7 @@ def test_noises_of_their_own_and_many_points():
     assert torch.allclose(samples.var(dim=0), expected + 0.5, rtol=0.2)
 
 
-def many(n=850, noise=1e-3, dtype=torch.float32, solver="auto", shift=0.0):
+def many(n=1000, noise=1e-3, dtype=torch.float32, solver="auto", shift=0.0):
     x, y, _ = data(n, dtype=dtype)
     likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
     likelihood.noise = noise
@@ -437,16 +438,16 @@ def test_gradients_to_hyperparameters_are_the_same_in_float32():
     assert float((found[1] - found[0]).norm()) < 1e-3 * float(found[0].norm())
 
 
-@pytest.mark.parametrize("factorized", [20, 800])
+@pytest.mark.parametrize("n", [100, 900])
 @pytest.mark.parametrize(
     "what", ["parameter", "data of a parameter", "targets", "fixed noise", "mean", "setting of kernel"]
 )
-def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, factorized):
-    x, y, test = data(100)
-    fixed = FixedNoiseGaussianLikelihood(torch.full((100,), 1e-2, dtype=torch.float64))
+def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, n):
+    x, y, test = data(n)
+    fixed = FixedNoiseGaussianLikelihood(torch.full((n,), 1e-2, dtype=torch.float64))
     likelihood = fixed if what == "fixed noise" else GaussianLikelihood()
     model = sketchgp.accelerate(Plain(x, y, likelihood, scaled(MaternKernel(nu=2.5), 0.8)).double()).eval()
-    with torch.no_grad(), gpytorch.settings.max_cholesky_size(factorized):
+    with torch.no_grad():
         before = model(test).mean
         if what == "parameter":
             model.covar_module.base_kernel.raw_lengthscale.add_(0.5)
@@ -455,7 +456,7 @@ def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, factorized):
         elif what == "targets":
             model.train_targets.mul_(2)
         elif what == "fixed noise":
-            likelihood.noise = torch.linspace(0.01, 1, 100, dtype=torch.float64)
+            likelihood.noise = torch.linspace(0.01, 1, n, dtype=torch.float64)
         elif what == "mean":
             model.mean_module.constant = 3.0
         else:
@@ -479,12 +480,13 @@ def test_fantasies_keep_what_they_were_made_of():
         fantasies._clear_cache()
 
 
-@pytest.mark.parametrize("factorized", [20, 800])
-def test_what_is_made_without_gradients_has_none(factorized):
-    x, y, test = data(100)
-    model = Plain(x, y, GaussianLikelihood(), scaled(RBFKernel(), 0.8)).double().eval()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [100, 900])
+def test_what_is_made_without_gradients_has_none(dtype, n):
+    x, y, test = data(n, dtype=dtype)
+    model = Plain(x, y, GaussianLikelihood(), scaled(RBFKernel(), 0.8)).to(dtype).eval()
     sketchgp.accelerate(model)
-    with torch.no_grad(), gpytorch.settings.max_cholesky_size(factorized):
+    with torch.no_grad():
         posterior = model(test)
         observed = model.likelihood(posterior)
     for one in (observed.stddev, posterior.variance, posterior.covariance_matrix, posterior.rsample()):
@@ -504,6 +506,24 @@ def test_few_points_are_in_float64_and_variances_as_small_as_they_are(dtype, mat
         assert float(posterior.variance.min()) < 1e-6
         with gpytorch.settings.min_variance(1e-3, 1e-3), pytest.warns(gpytorch.utils.warnings.NumericalWarning):
             assert float(posterior.variance.min()) == pytest.approx(1e-3)
+
+
+def test_a_factorization_is_in_float64_whoever_multiplies():
+    """The noise lies below the rounding of float32 entries."""
+    model, test = make(noise=5e-9, dtype=torch.float32, matmul="gpytorch", solver=Cholesky())
+    with gpytorch.settings.max_cholesky_size(0):
+        predicted = sketchgp.predict(model, test, variance="exact")
+    mean, covariance = reference(model, test)
+    assert torch.allclose(predicted.mean.double(), mean, atol=1e-5, rtol=1e-4)
+    assert torch.allclose(predicted.variance.double(), covariance.diagonal(), rtol=0.05, atol=1e-10)
+
+
+def test_variances_of_sums_with_low_rank_kernels_in_float32():
+    """A variance of a hundredth of the noise is right to a share of itself."""
+    model, test = make(noise=1e-4, dtype=torch.float32, kernel=LinearKernel() + scaled(RBFKernel(), 0.8))
+    _, covariance = reference(model, test)
+    with torch.no_grad():
+        assert torch.allclose(model(test).variance.double(), covariance.diagonal(), rtol=1e-4, atol=1e-12)
 
 
 def test_second_derivatives_of_few_points_in_float64():

@@ -15,7 +15,8 @@ from .errors import InputError
 from .models.streamed import Streamed
 from .solvers.problem import check_kernel
 from .solvers.streams.doubly_stochastic import DoublyStochastic
-from .solvers.streams.problem import CLASSIFICATION, Labels, RandomFeatureProblem
+from .solvers.streams.losses import CLASSIFICATION
+from .solvers.streams.problem import Labels, RandomFeatureProblem
 
 
 class RandomFeatureClassifier(Streamed, gpytorch.Module):

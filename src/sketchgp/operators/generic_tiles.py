@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpytorch.kernels import GridKernel, Kernel, LinearKernel, ProductKernel, RFFKernel, ScaleKernel
+from gpytorch.kernels import AdditiveKernel, GridKernel, Kernel, LinearKernel, ProductKernel, RFFKernel, ScaleKernel
 from linear_operator import to_dense
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
@@ -180,16 +180,15 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
     """Return whether ``kernel`` gives one plain number a pair, by evaluating it on two points.
 
     Kernels with structure that GPyTorch exploits (interpolation grids, low rank, Kronecker products) do not.  Low rank
-    does not survive in a product of kernels, though, which GPyTorch would approximate.  A kernel that holds the points
-    it is called with, as an interpolation grid does, may have structure for these points alone: it is called with all
-    of them.
+    survives neither in a product of kernels, which GPyTorch would approximate, nor in a sum with others.  A kernel that
+    holds the points it is called with, as an interpolation grid does, may have structure for these points alone: it is
+    called with all of them.
     """
     if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
         return False
-    products = (part for part in kernel.modules() if type(part) is ProductKernel)
-    multiplied = {id(part) for product in products for part in product.modules() if isinstance(part, _LOW_RANK)}
+    dissolved = {id(part) for combined in kernel.modules() for part in _dissolved(combined)}
     for part in kernel.modules():
-        known = not isinstance(part, Kernel) or id(part) in multiplied
+        known = not isinstance(part, Kernel) or id(part) in dissolved
         if not known and type(part).prediction_strategy not in (
             Kernel.prediction_strategy,
             ScaleKernel.prediction_strategy,
@@ -207,6 +206,24 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
         if not fits and not isinstance(inner, GridKernel):
             return True
         return _is_dense(evaluated(forward(copy.copy(inner), x1, x2)))  # what it keeps of this call goes with the copy
+
+
+def _dissolved(kernel: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the low-rank kernels within a kernel whose structure its products and sums do not keep."""
+    low_rank = [part for part in kernel.modules() if isinstance(part, _LOW_RANK)]
+    if type(kernel) is ProductKernel:
+        return low_rank
+    if type(kernel) is AdditiveKernel and not all(map(_is_low_rank, kernel.kernels)):
+        return low_rank
+    return []
+
+
+def _is_low_rank(kernel: Any) -> bool:
+    while type(kernel) is ScaleKernel:
+        kernel = kernel.base_kernel
+    if type(kernel) is AdditiveKernel:
+        return all(map(_is_low_rank, kernel.kernels))
+    return isinstance(kernel, _LOW_RANK)
 
 
 def _holds(kernel: Kernel, x: Tensor) -> bool:

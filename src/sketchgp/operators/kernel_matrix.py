@@ -22,7 +22,8 @@ from .expression import Expression, Known, recognise
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
 from .lazies import without_keops
-from .pairs import Pairs, part
+from .pairs import Pairs
+from .parts import part
 from .products import derivative_of_batch, element, product_of_batch
 
 
@@ -51,9 +52,8 @@ class KernelMatrix(LinearOperator):
     @classmethod
     def on(cls, pairs: Pairs) -> KernelMatrix:
         """Return the operator of given pairs, with what they remember."""
-        matrix = cls.__new__(cls)
+        matrix = cls(*pairs.tensors, **pairs.options)
         matrix.pairs = pairs
-        LinearOperator.__init__(matrix, *pairs.tensors, **pairs.options)
         return matrix
 
     @classmethod

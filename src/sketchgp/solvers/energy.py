@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class RemainingEnergy:
         return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
 
 
-class Goal:
+class Goal(Protocol):
     """An accuracy that the columns of a solve are to reach, by their energy.
 
     :ivar least: ``(..., 1)`` below the eigenvalues of A, or 0 where it is not known.
@@ -81,20 +82,21 @@ class Goal:
     :ivar careful: whether what float32 products say is confirmed with float64 ones.
     """
 
-    least: Tensor
-    share: float
-    careful: bool = False
+    @property
+    def least(self) -> Tensor: ...
+    @property
+    def share(self) -> float: ...
+    @property
+    def careful(self) -> bool: ...
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
-        """Return the error over what ``share`` is of, ``(..., t)``.
-
-        :param taken: what was taken off the energy; :param remaining: an estimate of what is still to come.
-        """
-        raise NotImplementedError
+        """``(..., t)``: the error over what ``share`` is of, from what was taken off the energy and an estimate of what
+        is still to come."""
+        ...
 
 
 @dataclass(frozen=True)
-class LeaveOneOutGoal(Goal):
+class LeaveOneOutGoal:
     """The accuracy of a solve for ``q = e_i^T A^-1 e_i``, of points that are left out.
 
     No latent variance ``1 / q - noise_i`` at such a point is off by more than a share of itself, or of a fiftieth of
@@ -106,15 +108,17 @@ class LeaveOneOutGoal(Goal):
     noise: Tensor
     least: Tensor
     share: float = 0.02
+    careful: bool = False
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(t,)``."""
         q = taken + torch.where(remaining.isfinite(), remaining, 0)
         of = q * (1 - self.noise * q).clamp(min=_LATENT)
         return torch.where(remaining == 0, 0, remaining / of)
 
 
 @dataclass(frozen=True)
-class SampleGoal(Goal):
+class SampleGoal:
     """The accuracy of a solve for samples: at most a share of :attr:`of` is left of a column's energy ``b^T A^-1 b``.
 
     :ivar of: ``()``; :ivar least: ``(1,)`` noise of all.
@@ -123,13 +127,15 @@ class SampleGoal(Goal):
     of: Tensor
     least: Tensor
     share: float = 0.02
+    careful: bool = False
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(t,)``."""
         return remaining / self.of
 
 
 @dataclass(frozen=True)
-class JoinedGoals(Goal):
+class JoinedGoals:
     """Two goals: one of the first columns, the other of those after them.
 
     :ivar columns: of the first.
@@ -141,11 +147,11 @@ class JoinedGoals(Goal):
     share: float = 1.0
 
     @property
-    def least(self) -> Tensor:  # type: ignore[override]
+    def least(self) -> Tensor:
         return self.first.least
 
     @property
-    def careful(self) -> bool:  # type: ignore[override]
+    def careful(self) -> bool:
         return self.first.careful or self.second.careful
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
@@ -155,7 +161,7 @@ class JoinedGoals(Goal):
 
 
 @dataclass(frozen=True)
-class VarianceGoal(Goal):
+class VarianceGoal:
     """The accuracy of a solve for ``c^T A^-1 c``, which posterior variances are made of.
 
     No variance ``prior - c^T A^-1 c`` is off by more than a share of itself, or of a hundredth of the noise where that
@@ -173,6 +179,7 @@ class VarianceGoal(Goal):
     careful: bool = True
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
+        """``(..., t)``."""
         of = self.prior - taken - torch.where(remaining.isfinite(), remaining, 0)
         if self.below_noise:
             of = torch.where(self.least > 0, torch.minimum(of, self.least), of)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators.access import Access, AccurateProduct, RowProduct, element
+from ..operators.access import Access, AccurateProduct, element
+from ..operators.rows import RowProduct
 from ..settings import memory_budget
 from ..space import SharedSpace, Space
 
