@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gpytorch import kernels
+from scipy.optimize import minimize
 from torch import Tensor
 
 import sketchgp
@@ -112,6 +113,24 @@ def test_goes_on_from_the_subset() -> None:
     assert abs(history.losses[0] - best) < 0.02
     assert history.evaluations < 25
     assert relative(model.covar_module.outputscale.detach(), alone.covar_module.outputscale.detach()) < 0.5
+
+
+def test_scaled_variables_have_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that SciPy is given after a subset, whose curvature scales them, by central differences."""
+    seen = []
+
+    def checked(loss: Any, start: Any, **options: Any) -> Any:
+        along = np.linspace(1, 2, len(start))
+        ends = [loss(start + sign * 1e-5 * along)[0] for sign in (1, -1)]
+        seen.append((loss(start)[1] @ along, (ends[0] - ends[1]) / 2e-5))
+        return minimize(loss, start, **options)
+
+    small_subsets(monkeypatch)
+    monkeypatch.setattr("sketchgp.fitting.minimise.minimize", checked)
+    sketchgp.fit(ard(*regression(60), noise=1e-3), start="subset", objective="exact", iterations=5, tol=0)
+    assert len(seen) > 2, "the last ones begin with a curvature that is known"
+    for found, expected in seen:
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_goes_on_from_subset_to_subset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,10 +62,12 @@ def test_nothing_is_solved_for_that_nobody_looks_at():
 
 @pytest.mark.parametrize(
     ("noise", "dtype", "preconditioner"),
-    [(1e-1, torch.float32, None), (1e-1, torch.float64, sketchgp.RPCholesky(rank=30)), (1e-4, torch.float64, None),
-     *((1e-4, dtype, choice) for choice in (sketchgp.RPCholesky(rank=30), sketchgp.NystromEigenPro(rank=10))
-       for dtype in (torch.float32, torch.float64))],
-)  # fmt: skip
+    [
+        (1e-1, torch.float32, None),
+        (1e-4, torch.float32, sketchgp.RPCholesky(rank=30)),
+        (1e-4, torch.float64, sketchgp.NystromEigenPro(rank=10)),
+    ],
+)
 def test_variances_with_default_tolerances(noise, dtype, preconditioner):
     model, test = make(noise, dtype, scaled(MaternKernel(nu=1.5)), preconditioner=preconditioner)
     with (
@@ -264,7 +266,7 @@ def test_a_factor_is_of_the_hyperparameters_that_it_was_made_of():
     test = torch.rand(300, 2, generator=torch.Generator().manual_seed(2))
     with torch.no_grad(), sketchgp.record_solves() as solves:
         before = model(test).variance
-        assert len(pickle.dumps(model)) < 10**6, "the factor alone is 8 MB"
+        assert len(pickle.dumps(model)) < 10**6, "the factor alone is 6 MB"
         model.covar_module.raw_outputscale.add_(1.0)
         after = model(test).variance
     assert [solve.solver for solve in solves].count("Cholesky") == 2
@@ -319,15 +321,15 @@ def test_batches_of_test_points_of_one_model():
 
 def test_a_factor_of_other_hyperparameters_is_not_used():
     """Two posteriors of one model, before and after its noises were replaced, each by its own system."""
-    x, y, _ = data(1000)
-    likelihood = FixedNoiseGaussianLikelihood(torch.full((1000,), 1e-2, dtype=torch.float64))
+    x, y, _ = data(850)
+    likelihood = FixedNoiseGaussianLikelihood(torch.full((850,), 1e-2, dtype=torch.float64))
     model = Plain(x, y, likelihood, scaled(MaternKernel(nu=2.5), 0.5), ZeroMean()).double().eval()
     sketchgp.accelerate(model)
     test = torch.rand(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         before = model(test)
         variance = before.variance
-        likelihood.noise = torch.full((1000,), 1.0, dtype=torch.float64)
+        likelihood.noise = torch.full((850,), 1.0, dtype=torch.float64)
         assert not torch.allclose(model(test).variance, variance, rtol=0.1)
         assert torch.allclose(before.covariance_matrix.diagonal(), variance, rtol=1e-6)
 
