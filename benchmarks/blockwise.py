@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sketchgp
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers.full.blockwise import refinement as loop
+from sketchgp.solvers.full import refinement as loop
 from sketchgp.solvers.system import System
 
 

@@ -40,8 +40,7 @@ import sketchgp
 from common import describe, load_arrays, median, number, scores, table
 from measure import high_water_mb
 from runner import Benchmark, Group
-from sketchgp.cli.regression import Regression, Scaling
-from sketchgp.cli.steps import split_rows
+from sketchgp.cli.regression import Regression, Scaling, split_rows
 from sketchgp.datasets import load_diamonds
 
 SETS = ("uci_parkinsons", "kin8nm", "cpu_small")

@@ -22,26 +22,26 @@ from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import common
 from sketchgp.operators.engines.triton import launch
-from sketchgp.operators.engines.triton.layout import gradient_blocks, product_blocks
+from sketchgp.operators.engines.triton.launch import gradient_blocks, product_blocks
 from sketchgp.operators.expression import recognise
 
 RESULTS = Path(__file__).parent / "results"
 TENSOR_MEMORY = 512  # columns that a program may take, where there is any
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may take
 KERNELS = {"rbf": RBFKernel, "matern32": lambda: MaternKernel(nu=1.5), "rq": RQKernel}
-NAMES = ("kernel", "features", "columns", "precision", "route")
+NAMES = ("kernel", "features", "columns", "precision", "what")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
-def launched(name: str, p: int, t: int, precision: str, route: str, memory: int) -> Iterator[dict[str, Any]]:
+def launched(name: str, p: int, t: int, precision: str, what: str) -> Iterator[dict[str, Any]]:
     """What the engine would launch, one after the other until one fits: the plan, the arguments, the blocks."""
-    gradient = route == "gradient"
+    gradient = what == "gradient"
     kernel = ScaleKernel(KERNELS[name]()).requires_grad_(True)
     x = torch.randn(256, p).requires_grad_()
     prepared = recognise(kernel).prepare(x, x, True, torch.Size(), torch.float32)
     problem = launch._Problem(recognise(kernel), prepared.detached(), precision)
-    plan = problem.plan(True, 2 * t if gradient else t, gradient, None if gradient else route)
-    for blocks in (gradient_blocks if gradient else product_blocks)(plan, memory):
+    plan = problem.plan(True, 2 * t if gradient else t, gradient)
+    for blocks in (gradient_blocks if gradient else product_blocks)(plan):
         found: dict[str, Any] = {"blocks": blocks}
 
         class Recorder:
@@ -60,7 +60,7 @@ def launched(name: str, p: int, t: int, precision: str, route: str, memory: int)
             if gradient:
                 launch.differentiate(recognise(kernel), prepared, left, right, *rest)
             else:
-                launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest, route=route)
+                launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest)
         finally:
             launch.compiled = real
         yield found
@@ -110,16 +110,15 @@ def usage(binary: bytes) -> dict[str, int]:
 
 
 def cases(quick: bool) -> list[tuple[str, int, int, str, str]]:
-    """Kernel, features, right-hand sides, precision, and route: columns one by one, a matrix product, a gradient."""
+    """Kernel, features, right-hand sides, precision, and whether it is a product or a gradient."""
     if quick:
-        return [("rbf", 20, 16, "float32", "matrix")]
+        return [("rbf", 20, 16, "float32", "product")]
     found: list[tuple[str, int, int, str, str]] = []
     for precision in ("float32", "tf32"):
         for p in (8, 90):
-            found += [("rbf", p, t, precision, "columns" if t == 1 else "matrix") for t in (1, 16, 64)]
+            found += [("rbf", p, t, precision, "product") for t in (16, 64)]
         found += [("matern32", 32, 16, precision, "gradient")]
-    found += [("rbf", 8, 8, "float32", route) for route in ("columns", "matrix")]
-    return [*found, *((name, 8, 1, "float32", "columns") for name in ("matern32", "rq"))]
+    return [*found, *((name, 8, 16, "float32", "product") for name in ("matern32", "rq"))]
 
 
 def main() -> None:
@@ -130,7 +129,7 @@ def main() -> None:
     rows = []
     for case in cases(options.quick):
         for capability in options.capability:
-            for made in launched(*case, SHARED[capability]):
+            for made in launched(*case):
                 found = compile_for(capability, made["plan"], case[4] == "gradient", made["arguments"])
                 if found["shared"] <= SHARED[capability] and found["tensor_memory"] <= TENSOR_MEMORY:
                     break

@@ -29,13 +29,10 @@ import torch
 from tqdm import tqdm
 
 from common import DATA_VARIABLE, data_directory, plain, table
-from device_items import ITEMS as MEASURED
-from device_items import forget_peaks, highest_peak
+from device_items import ITEMS, forget_peaks, highest_peak
 from device_report import picture, report
-from device_routes import routes
 from runner import Benchmark, Group, find
 
-ITEMS = {**MEASURED, "routes": routes}
 DIMENSIONS = (8, 90, 32, 2, 784, 435)  # in order of worth
 COLUMNS = (1, 16, 64)
 PRECISIONS = ("float32", "tf32")
@@ -90,8 +87,6 @@ def plan() -> list[Item]:
         products(8),
         Item("tests", "tests", 2.5, {"processes": 8}),
         products(90),
-        Item("routes of the fused kernel", "routes", 0.6, {"d": [8, 90], "n": ROWS, "columns": [1, 2, 4, 8, 16],
-             "processes": 8}, {"n": 200, "processes": 0}),
         Item("products of a million points", "products", 1.3, million, few),
         means[0],
         kin40k[0],

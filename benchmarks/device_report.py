@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from common import describe, number, table
-from device_routes import NAMES
 
 MISSING = "Not yet measured."
 Results = dict[str, Any]
@@ -21,7 +20,6 @@ def report(results: Results) -> str:
         "## Limits of the device", _limits(items.get("limits")),
         "## Tests", _tests(items.get("tests")),
         "## Products and gradients", _products(items),
-        "## Ways to one product", _routes(items.get("routes of the fused kernel")),
         "## kin40k", _kin40k(items),
         "## Posterior means of many points", _means(items),
         "## EigenPro 4 with many inducing points", _eigenpro(items.get("EigenPro4 with 100,000 points")),
@@ -93,21 +91,6 @@ def _products(items: Results) -> str:
         if name.startswith("products") and (why := item.get("failed", item.get("stopped"))) is not None:
             failed.append(f"- {name}: {why}")
     return "\n".join([text, *([""] if failed else []), *failed])
-
-
-def _routes(item: Results | None) -> str:
-    if (words := _missing(item)) is not None or item is None:
-        return words or MISSING
-    if "left_out" in item:
-        return f"Left out: {item['left_out']}."
-    rows = [
-        [run["d"], run["t"], NAMES[run["route"]], "yes" * run["chosen"],
-         run.get("failed") or _giga(run["pairs_per_second"]), number(run.get("error"), 2),
-         number(run.get("added_gb"), 2)]
-        for run in item["runs"]
-    ]  # fmt: skip
-    head = ["d", "t", "columns are multiplied", "chosen", "10⁹ pairs/s", "error", "added GB"]
-    return table(head, rows) + "\n\nRBF kernel, float32, the engine `triton`; pairs are those of the whole matrix."
 
 
 def _kin40k(items: Results) -> str:

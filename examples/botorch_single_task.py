@@ -30,7 +30,7 @@ def objective(x):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--points", type=int, default=1500, help="training points (default: 1500)")
+    parser.add_argument("--points", type=int, default=2500, help="training points (default: 2500)")
     parser.add_argument("--steps", type=int, default=5, help="steps of the fit (default: 5)")
     arguments = parser.parse_args()
     points = arguments.points

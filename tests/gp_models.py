@@ -79,10 +79,10 @@ class Plain(gpytorch.models.ExactGP):
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-def nearly_constant(dtype: torch.dtype, **choices: Any) -> Any:
-    """An accelerated model in training mode, of 300 points.  Its covariance is nearly constant, and of a size next to
+def nearly_constant(dtype: torch.dtype, n: int = 300, **choices: Any) -> Any:
+    """An accelerated model in training mode.  Its covariance is nearly constant, and of a size next to
     which float32 does not know the noise."""
-    x, y, _ = data(300, dtype=dtype)
+    x, y, _ = data(n, dtype=dtype)
     kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
     model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).to(dtype)
     kernel.base_kernel.lengthscale, kernel.outputscale, model.likelihood.noise = 100.0, 1e4, 2e-4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -200,8 +198,3 @@ def test_training_inputs_without_meaning_are_refused() -> None:
     model.set_train_data(torch.tensor(X).half(), strict=False)
     with pytest.raises(sketchgp.InputError, match=r"training inputs are torch.float16.*model.float\(\)"):
         sketchgp.predict(model, X)
-
-
-def test_import_prints_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", "import sketchgp"], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")

@@ -30,8 +30,7 @@ from sketchgp import (
 )
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import System
-from sketchgp.solvers.full import askotch, eigenpro2, skotch
-from sketchgp.solvers.full.blockwise import refinement
+from sketchgp.solvers.full import askotch, eigenpro2, refinement, skotch
 from sketchgp.solvers.loop import run
 
 N, BLOCK = 300, 50

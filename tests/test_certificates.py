@@ -96,7 +96,7 @@ def random_problem(seed: int) -> tuple[str, ScaleKernel, sketchgp.FullProblem, n
     return kind, kernel, sketchgp.FullProblem(kernel, x, y, noise), stream
 
 
-@each("seed", range(40))
+@each("seed", range(25))
 def test_the_bound_holds_at_every_point(seed):
     kind, kernel, problem, stream = random_problem(seed)
     n, which = len(problem.x), stream.random()

@@ -36,8 +36,7 @@ from sketchgp import (
     tensor_file,
 )
 from sketchgp.solvers import System
-from sketchgp.solvers.full import askotch, eigenpro2
-from sketchgp.solvers.full.blockwise import refinement
+from sketchgp.solvers.full import askotch, eigenpro2, refinement
 from sketchgp.solvers.loop import checkpoint, run
 
 N, BLOCK = 300, 50
@@ -224,7 +223,7 @@ def test_a_solve_that_stops_after_many_steps(monkeypatch, name, path):
     monkeypatch.setattr(refinement.Refinement, "step", step)
     expected = _solve(solver, problem)
     stops = passes[:-1]
-    for count in range(0, len(stops), max(1, len(stops) // 4)):
+    for count in range(0, len(stops), max(1, len(stops) // 3)):
         stopped = _solve(dataclasses.replace(solver, checkpoint=path, max_passes=stops[count]), problem)
         reached = bool((stopped.report.residual <= stopped.report.tol).all())
         assert stopped.report.reason == ("reached the tolerance" if reached else "ran out of passes")
@@ -241,7 +240,7 @@ def test_a_solve_that_is_stopped_in_any_window(name, end, path):
     expected = _solve(solver, problem)
     saving = dataclasses.replace(solver, checkpoint=path)
     windows = len(expected.report.history) - 1
-    for window in sorted({1, 2, windows - 1, windows}):
+    for window in sorted({1, windows}):
         path.unlink(missing_ok=True)
         left = iter(range(window - 1))
 
@@ -282,7 +281,7 @@ def test_every_crash_within_a_save(monkeypatch, path):
     save, replace = torch.save, os.replace
     for where, what, crash in ((torch, "save", half), (os, "replace", before), (os, "replace", after)):
         original = getattr(where, what)
-        for number in (1, 3):
+        for number in (1, 2):
             path.unlink(missing_ok=True)
             left = iter(range(number - 1))
 

@@ -40,7 +40,7 @@ from sketchgp import (
     RPCholesky,
 )
 from sketchgp.distributed import RankError, sharded
-from sketchgp.distributed.start import meet
+from sketchgp.distributed.block import meet
 
 N = 101  # no multiple of 2 or 3
 ALWAYS = 1e-9  # seconds between two writes: one every window

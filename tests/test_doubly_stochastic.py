@@ -99,7 +99,7 @@ def test_the_error_falls_like_one_over_the_steps():
     kernel, noise, x, y = a_kernel(scale=1.0), 8.0, X[:40], Y[:40]
     covariance = kernel(x).to_dense()
     exact = covariance @ torch.linalg.solve(covariance + noise * torch.eye(40, dtype=torch.float64), y)
-    steps, seeds = [25, 50, 100, 200], 16
+    steps, seeds = [25, 50, 100, 200], 8
     errors = torch.zeros(len(steps), dtype=torch.float64)
     for seed in range(seeds):
         solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=16, seed=seed)

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 SMALL = {  # arguments for a run of seconds
-    "accelerate_existing_model.py": ["--rows", "900", "--iterations", "8"],
-    "botorch_single_task.py": ["--points", "850", "--steps", "1"],
+    "accelerate_existing_model.py": ["--rows", "900", "--iterations", "3"],
+    "botorch_single_task.py": ["--points", "2050", "--steps", "1"],
     "classification.py": ["--rows", "900", "--features", "256"],
-    "compare_solvers.py": ["--rows", "400", "--seconds", "0.5"],
+    "compare_solvers.py": ["--rows", "300", "--seconds", "0.2"],
     "huge_mean.py": ["--rows", "1500", "--seconds", "0.1"],
     "inducing_points.py": ["--rows", "1200"],
-    "memmap_posterior_mean.py": ["--rows", "3000"],
+    "memmap_posterior_mean.py": ["--rows", "1000"],
     "molecules.py": ["--rows", "300"],
     "random_feature_stream.py": ["--batches", "4"],
     "sharded_training.py": ["--rows", "900", "--iterations", "2"],
-    "spatial_map.py": ["--every", "4"],
+    "spatial_map.py": ["--every", "8"],
     "stream_with_augmentation.py": ["--points", "150", "--batches", "2", "--epochs", "2"],
-    "thompson_sampling.py": ["--points", "850", "--rounds", "1"],
-    "tune_on_all_rows.py": ["--rows", "500", "--iterations", "8"],
+    "thompson_sampling.py": ["--points", "820", "--rounds", "1"],
+    "tune_on_all_rows.py": ["--rows", "400", "--iterations", "4"],
 }
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 

@@ -211,8 +211,8 @@ def test_the_reference_is_what_gpytorch_computes(name):
 
 @each(("name", "d"), [*((name, 3) for name in KERNELS), *((name, d) for name in FORMS for d in (1, 20))])
 def test_values(name, d, many_tiles):
-    kernel, x = make(name, d, seed=d), points(45, d, seed=d)
-    for z in (None, points(31, d, seed=9), x.clone()):
+    kernel, x = make(name, d, seed=d), points(30, d, seed=d)
+    for z in (None, points(17, d, seed=9), x.clone()):
         check_values(kernel, x, z)
 
 
@@ -250,14 +250,14 @@ def test_l1_distances_of_any_number_of_features(name, d, many_tiles):
 )  # fmt: skip
 def test_batches(name, batch, many_tiles):
     kernel = make(name, 3, BATCH if batch in ("kernels", "both") else NO_BATCH)
-    x, z = points(40), points(23, seed=9)
+    x, z = points(27), points(18, seed=9)
     if batch in ("inputs", "both"):
-        x, z = points(80).reshape(2, 40, 3), points(46, seed=9).reshape(2, 23, 3)
+        x, z = points(54).reshape(2, 27, 3), points(36, seed=9).reshape(2, 18, 3)
     elif batch == "crossed":  # a (2, 1) batch of kernels and three sets of inputs
         kernel = make(name, 3, torch.Size([2, 1]))
-        x, z = points(120).reshape(3, 40, 3), points(69, seed=9).reshape(3, 23, 3)
+        x, z = points(81).reshape(3, 27, 3), points(54, seed=9).reshape(3, 18, 3)
     elif batch == "left inputs":
-        x = points(80).reshape(2, 40, 3)
+        x = points(54).reshape(2, 27, 3)
     for right in (None, z):
         wanted = reference(kernel, x, x if right is None else right).detach()
         operator = KernelMatrix.of(kernel, x, right, engine="tiled")
@@ -495,8 +495,8 @@ def check_gradients(
      *((name, 20, True) for name in OF_EACH_FORM)],
 )  # fmt: skip
 def test_gradients(name, d, inputs, many_tiles):
-    kernel, x = make(name, d), points(50, d)
-    for z in (None, points(31, d, seed=9)):
+    kernel, x = make(name, d), points(30, d)
+    for z in (None, points(17, d, seed=9)):
         check_gradients(kernel, x, z, "product", inputs)
         check_gradients(kernel, x, z, "to_dense", inputs)
     if d <= 3:  # with 20 features, covariances other than those of equal points are below 1e-5
@@ -538,9 +538,9 @@ def test_gradients_of_l1_distances_of_many_features(d, many_tiles):
 )  # fmt: skip
 def test_gradients_of_batches(name, batch, many_tiles):
     kernel = make(name, 3, NO_BATCH if batch == "inputs" else BATCH)
-    x, z = points(40), points(23, seed=9)
+    x, z = points(27), points(14, seed=9)
     if batch != "kernels":
-        x, z = points(80).reshape(2, 40, 3), points(46, seed=9).reshape(2, 23, 3)
+        x, z = points(54).reshape(2, 27, 3), points(28, seed=9).reshape(2, 14, 3)
     for inputs in (False, True):
         check_gradients(kernel, x, None, "product", inputs)
         check_gradients(kernel, x, z, "batch of products", inputs)

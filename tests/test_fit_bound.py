@@ -19,9 +19,9 @@ from torch import Tensor
 import sketchgp
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, N, Plain, data, dense, iterative, marginal, relative
 from sketchgp.density import Bound, Exact
+from sketchgp.density.bound import Tightened, log_slack
 from sketchgp.fitting.plan import WIDTH
 from sketchgp.operators import KernelMatrix
-from sketchgp.preconditioners.tightened import Tightened, log_slack
 
 pytestmark = TORCH_WARNINGS
 RANK = 15
@@ -202,8 +202,8 @@ def marginal_exactly(model: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_fit_by_bounds_ends_where_an_exact_one_does(dtype: torch.dtype) -> None:
     exact, model = smooth(dtype), smooth(dtype)
-    expected = sketchgp.fit(exact, objective="exact")
-    history = sketchgp.fit(model, objective="bound")
+    expected = sketchgp.fit(exact, objective="exact", start="model")
+    history = sketchgp.fit(model, objective="bound", start="model")
     assert (expected.objective, history.objective) == ("exact", "bound")
     assert history.converged
     assert len(history.widths) == len(history.losses)
@@ -221,13 +221,13 @@ def test_a_fit_by_bounds_ends_where_an_exact_one_does(dtype: torch.dtype) -> Non
     assert expected.bracket == (pytest.approx(exact_loss(exact), abs=1e-10),) * 2
 
 
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "additive-kernel", "batch"])
+@pytest.mark.parametrize("name", ["additive-kernel", "batch"])
 def test_losses_by_bounds_never_rise_and_are_the_same_each_time(name: str) -> None:
     runs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = sketchgp.accelerate(SOLVED[name].build()[0])
-        history = sketchgp.fit(model, objective="bound", iterations=12, seed=seed)
+        history = sketchgp.fit(model, objective="bound", iterations=8, seed=seed)
         ends = [0, *history.restarts, len(history.losses)]
         for first, last in zip(ends, ends[1:], strict=False):
             part = history.losses[first:last]

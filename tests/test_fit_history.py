@@ -37,9 +37,9 @@ def test_steps_know_their_solves() -> None:
 
 
 def test_other_probes_say_what_the_loss_is() -> None:
-    with iterative(tol=1e-6):
+    with iterative(tol=1e-4):
         least = fitted(objective="exact", iterations=40).best_loss
-        histories = [fitted(num_probes=16, iterations=40, seed=seed) for seed in range(3)]
+        histories = [fitted(num_probes=16, iterations=20, seed=seed) for seed in range(2)]
     for history in histories:
         value, error = history.by_other_probes
         assert abs(value - least) < 5 * error < 0.02
@@ -65,8 +65,8 @@ def test_standard_errors_fall_with_the_probes() -> None:
 def test_an_improvement_below_its_error_is_none() -> None:
     """The loss goes on falling, by less than the probes can tell; unless it is to go on until the very end."""
     with iterative(tol=1e-6):
-        ended = fitted(num_probes=3, iterations=60, tol=1e-12)
-        to_the_end = fitted(num_probes=3, iterations=60, tol=0)
+        ended = fitted(num_probes=3, iterations=30, tol=1e-12)
+        to_the_end = fitted(num_probes=3, iterations=30, tol=0)
     assert ended.reason == "the loss has settled"
     assert len(ended.losses) < len(to_the_end.losses)
     assert ended.best_loss - to_the_end.best_loss < ended.standard_errors[-1]
@@ -94,7 +94,7 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(
     assert history.evaluations < len(history.losses) + 15
 
 
-@pytest.mark.parametrize("phase", range(4))
+@pytest.mark.parametrize("phase", range(2))
 def test_rough_losses_do_not_end_a_fit_where_a_subset_left_it(phase: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Solves leave more of a loss than a step that is far too short would change it by."""
     monkeypatch.setattr("sketchgp.fitting.plan._SUBSET", 160)

@@ -15,6 +15,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from gp_models import SOLVED, Plain, data, iterative
+from sketchgp.fitting.plan import rows_before
 
 CG = sketchgp.ConjugateGradients(tol=1e-2)
 SKOTCH = sketchgp.Skotch(tol=1e-1, block_size=50)
@@ -38,7 +39,6 @@ def route(history: sketchgp.FitHistory | None) -> list[str]:
 
 
 EXACT_FEW = ["500 exact lbfgs", "1000 exact lbfgs"]
-TO_2000 = [*EXACT_FEW, "2000 exact lbfgs"]
 # rows, solver, arguments of fit, and the route with GPyTorch's settings as they are
 ROUTES: list[tuple[int, Any, dict[str, Any], list[str]]] = [
     (180, "auto", {}, ["180 exact lbfgs"]),
@@ -53,34 +53,56 @@ ROUTES: list[tuple[int, Any, dict[str, Any], list[str]]] = [
     (180, SKOTCH, {}, ["180 probes lbfgs"]),
     (180, "inducing", {}, ["180 bound lbfgs"]),
     (180, "inducing", {"optimizer": "adam"}, ["180 bound adam"]),
-    (1100, "auto", {}, [*EXACT_FEW, "1100 exact lbfgs"]),
-    (1100, "auto", {"start": "model"}, ["1100 exact lbfgs"]),
-    (1100, "auto", {"optimizer": "adam"}, ["1100 exact adam"]),
-    (1100, "auto", {"objective": "bound"}, ["1100 bound lbfgs"]),
-    (1100, "auto", {"start": "subset"}, [*EXACT_FEW, "1100 exact lbfgs", "1100 exact lbfgs"]),
-    (1100, CG, {}, ["1100 bound lbfgs"]),
-    (1100, SKOTCH, {}, ["1100 samples adam"]),
-    (1100, SKOTCH, {"optimizer": "lbfgs"}, ["1100 bound lbfgs"]),
-    (1100, "inducing", {}, ["500 bound lbfgs", "1000 bound lbfgs", "1100 bound lbfgs"]),
-    (3100, "auto", {}, [*TO_2000, "3100 exact lbfgs"]),
-    (3100, "auto", {"optimizer": "adam"}, ["3100 exact adam"]),
-    (3100, CG, {}, [*TO_2000, "3100 bound lbfgs"]),
-    (3100, SKOTCH, {}, [*TO_2000, "3100 samples adam"]),
-    (8100, CG, {}, ["1000 exact lbfgs", "2000 exact lbfgs", "5000 bound lbfgs", "8100 bound lbfgs"]),
+    (1010, "auto", {}, [*EXACT_FEW, "1010 exact lbfgs"]),
+    (1010, "auto", {"start": "model"}, ["1010 exact lbfgs"]),
+    (1010, "auto", {"optimizer": "adam"}, ["1010 exact adam"]),
+    (1010, "auto", {"objective": "bound"}, ["1010 bound lbfgs"]),
+    (1010, "auto", {"start": "subset"}, [*EXACT_FEW, "1010 exact lbfgs", "1010 exact lbfgs"]),
+    (1010, CG, {}, ["1010 bound lbfgs"]),
+    (1010, SKOTCH, {}, ["1010 samples adam"]),
+    (1010, SKOTCH, {"optimizer": "lbfgs"}, ["1010 bound lbfgs"]),
+    (1010, "inducing", {}, ["500 bound lbfgs", "1000 bound lbfgs", "1010 bound lbfgs"]),
+]
+# the routes of many rows, where all limits are lower
+LOWER = {
+    "run._FEWEST": 150,
+    "run._FEW": 300,
+    "plan._SUBSET": 600,
+    "run._MANY": 840,
+    "plan._LEVELS": ((900, 850),),
+}
+TO_600 = ["150 exact lbfgs", "300 exact lbfgs", "600 exact lbfgs"]
+OF_MANY: list[tuple[int, Any, dict[str, Any], list[str]]] = [
+    (850, "auto", {}, [*TO_600, "850 exact lbfgs"]),
+    (850, "auto", {"optimizer": "adam"}, ["850 exact adam"]),
+    (850, CG, {}, [*TO_600, "850 bound lbfgs"]),
+    (850, SKOTCH, {}, [*TO_600, "850 samples adam"]),
+    (910, CG, {}, ["300 exact lbfgs", "600 exact lbfgs", "850 bound lbfgs", "910 bound lbfgs"]),
 ]
 
 
 def case(rows: int, solver: Any, arguments: dict[str, Any], expected: list[str]) -> Any:
     name = solver if isinstance(solver, str) else type(solver).__name__
     words = "-".join(f"{value}" for value in arguments.values())
-    marks = [pytest.mark.slow] if rows > 1100 else []
-    return pytest.param(rows, solver, arguments, expected, id=f"{rows}-{name}-{words}", marks=marks)
+    return pytest.param(rows, solver, arguments, expected, id=f"{rows}-{name}-{words}")
 
 
 @pytest.mark.parametrize(("rows", "solver", "arguments", "expected"), [case(*line) for line in ROUTES])
 def test_route(rows: int, solver: Any, arguments: dict[str, Any], expected: list[str]) -> None:
     history = sketchgp.fit(build(rows, solver), iterations=1, num_probes=2, **arguments)
     assert route(history) == expected
+
+
+@pytest.mark.parametrize(("rows", "solver", "arguments", "expected"), [case(*line) for line in OF_MANY])
+def test_route_of_many_rows(rows, solver, arguments, expected, monkeypatch):
+    for name, limit in LOWER.items():
+        monkeypatch.setattr(f"sketchgp.fitting.{name}", limit)
+    history = sketchgp.fit(build(rows, solver), iterations=1, num_probes=2, **arguments)
+    assert route(history) == expected
+
+
+def test_rows_that_many_are_fitted_after():
+    assert [rows_before(rows) for rows in (0, 7_999, 8_000, 40_000)] == [2000, 2000, 5000, 16_000]
 
 
 @pytest.mark.parametrize(

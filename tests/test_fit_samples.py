@@ -25,7 +25,7 @@ SOLVERS = {
 }
 
 
-def build(solver: Any, noise: float = 0.05, dtype: torch.dtype = torch.float64, n: int = 150) -> Any:
+def build(solver: Any, noise: float = 0.05, dtype: torch.dtype = torch.float64, n: int = 80) -> Any:
     x, y, _ = data(n=n, d=2, dtype=dtype)
     kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=2))
     kernel.base_kernel.lengthscale = torch.tensor([0.4, 0.9])
@@ -53,13 +53,13 @@ def exact_path(steps: int, rate: float) -> list[float]:
 def test_losses_follow_the_exact_ones_but_for_a_constant(name: str) -> None:
     model = build(SOLVERS[name])
     with iterative(tol=1e-6), sketchgp.record_solves() as solves:
-        history = sketchgp.fit(model, iterations=6, num_probes=400, tol=NEVER)
+        history = sketchgp.fit(model, iterations=4, num_probes=400, tol=NEVER)
     assert (history.objective, history.optimizer) == ("samples", "adam")
     assert {solve.solver for solve in solves} == {name}
     assert model._sketchgp.cache.builds == 0
-    expected = np.array(exact_path(6, 0.1))
+    expected = np.array(exact_path(4, 0.1))
     found = np.array(history.losses)
-    assert expected[0] - expected[-1] > 0.15
+    assert expected[0] - expected[-1] > 0.1
     assert np.abs((found - found[0]) - (expected - expected[0])).max() < 2e-3
     assert min(history.products[1:]) >= 2  # the residual of the solutions before, and what a solve ends with
 

@@ -16,7 +16,7 @@ from gpytorch import kernels
 import sketchgp
 from cases import each
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, iterative, small_subsets
-from sketchgp.fitting.starts import flatness, rescale, revive
+from sketchgp.fitting.starts import flatness, rescale, revive, set_noise
 
 pytestmark = TORCH_WARNINGS
 
@@ -34,17 +34,14 @@ def best_loss(ard: int | None, optimizer: str) -> float:
     return sketchgp.fit(build(ard=ard), **OPTIONS[optimizer]).best_loss
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"lbfgs": {"tol": 1e-6}, "adam": {"optimizer": "adam", "iterations": 60}}
+OPTIONS: dict[str, dict[str, Any]] = {"lbfgs": {"tol": 1e-6}, "adam": {"optimizer": "adam", "iterations": 30}}
 
 
 @pytest.mark.parametrize(
     ("ard", "unit", "optimizer"),
     [
         (None, 1e6, "lbfgs"),
-        (None, 1e-6, "adam"),
-        (2, 1e6, "adam"),
         (2, 1e-6, "lbfgs"),
-        (2, (1.0, 1e-7), "lbfgs"),
         (2, (1e7, 1.0), "lbfgs"),
         (2, (1.0, 1e-7), "adam"),
     ],
@@ -135,7 +132,7 @@ def test_repeated_points_do_not_hide_that_all_are_alone() -> None:
 
 def test_a_few_neighbours_do_not_hide_that_the_others_are_alone() -> None:
     """One input is far larger than its lengthscale, and by chance a few points hardly differ in it."""
-    x, y, _ = data(400)
+    x, y, _ = data(200)
     x = torch.cat([x, (x[:, :1] * 7919.0).frac()], dim=1) * torch.tensor([1.0, 1.0, 3e5], dtype=torch.float64)
     x[:4, 2] = x[4:8, 2]
     x[:4, :2] = x[4:8, :2] + 0.1
@@ -207,27 +204,27 @@ def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert revived[-1] == 120 and len(revived) == 3
 
 
-@pytest.mark.parametrize(("rows", "fewest", "inputs", "seed"), [(80, 80, 16, 1), (120, 80, 16, 2), (160, 80, 32, 1)])
+@pytest.mark.parametrize(("count", "rows", "fewest", "inputs", "seed"), [(80, 60, 40, 8, 2), (160, 160, 80, 32, 1)])
 def test_the_best_of_three_starts(
-    rows: int, fewest: int, inputs: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    count: int, rows: int, fewest: int, inputs: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many inputs of which few matter: the model's own lengthscales lead to a worse minimum.
 
-    :param rows: that a fit to more begins with, all of them are 160; :param fewest: of which three starts are tried,
+    :param count: all rows; :param rows: that a fit to more begins with; :param fewest: of which three starts are tried,
         for that.
     """
     monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
     monkeypatch.setattr("sketchgp.fitting.run._FEWEST", fewest)
     monkeypatch.setattr("sketchgp.fitting.run._FOR_EACH", 1)
     generator = torch.Generator().manual_seed(seed)
-    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (inputs, 1))
+    x, noise = (torch.randn(count, d, generator=generator, dtype=torch.float64) for d in (inputs, 1))
     y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.1 * noise[:, 0]
     found = {}
     for start in ("model", "auto"):
-        found[start] = sketchgp.fit(_of(x, y), start=start)
+        found[start] = sketchgp.fit(_of(x, y), start=start, tol=1e-3)
     assert found["model"].subset is None and not found["model"].restarts
     told = found["auto"]
-    if rows < 160:
+    if rows < count:
         for expected in sorted({rows, fewest}, reverse=True):
             assert told.subset is not None and told.subset.rows == expected
             told = told.subset
@@ -262,23 +259,31 @@ def test_three_starts_of_large_fits_take_more_rows(
     assert told == expected
 
 
-@pytest.mark.parametrize(
-    ("rows", "inputs", "deviation", "seed", "unit"),
-    [(160, 8, 0.3, 3, 1e3), (60, 8, 0.3, 3, 1e3), (160, 16, 1.0, 5, 0.03)],
-)
+@pytest.mark.parametrize(("rows", "deviation", "seed", "unit"), [(40, 0.3, 3, 1e3), (80, 1.0, 5, 0.03)])
 def test_the_unit_of_the_targets_changes_nothing(
-    rows: int, inputs: int, deviation: float, seed: int, unit: float, monkeypatch: pytest.MonkeyPatch
+    rows: int, deviation: float, seed: int, unit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output scale and noise of the model's start are far from theirs; a noise next to its limit stays there.
+    """Output scale and noise of the model's start are far from theirs.
 
-    :param rows: that three starts are tried with; all of them are 160.
+    :param rows: that three starts are tried with; all of them are 80.
     """
     monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
     generator = torch.Generator().manual_seed(seed)
-    x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (inputs, 1))
+    x, noise = (torch.randn(80, d, generator=generator, dtype=torch.float64) for d in (4, 1))
     y = x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.sin(2 * x[:, 2]) + deviation * noise[:, 0]
-    found = sketchgp.fit(_of(x, unit * y)).best_loss - math.log(unit)
-    assert found == pytest.approx(sketchgp.fit(_of(x, y)).best_loss, abs=0.01)
+    found = sketchgp.fit(_of(x, unit * y), tol=1e-3).best_loss - math.log(unit)
+    assert found == pytest.approx(sketchgp.fit(_of(x, y), tol=1e-3).best_loss, abs=0.01)
+
+
+def test_a_noise_starts_away_from_its_limit() -> None:
+    """Next to it no gradient leads away; small targets keep a start of little noise all the same."""
+    x, y, _ = data(40)
+    for unit in (1.0, 0.03):
+        model = _of(x, unit * y / y.std())
+        limit, variance = 1e-4, unit**2
+        set_noise(model, 1e-3)
+        expected = limit + 0.1 * variance if unit < 1 else 1e-3 * variance
+        assert float(model.likelihood.noise.detach()) == pytest.approx(expected, rel=0.05)
 
 
 def _rough(noise: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,12 +55,9 @@ def fitted(*parts: Any, **options: Any) -> Any:
 
 
 CASES: dict[str, Any] = {
-    "plain": (scaled, ZeroMean, None, 0.0),
-    "scaled twice": (lambda: ScaleKernel(scaled()), ZeroMean, None, 0.0),
-    "sum": (lambda: scaled() + ScaleKernel(MaternKernel(nu=1.5)), ZeroMean, None, 0.0),
+    "sum, scaled twice": (lambda: ScaleKernel(scaled() + ScaleKernel(MaternKernel(nu=1.5))), ZeroMean, None, 0.0),
     "offset": (scaled, ZeroMean, None, 60.0),
-    "free constant": (scaled, ConstantMean, None, 60.0),
-    "standardised": (scaled, ZeroMean, lambda: torch.nn.BatchNorm1d(2, affine=False), 0.0),
+    "standardised, free constant": (scaled, ConstantMean, lambda: torch.nn.BatchNorm1d(2, affine=False), 60.0),
 }
 
 
@@ -140,10 +137,10 @@ def test_an_inducing_point_model_starts_from_what_the_size_of_its_inputs_suggest
 
 def test_only_one_of_the_starts_came_so_low() -> None:
     """The history says so; where all agree it does not."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
     x, noise = (torch.randn(160, d, generator=generator, dtype=torch.float64) for d in (32, 1))
     y = x[:, 0] + 0.5 * x[:, 1] + 0.3 * torch.sin(3 * x[:, 2]) + 0.01 * noise[:, 0]
-    alone = fitted(x[:100, :16], y[:100], ZeroMean(), ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=16)))
+    alone = fitted(x[:50, :16], y[:50], ZeroMean(), ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=16)))
     doubts = [note for note in alone.notes if note.startswith("not sure")]
     (said,) = [note for note in alone.notes if " starts: " in note]
     losses = sorted(float(word.rpartition(" ")[2]) for word in said.partition(": ")[2].split(", "))
@@ -188,10 +185,10 @@ def _deep(x: torch.Tensor, y: torch.Tensor, width: int) -> Model:
 
 
 def test_many_parameters_take_no_square_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix of all pairs of the 200,000 parameters would take 320 GB."""
+    """A matrix of all pairs of the 75,000 parameters would take 45 GB."""
     monkeypatch.setattr("sketchgp.fitting.run._FEW", 30)
     x, y = rows()
-    history = sketchgp.fit(_deep(x, y, 40_000), iterations=3)
+    history = sketchgp.fit(_deep(x, y, 15_000), iterations=3)
     assert history.subset is not None and history.losses[0] < history.subset.losses[0]
 
 

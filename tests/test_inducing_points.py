@@ -195,10 +195,10 @@ def test_inclusion_probabilities():
 def test_leverage_draws_by_its_probabilities():
     """Inverse probabilities make sums unbiased: the counts sum to n on average; far rows come more often."""
     x = clustered(100)
-    draws = [choose("leverage", x, 12, seed=seed) for seed in range(300)]
+    draws = [choose("leverage", x, 12, seed=seed) for seed in range(100)]
     total = torch.stack([draw.counts.sum() for draw in draws]).mean()
-    assert abs(float(total) - 100) < 12
-    often = torch.bincount(torch.cat([draw.indices for draw in draws]), minlength=100) / 300
+    assert abs(float(total) - 100) < 20
+    often = torch.bincount(torch.cat([draw.indices for draw in draws]), minlength=100) / 100
     assert float(often[90:].mean()) > 0.5 > 0.15 > float(often[:90].mean())
 
 

@@ -1,6 +1,6 @@
 """The KeOps engine against dense float64.
 
-A formula takes seconds to compile where KeOps has not kept it from an earlier run: the tests share six.
+A formula takes seconds to compile where KeOps has not kept it from an earlier run: the tests share five.
 """
 
 from __future__ import annotations
@@ -132,14 +132,15 @@ def test_product_float32(formulas: list[str], name: str, n: int, m: int | None, 
     kernel = RBFKernel(ard_num_dims=2) if name == "rbf" else PeriodicKernel(active_dims=(1,))
     x1 = points(n, 2, dtype=torch.float32) + shift
     x2 = None if m is None else points(m, 2, dtype=torch.float32, seed=1) + shift
-    check_product(spread(ScaleKernel(kernel)), x1, x2, t=1)
+    check_product(spread(ScaleKernel(kernel)), x1, x2, t=49)
     assert len(set(formulas)) == 1
 
 
 def test_product_of_a_batch(formulas: list[str]) -> None:
     shape = torch.Size((3, 2))
     kernel = spread(ScaleKernel(RBFKernel(batch_shape=shape), batch_shape=shape))
-    check_product(kernel, points(20, 2, 3, 2, dtype=torch.float32), points(7, 2, 3, 2, dtype=torch.float32, seed=1), 1)
+    x1, x2 = (points(n, 2, 3, 2, dtype=torch.float32, seed=seed) for seed, n in enumerate((20, 7)))
+    check_product(kernel, x1, x2, 49)
     assert len(formulas) == 6
     assert len(set(formulas)) == 1
 
@@ -148,8 +149,8 @@ def test_one_formula_for_many_widths_sizes_and_hyperparameters(formulas: list[st
     """Wide right-hand sides go in chunks."""
     for t, n, m, seed, chunks in ((49, 20, None, 0, 1), (64, 5, 7, 1, 1), (65, 40, 70, 2, 2), (150, 33, None, 3, 3)):
         formulas.clear()
-        x2 = None if m is None else points(m, 2, seed=1)
-        check_product(spread(ScaleKernel(RBFKernel(ard_num_dims=2)), seed), points(n, 2), x2, t)
+        x2 = None if m is None else points(m, 2, dtype=torch.float32, seed=1)
+        check_product(spread(ScaleKernel(RBFKernel(ard_num_dims=2)), seed), points(n, 2, dtype=torch.float32), x2, t)
         assert len(formulas) == chunks
         assert set(formulas) == set(formulas[:1])
 

@@ -185,12 +185,12 @@ def _law_of_two_pivots(matrix):
     return pairs
 
 
-@pytest.mark.parametrize(("block_size", "weighted"), [(1, False), (6, False), (3, True)])
+@pytest.mark.parametrize(("block_size", "weighted"), [(6, False), (3, True)])
 def test_law_of_the_accelerated_method(block_size, weighted):
     """Rejection leaves the law of pivots drawn one by one, whatever the block: joint frequencies of two pivots."""
     root = torch.tensor([[2.0, 0, 0], [1.9, 0.3, 0], [0.2, 1.0, 0.1], [0.5, 0.4, 0.9]], dtype=torch.float64)
     matrix = root @ root.mT
-    access, draws = as_access(matrix), 1500
+    access, draws = as_access(matrix), 1000
     weights = torch.tensor([1.0, 4.0, 30.0, 9.0], dtype=torch.float64) if weighted else torch.ones(4).double()
     counts = dict.fromkeys(itertools.product(range(4), repeat=2), 0)
     generator = seeded(7)

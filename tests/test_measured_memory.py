@@ -20,6 +20,7 @@ from gpytorch.kernels import CosineKernel, Kernel, MaternKernel, RBFKernel, Scal
 import sketchgp
 from forks import ended, fork, one_thread, run_script
 from sketchgp import LaplaceKernel
+from sketchgp.memory import available_memory
 from sketchgp.operators import KernelMatrix, tiles
 
 resource = pytest.importorskip("resource")  # not on Windows
@@ -51,6 +52,44 @@ def _runs_out(kernel: Kernel, product: bool) -> dict[str, Any]:
     found = compute()
     error = float((found - wanted).norm() / wanted.norm())
     return {"error": error, "lines": len(lines), "height": tiles.tile_shape(n, n, x.dtype, x.device)[0]}
+
+
+def _solve(solver: Any, m: int) -> sketchgp.Solution:
+    x, y = torch.randn(m, 2, dtype=torch.float64), torch.randn(m, dtype=torch.float64)
+    kernel = RBFKernel().double()
+    if isinstance(solver, sketchgp.Cholesky):
+        return solver.solve(sketchgp.FullProblem(kernel, x, y, 0.1))
+    return solver.solve(sketchgp.InducingPointProblem(kernel, x, y, 0.1, x))
+
+
+def _message(solver: Any, m: int) -> str | None:
+    try:
+        _solve(solver, m)
+    except sketchgp.InputError as error:
+        return str(error)
+    return None
+
+
+def _limits() -> dict[str, Any]:
+    """What is taken for free under the limits of the process, and what solvers of too much say."""
+    solvers = (sketchgp.Cholesky(), sketchgp.KRILL(), sketchgp.QR())
+    for solver in solvers:
+        _solve(solver, 50)
+    found: dict[str, Any] = {}
+    for name, kind in {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}.items():
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        used, free, before = int(lines[name].split()[0]) * 1024, available_memory(), resource.getrlimit(kind)
+        resource.setrlimit(kind, (used + 400 * 2**20, before[1]))
+        found[name] = (free, available_memory())
+        if name == "VmData":
+            resource.setrlimit(kind, before)
+    found["refused"] = {solver.name: _message(solver, 6000) for solver in solvers}
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("memory", "solvers.inducing.problem"):
+            patch.setattr(f"sketchgp.{place}.available_memory", lambda device: 2**40)
+        found["failed"] = {solver.name: _message(solver, 8000) for solver in solvers}
+    found["after"] = [_solve(solver, 50).report.converged for solver in solvers]
+    return found
 
 
 def _peak() -> int:
@@ -119,7 +158,7 @@ GROW: dict[str, Callable[[], dict[str, Any]]] = {
 def _measure_all(directory: Path) -> None:
     """Writes what each found to a file of its name."""
     one_thread()
-    for name, measure in {**RUN_OUT, **GROW}.items():
+    for name, measure in {**RUN_OUT, **GROW, "limits": _limits}.items():
 
         def work(name: str = name, measure: Callable[[], dict[str, Any]] = measure) -> None:
             torch.manual_seed(0)
@@ -148,6 +187,22 @@ def test_memory_that_runs_out(measured, name):
 def test_a_part_of_the_matrix_at_a_time(measured, name):
     """33 MB are few beside the 196 of the matrix, and enough for some tiles."""
     assert 0 <= measured[name]["share"] < 1 / 6
+
+
+def test_limits_of_the_process(measured):
+    """They are seen; what does not fit is refused before it begins, and where that was not seen, the allocator's own
+    error becomes one of ours."""
+    found = measured["limits"]
+    for name in ("VmData", "VmSize"):
+        free, limited = found[name]
+        assert free > 2**30 // 2, "too little memory for this test"
+        assert 300 * 2**20 < limited <= 400 * 2**20
+    for kind, words in (("refused", r"needs"), ("failed", r"ran out of memory: it needs about")):
+        for name, message in found[kind].items():
+            assert message is not None and message.startswith(f"{name}() for "), (kind, name, message)
+            assert words in message and " GiB" in message and "; use " in message
+    assert all("MiB are free" in message or "GiB are free" in message for message in found["refused"].values())
+    assert found["after"] == [True] * 3
 
 
 if __name__ == "__main__":

@@ -1,11 +1,7 @@
-"""The memory that is free under the limits of a container and of the process, and errors where it is not enough."""
+"""The memory that is free under the limits of a container."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,72 +74,3 @@ def test_memory_high_is_a_limit_too(tmp_path):
 
 def test_without_groups(tmp_path):
     assert cgroup_memory(tmp_path / "absent") is None
-
-
-LIMITED = """
-import json, re, resource, unittest.mock
-import torch
-from gpytorch.kernels import RBFKernel
-from sketchgp import KRILL, QR, Cholesky, FullProblem, InducingPointProblem, InputError
-from sketchgp.memory import available_memory
-
-MIB, found = 2**20, {}
-
-
-def used(name):
-    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-
-
-def error(solve):
-    try:
-        solve()
-    except InputError as caught:
-        return str(caught)
-
-
-def solve(solver, m):
-    x, y = torch.randn(m, 2, dtype=torch.float64), torch.randn(m, dtype=torch.float64)
-    kernel = RBFKernel().double()
-    if isinstance(solver, Cholesky):
-        return solver.solve(FullProblem(kernel, x, y, 0.1))
-    return solver.solve(InducingPointProblem(kernel, x, y, 0.1, x))
-
-
-solvers = {"Cholesky": Cholesky(), "KRILL": KRILL(), "QR": QR()}
-for solver in solvers.values():
-    solve(solver, 50)
-kinds = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-for name, kind in kinds.items():
-    free = available_memory()
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (used(name) + 400 * MIB, before[1]))
-    found[name] = (free, available_memory())
-    if name == "VmData":
-        resource.setrlimit(kind, before)
-found["refused"] = {name: error(lambda s=solver: solve(s, 6000)) for name, solver in solvers.items()}
-with unittest.mock.patch("sketchgp.memory.available_memory", lambda device: 2**40), unittest.mock.patch(
-        "sketchgp.solvers.inducing.problem.available_memory", lambda device: 2**40):
-    found["failed"] = {name: error(lambda s=solver: solve(s, 8000)) for name, solver in solvers.items()}
-found["after"] = [solve(solver, 50).report.converged for solver in solvers.values()]
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limits of a process are those of Linux")
-def test_limits_of_the_process():
-    """They are seen; what does not fit is refused before it begins, and where that was not seen, the allocator's own
-    error becomes one of ours."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for name in ("VmData", "VmSize"):
-        free, limited = found[name]
-        assert free > 2**30 // 2, "too little memory for this test"
-        assert 300 * 2**20 < limited <= 400 * 2**20
-    for kind, words in (("refused", r"needs"), ("failed", r"ran out of memory: it needs about")):
-        for name, message in found[kind].items():
-            assert message is not None and message.startswith(f"{name}() for "), (kind, name, message)
-            assert words in message and " GiB" in message and "; use " in message
-    assert all("MiB are free" in message or "GiB are free" in message for message in found["refused"].values())
-    assert found["after"] == [True] * 3

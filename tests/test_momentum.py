@@ -8,7 +8,7 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from problems import identity, normal, points
-from sketchgp.solvers.full.blockwise import blocks as drawn
+from sketchgp.solvers.full import blocks as drawn
 
 N, B = 12, 3
 

@@ -36,7 +36,7 @@ from sketchgp.models.accelerated.sample_solve import SampleSolve
 from sketchgp.operators.random_features import PriorPaths
 from test_pathwise_variance import KERNELS, _kernel
 
-S, D = 20_000, 3
+S, D = 5000, 3
 TEST = points(6, seed=4)
 
 
@@ -90,8 +90,7 @@ def test_posterior_of_full_models(name):
     _agree(values, *_dense(model))
 
 
-@pytest.mark.parametrize("n", [1, 2, 40, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "dtype"), zip([1, 2, 40, 200], [torch.float32, torch.float64] * 2, strict=True))
 def test_sizes_and_dtypes(n, dtype):
     model = _model("rbf-ard", n, dtype)
     samples = sample_posterior(model, S, frequencies=2)
@@ -123,16 +122,14 @@ SOLVERS = ["auto", "conjugate gradients", "ASkotch", "Cholesky"]
 def test_solvers(solver, dtype):
     model = _model(n=180, dtype=dtype, solver=solver)
     with iterative(tol=1e-5), record_solves() as solves:
-        samples = sample_posterior(model, 4000, frequencies=8)
+        samples = sample_posterior(model, 2000, frequencies=8)
     assert any(report is samples.report for report in solves)
-    assert samples.report.converged and samples.report.columns == 4000
+    assert samples.report.converged and samples.report.columns == 2000
     assert samples.report.solver == ("ConjugateGradients" if isinstance(solver, str) else solver.name)
     _agree(samples(TEST.to(dtype)), *_dense(model), off=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("solver", "noise"), [("auto", 1e-1), ("auto", 1e-2), ("auto", 2e-4), (ASkotch(), 1e-1), (ASkotch(), 2e-4)], ids=str
-)
+@pytest.mark.parametrize(("solver", "noise"), [("auto", 1e-1), ("auto", 2e-4), (ASkotch(), 2e-4)], ids=str)
 def test_the_default_tolerance_is_worth_some_percent_of_a_deviation(solver, noise):
     """Of the same functions and noises, less the error of the mean."""
     exact, model = (_model("rbf", n=300, noise=noise, solver=s) for s in ("auto", solver))
@@ -196,8 +193,8 @@ class _OwnSolver:
 def test_a_solver_of_ones_own(kernel):
     model = _model(kernel, n=60, solver=_OwnSolver())
     with iterative():
-        samples = sample_posterior(model, 4000, frequencies=8)
-    assert samples.report.solver == "my own" and samples.report.columns == 4000
+        samples = sample_posterior(model, 2000, frequencies=8)
+    assert samples.report.solver == "my own" and samples.report.columns == 2000
     _agree(samples(TEST), *_dense(model))
 
 
@@ -227,16 +224,16 @@ def test_samples_go_through_the_data_where_the_noise_is_small():
 
 def test_inducing_points():
     model = _sparse()
-    samples = sample_posterior(model, 2000, frequencies=8)
+    samples = sample_posterior(model, 800, frequencies=8)
     with torch.no_grad():
         _agree(samples(TEST), model(TEST).mean, _predictor(model))
-    assert samples.report.columns == 2000 and samples.report.size == 8
+    assert samples.report.columns == 800 and samples.report.size == 8
 
 
 def test_several_outputs_of_inducing_points_are_independent():
     model = _sparse(columns=2)
-    values = sample_posterior(model, 1000, frequencies=8)(TEST)
-    assert values.shape == (1000, 6, 2)
+    values = sample_posterior(model, 500, frequencies=8)(TEST)
+    assert values.shape == (500, 6, 2)
     with torch.no_grad():
         mean, covariance = model(TEST).mean, _predictor(model)
     _agree(values.movedim(2, 1).flatten(1), mean.mT.flatten(), torch.block_diag(covariance, covariance))

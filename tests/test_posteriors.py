@@ -227,7 +227,7 @@ def test_noises_of_their_own_and_many_points():
     assert torch.allclose(samples.var(dim=0), expected + 0.5, rtol=0.2)
 
 
-def many(n=1000, noise=1e-3, dtype=torch.float32, solver="auto", shift=0.0):
+def many(n=850, noise=1e-3, dtype=torch.float32, solver="auto", shift=0.0):
     x, y, _ = data(n, dtype=dtype)
     likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
     likelihood.noise = noise
@@ -440,16 +440,16 @@ def test_gradients_to_hyperparameters_are_the_same_in_float32():
     assert float((found[1] - found[0]).norm()) < 1e-3 * float(found[0].norm())
 
 
-@pytest.mark.parametrize("n", [100, 900])
+@pytest.mark.parametrize("factorized", [20, 800])
 @pytest.mark.parametrize(
     "what", ["parameter", "data of a parameter", "targets", "fixed noise", "mean", "setting of kernel"]
 )
-def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, n):
-    x, y, test = data(n)
-    fixed = FixedNoiseGaussianLikelihood(torch.full((n,), 1e-2, dtype=torch.float64))
+def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, factorized):
+    x, y, test = data(100)
+    fixed = FixedNoiseGaussianLikelihood(torch.full((100,), 1e-2, dtype=torch.float64))
     likelihood = fixed if what == "fixed noise" else GaussianLikelihood()
     model = sketchgp.accelerate(Plain(x, y, likelihood, scaled(MaternKernel(nu=2.5), 0.8)).double()).eval()
-    with torch.no_grad():
+    with torch.no_grad(), gpytorch.settings.max_cholesky_size(factorized):
         before = model(test).mean
         if what == "parameter":
             model.covar_module.base_kernel.raw_lengthscale.add_(0.5)
@@ -458,7 +458,7 @@ def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, n):
         elif what == "targets":
             model.train_targets.mul_(2)
         elif what == "fixed noise":
-            likelihood.noise = torch.linspace(0.01, 1, n, dtype=torch.float64)
+            likelihood.noise = torch.linspace(0.01, 1, 100, dtype=torch.float64)
         elif what == "mean":
             model.mean_module.constant = 3.0
         else:
@@ -482,13 +482,12 @@ def test_fantasies_keep_what_they_were_made_of():
         fantasies._clear_cache()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [100, 900])
-def test_what_is_made_without_gradients_has_none(dtype, n):
-    x, y, test = data(n, dtype=dtype)
-    model = Plain(x, y, GaussianLikelihood(), scaled(RBFKernel(), 0.8)).to(dtype).eval()
+@pytest.mark.parametrize("factorized", [20, 800])
+def test_what_is_made_without_gradients_has_none(factorized):
+    x, y, test = data(100)
+    model = Plain(x, y, GaussianLikelihood(), scaled(RBFKernel(), 0.8)).double().eval()
     sketchgp.accelerate(model)
-    with torch.no_grad():
+    with torch.no_grad(), gpytorch.settings.max_cholesky_size(factorized):
         posterior = model(test)
         observed = model.likelihood(posterior)
     for one in (observed.stddev, posterior.variance, posterior.covariance_matrix, posterior.rsample()):

@@ -1,7 +1,7 @@
 """The promise itself, on random problems: an answer is as near to a dense float64 one as its report says, or the
 library warned, or it refused.
 
-The strategies and what they build are in ``property_cases.py``.  The default is a fixed set of cases, some 40 seconds
+The strategies and what they build are in ``property_cases.py``.  The default is a fixed set of cases, some 15 seconds
 on one core.  For hours of others::
 
     SKETCHGP_PROPERTY_CASES=10000 SKETCHGP_PROPERTY_SEED=1 python -m pytest -n 0 tests/test_properties.py
@@ -62,7 +62,7 @@ CASES = int(os.environ.get("SKETCHGP_PROPERTY_CASES", "0"))
 SEED = os.environ.get("SKETCHGP_PROPERTY_SEED")
 LOG = os.environ.get("SKETCHGP_PROPERTY_LOG")
 SHARES = {"model": 0.5, "full": 0.25, "inducing": 0.25}
-DEFAULT = 120
+DEFAULT = 40
 REFUSALS = (InputError, NumericalError, NotPSDError, NanError)
 PROBES = 100
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -18,16 +19,16 @@ from linear_operator.operators import (
     ToeplitzLinearOperator,
 )
 
-from cases import each
+from cases import each, pairwise
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
-from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, rows
-from sketchgp.operators.rows import RowProduct
+from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, access
+from sketchgp.operators.access import RowProduct
 from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import System
-from sketchgp.solvers.full.blockwise import (
+from sketchgp.solvers.full.blocks import (
     Partition,
     block_inverse,
     next_block,
@@ -79,10 +80,7 @@ def _close(found, expected, matrix, vectors, dtype):
 # --- RowProduct -----------------------------------------------------------------------------------------------
 
 
-@each("which", INDICES)
-@each("engine", ["dense", "tiled"])
-@each("dtype", DTYPES)
-@each("name", KERNELS)
+@each(("name", "dtype", "engine", "which"), pairwise(KERNELS, DTYPES, ["dense", "tiled"], INDICES))
 def test_rows_of_a_kernel_matrix(name, dtype, engine, which):
     kernel, x, matrix = _case(name, dtype)
     indices, vectors = INDICES[which], normal(90, 2, seed=3)
@@ -116,7 +114,7 @@ def test_some_columns_of_rows_of_a_kernel_matrix(name, dtype, engine, accurate):
 @each("engine", ["dense", "tiled"])
 @each("dtype", DTYPES)
 def test_rows_by_many_tiles(dtype, engine, many_tiles, monkeypatch):
-    monkeypatch.setattr(rows, "_GATHERED", {"cpu": 200})  # two rows at a time
+    monkeypatch.setattr(access, "_GATHERED", {"cpu": 200})  # two rows at a time
     for name in ("rbf-ard", "matern12", "rational-quadratic", "polynomial"):
         kernel, x, matrix = _case(name, dtype)
         for indices in INDICES.values():
@@ -160,11 +158,9 @@ def _sums(dtype):
 
 @each("accurate", [False, True])
 @each("dtype", DTYPES)
-@each("name", list(_sums(torch.float64)))
-def test_rows_of_sums_and_multiples(name, dtype, accurate):
-    operator, matrix = _sums(dtype)[name]
+def test_rows_of_sums_and_multiples(dtype, accurate):
     vectors = normal(90, 2, seed=3)
-    for indices in INDICES.values():
+    for (operator, matrix), indices in itertools.product(_sums(dtype).values(), INDICES.values()):
         found = RowProduct(operator, accurate=accurate)(indices, vectors)
         kept = torch.float64 if accurate else dtype
         assert found.dtype == torch.float64

@@ -15,7 +15,7 @@ import pytest
 
 import second_cases
 
-CASES = int(os.environ.get("SKETCHGP_SECOND_CASES", "36"))
+CASES = int(os.environ.get("SKETCHGP_SECOND_CASES", "20"))
 SEED = int(os.environ.get("SKETCHGP_SECOND_SEED", "0"))
 TOTAL = sum(weight for _, weight in second_cases.KINDS.values())
 

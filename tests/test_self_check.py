@@ -16,8 +16,8 @@ import sketchgp
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel
 from sketchgp.operators import KernelMatrix, engines, preview_engine, products
+from sketchgp.operators.access import RowProduct
 from sketchgp.operators.engines import TILED, Engine, self_check
-from sketchgp.operators.rows import RowProduct
 
 GIB = 2**30
 
@@ -262,9 +262,9 @@ def test_engines_of_torch_operations_are_not_checked(monkeypatch):
 def test_rows_that_the_library_gave_an_engine_may_get_another(use, monkeypatch):
     """Block solvers name the engine that was chosen for them, which does not make it the user's."""
     use(Tampered(FLAWS["a factor"]))
-    from sketchgp.operators import rows
+    from sketchgp.operators import access
 
-    monkeypatch.setattr(rows, "choose", lambda matrix: engines.TRITON)
+    monkeypatch.setattr(access, "choose", lambda matrix: engines.TRITON)
     indices = torch.arange(5)
     product = RowProduct(_auto().detach())
     assert product.engines == ["triton"] and product.asked == [False]

@@ -15,7 +15,7 @@ from problems import Crash, Largest, normal, points, quiet, relative
 from sketchgp import ConvergenceWarning, InducingPointProblem, InputError, NumericalError, record_solves
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.tall import TallMatrix
-from sketchgp.preconditioners.sketchysaga import DampedNystrom, damped_nystrom
+from sketchgp.preconditioners.row_nystrom import DampedNystrom, damped_nystrom
 from sketchgp.solvers.inducing.sketchysaga import Saga, SketchySAGA
 
 
@@ -138,7 +138,7 @@ def test_every_seed(seed):
 
 def test_the_same_bits_again_and_others_by_another_seed():
     one = problem()
-    first, again, other = (solve(one, tol=1e-4, seed=seed).value for seed in (0, 0, 1))
+    first, again, other = (solve(one, tol=1e-2, seed=seed).value for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -154,20 +154,20 @@ def test_float32_is_corrected_by_float64_sweeps():
 
 def test_a_noise_for_every_point():
     noise = 0.3 + 3 * points(400, 1, seed=4).squeeze(1)
-    one = problem(noise=noise, columns=2)
+    one = problem(noise=noise)
     matrix, rhs = dense(one)
     assert error(matrix, solve(one).value, torch.linalg.solve(matrix, rhs)) < 1e-6
-    same = problem(noise=torch.full((400,), 1.0, dtype=torch.float64), columns=2)
-    assert torch.equal(solve(same, tol=1e-4).value, solve(problem(columns=2), tol=1e-4).value)
+    same = problem(noise=torch.full((400,), 1.0, dtype=torch.float64))
+    assert torch.equal(solve(same, tol=1e-2).value, solve(problem(), tol=1e-2).value)
 
 
-@pytest.mark.parametrize("choices", [{"block_size": 1}, {"rank": 8}, {"rho": 1.0}])
+@pytest.mark.parametrize("choices", [{"block_size": 1}, {"rank": 5}, {"rho": 1.0}])
 def test_any_choice_gets_there(choices):
-    one = problem(m=10, n=100)
+    one = problem(m=6, n=60)
     matrix, rhs = dense(one)
     solution = solve(one, tol=1e-6, max_epochs=3000, **choices)
     assert error(matrix, solution.value, torch.linalg.solve(matrix, rhs)) < 1e-4
-    assert solution.report.rank == choices.get("rank", 10)
+    assert solution.report.rank == choices.get("rank", 6)
     if "block_size" in choices:
         assert f"batches of {choices['block_size']}" in solution.report.preconditioner
     assert all(solution.report.details[name] == value for name, value in choices.items() if name != "rank")
@@ -245,7 +245,7 @@ def test_the_best_iterate_is_returned(monkeypatch):
 
 def test_divergence_is_cured_with_a_note(monkeypatch):
     too_long(monkeypatch)
-    one = problem()
+    one = problem(n=100, m=10)
     matrix, rhs = dense(one)
     solution = solve(one, tol=1e-6)
     halved = [note for note in solution.report.notes if "halved" in note]
@@ -261,7 +261,7 @@ def test_divergence_that_no_step_cures_is_an_error(monkeypatch):
 
 def test_an_unreachable_tolerance_stagnates():
     with pytest.warns(ConvergenceWarning, match="stagnated"):
-        report = solve(problem(n=100, m=10), tol=1e-40).report
+        report = solve(problem(n=60, m=6), tol=1e-40).report
     assert report.max_residual < 1e-12 and len(report.history) < 500
 
 
@@ -275,7 +275,6 @@ def test_nan_from_the_kernel_is_an_error(monkeypatch):
 
 def test_nothing_m_by_m_or_n_by_m(monkeypatch, many_tiles):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 2000)
-    monkeypatch.setattr("sketchgp.preconditioners.sketchysaga._COLUMNS", 8000)
     monkeypatch.setattr("sketchgp.preconditioners.row_nystrom._COLUMNS", 8000)
     monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga._LEAST_ROWS", 100)
     monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga._LEAST_SAMPLE", 50)
@@ -325,10 +324,10 @@ def piecewise(one, path, max_epochs, **choices):
 def test_the_same_bits_after_interruptions(way, variant, tmp_path, monkeypatch):
     columns, dtype = (3 if variant == "columns" else None), torch.float32 if variant == "float32" else torch.float64
     one = problem(matern(dtype), columns=columns, dtype=dtype, n=410)
-    choices = {"tol": 1e-5, "max_epochs": 200}
+    choices = {"tol": 1e-3, "max_epochs": 200}
     if variant == "diverging":
         too_long(monkeypatch)
-        choices["max_epochs"] = 25
+        choices["max_epochs"] = 8
     if variant == "out of epochs":
         choices = {"tol": 1e-12, "max_epochs": 7}
     with quiet():
@@ -374,7 +373,7 @@ def test_a_solve_that_was_over_goes_on_where_more_is_asked_for(tmp_path):
 )
 def test_a_checkpoint_of_another_problem_is_refused(changed, choices, message, tmp_path):
     path = tmp_path / "solve"
-    solver = SketchySAGA(tol=1e-12, max_epochs=2, checkpoint=path)
+    solver = SketchySAGA(tol=1e-12, max_epochs=0.5, checkpoint=path)
     with pytest.warns(ConvergenceWarning, match="ran out of epochs"):
         solver.solve(problem())
     before = path.read_bytes()

@@ -126,6 +126,7 @@ def test_without_normalising_units_do_not_matter_either() -> None:
 def test_inducing_points_and_rows_to_tune_on(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     x, y = data(120)
     monkeypatch.setitem(choices._EXACT, "cpu", 100)
+    monkeypatch.setitem(run._ITERATIONS, "lbfgs", 10)
     many = GaussianProcessRegressor(tuning_rows=50, random_state=0, verbose=True).fit(x, y)
     assert many.method_ == "inducing" and isinstance(many.model_, sketchgp.InducingPointGP)
     assert many.choice_ == (

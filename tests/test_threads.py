@@ -19,6 +19,7 @@ from gpytorch import kernels
 from torch import Tensor
 
 import sketchgp
+from cases import pairwise
 from gp_models import Plain, data, iterative, scaled
 from sketchgp.operators import KernelMatrix
 
@@ -156,11 +157,10 @@ def together(*works: Callable[[], Any], in_step: bool = True) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("large", [True, False], ids=["iterated", "factorized"])
 @pytest.mark.parametrize(
-    ("call", "name"),
-    [*((call, name) for call in ("predict", "model") for name in ("known", "called", "sum", "product")),
-     ("fit", "called"), ("fit", "product")],
+    ("call", "name", "large"),
+    [*pairwise(["predict", "model"], ["known", "called", "sum", "product"], [True, False]),
+     ("fit", "called", True), ("fit", "product", False)],
 )  # fmt: skip
 def test_no_setting_is_touched(call: str, name: str, large: bool) -> None:
     with iterative(tol=1e-6) if large else gpytorch.settings.max_cholesky_size(800):

@@ -23,12 +23,12 @@ def test_a_kernel_compiles_for_devices_that_are_not_there(tmp_path):
         pytest.skip("this Triton comes without the tools that make binaries and read them")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--capability", "80", "90"],
+        [sys.executable, str(SCRIPT), "--quick", "--capability", "90"],
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     rows = [ast.literal_eval(line) for line in found.stdout.splitlines() if line.startswith("{")]
-    assert [row["capability"] for row in rows] == [8.0, 9.0]
+    assert [row["capability"] for row in rows] == [9.0]
     for row in rows:
         assert row["precision"] == "float32" and row["spilled"] == 0
         assert 32 < row["registers"] <= 255  # an empty kernel, of one that needs too much, has a few

@@ -1,9 +1,10 @@
-"""Cards of results: a few aligned lines in a console, a table of two columns in a notebook."""
+"""Show results as cards (aligned lines, or a table in a notebook), and progress where someone is watching."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -140,3 +141,15 @@ def report_card(report: Any) -> Card:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def shows_progress(asked: bool | None) -> bool:
+    """Return ``asked``; where it is None, return whether this is a terminal or a Jupyter notebook."""
+    return asked if asked is not None else sys.stderr.isatty() or in_notebook()
+
+
+def in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook, without importing anything."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None or "ipykernel" not in sys.modules else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

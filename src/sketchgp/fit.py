@@ -13,12 +13,12 @@ from gpytorch.models import ExactGP
 
 from . import checks
 from .accelerate import acceleration_of
+from .cards import shows_progress
 from .distributed import in_force
 from .errors import InputError
 from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
 from .inducing_point_gp import InducingPointGP
-from .interactive import shows_progress
 from .models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood, LeaveOneOutPseudoLikelihood
 from .models.accelerated.targets import check_noise, check_targets
 

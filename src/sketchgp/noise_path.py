@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 from . import checks
 from .accelerate import acceleration_of
+from .cards import shows_progress
 from .errors import InputError
 from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
-from .interactive import shows_progress
 from .memory import require_memory
 from .models.accelerated.training_data import TrainingData
 from .report import SolveReport

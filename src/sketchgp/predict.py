@@ -7,8 +7,8 @@ from typing import Any
 from gpytorch.models import ExactGP
 
 from .accelerate import acceleration_of
+from .cards import shows_progress
 from .checks import count, flag, word
-from .interactive import shows_progress
 from .models.prediction import Prediction
 from .settings import VARIANCES, Variance
 

@@ -15,8 +15,7 @@ from .errors import InputError
 from .models.streamed import Streamed
 from .solvers.problem import check_kernel
 from .solvers.streams.doubly_stochastic import DoublyStochastic
-from .solvers.streams.losses import CLASSIFICATION
-from .solvers.streams.problem import Labels, RandomFeatureProblem
+from .solvers.streams.problem import CLASSIFICATION, Labels, RandomFeatureProblem
 
 
 class RandomFeatureClassifier(Streamed, gpytorch.Module):

@@ -178,14 +178,12 @@ class SolveReport(Shown):
     @property
     def max_deviations(self) -> float:
         """The largest of ``deviations``; infinite where they are not known."""
-        known = self.deviations is not None and self.deviations.numel()
-        return float(self.deviations.max()) if known and self.deviations is not None else float("inf")
+        return _largest(self.deviations)
 
     @property
     def max_certain(self) -> float:
         """The largest of ``certain_deviations``; infinite where they are not known."""
-        certain = self.certain_deviations
-        return float(certain.max()) if certain is not None and certain.numel() else float("inf")
+        return _largest(self.certain_deviations)
 
     @property
     def certainty(self) -> float:
@@ -273,6 +271,11 @@ class SolveReport(Shown):
         """Name of the preconditioner, with the rank where the name does not say it."""
         said = not self.rank or re.search(rf"\b{self.rank}\b", self.preconditioner)
         return self.preconditioner if said else f"{self.preconditioner}, rank {self.rank}"
+
+
+def _largest(values: Tensor | None) -> float:
+    """Return the largest of some numbers; infinity where they are not known, or none."""
+    return float("inf") if values is None or not values.numel() else float(values.max())
 
 
 def merged(reports: Sequence[SolveReport]) -> SolveReport:

@@ -28,8 +28,20 @@ from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
 from .options import Output, claim
-from .regression import Regression, Scaling, copy_hyperparameters, true_residual
-from .steps import Outcome, Row, evaluate, format_table, measure, split_rows, tune, working
+from .regression import (
+    Outcome,
+    Regression,
+    Row,
+    Scaling,
+    copy_hyperparameters,
+    evaluate,
+    format_table,
+    measure,
+    split_rows,
+    true_residual,
+    tune,
+    working,
+)
 
 KERNEL = "matern52"
 EVERY = 4.0  # seconds without a line
@@ -225,13 +237,11 @@ class WatchedSolve:
 
 
 @contextmanager
-def watch_linear_cg(name: str = "GPyTorch") -> Iterator[list[WatchedSolve]]:
+def watch_linear_cg() -> Iterator[list[WatchedSolve]]:
     """Collect every solve by conjugate gradients that GPyTorch does in the block.
 
     ``linear_cg`` applies its preconditioner to the residual once before the first and once in every
     iteration, so a wrapper around that preconditioner sees all residuals and changes nothing.
-
-    :param name: shown beside the progress bar.
     """
     solves: list[WatchedSolve] = []
     start = time.perf_counter()
@@ -241,7 +251,7 @@ def watch_linear_cg(name: str = "GPyTorch") -> Iterator[list[WatchedSolve]]:
         solve = WatchedSolve(columns=rhs.shape[-1] if rhs.dim() > 1 else 1)
         solves.append(solve)
         inner: Callable[[Tensor], Tensor] | None = options.pop("preconditioner", None)
-        with tqdm(desc=f"{name}, {solve.columns} column(s)", unit=" iterations", disable=None, leave=False) as bar:
+        with tqdm(desc=f"GPyTorch, {solve.columns} column(s)", unit=" iterations", disable=None, leave=False) as bar:
 
             def preconditioner(residual: Tensor) -> Tensor:
                 solve.residuals.append(residual.norm(dim=-2).mean().item())
@@ -260,23 +270,6 @@ def watch_linear_cg(name: str = "GPyTorch") -> Iterator[list[WatchedSolve]]:
 
 
 @torch.no_grad()
-def solve_mean(model: Regression, x: Tensor) -> tuple[Tensor, WatchedSolve | None]:
-    """Return the posterior mean ``(m,)`` of test rows ``x`` ``(m, d)`` by GPyTorch alone, and the solve behind it.
-
-    ``skip_posterior_variances`` spares GPyTorch one solve for each test row, which its ``model(x)`` does
-    otherwise.
-    """
-    with (
-        watch_linear_cg() as solves,
-        warnings.catch_warnings(),
-        gpytorch.settings.skip_posterior_variances(),
-    ):
-        warnings.simplefilter("ignore", NumericalWarning)
-        mean = model(x).mean
-    return mean, solves[0] if solves else None
-
-
-@torch.no_grad()
 def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int) -> tuple[Row, WatchedSolve | None]:
     """Return the row of the table for GPyTorch's defaults, and the solve of its mean.
 
@@ -286,19 +279,17 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
     :param rows_for_nll: the variance is of the first so many, because each costs GPyTorch a column of its
         solve.
     """
-    solves: list[WatchedSolve | None] = []
 
     def predict_mean() -> Tensor:
-        mean, solve = solve_mean(model, x)
-        solves.append(solve)
-        return mean
+        with gpytorch.settings.skip_posterior_variances():  # spares one solve for each test row
+            return model(x).mean
 
     def predict_variance() -> Tensor:
-        with watch_linear_cg("GPyTorch, variances"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumericalWarning)
-            return model.likelihood(model(x[:rows_for_nll])).variance
+        return model.likelihood(model(x[:rows_for_nll])).variance
 
-    row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
-    (solve,) = solves
+    with watch_linear_cg() as solves, warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
+    solve = solves[0] if solves else None  # that of the mean
     residual = true_residual(model, model.prediction_strategy.mean_cache)
     return replace(row, iterations=None if solve is None else solve.iterations, residual=residual), solve

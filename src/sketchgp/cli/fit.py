@@ -15,15 +15,14 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..errors import InputError
-from ..pictures.predictions import draw_calibration
+from ..plotting.models import draw_calibration
 from ..preconditioners import RPCholesky
 from ..style import COLORS, finish, new_figure
 from .columns import Rules, Table
 from .features import Feature, learn, summary, training_inputs, without_missing
 from .model_file import SavedModel, save_model, weights_residual
 from .options import SOLVERS, Output, claim, notation, opened
-from .regression import Regression, Scaling, calibration, rmse
-from .steps import Outcome, Row, evaluate, format_table, split_rows, tune
+from .regression import Outcome, Regression, Row, Scaling, calibration, evaluate, format_table, rmse, split_rows, tune
 from .tables import Source
 
 _POINTS, _INTERVALS = 4000, 300  # points of the picture, and those that have their interval drawn
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"saved: {options.save} ({options.save.stat().st_size / 1e6:.1f} MB)")
     if picture is not None:
         mean, std = scaling.unscale_mean(outcome.mean), scaling.unscale_std(outcome.variance)
-        _draw(picture, mean.numpy(), std.numpy(), inputs.y[test].numpy(), options.target, options.data.name)
+        _draw(picture, mean, std, inputs.y[test], options.target, options.data.name)
         print(f"picture: {options.picture}")
 
 
@@ -179,13 +178,13 @@ def _print_results(outcome: Outcome, scaled_y: Tensor, y: Tensor, scaling: Scali
     print(format_table([row, baseline]))
     print("RMSE and NLL (negative log predictive density a row, in nats) are of the standardised target.")
     mean, std = scaling.unscale_mean(outcome.mean), scaling.unscale_std(outcome.variance)
-    print(calibration(mean.numpy(), std.numpy(), y.numpy()))
+    print(calibration(mean, std, y))
     mean_error = rmse(torch.full_like(y, scaling.y_mean), y)
     print(f"Result: RMSE {rmse(mean, y):.4g} in units of {target!r} on {len(y):,} held-out rows "
           f"(its mean: {mean_error:.4g}).")  # fmt: skip
 
 
-def _draw(output: Output, mean: np.ndarray, std: np.ndarray, y: np.ndarray, target: str, data: str) -> None:
+def _draw(output: Output, mean: Tensor, std: Tensor, y: Tensor, target: str, data: str) -> None:
     """Write a PNG: predictions against the truth with their 95 % intervals, and the calibration of all intervals.
 
     :param mean: ``(m,)``; :param std: of an observation, ``(m,)``; :param y: the truth, ``(m,)``, in its units.
@@ -193,18 +192,19 @@ def _draw(output: Output, mean: np.ndarray, std: np.ndarray, y: np.ndarray, targ
     """
     figure = new_figure((11, 5.2), 150)
     left, right = figure.subplots(1, 2)
+    predicted, half, true = mean.numpy(), 1.96 * std.numpy(), y.numpy()
     some = np.random.default_rng(0).permutation(len(y))[:_POINTS]
     few = some[:_INTERVALS]
     bars: dict[str, Any] = {"fmt": "none", "ecolor": COLORS[0], "alpha": 0.3, "linewidth": 0.8, "zorder": 2}
-    left.errorbar(mean[few], y[few], xerr=1.96 * std[few], **bars)
-    faint = float(np.clip(30 / np.sqrt(len(some)), 0.25, 0.7))
-    left.scatter(mean[some], y[some], s=9, color=COLORS[0], alpha=faint, linewidths=0, zorder=3)
-    ends = [min(y.min(), mean.min()), max(y.max(), mean.max())]
+    left.errorbar(predicted[few], true[few], xerr=half[few], **bars)
+    faint = min(max(30 / math.sqrt(len(some)), 0.25), 0.7)
+    left.scatter(predicted[some], true[some], s=9, color=COLORS[0], alpha=faint, linewidths=0, zorder=3)
+    ends = [min(true.min(), predicted.min()), max(true.max(), predicted.max())]
     left.plot(ends, ends, color="0.45", linewidth=1, linestyle=(0, (2, 2)), zorder=4)
     finish(left, f"{len(some):,} predictions, {len(few):,} of them with their 95 % intervals", legend=False)
     left.set_xlabel(f"{target}, predicted", parse_math=False)
     left.set_ylabel(f"{target}, true", parse_math=False)
-    draw_calibration(right, *(torch.from_numpy(values) for values in (mean, std**2, y)))
+    draw_calibration(right, mean, std.square(), y)
     figure.suptitle(f"{data}: {target} of {len(y):,} held-out rows", fontsize=12, x=0.012, ha="left", parse_math=False)
     with output.open("wb") as file:
         figure.savefig(file, format="png")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from ..errors import InputError
 from ..predict import Prediction, predict
 from ..settings import Variance
 from .columns import MARKS, Rules, Table
-from .features import KINDS, MISSING, Feature, encode
+from .features import Feature, encode
 from .options import Output
-from .regression import KERNELS, Regression, Scaling, true_residual
+from .regression import Regression, Scaling, true_residual
 from .tables import require_file
 
 FORMAT = "sketchgp regression"
@@ -123,17 +122,7 @@ def load_model(path: str | Path) -> SavedModel:
         raise InputError(
             f"{path}: written by {age} sketchgp (format version {version!r}; this one reads {VERSION} and 3): {remedy}"
         )
-    contents = {**described, **tensors}
-    if version == 3:
-        contents["marks"] = list(MARKS)
-    saved = _saved_model(path, contents)
-    residual = weights_residual(saved.model, saved.weights)
-    if not residual <= 2 * saved.residual + _RESIDUAL_SLACK:
-        raise InputError(
-            f"{path}: its weights do not solve its training data: the residual is {residual:.1e}, where the file says "
-            f"{saved.residual:.1e}; make it anew with the command fit"
-        )
-    return saved
+    return _saved_model(path, {"marks": MARKS, **described, **tensors})
 
 
 def weights_residual(model: Regression, weights: Tensor) -> float:
@@ -143,83 +132,36 @@ def weights_residual(model: Regression, weights: Tensor) -> float:
     return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())
 
 
-def _are_texts(values: list[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _are_features(described: list[Any]) -> bool:
-    try:
-        features = [Feature(**one) for one in described]
-    except TypeError:
-        return False
-    good = all(
-        isinstance(one.name, str)
-        and one.kind in KINDS
-        and isinstance(one.categories, list)
-        and _are_texts(one.categories)
-        and len(set(one.categories)) == len(one.categories)
-        and bool(one.categories) == (one.kind == "category")
-        for one in features
-    )
-    return good and 0 < len(features) == len({one.name for one in features})
-
-
-_FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "kernel": (str, KERNELS.__contains__, "the name of a kernel"),
-    "features": (list, _are_features, "names, kinds and categories that are all different"),
-    "target": (str, lambda value: True, "a name"),
-    "y_mean": (float, math.isfinite, "a finite number"),
-    "y_std": (float, math.isfinite, "a finite number"),
-    "residual": (float, math.isfinite, "a finite number"),
-    "missing": (str, MISSING.__contains__, " or ".join(MISSING)),
-    "id": (str, lambda value: True, "a name"),
-    "marks": (list, _are_texts, "texts"),
-}
-
-
 def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
-    """Return the model of a file's fields, each of which has its type, its shape and its dtype checked."""
+    """Return the model of a file's fields, which fit together; the digest says that they are what was written.
 
-    def require(good: Any, what: str) -> None:
-        if not good:
-            raise InputError(f"{path}: damaged: {what}")
-
-    for name, (kind, is_good, words) in _FIELDS.items():
-        value = contents.get(name)
-        good = isinstance(value, kind) and is_good(value)
-        require(good, f"the field {name!r} is {type(value).__name__} {value!r:.60}, expected {words}")
-    features = tuple(Feature(**{**one, "categories": tuple(one["categories"])}) for one in contents["features"])
-    tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
-    absent = torch.empty(0)
-    rows, width = tensors.get("weights", absent).numel(), sum(feature.width for feature in features)
-    dtype = torch.float32 if tensors.get("train_x", absent).dtype == torch.float32 else torch.float64
-    shapes = {"train_x": (rows, width), "train_y": (rows,), "weights": (rows,)}
-    shapes |= dict.fromkeys(("fill", "x_mean", "x_std"), (width,))
-    for name, shape in shapes.items():
-        value, expected_dtype = tensors.get(name, absent), dtype if name.startswith("train") else torch.float64
-        require(
-            value.layout == torch.strided and value.dtype == expected_dtype and value.shape == shape,
-            f"the tensor {name!r} has type {value.dtype} and shape {tuple(value.shape)}, expected {shape}",
+    :raises InputError: the file was written by something else than :func:`save_model`.
+    """
+    try:
+        features = tuple(Feature(**{**one, "categories": tuple(one["categories"])}) for one in contents["features"])
+        scaling = Scaling(*(contents[name] for name in ("x_mean", "x_std", "y_mean", "y_std")))
+        model = Regression(contents["train_x"], contents["train_y"], contents["kernel"])
+        model.load_state_dict({name: contents[_HYPERPARAMETER + name] for name in model.state_dict()})
+        saved = SavedModel(
+            model=model.eval(),
+            features=features,
+            scaling=scaling,
+            id=contents["id"] or None,
+            marks=tuple(contents["marks"]),
+            **{name: contents[name] for name in (*_WORDS, "weights", "fill")},
         )
-        require(value.isfinite().all(), f"the tensor {name!r} holds values that are not finite")
-    scaling = Scaling(tensors["x_mean"], tensors["x_std"], contents["y_mean"], contents["y_std"])
-    positive = scaling.y_std > 0 and (scaling.x_std > 0).all()
-    require(rows >= 2 and positive, "no training rows, or a deviation that is not positive")
-    model = Regression(tensors["train_x"], tensors["train_y"], contents["kernel"])
-    expected = model.state_dict()
-    state = {name: tensors.get(_HYPERPARAMETER + name, absent) for name in expected}
-    for name, value in state.items():  # a bound of a constraint may be infinite, as it is in every model
-        good = value.shape == expected[name].shape and (value.isfinite() | (value == expected[name])).all()
-        require(good, f"the hyperparameter {name!r} is not {tuple(expected[name].shape)} finite numbers")
-    model.load_state_dict(state)
-    return SavedModel(
-        model=model.eval(),
-        features=features,
-        scaling=scaling,
-        id=contents["id"] or None,
-        marks=tuple(contents["marks"]),
-        **{name: contents[name] for name in (*_WORDS, "weights", "fill")},
-    )
+        residual = weights_residual(model, saved.weights)
+        width = sum(feature.width for feature in features)
+        if {width} != {len(scaling.x_mean), len(scaling.x_std), len(saved.fill), contents["train_x"].shape[1]}:
+            raise ValueError(f"the columns have {width} inputs, and those of the model are others")
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); make it anew with fit") from error
+    if not residual <= 2 * saved.residual + _RESIDUAL_SLACK:
+        raise InputError(
+            f"{path}: its weights do not solve its training data: the residual is {residual:.1e}, where the file says "
+            f"{saved.residual:.1e}; make it anew with the command fit"
+        )
+    return saved
 
 
 @dataclass(frozen=True)

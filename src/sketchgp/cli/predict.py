@@ -76,7 +76,7 @@ def _against(y: Tensor, mean: Tensor, std: Tensor, saved: SavedModel) -> str:
     where = "" if len(y) == predicted else f", known in {len(y):,} of {predicted:,} rows"
     return (
         f"against column {saved.target!r}{where}: RMSE {rmse(mean, y):.4g} (standardised {rmse(mean, y) / unit:.4f}), "
-        f"NLL {density:.3f} nats a row (standardised)\n{calibration(mean.numpy(), std.numpy(), y.numpy())}"
+        f"NLL {density:.3f} nats a row (standardised)\n{calibration(mean, std, y)}"
     )
 
 

@@ -1,18 +1,30 @@
-"""The regression of the commands, an ordinary ExactGP on standardised columns, and its scores."""
+"""The regression of the commands, an ordinary ExactGP: scaling, tuning, predictions, and a table of its scores."""
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import gpytorch
-import numpy as np
 import torch
-from scipy.special import erf
 from torch import Tensor
 
+from ..accelerate import accelerate
+from ..cards import shows_progress
 from ..errors import InputError
+from ..fit import fit
+from ..memory import peak_memory
+from ..plotting.models import within
+from ..predict import Prediction, predict
+from ..random_streams import generator
+from ..report import SolveReport, record_solves
+from ..settings import Variance
 
 _LEVELS = (0.5, 0.9, 0.95)  # of the intervals whose calibration is printed
 _ROWS = 256  # of the kernel matrix formed at a time
@@ -113,21 +125,12 @@ def negative_log_density(mean: Tensor, variance: Tensor, y: Tensor) -> float:
     return (0.5 * (2 * math.pi * variance).log() + 0.5 * (y - mean).square() / variance).mean().item()
 
 
-def within(mean: np.ndarray, std: np.ndarray, y: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return the share of rows inside the central intervals of the normal predictions, ``(len(levels),)``.
+def calibration(mean: Tensor, std: Tensor, y: Tensor) -> str:
+    """Return the shares of rows ``(m,)`` inside the intervals of a few levels, as a line.
 
-    A row is inside an interval of level p where ``|y - mean| <= std sqrt(2) erfinv(p)``.
-
-    :param mean: ``(m,)``; :param std: of an observation, ``(m,)``; :param y: ``(m,)``.
-    :param levels: between 0 and 1.
+    :param std: of an observation, ``(m,)``.
     """
-    needed = np.sort(erf(np.abs(y - mean) / (np.sqrt(2) * std)))  # the least level whose interval holds each row
-    return np.searchsorted(needed, levels, side="right") / len(y)
-
-
-def calibration(mean: np.ndarray, std: np.ndarray, y: np.ndarray) -> str:
-    """Return the shares for a few levels, as a line."""
-    shares = within(mean, std, y, np.array(_LEVELS))
+    shares = within(mean, std, y, torch.tensor(_LEVELS, dtype=torch.float64)).tolist()
     parts = [f"{share:.1%} in the {level:.0%} intervals" for share, level in zip(shares, _LEVELS, strict=True)]
     return f"Calibration: of {len(y):,} rows, {', '.join(parts)}."
 
@@ -151,3 +154,253 @@ def true_residual(model: gpytorch.models.ExactGP, weights: Tensor, rows: Tensor 
         product = kernel(x[part], x).to_dense() @ solution + noise * solution[part]
         error += (product - target[part]).square().sum()
     return float(error.sqrt() / target[rows].norm())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table of results; None is shown as ``-``.
+
+    ``mean_seconds`` is the time to the mean of all test rows (with the preconditioner's set-up),
+    ``variance_seconds`` the time their variances take on top; ``memory`` is in bytes.
+    """
+
+    what: str
+    n: int
+    iterations: int | None = None
+    residual: float | None = None
+    mean_seconds: float | None = None
+    variance_seconds: float | None = None
+    memory: int | None = None
+    rmse: float | None = None
+    nll: float | None = None
+
+
+_HEADINGS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "what": ("what", str),
+    "n": ("n", "{:,}".format),
+    "iterations": ("iterations", str),
+    "residual": ("true residual", "{:.1e}".format),
+    "mean_seconds": ("mean s", "{:.1f}".format),
+    "variance_seconds": ("var. s", "{:.1f}".format),
+    "memory": ("peak memory", lambda size: f"{size / 1e9:.2f} GB"),
+    "rmse": ("RMSE", "{:.4f}".format),
+    "nll": ("NLL", "{:.3f}".format),
+}
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return the rows as aligned text under a header."""
+    lines = [[heading for heading, _ in _HEADINGS.values()]]
+    for row in rows:
+        values = [(getattr(row, name), show) for name, (_, show) in _HEADINGS.items()]
+        lines.append(["-" if value is None else show(value) for value, show in values])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+
+
+@contextmanager
+def repeatedly(seconds: float, do: Callable[[], object]) -> Iterator[None]:
+    """Call a function every so many seconds of the block, in a thread."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(seconds):
+            do()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def resident_sizes() -> Iterator[list[int]]:
+    """Collect sizes of the resident memory of this process in the block, in bytes; the largest is its peak.
+
+    On Linux a thread samples the resident set every 10 ms, so each phase gets its own peak. Elsewhere the
+    process's high-water mark since its start is all there is.
+    """
+    sizes = _resident()
+    with repeatedly(0.01, lambda: sizes.extend(_resident())) if sizes else nullcontext():
+        yield sizes
+    if not sizes and (peak := peak_memory(torch.device("cpu"))):
+        sizes.append(peak)
+
+
+def _resident() -> list[int]:
+    """Return the resident memory in bytes, as a list that is empty where the system does not say."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            return [int(file.read().split()[1]) * resource.getpagesize()]
+    except (OSError, ImportError):
+        return []
+
+
+def measure(
+    what: str,
+    model: Regression,
+    y: Tensor,
+    predict_mean: Callable[[], Tensor],
+    predict_variance: Callable[[], Tensor],
+    rows_for_nll: int | None = None,
+) -> Row:
+    """Return the row of the table for two predictions of test rows, without the iterations and the residual.
+
+    :param y: test targets ``(m,)``; :param predict_mean: of all of them.
+    :param predict_variance: with the noise, of the first ``rows_for_nll`` rows at least.
+    """
+    with resident_sizes() as sizes:
+        start = time.perf_counter()
+        mean = predict_mean()
+        middle = time.perf_counter()
+        variance = predict_variance()
+        end = time.perf_counter()
+    part = slice(rows_for_nll)
+    return Row(
+        what,
+        model.train_targets.shape[0],
+        mean_seconds=middle - start,
+        variance_seconds=end - middle,
+        memory=max(sizes, default=None),
+        rmse=rmse(mean, y),
+        nll=negative_log_density(mean[part], variance[part], y[part]),
+    )
+
+
+def split_rows(n: int, test_fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return random disjoint row numbers ``(train, test)``; the test part has ``round(n * test_fraction)`` rows."""
+    order = torch.randperm(n, generator=generator(seed, "training and test rows"))
+    size = round(n * test_fraction)
+    return order[size:], order[:size]
+
+
+def tune(
+    x: Tensor,
+    y: Tensor,
+    kernel: str,
+    subset: int,
+    iterations: int,
+    seed: int,
+    lengthscale: float | None = None,
+    every: float = 30.0,
+) -> Regression:
+    """Return a regression on all rows, its hyperparameters tuned on a random subset of them.
+
+    :param x: ``(n, d)``, standardised.
+    :param y: ``(n,)``, standardised.
+    :param kernel: a key of ``KERNELS``.
+    :param subset: number of rows to tune on; all when n is not larger.
+    :param iterations: the most steps of L-BFGS.
+    :param seed: of the subset and of the probes.
+    :param lengthscale: to start from, as of :class:`Regression`.
+    :param every: seconds between two lines of progress.
+    :returns: the model, accelerated, in eval mode and conditioned on all rows.
+    """
+    n = x.shape[0]
+    rows = torch.randperm(n, generator=generator(seed, "rows to tune on"))[:subset]
+    model = Regression(x[rows], y[rows], kernel, lengthscale)
+    accelerate(model)
+    which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
+    print(f"tuning the hyperparameters by marginal likelihood on {which} ...")
+    start = time.perf_counter()
+    with working("fits to fewer rows, from several starts", every) as say:
+        history = fit(
+            model,
+            iterations=iterations,
+            seed=seed,
+            callback=lambda step, loss: say(f"step {step} done, loss {loss:.3f} per row"),
+        )
+    print(
+        f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
+        f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
+    )
+    for limit in (value for name, value in history.at_limits.items() if name.endswith("noise")):
+        print(f"  the noise ended at its limit, {limit:g} of the target's variance: error bars may be too wide")
+    model.set_train_data(x, y, strict=False)
+    return model.eval()
+
+
+@contextmanager
+def working(what: str, every: float) -> Iterator[Callable[[str], None]]:
+    """Print a line every so many seconds of the block, where no progress bar is seen: in a log, or through a pipe.
+
+    :param what: the text of the line.
+    :param every: seconds.
+    :returns: what replaces the text.
+    """
+    if shows_progress(None):
+        yield lambda text: None
+        return
+    texts, start = [what], time.perf_counter()
+    with repeatedly(every, lambda: print(f"  ... {texts[0]}, {time.perf_counter() - start:.0f} s")):
+        yield lambda text: texts.__setitem__(0, text)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Predictions of test rows, ``mean`` and ``variance`` (noise included), both ``(m,)``, and their row.
+
+    ``solve`` is the report of the mean's solve, None where GPyTorch factorised a small matrix; ``variance_check``
+    compares low-rank variances with exact ones, as :class:`~sketchgp.Prediction` does.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    row: Row
+    solve: SolveReport | None
+    variance_check: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        """Return indented lines on the solve and on the variances."""
+        lines = [f"  {self.solve or 'solved by a Cholesky factorisation of GPyTorch, as it does for few rows'}"]
+        if (check := self.variance_check) is not None:
+            smallest, median, largest = (check[f"observation_{name}_ratio"] for name in ("min", "median", "max"))
+            lines.append(
+                "  variances: low-rank; predictive variance over that of exact solves at "
+                f"{check['points']} test rows: median {median:.2f}, from {smallest:.2f} to {largest:.2f}"
+            )
+        return "\n".join(lines)
+
+
+def evaluate(
+    model: Regression,
+    x: Tensor,
+    y: Tensor,
+    what: str,
+    variance: Variance = "auto",
+    rows_for_nll: int | None = None,
+    every: float = 30.0,
+) -> Outcome:
+    """Predict test rows by an accelerated model, and return the row of the table with the predictions.
+
+    :param model: accelerated, in eval mode.
+    :param x: test features ``(m, d)``.
+    :param y: test targets ``(m,)``.
+    :param what: name of the row.
+    :param variance: as in ``sketchgp.predict``; low-rank variances are compared with exact ones at a few rows.
+    :param rows_for_nll: use only the first so many test rows for the NLL (for a comparison on the same rows).
+    :param every: seconds between two lines of progress.
+    """
+    predictions: list[Prediction] = []
+
+    def predict_with(variance: Variance | None) -> Tensor:
+        say("the mean" if variance is None else "variances")
+        predictions.append(predict(model, x, variance=variance))
+        result = predictions[-1].mean if variance is None else predictions[-1].observation_variance
+        assert result is not None
+        return result
+
+    with record_solves() as solves, working("the mean", every) as say:
+        row = measure(what, model, y, lambda: predict_with(None), lambda: predict_with(variance), rows_for_nll)
+    solve = solves[0] if solves else None
+    if solve is not None:
+        row = replace(row, iterations=solve.iterations, residual=solve.max_residual)
+    final = predictions[-1]
+    assert final.observation_variance is not None
+    return Outcome(final.mean, final.observation_variance, row, solve, final.variance_check)

@@ -42,7 +42,7 @@ from ..operators import LowRankPlusDiagonal
 from ..operators.access import evaluated_accurately
 from ..operators.first_order import in_callers_context
 from ..random_streams import generator
-from ..solvers.lanczos import LEAST, LostToRoundingError
+from ..solvers.recurrence import LEAST, LostToRoundingError
 from .base import LogDensity, bilinear_derivative
 
 _NEGLIGIBLE = 1e-6  # eigenvalues below this share of the sum of their sizes are left out

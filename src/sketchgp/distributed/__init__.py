@@ -4,8 +4,7 @@ the large arrays shared out by rows.  ``with sketchgp.distributed.sharded():`` i
 
 from .block import in_force, sharded
 from .exchange import RankError
-from .shards import Shards
-from .state import of_rank_0
+from .shards import Shards, of_rank_0
 
 __all__ = [
     "RankError",

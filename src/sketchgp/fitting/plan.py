@@ -11,13 +11,13 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from linear_operator import settings
 
 from ..density import Bound, Exact, Samples
+from ..density.bound import Tightened
 from ..errors import InputError
 from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..models.accelerated.added_diag import left_to_us
 from ..models.accelerated.missing import marginal_of_all
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..models.copies import copied
-from ..preconditioners.tightened import Tightened
 from ..random_streams import generator
 from ..settings import memory_budget
 from ..solvers import Cholesky

@@ -1,6 +1,6 @@
 """Floor 1: matrices that are never stored."""
 
-from .engines.automatic import EnginePreview, preview_engine
+from .engines import EnginePreview, preview_engine
 from .kernel_matrix import KernelMatrix
 from .low_rank_plus_diagonal import LowRankPlusDiagonal
 from .moving_factors import MovingPlusDiagonal

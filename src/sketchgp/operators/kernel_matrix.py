@@ -22,8 +22,7 @@ from .expression import Expression, Known, recognise
 from .first_order import Evaluate, first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
 from .lazies import without_keops
-from .pairs import Pairs
-from .parts import part
+from .pairs import Pairs, part
 from .products import derivative_of_batch, element, product_of_batch
 
 
@@ -52,8 +51,9 @@ class KernelMatrix(LinearOperator):
     @classmethod
     def on(cls, pairs: Pairs) -> KernelMatrix:
         """Return the operator of given pairs, with what they remember."""
-        matrix = cls(*pairs.tensors, **pairs.options)
+        matrix = cls.__new__(cls)
         matrix.pairs = pairs
+        LinearOperator.__init__(matrix, *pairs.tensors, **pairs.options)
         return matrix
 
     @classmethod

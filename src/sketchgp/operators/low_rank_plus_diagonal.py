@@ -33,17 +33,32 @@ def inverse_rows(factor: Tensor, diagonal: Tensor, root: Tensor) -> tuple[Tensor
 
 
 class _Logdet(torch.autograd.Function):
-    """log det P, with dP/dF = 2 P^-1 F = 2 D^-1 F C^-1 and dP/dd = diag(P^-1), where C = I + F^T D^-1 F."""
+    """log det P, with ``G = P^-1``: ``H = P^-1 F = D^-1 F C^-1`` and the gradient ``diag(P^-1)`` for d."""
 
     @staticmethod
-    def forward(ctx: Any, factor: Tensor, diagonal: Tensor, root: Tensor) -> Tensor:
-        ctx.save_for_backward(factor, diagonal, root)
-        return 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + diagonal.log().sum(-1)
+    def forward(ctx: Any, operator: LowRankPlusDiagonal, *args: Tensor) -> Tensor:
+        ctx.operator = operator.detached(None)
+        ctx.save_for_backward(*args)
+        roots = operator.capacitance_root().diagonal(dim1=-2, dim2=-1)
+        return 2 * roots.log().sum(-1) + operator.diagonal_part.expand(operator.shape[:-1]).log().sum(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        half, of_diagonal = inverse_rows(*ctx.saved_tensors)
-        return 2 * half * grad[..., None, None], of_diagonal * grad[..., None], None
+        operator, root = ctx.operator, ctx.operator.capacitance_root()
+        diagonal = operator.diagonal_part.expand(operator.shape[:-1])
+        of_diagonal = 1 / diagonal  # right as it is for rank 0
+
+        def rows_of(rows: slice) -> Tensor:
+            part = operator.rows(rows)
+            part = part.expand(*operator.batch_shape, *part.shape[-2:])
+            half, of_diagonal[..., rows] = inverse_rows(part, diagonal[..., rows], root)
+            return half * grad[..., None, None]
+
+        core = -torch.cholesky_inverse(root)  # F^T H
+        core.diagonal(dim1=-2, dim2=-1).add_(1)
+        of_factor = operator.pull_back(ctx.saved_tensors, rows_of, core * grad[..., None, None])
+        of_diagonal = operator.completed(of_diagonal) * grad[..., None]
+        return (None, *of_factor, _sum_to(of_diagonal, operator.diagonal_part.shape))
 
 
 class LowRankPlusDiagonal(LinearOperator):
@@ -189,13 +204,8 @@ class LowRankPlusDiagonal(LinearOperator):
         return self.apply_inverse(rhs)
 
     def log_determinant(self) -> Tensor:
-        """``log det P`` of shape ``(...)``, differentiable in F and d; without gradients where F is sharded."""
-        if isinstance(self.factor, ShardedRows):
-            roots = self.capacitance_root().diagonal(dim1=-2, dim2=-1)
-            return (2 * roots.log().sum(-1) + self.diagonal_part.detach().log().sum(-1)).to(self.dtype)
-        factor = self.factor.expand(*self.batch_shape, *self.factor.shape[-2:])
-        diagonal = self.diagonal_part.expand(*self.batch_shape, -1)
-        return _Logdet.apply(factor, diagonal, self.capacitance_root()).to(self.dtype)
+        """``log det P`` of shape ``(...)``, differentiable in what the operator is made of."""
+        return _Logdet.apply(self, *self._args).to(self.dtype)
 
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool = False, reduce_inv_quad: bool = True
@@ -259,12 +269,13 @@ class LowRankPlusDiagonal(LinearOperator):
         return (_sum_to(reduce(torch.add, (2 * a @ b for a, b in pairs)), self.factor.shape),)
 
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor | None = None) -> Gradients:
         """The gradient for F, ``2 G F``, of a function of P whose gradient is G.
 
         :param tensors: F and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (..., h, r)`` rows of ``G F`` for each matrix of the batch; called once for each
             block, whatever needs a gradient.
+        :param core: ``F^T G F``, where it is known.
         """
         factor = whole(self.factor)
         batch, (n, r) = self.batch_shape, factor.shape[-2:]

@@ -31,7 +31,7 @@ from .access import Access
 from .engines import TILED
 from .engines.base import Gradients
 from .kernel_matrix import KernelMatrix
-from .low_rank_plus_diagonal import LowRankPlusDiagonal, Rows, inverse_rows
+from .low_rank_plus_diagonal import LowRankPlusDiagonal, Rows
 from .products import summed
 from .tiles import spans
 
@@ -230,31 +230,6 @@ def sketched(matrix: Access, test: Factor) -> Tensor:
     return result
 
 
-class _Logdet(torch.autograd.Function):
-    """log det P; its derivative with respect to P is ``G = P^-1``."""
-
-    @staticmethod
-    def forward(ctx: Any, operator: MovingPlusDiagonal, *args: Tensor) -> Tensor:
-        ctx.operator = operator.detached(None)
-        ctx.save_for_backward(*args)
-        return LowRankPlusDiagonal.log_determinant(ctx.operator)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        operator, diagonal = ctx.operator, ctx.saved_tensors[-1]
-        root = operator.capacitance_root()
-        of_diagonal = 1 / diagonal  # right as it is for rank 0
-
-        def rows_of(rows: slice) -> Tensor:  # H = P^-1 F = D^-1 F C^-1
-            half, of_diagonal[rows] = inverse_rows(operator.rows(rows), diagonal[rows], root)
-            return operator.moving.back(half * grad)
-
-        core = -torch.cholesky_inverse(root)  # F^T H
-        core.diagonal().add_(1)
-        gradients = operator.pulled_back(ctx.saved_tensors, rows_of, core * grad)
-        return (None, *gradients, operator.completed(of_diagonal) * grad)
-
-
 class MovingPlusDiagonal(LowRankPlusDiagonal):
     """The preconditioner above for one float64 kernel matrix.
 
@@ -333,9 +308,6 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
     def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
         return self.plain().unsqueeze(dim)
 
-    def log_determinant(self) -> Tensor:
-        return _Logdet.apply(self, *self._args).to(self.dtype)
-
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
         batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
         left, right = (v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1) for v in (left_vecs, right_vecs))
@@ -349,20 +321,23 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
         return self.pulled_back(tensors, lambda rows: a[rows] @ back, (self.factor.mT @ a) @ b)
 
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor | None = None) -> Gradients:
         """Gradients for x and the kernel's parameters from H, half the gradient of F, given by rows.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
+        :param core: ``F^T H``, where it is known; else it is added up from the rows.
         """
-        core = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
+        if core is not None:
+            return self.pulled_back(tensors, lambda rows: self.moving.back(rows_of(rows)), core)
+        total = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
 
         def back(rows: slice) -> Tensor:
             h = rows_of(rows)
-            core.add_(self.rows(rows).mT @ h)
+            total.add_(self.rows(rows).mT @ h)
             return self.moving.back(h)
 
-        return self.pulled_back(tensors, back, core, whole=False)
+        return self.pulled_back(tensors, back, total, whole=False)
 
     @torch.no_grad()
     def pulled_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor, whole: bool = True) -> Gradients:

@@ -1,4 +1,9 @@
-"""``Pairs``: two sets of points and a kernel, from which engines compute ``k(x1, x2)``."""
+"""``Pairs``: two sets of points and a kernel, from which engines compute ``k(x1, x2)``, and parts of them.
+
+Far rows are looked for once for all parts of a matrix, since a device is waited for.  Rows, columns and masks of them
+are on the CPU, where tiles are cut; the CPU asks for the values of indices that are on a device only
+(:func:`sketchgp.devices.here`).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,21 @@ import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
+from ..devices import here
 from ..distributed import Shards, in_force
-from ..row_sources import RowSource
+from ..fingerprint import Memory
+from ..row_sources import RowSource, blocks
 from .centre import Centre
 from .expression import Expression, Known, Prepared, recognise
+from .fast_tiles import far_points
 from .generic_tiles import evaluate, parameters_as, real
-from .unchanged import Memory
+from .tiles import spans
 
 T = TypeVar("T")
 _HALF = (torch.bfloat16, torch.float16)
-_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked")
+_SIDES = "far rows of both sides"
+_NUMBERS = 2**24  # of inputs whose distances from the centre are computed at once
+_OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked", "form")
 
 
 class Pairs:
@@ -39,6 +49,7 @@ class Pairs:
     :param centre: origin of the inputs; None for the median of x2, which in a model are the training points.
     :param shards: ranks that products are shared out to (:mod:`.products`); None for those of the present block.
     :param asked: whether the user chose the engine, which must then not be replaced; None unless it is ``"auto"``.
+    :param form: expression and batch shape of the kernel where other pairs have found them; None to look at it.
     :ivar expression: the kernel as a sum of products of profiles; None where it is called as it is.
     :ivar coincident: ``(2, p)`` rows and columns of pairs that are one point, where x1 is not x2; None where unknown.
     :ivar whole: for some rows and columns of other pairs, those pairs and the rows, ``(r,)``; None for all rows.
@@ -62,12 +73,14 @@ class Pairs:
         centre: Centre | None = None,
         shards: Shards | None = None,
         asked: bool | None = None,
+        form: tuple[Expression | None, torch.Size] | None = None,
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, tuple(parameters)
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
         self.centre, self.shards = Centre(x2) if centre is None else centre, in_force() if shards is None else shards
         self.asked = engine != "auto" if asked is None else asked
-        self.expression: Expression | None = recognise(kernel)
+        self.form = (recognise(kernel), kernel.batch_shape) if form is None else form
+        self.expression: Expression | None = self.form[0]
         self.coincident: Tensor | None = None
         self.whole: tuple[Pairs, Tensor | None] | None = None
         self.known: Known | None = None
@@ -77,7 +90,8 @@ class Pairs:
         self.dtype = x1.dtype
         for parameter in self.parameters:
             self.dtype = torch.promote_types(self.dtype, parameter.dtype)
-        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], kernel.batch_shape)
+        batches = {*filter(len, (x1.shape[:-2], x2.shape[:-2], self.form[1]))}  # broadcasting takes as long as a tile
+        batch = torch.broadcast_shapes(*batches) if batches else ()
         self.shape = torch.Size((*batch, x1.shape[-2], x2.shape[-2]))
         self._memory = Memory()
 
@@ -127,7 +141,8 @@ class Pairs:
 
     def of(self, tensors: Sequence[Tensor], **options: Any) -> Pairs:
         """Return these pairs with other tensors (x1, x2, parameters) and options."""
-        return Pairs(tensors[0], tensors[1], tensors[2:], **{**self.options, **options})
+        form = None if "kernel" in options else self.form
+        return Pairs(tensors[0], tensors[1], tensors[2:], **{**self.options, "form": form, **options})
 
     # --- what engines compute from --------------------------------------------------------------------------
 
@@ -161,3 +176,105 @@ class Pairs:
     def remembers(self, name: Hashable) -> bool:
         """Return whether a value of that name is there, which may be outdated."""
         return name in self._memory
+
+
+# --- parts of pairs, and which rows lie far from the centre ---------------------------------------------------------
+
+
+def far_rows(pairs: Pairs) -> Tensor:
+    """Return a mask ``(n,)`` of the rows of x1 that are far for a kernel that is called."""
+    return pairs.remember("far rows", lambda: _far_rows(pairs))
+
+
+def _far_rows(pairs: Pairs) -> Tensor:
+    whole, rows = pairs.whole or (None, None)
+    if pairs.known is not None:
+        first = pairs.known[0]
+        return torch.zeros(pairs.shape[-2], dtype=torch.bool) if first is None else first[0]
+    if whole is None or whole.sources or (rows is not None and rows.dim() > 1):
+        step = max(1, _NUMBERS * pairs.shape[-2] // max(1, pairs.x1.numel()))
+        result = [pairs.centre.far(real(pairs.x1[..., some, :])) for some in spans(pairs.shape[-2], step)]
+        return torch.cat(result).cpu() if result else torch.zeros(0, dtype=torch.bool)
+    mask = far_rows(whole)
+    if rows is None:
+        return mask
+    return mask[here(rows)] if bool(mask.any()) else mask.new_zeros(len(rows))
+
+
+@torch.no_grad()
+def far_sides(pairs: Pairs, *sides: Tensor | RowSource) -> list[list[Tensor]]:
+    """Return masks ``(n,)`` of the far rows of each side ``(n, d)``, for each factor of the kernel.
+
+    A kernel that is called has one mask.  Rows are read once, and a device is waited for once.
+    """
+    parameters = [p.detach() for p in pairs.parameters]
+    result: list[Tensor] = []
+    for x in sides:
+        step = max(1, _NUMBERS // max(1, x.shape[-1]))
+        for _, rows in blocks(x, None if isinstance(x, RowSource) else spans(len(x), step)):
+            if pairs.expression is None:
+                result.append(pairs.centre.far(real(rows)).unsqueeze(0))
+                continue
+            prepared = pairs.at(rows, rows, True, pairs.centre).prepare([rows, rows, *parameters], True)
+            masks = [far_points(f.left.square().sum(dim=-1)) for f in prepared.features]
+            result.append(torch.stack(masks) if masks else torch.zeros(0, len(rows), dtype=torch.bool, device=x.device))
+    both = torch.cat(result, dim=1).cpu()
+    return [list(part) for part in both.split([len(x) for x in sides], dim=1)]
+
+
+def pass_on(whole: Pairs, part: Pairs, rows: Tensor | None, columns: Tensor | None) -> None:
+    """Hand the far rows of a matrix to a part of it, with indices ``(r,)`` and ``(c,)`` of rows and columns."""
+    sides = known_sides(whole)
+    if sides is None:
+        return
+    indices = [None if i is None else here(i) for i in (rows, columns)]
+    left, right = (masks if i is None else [mask[i] for mask in masks] for masks, i in zip(sides, indices, strict=True))
+    if part.sources:
+        part.remember(_SIDES, lambda: [left, right])
+    else:
+        part.known = known_of(part, left, right)
+
+
+def known_sides(pairs: Pairs) -> list[list[Tensor]] | None:
+    """Return :func:`far_sides` of x1 and x2 where they are read from a source to a device; None elsewhere."""
+    if pairs.device.type == "cpu" or not pairs.sources:
+        return None
+
+    def look() -> list[list[Tensor]]:
+        result = far_sides(pairs, *([pairs.x1] if pairs.x2 is pairs.x1 else [pairs.x1, pairs.x2]))
+        return [result[0], result[-1]]
+
+    return pairs.remember(_SIDES, look)
+
+
+def known_of(pairs: Pairs, left: Sequence[Tensor], right: Sequence[Tensor]) -> Known:
+    """Return the argument ``known`` of :meth:`.Expression.prepare` from masks of far rows and far columns.
+
+    Far rows of a kernel that is called matter whatever the columns are.
+    """
+    if pairs.expression is None:
+        return list(zip(left, right, strict=True))
+    return [(i, j) if bool(i.any()) and bool(j.any()) else None for i, j in zip(left, right, strict=True)]
+
+
+def part(pairs: Pairs, rows: Tensor | None, columns: Tensor | None) -> Pairs:
+    """Return the pairs of x1[rows] and x2[columns].
+
+    :param rows: indices ``(r,)`` or ``(..., r)``; None for all; :param columns: the same of x2.
+    """
+    x1, x2 = (x if i is None else _take_rows(x, i) for x, i in ((pairs.x1, rows), (pairs.x2, columns)))
+    result = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)
+    result.whole = (pairs, rows)
+    if all(i is None or i.dim() == 1 for i in (rows, columns)):
+        pass_on(pairs, result, rows, columns)
+        if pairs.expression is not None and not pairs.sources:
+            result.remember("prepared", lambda: pairs.prepared().part(rows, columns))
+    return result
+
+
+def _take_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of ``x`` (..., n, d) at ``indices`` (r,) or (..., r)."""
+    if indices.dim() == 1:
+        return x.index_select(-2, indices)
+    x = x.expand(*indices.shape[:-1], *x.shape[-2:])
+    return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))

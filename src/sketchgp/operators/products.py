@@ -22,8 +22,7 @@ from .engines import DENSE, TILED, choose
 from .engines.base import Gradients, folds
 from .engines.self_check import trusted
 from .generic_tiles import BatchElement, Index, pick, real
-from .pairs import Pairs
-from .parts import part
+from .pairs import Pairs, part
 
 _SMALL = 2**16  # numbers of gradients that are added up together
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..devices import here, sent
+from ..fingerprint import Memory
 from ..memory import available_memory, out_of_memory
 from ..row_sources import RowSource, blocks
 from ..space import Space
@@ -16,9 +17,8 @@ from .centre import Centre
 from .expression import Known
 from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
-from .parts import far_sides, known_of
+from .pairs import far_sides, known_of
 from .tiles import logger, spans
-from .unchanged import Memory
 
 _CPU_ENTRIES = 2**20  # of a tile: in float64 with its transposed product, still near the caches of two cores
 _ROWS = 128  # of a tile: with fewer, distances of many features take longer; so it may then be four times as large

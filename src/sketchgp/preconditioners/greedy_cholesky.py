@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..devices import fetched
+from ..fingerprint import parameters_held
 from ..operators.access import Access
-from ..operators.unchanged import parameters_held
 from ..space import Space
 from .base import Preconditioner
 from .low_rank import Columns, LowRank, Scores

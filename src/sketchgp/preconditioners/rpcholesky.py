@@ -17,8 +17,8 @@ from torch import Tensor
 from ..checks import count, seed, settle, word
 from ..devices import fetched, queued, sent
 from ..errors import InputError
+from ..fingerprint import parameters_held
 from ..operators.access import Access
-from ..operators.unchanged import parameters_held
 from ..random_streams import generator
 from ..space import Space
 from .base import Preconditioner

@@ -1,15 +1,17 @@
-"""What the estimators decide from the number of rows and the memory, and say."""
+"""Parameters, kernels and choices by the number of rows and the memory, which all estimators share."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar
 
-import gpytorch
 import numpy as np
 import torch
+from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
 from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import HasMethods, Interval, InvalidParameterError, StrOptions
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from .. import checks
 from ..errors import InputError
 from ..inducing_points import choose_inducing_points
+from ..kernels import LaplaceKernel
 from ..memory import available_memory
 from ..preconditioners import RPCholesky
 from ..solvers import ConjugateGradients
@@ -24,7 +27,7 @@ from ..solvers.automatic import automatic_solver
 
 METHODS = ("auto", "exact", "inducing")
 COMMON: dict[str, Any] = {  # what the parameters that all estimators have may be, in scikit-learn's words
-    "kernel": [str, gpytorch.kernels.Kernel],
+    "kernel": [str, Kernel],
     "method": [StrOptions(set(METHODS))],
     "n_inducing": [Interval(Integral, 1, None, closed="left"), None],
     "solver": [StrOptions({"auto"}), HasMethods("solve")],
@@ -37,6 +40,15 @@ DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
 _LEAST, _MOST = 500, 5000  # inducing points by default: 5 n^1/2 between these, and what memory holds
 _BYTES = 100  # times m^2
+KERNELS: dict[str, Callable[..., Kernel]] = {
+    "rbf": RBFKernel,
+    "matern12": lambda **options: MaternKernel(nu=0.5, **options),
+    "matern32": lambda **options: MaternKernel(nu=1.5, **options),
+    "matern52": lambda **options: MaternKernel(nu=2.5, **options),
+    "laplacian": LaplaceKernel,
+    "rational_quadratic": RQKernel,
+}
+_KIND = f"a gpytorch kernel or one of {', '.join(map(repr, KERNELS))}"
 
 
 class Checked:
@@ -121,3 +133,50 @@ def numbers(owner: str, values: Any, name: str = "X") -> Any:
                 f"{owner}: {name} expects numbers, got {dtype}; days since the first one, say, are numbers."
             )
     return checks.unmasked(owner, name, values)
+
+
+def tuned_kernel(owner: str, kernel: Any, x: Tensor, size: float) -> Kernel:
+    """A kernel to begin tuning with: of a name, with an output scale, and a lengthscale for each feature that is
+    its deviation times d^1/2, the distance of rows; or a copy of what the user gave.
+
+    :param x: ``(n, d)``; :param size: of the targets, squared.
+    :raises InputError: for what is neither.
+    """
+    if isinstance(kernel, str):
+        d = x.shape[1]
+        made = ScaleKernel(_named(owner, kernel)(ard_num_dims=d)).to(x)
+        spread = x.to(torch.float64).std(dim=0, correction=0)
+        spread = torch.where(spread > 0, spread, 1.0) * math.sqrt(d)
+        made.base_kernel.lengthscale = spread.to(x)
+        made.outputscale = x.new_tensor(size)  # a number would be rounded to float32
+        return made
+    return own_kernel(owner, kernel, x)
+
+
+def ridge_kernel(owner: str, kernel: Any, gamma: float | None, x: Tensor) -> Kernel:
+    """The kernel of a ridge regression.
+
+    :param kernel: a name or a kernel; :param gamma: scikit-learn's, of names: ``exp(-gamma |x - z|^2)`` for RBF,
+        ``exp(-gamma |x - z|_1)`` for laplacian; the others have RBF's lengthscale ``(2 gamma)^-1/2``. None is 1 / d.
+    :raises InputError: for what does not fit.
+    """
+    if not isinstance(kernel, str):
+        if gamma is not None:
+            raise InputError(f"{owner}: gamma is of kernels by name; a kernel of your own has its lengthscale.")
+        return own_kernel(owner, kernel, x)
+    made = _named(owner, kernel)().to(x)
+    gamma = checks.number(owner, "gamma", gamma, above=0, finite=True, optional=True) or 1 / x.shape[1]
+    made.lengthscale = x.new_tensor(1 / gamma if kernel == "laplacian" else (2 * gamma) ** -0.5)
+    return made
+
+
+def own_kernel(owner: str, kernel: Any, x: Tensor) -> Kernel:
+    """A copy of a user's kernel, of x's dtype and device."""
+    checks.instance(owner, "kernel", kernel, Kernel, _KIND)
+    return copy.deepcopy(kernel).to(x)
+
+
+def _named(owner: str, name: str) -> Callable[..., Kernel]:
+    if name not in KERNELS:
+        raise checks.refusal(owner, "kernel", _KIND, name)
+    return KERNELS[name]

@@ -18,9 +18,8 @@ from ..errors import InputError
 from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
-from ..solvers.streams.losses import CLASSIFICATION
-from .choices import COMMON, TYPES, Checked, device_of, numbers, seed_of
-from .kernels import ridge_kernel
+from ..solvers.streams.problem import CLASSIFICATION
+from .choices import COMMON, TYPES, Checked, device_of, numbers, ridge_kernel, seed_of
 from .ridge import RIDGE, solve
 
 _OWNER = "KernelClassifier"

@@ -28,8 +28,7 @@ from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
 from ..solvers import Cholesky
-from .choices import COMMON, DIRECT, TYPES, Checked, choose, device_of, inducing_points, numbers, seed_of
-from .kernels import tuned_kernel
+from .choices import COMMON, DIRECT, TYPES, Checked, choose, device_of, inducing_points, numbers, seed_of, tuned_kernel
 
 _OWNER = "GaussianProcessRegressor"
 _LEAST_NOISE = 1e-5  # over the variance of the targets, as scikit-learn's WhiteKernel has it

@@ -18,8 +18,19 @@ from ..report import no_answer
 from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProblem, InducingPointProblem, Solution
 from ..solvers.automatic import automatic_inducing_solver, automatic_solver
 from ..solvers.solver import check_solver
-from .choices import COMMON, DIRECT, TYPES, Checked, Chosen, choose, device_of, inducing_points, numbers, seed_of
-from .kernels import ridge_kernel
+from .choices import (
+    COMMON,
+    DIRECT,
+    TYPES,
+    Checked,
+    Chosen,
+    choose,
+    device_of,
+    inducing_points,
+    numbers,
+    ridge_kernel,
+    seed_of,
+)
 
 RIDGE: dict[str, Any] = {
     "alpha": [Interval(Real, 0, None, closed="neither")],

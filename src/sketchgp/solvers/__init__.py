@@ -2,10 +2,11 @@
 
 from .choices import Budgeted
 from .full.askotch import ASkotch
-from .full.blockwise import BlockMethod, BlockSolver
+from .full.block_solver import BlockSolver
 from .full.cholesky import Cholesky
 from .full.conjugate_gradients import ConjugateGradients
 from .full.eigenpro2 import EigenPro2
+from .full.refinement import BlockMethod
 from .full.skotch import Skotch
 from .inducing import InducingPointProblem, NormalEquationsSolver
 from .inducing.eigenpro import EigenPro3, EigenPro4

@@ -1,4 +1,4 @@
-"""The base class of iterative solvers: how long they may take, and where their state is kept."""
+"""The base classes of iterative solvers: how long they may take, and where their state is kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ..checks import number, path, settle
-from .loop import Budget, Checkpoint, HeldOut, Method, Progress, Run
+from ..checks import flag, function, like, number, pair, path, settle
+from ..operators import KernelMatrix
+from ..report import SolveReport
+from .loop import Checkpoint, HeldOut, Method, Progress, Run
+from .problem import FullProblem, check_problem
 
 _LIMITS = ("max_iterations", "max_passes", "max_epochs", "max_seconds")
 
@@ -51,35 +55,26 @@ class Budgeted:
         """Return whether the user limited the work, and so asked for the best that the limit allows."""
         return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name in _LIMITS)
 
-    def _prepared(
+    def _execute(
         self,
         method: Method,
         work: float,
-        *,
-        began: float,
         marks: Callable[[], tuple[dict[str, str], dict[str, str]]],
-        initial: Tensor | None = None,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: HeldOut | None = None,
-        keep_interrupted: bool = True,
-    ) -> Run:
-        """Return the run of a method.
+        facts: Callable[[], dict[str, Any]] = dict,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, SolveReport]:
+        """Run a method; return the value, and the report, which is not recorded yet.
 
         :param work: the budget, in the method's unit.
         :param marks: marks of the problem and rough marks, as :class:`Checkpoint` takes them.
-        :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
+        :param facts: fields of the report that only the solver knows, once the method has ended.
+        :param options: those of a :class:`Run`.
         """
         checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.every, *marks())
-        return Run(
-            method,
-            Budget(work, self.max_seconds),
-            began=began,
-            initial=initial,
-            callback=callback,
-            held_out=held_out,
-            checkpoint=checkpoint,
-            raising=not keep_interrupted,
-        )
+        run = Run(method, work, self.max_seconds, checkpoint=checkpoint, **options)
+        value = run.loop(progress).value
+        return value, run.report(**facts())
 
     def _described(self) -> str:
         """Describe the choices that a checkpoint must be of."""
@@ -87,6 +82,48 @@ class Budgeted:
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in self.adjustable
         }
         return f"{self.name} {choices}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullSolver(Budgeted):
+    """Base class of the iterative solvers of :class:`FullProblem`."""
+
+    problem_type: ClassVar[type[FullProblem]] = FullProblem
+
+    def validate(self, problem: FullProblem) -> None:
+        """:raises InputError: for anything but a :class:`FullProblem`, or where a choice does not fit it."""
+        check_problem(f"{self.name}.solve", problem)
+
+    def _options(
+        self,
+        problem: FullProblem,
+        matmul: str,
+        initial: Tensor | None,
+        callback: Callable[[Progress], Any] | None,
+        held_out: tuple[Tensor, Tensor] | None,
+        progress: bool | None,
+    ) -> dict[str, Any]:
+        """Check the arguments of ``solve``, and return those of ``run``.
+
+        :raises InputError: for arguments that do not fit.
+        """
+        owner = f"{self.name}.solve"
+        if initial is not None:
+            like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
+            initial = initial.reshape(len(problem.x), -1)
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
+        points = pair(owner, held_out, problem.x, problem.y.shape[1:])
+        error: HeldOut | None = None
+        if points is not None:
+            cross = KernelMatrix.of(problem.kernel, points[0], problem.x, engine=matmul).detach()
+            error = HeldOut(
+                lambda w: cross.product(w.to(cross.dtype)).to(torch.float64), cross.x1, points[1], cross.shape.numel()
+            )
+        return {
+            "initial": initial, "callback": callback, "held_out": error, "progress": progress,
+            "keep_interrupted": True,
+        }  # fmt: skip
 
 
 def cut(name: str, asked: int | None, there: int, what: str) -> list[str]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class RemainingEnergy:
         return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
 
 
-class Goal(Protocol):
+class Goal:
     """An accuracy that the columns of a solve are to reach, by their energy.
 
     :ivar least: ``(..., 1)`` below the eigenvalues of A, or 0 where it is not known.
@@ -82,21 +81,20 @@ class Goal(Protocol):
     :ivar careful: whether what float32 products say is confirmed with float64 ones.
     """
 
-    @property
-    def least(self) -> Tensor: ...
-    @property
-    def share(self) -> float: ...
-    @property
-    def careful(self) -> bool: ...
+    least: Tensor
+    share: float
+    careful: bool = False
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
-        """``(..., t)``: the error over what ``share`` is of, from what was taken off the energy and an estimate of what
-        is still to come."""
-        ...
+        """Return the error over what ``share`` is of, ``(..., t)``.
+
+        :param taken: what was taken off the energy; :param remaining: an estimate of what is still to come.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class LeaveOneOutGoal:
+class LeaveOneOutGoal(Goal):
     """The accuracy of a solve for ``q = e_i^T A^-1 e_i``, of points that are left out.
 
     No latent variance ``1 / q - noise_i`` at such a point is off by more than a share of itself, or of a fiftieth of
@@ -108,17 +106,15 @@ class LeaveOneOutGoal:
     noise: Tensor
     least: Tensor
     share: float = 0.02
-    careful: bool = False
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
-        """``(t,)``."""
         q = taken + torch.where(remaining.isfinite(), remaining, 0)
         of = q * (1 - self.noise * q).clamp(min=_LATENT)
         return torch.where(remaining == 0, 0, remaining / of)
 
 
 @dataclass(frozen=True)
-class SampleGoal:
+class SampleGoal(Goal):
     """The accuracy of a solve for samples: at most a share of :attr:`of` is left of a column's energy ``b^T A^-1 b``.
 
     :ivar of: ``()``; :ivar least: ``(1,)`` noise of all.
@@ -127,15 +123,13 @@ class SampleGoal:
     of: Tensor
     least: Tensor
     share: float = 0.02
-    careful: bool = False
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
-        """``(t,)``."""
         return remaining / self.of
 
 
 @dataclass(frozen=True)
-class JoinedGoals:
+class JoinedGoals(Goal):
     """Two goals: one of the first columns, the other of those after them.
 
     :ivar columns: of the first.
@@ -147,11 +141,11 @@ class JoinedGoals:
     share: float = 1.0
 
     @property
-    def least(self) -> Tensor:
+    def least(self) -> Tensor:  # type: ignore[override]
         return self.first.least
 
     @property
-    def careful(self) -> bool:
+    def careful(self) -> bool:  # type: ignore[override]
         return self.first.careful or self.second.careful
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
@@ -161,7 +155,7 @@ class JoinedGoals:
 
 
 @dataclass(frozen=True)
-class VarianceGoal:
+class VarianceGoal(Goal):
     """The accuracy of a solve for ``c^T A^-1 c``, which posterior variances are made of.
 
     No variance ``prior - c^T A^-1 c`` is off by more than a share of itself, or of a hundredth of the noise where that
@@ -179,7 +173,6 @@ class VarianceGoal:
     careful: bool = True
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
-        """``(..., t)``."""
         of = self.prior - taken - torch.where(remaining.isfinite(), remaining, 0)
         if self.below_noise:
             of = torch.where(self.least > 0, torch.minimum(of, self.least), of)

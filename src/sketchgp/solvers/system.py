@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators.access import Access, AccurateProduct, element
-from ..operators.rows import RowProduct
+from ..operators.access import Access, AccurateProduct, RowProduct, element
 from ..settings import memory_budget
 from ..space import SharedSpace, Space
 

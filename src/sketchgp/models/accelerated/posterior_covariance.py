@@ -13,11 +13,11 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from ...fingerprint import State
 from ...operators import KernelMatrix
 from ...operators.access import float64
 from ...operators.lazies import parameters_in
 from ...operators.tiles import spans
-from ...operators.unchanged import State
 from ...settings import variance
 from ..lazy_covariance import Formula, LazyCovariance, positive
 from .approximate import Refusing, refuse

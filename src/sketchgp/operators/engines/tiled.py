@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from ...settings import memory_budget
 from ..fast_tiles import FastGradient, FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
-from ..pairs import Pairs
-from ..parts import far_rows, known_of, known_sides
+from ..pairs import Pairs, far_rows, known_of, known_sides
 from ..tiles import Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
 from .base import Engine, Gradients, Live, folds
 
@@ -119,22 +117,69 @@ def _pieces(
     return pairs.layout.pieces(pairs.shape[-2], pairs.shape[-1], shape, half, gradient)
 
 
-def _tiles(
-    pairs: Pairs, shape: Shape, half: bool, within: slice | None = None
-) -> FastTiles | GenericTiles | StreamedTiles:
-    """Return the tiles of the pairs; ``half`` and ``within`` give their order as in :func:`pieces`."""
+Tiles = FastTiles | GenericTiles
+Piece = tuple[slice, slice, bool]
+
+
+def _tiles(pairs: Pairs, shape: Shape, order: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor | None]]:
+    """Yield tiles in the order of their pieces, each with the factor that it still lacks; None for 1.
+
+    A tile is overwritten by the next one.
+    """
     if pairs.sources:
-        order = pieces(pairs.shape[-2], pairs.shape[-1], shape, half, within)
-        return StreamedTiles(pairs, order, partial(_tiles_of, pairs, shape))
+        yield from _streamed(pairs, shape, order)
+        return
+    tiles: Tiles
     if pairs.expression is not None:
-        return FastTiles(pairs.expression, pairs.prepared(), shape, pairs.same, pairs.coincident)
-    tensors = [t.detach() for t in pairs.tensors]
-    return GenericTiles(pairs.evaluator(tensors[2:]), tensors, far_rows(pairs))
+        tiles = FastTiles(pairs.expression, pairs.prepared(), shape, pairs.same, pairs.coincident)
+    else:
+        tensors = [t.detach() for t in pairs.tensors]
+        tiles = GenericTiles(pairs.evaluator(tensors[2:]), tensors, far_rows(pairs))
+    for piece in order:
+        yield piece, tiles.tile(*piece[:2]), tiles.outputscale
 
 
-def _tiles_of(
-    pairs: Pairs, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, columns: slice
-) -> FastTiles | GenericTiles:
+def _streamed(pairs: Pairs, shape: Shape, order: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor | None]]:
+    """Yield the same where x1, x2 or both are sources; pairs have no batch.
+
+    The tiles are those that tensors would be cut into, in the same order, so that products are the same sums.  Rows are
+    read for several tiles of a row of tiles at once, as many as the source reads at once, the next ones by another
+    thread; those of x1 are kept for the next time.
+    """
+    kept: tuple[slice, Tensor] | None = None
+
+    def read(group: list[Piece]) -> tuple[list[Piece], Tensor, Tensor]:
+        nonlocal kept
+        rows = group[0][0]
+        if kept is None or kept[0] != rows:
+            kept = (rows, pairs.x1[rows])
+        return group, kept[1], pairs.x2[group[0][1].start : group[-1][1].stop]
+
+    most = min(source.block_rows for source in pairs.sources)
+    for group, x1, x2 in ahead(partial(read, group) for group in _groups(order, most)):
+        rows, first = group[0][0], group[0][1].start
+        tiles = _tiles_of(pairs, shape, x1, x2, rows, slice(first, group[-1][1].stop))
+        for piece in group:
+            across = slice(piece[1].start - first, piece[1].stop - first)
+            yield piece, tiles.tile(slice(0, rows.stop - rows.start), across), tiles.outputscale
+        del tiles  # its buffers go before new ones come
+
+
+def _groups(order: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
+    """Join consecutive tiles of the same rows, up to so many columns."""
+    group: list[Piece] = []
+    for piece in order:
+        if group:
+            (rows, across, _), first = group[-1], group[0][1].start
+            if (rows, across.stop) != (piece[0], piece[1].start) or piece[1].stop - first > most:
+                yield group
+                group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _tiles_of(pairs: Pairs, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, columns: slice) -> Tiles:
     """Return the tiles of a part of the matrix, from its rows of x1 and x2, which are ``rows`` and ``columns``."""
     tensors = [x1, x2, *(p.detach() for p in pairs.parameters)]
     sides = known_sides(pairs)
@@ -149,27 +194,25 @@ def _tiles_of(
 
 @torch.no_grad()
 def _product(pairs: Pairs, rhs: Tensor, shape: Shape, half: bool, within: slice | None = None) -> Tensor:
-    tiles = _tiles(pairs, shape, half, within)
-    sums = TileSums(pairs.flat_batch, pairs.shape[-2], rhs)
-    for rows, columns, mirror in _pieces(pairs, shape, half, within):
-        tile = tiles.tile(rows, columns)
+    sums, scale = TileSums(pairs.flat_batch, pairs.shape[-2], rhs), None
+    for (rows, columns, mirror), tile, lacking in _tiles(pairs, shape, _pieces(pairs, shape, half, within)):
+        scale = lacking
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
             tile = tile.expand(*pairs.shape[:-2], *tile.shape[-2:]).reshape(*pairs.flat_batch, *tile.shape[-2:])
         sums.add(rows, columns, tile)
         if mirror:
             sums.add(columns, rows, tile.mT)
     out = sums.total()
-    return out if tiles.outputscale is None else out.mul_(tiles.outputscale)
+    return out if scale is None else out.mul_(scale)
 
 
 @torch.no_grad()
 def _dense(pairs: Pairs, out: Tensor, shape: Shape, half: bool) -> Tensor:
-    tiles = _tiles(pairs, shape, half)
-    for rows, columns, mirror in pieces(pairs.shape[-2], pairs.shape[-1], shape, half):
-        tile = tiles.tile(rows, columns)
-        if tiles.outputscale is not None:
-            tile.mul_(tiles.outputscale)
-        if isinstance(tiles, FastTiles):
+    order = pieces(pairs.shape[-2], pairs.shape[-1], shape, half)
+    for (rows, columns, mirror), tile, scale in _tiles(pairs, shape, order):
+        if scale is not None:
+            tile.mul_(scale)
+        if pairs.expression is not None:
             tile = tile.reshape(*pairs.shape[:-2], *tile.shape[-2:])
         out[..., rows, columns] = tile
         if mirror:
@@ -207,10 +250,6 @@ def _gradient(
     return live.pull_back(adder.pairs())
 
 
-Piece = tuple[slice, slice, bool]
-Make = Callable[[Tensor, Tensor, slice, slice], Any]
-
-
 def within_blocks(pairs: Pairs, shape: Shape) -> Shape:
     """Limit the rows and columns of a tile to those that a source reads at once."""
     height, width = (
@@ -218,78 +257,6 @@ def within_blocks(pairs: Pairs, shape: Shape) -> Shape:
         for size, x in zip(shape, (pairs.x1, pairs.x2), strict=True)
     )
     return height, width
-
-
-class StreamedTiles:
-    """Tiles of ``k(x1, x2)`` in the order of :func:`.tiles.pieces`, where x1, x2 or both are sources.
-
-    The tiles are those that tensors would be cut into, and are asked for in the same order; so products are the same
-    sums, in the same order.  Rows are read for several tiles of a row of tiles at once, as many as the source reads at
-    once, the next ones by another thread.
-
-    :param matrix: without batch.
-    :param order: the tiles that will be asked for.
-    :param make: from rows of x1 and x2, and which they are, to their tiles.
-    """
-
-    def __init__(self, pairs: Pairs, order: Iterable[Piece], make: Make) -> None:
-        self._matrix, self._make = pairs, make
-        most = min(source.block_rows for source in pairs.sources)
-        reader = _Reader(pairs.x1, pairs.x2)
-        self._groups = ahead(partial(reader.read, *group) for group in _groups(order, most))
-        self._place: tuple[slice, slice] | None = None
-        self._tiles: Any = None
-
-    @property
-    def outputscale(self) -> Tensor | None:
-        """Return :attr:`FastTiles.outputscale`, once a tile was made."""
-        return self._tiles.outputscale
-
-    def _advance(self) -> None:
-        self._tiles = None  # its buffers go before new ones come
-        rows, columns, x1, x2 = next(self._groups)
-        self._place = (rows, columns)
-        self._tiles = self._make(x1, x2, rows, columns)
-
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        """Return the next tile, in the format of :meth:`FastTiles.tile`."""
-        while self._place is None or rows != self._place[0] or not _inside(columns, self._place[1]):
-            self._advance()
-        first = self._place[1].start
-        height = rows.stop - rows.start
-        return self._tiles.tile(slice(0, height), slice(columns.start - first, columns.stop - first))
-
-
-class _Reader:
-    """Reads rows of x1 and x2; those of x1 are kept for the next time."""
-
-    def __init__(self, x1: Tensor | RowSource, x2: Tensor | RowSource) -> None:
-        self._x1, self._x2 = x1, x2
-        self._kept: tuple[slice, Tensor] | None = None
-
-    def read(self, rows: slice, columns: slice) -> tuple[slice, slice, Tensor, Tensor]:
-        if self._kept is None or self._kept[0] != rows:
-            self._kept = (rows, self._x1[rows])
-        return rows, columns, self._kept[1], self._x2[columns]
-
-
-def _groups(order: Iterable[Piece], most: int) -> Iterator[tuple[slice, slice]]:
-    """Join consecutive tiles of the same rows, up to so many columns."""
-    rows = columns = None
-    for down, across, _ in order:
-        joined = rows == down and columns is not None and columns.stop == across.start
-        if joined and columns is not None and across.stop - columns.start <= most:
-            columns = slice(columns.start, across.stop)
-            continue
-        if rows is not None and columns is not None:
-            yield rows, columns
-        rows, columns = down, across
-    if rows is not None and columns is not None:
-        yield rows, columns
-
-
-def _inside(part: slice, whole: slice) -> bool:
-    return whole.start <= part.start and part.stop <= whole.stop
 
 
 def coincident(pairs: Pairs, rows: slice, columns: slice) -> Tensor | int | None:

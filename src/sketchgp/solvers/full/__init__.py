@@ -1,1 +1,4 @@
-"""Solvers of the full problem, one file a method; what those by blocks of rows share is in ``blockwise``."""
+"""Solvers of the full problem, one file a method.
+
+Those by blocks of rows share ``block_solver`` (choices), ``refinement`` (how a method runs) and ``blocks``.
+"""

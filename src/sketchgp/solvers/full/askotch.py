@@ -23,7 +23,9 @@ from torch import Tensor
 
 from ...checks import number, settle
 from ..system import System
-from .blockwise import BlockMethod, BlockSolver, InvertedBlocks, settle_blocks
+from .block_solver import BlockSolver
+from .blocks import InvertedBlocks, settle_blocks
+from .refinement import BlockMethod
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
 _OTHER_MU = "Leave mu to mu=None, or choose a larger one; else another seed, a larger block_size, or float64 data."

@@ -1,6 +1,6 @@
 """Preconditioned conjugate gradients for blocks of right-hand sides, with true residuals.
 
-References: those of :mod:`sketchgp.solvers.conjugate_step` and of :mod:`.gradients`, where the mathematics is.
+References: those of :mod:`sketchgp.solvers.recurrence` and of :mod:`.gradients`, where the mathematics is.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from ...operators import LowRankPlusDiagonal
 from ...operators.marks import operator_marks
 from ...preconditioners import Preconditioner, RPCholesky
 from ...report import Reason, SolveReport, conclude, shortfall_counted
-from ...settings import memory_budget
-from ...space import Space
-from ..certificate import Certificate
+from ..choices import FullSolver
 from ..energy import Goal
-from ..lanczos import LostToRoundingError
-from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
+from ..loop import Progress, clock, compare_ranks, solve_marks
 from ..problem import FullProblem, Solution
+from ..recurrence import LostToRoundingError
 from ..system import System
 from .gradients import Gradients
-from .prediction_tolerance import FollowedPoints, RowErrors
-from .solver import FullSolver
+from .prediction_tolerance import FollowedPoints
 
 _OTHERS = (
     "Conjugate gradients get no further in float64: use Cholesky(), where 24 n^2 bytes fit in memory, or ASkotch(); or "
@@ -137,14 +134,10 @@ class ConjugateGradients(FullSolver):
         name: str = "none",
         below: bool = False,
         setup_seconds: float = 0.0,
-        initial: Tensor | None = None,
         lanczos_columns: int = 0,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: HeldOut | None = None,
-        progress: bool | None = None,
-        keep_interrupted: bool = False,
         goal: Goal | None = None,
         followed: FollowedPoints | None = None,
+        **options: Any,
     ) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or a batch) and record its report.
 
@@ -156,14 +149,14 @@ class ConjugateGradients(FullSolver):
         :param setup_seconds: what making the preconditioner took.
         :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
             ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
-        :param keep_interrupted: on Ctrl-C, return the best iterate with a warning instead of raising.
+        :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`;
+            ``keep_interrupted`` to return the best iterate with a warning on Ctrl-C, instead of raising.
         :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
         """
-        method = self._method(system, rhs, preconditioner, below, goal, followed, lanczos_columns)
-        value, report = self._run(
-            method, rhs, name, progress, began=clock() - setup_seconds, initial=initial, callback=callback,
-            held_out=held_out, keep_interrupted=keep_interrupted,
-        )  # fmt: skip
+        method = self._method(
+            system, rhs, preconditioner, below=below, goal=goal, followed=followed, lanczos_columns=lanczos_columns
+        )
+        value, report = self._run(method, rhs, name, began=clock() - setup_seconds, **options)
         matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
         return value.to(rhs.dtype), report, matrices
 
@@ -182,8 +175,8 @@ class ConjugateGradients(FullSolver):
 
         :returns: w; A times it, which the last true residual is of; and the report.
         """
-        method = self._method(system, c, preconditioner, below, goal)
-        value, report = self._run(method, c, name, began=clock(), initial=initial, keep_interrupted=False)
+        method = self._method(system, c, preconditioner, below=below, goal=goal)
+        value, report = self._run(method, c, name, began=clock(), initial=initial)
         product = method.product_of(value)
         return value, system.accurate_product(value) if product is None else product, report
 
@@ -211,62 +204,37 @@ class ConjugateGradients(FullSolver):
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
-        method = self._method(system, rhs, preconditioner, below, None, None, columns, keep_vectors=True)
+        method = self._method(system, rhs, preconditioner, below=below, lanczos_columns=columns, keep_vectors=True)
         method.watched = judged
         unlimited = dataclasses.replace(self, max_seconds=None, checkpoint=None)
-        value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds, keep_interrupted=False)
+        value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds)
         if method.lost:
             raise LostToRoundingError("An eigenvalue of a matrix that has none so small.")
         return value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
     @torch.no_grad()
-    def _method(
-        self,
-        system: System,
-        rhs: Tensor,
-        preconditioner: LowRankPlusDiagonal | None,
-        below: bool,
-        goal: Goal | None,
-        followed: FollowedPoints | None = None,
-        lanczos_columns: int = 0,
-        keep_vectors: bool = False,
-    ) -> Gradients:
-        """Return the method at work on one system, by the tolerance that was asked for."""
+    def _method(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None, **wanted: Any) -> Gradients:
+        """Return the method at work on one system with a preconditioner.
+
+        :param wanted: other arguments of :class:`Gradients`.
+        """
         compare_ranks(self.name, lambda: solve_marks(system.noise, rhs, self._described()))
-        space = Space.of(system.n)
-        certificate = Certificate(system, preconditioner, below, space)
-        tol: float | str = self.tol or 1e-3
-        weights = rows = None
-        if goal is not None and isinstance(tol, str):
-            tol = 1e-3
-        elif tol == "certified" and not certificate.known:
-            raise InputError(
-                "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
-                "noise is at their rounding; use tol='posterior'."
-            )
-        elif tol == "posterior":
-            followed = followed or FollowedPoints.choose(system)
-            weights = space.own(followed.covariances / followed.deviations(system).unsqueeze(-2))
-            rows = RowErrors(system, preconditioner, space)
-        accurate = self.precision == "float64"
-        method = Gradients(
-            tol, accurate, system, rhs, preconditioner, lanczos_columns, goal, certificate, weights, rows, keep_vectors
-        )
-        if goal is None and not lanczos_columns and not self.limited and not space.shared:
-            method.factor_memory = memory_budget.value(rhs.device)
-        return method
+        return Gradients(self, system, rhs, built, **wanted)
 
     @torch.no_grad()
-    def _run(
-        self, method: Gradients, rhs: Tensor, name: str, progress: bool | None = None, **options: Any
-    ) -> tuple[Tensor, SolveReport]:
+    def _run(self, method: Gradients, rhs: Tensor, name: str, **options: Any) -> tuple[Tensor, SolveReport]:
         """Run a method; return the value in float64, and the report, which is recorded.
 
         :param name: of the preconditioner; :param options: those of a run.
         """
-        work = self.max_iterations or 1000
-        run = self._prepared(method, work, marks=lambda: self._marks(method, rhs, name), **options)
-        value = run.loop(progress).value
+        work, marks = self.max_iterations or 1000, lambda: self._marks(method, rhs, name)
+        value, report = self._execute(method, work, marks, lambda: self._facts(method, name), **options)
+        with shortfall_counted() if method.lost and not method.by_energy else nullcontext():
+            conclude(report)
+        return value, report
+
+    def _facts(self, method: Gradients, name: str) -> dict[str, Any]:
+        """Return fields of the report, with advice for the reasons to end."""
         preconditioner = method.preconditioner
         rank = 0 if preconditioner is None else preconditioner.rank
         remedy = "Use a preconditioner: preconditioner=sketchgp.RPCholesky()."
@@ -283,10 +251,7 @@ class ConjugateGradients(FullSolver):
             remedies[Reason.STAGNATED] = (
                 "Rounding allows no less: raise the noise, or ask for an estimate, tol='posterior'."
             )
-        report = run.report(preconditioner=name, rank=rank, remedies=remedies)
-        with shortfall_counted() if method.lost and not method.by_energy else nullcontext():
-            conclude(report)
-        return value, report
+        return {"preconditioner": name, "rank": rank, "remedies": remedies}
 
     def _marks(self, method: Gradients, rhs: Tensor, name: str) -> tuple[dict[str, str], dict[str, str]]:
         """Return marks of the problem for a checkpoint, and rough ones of what ranks round otherwise."""

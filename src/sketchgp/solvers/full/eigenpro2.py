@@ -4,6 +4,8 @@ References: Ma and Belkin, "Kernel machines that adapt to GPUs for effective lar
 sections 3 and 4 (EigenPro 2); "Diving into the shallows" (arXiv:1703.10622; EigenPro 1).  Those interpolate.  Here the
 noise is part of the kernel, ``k'(x, z) = k(x, z) + noise [x is z]``: interpolating with k' is solving
 ``(K + noise) W = Y``, so the iteration has that solution as its fixed point, batch by batch, and no noise floor.
+
+EigenPro 3 and 4 take their directions and step sizes from here, too.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from ...errors import InputError, NumericalError
 from ...preconditioners import TopEigensystem, top_eigensystem
 from ...random_streams import generator
 from ..choices import cut
-from ..eigenpro_step import directions, scaled_vectors, step_size
 from ..system import System
-from .blockwise import BlockMethod, BlockSolver, next_block
+from .block_solver import BlockSolver
+from .blocks import next_block
+from .refinement import BlockMethod
+
+_TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +117,9 @@ class _EigenPro2(BlockMethod):
         points = torch.cat([top.indices, fresh])
         diagonal = system.access.diagonal()[points] + system.noise.max()  # of points outside the sample too
         automatic, batch = self.choices.rank is None, self.block_size
-        rank, step = _step(top, products, diagonal, most, automatic, batch)
+        rank, beta, lam = directions(top, products, diagonal, most, automatic, batch)
         self.tensors["subsample"], self.tensors["vectors"] = top.indices, scaled_vectors(top, rank)
-        self.numbers["step"] = step
+        self.numbers["step"] = step_size(beta, lam, batch)
 
     def shrink_step(self) -> None:
         self.numbers["step"] /= 2
@@ -132,9 +137,77 @@ class _EigenPro2(BlockMethod):
         return rows, g
 
 
-def _step(
+# --- directions and step sizes of all EigenPro solvers, from the top eigensystem of a subsample ------------------
+
+
+def step_size(beta: float, lam: float, batch: int) -> float:
+    """The step of a batch: ``1 / beta`` below the critical size ``beta / lam``, ``2 / (beta + batch lam)`` above.
+
+    :param beta: the largest diagonal entry of the preconditioned kernel.
+    :param lam: the top eigenvalue of its covariance operator, that is of its matrix over the number of points.
+    """
+    return 1 / beta if batch < beta / max(lam, _TINY) else 2 / (beta + batch * lam)
+
+
+def preconditioned(top: TopEigensystem, products: Tensor, diagonal: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """beta and lam ``(most,)`` of the kernel that is preconditioned by 1, 2, ... directions.
+
+    With q of them it has the diagonal ``k(x, x) - sum_i<=q (1 / l_i - l_{q+1} / l_i^2) (e_i . K(Xs, x))^2``.
+
+    :param products: ``E^T K(Xs, x)`` (most or more, p) for p points x.
+    :param diagonal: ``k(x, x)`` (p,).
+    :param most: at most as many as there are eigenvalues.
+    """
+    size, values = len(top.indices), top.values[:most].unsqueeze(1)
+    tails = torch.cat([top.values[1:], top.values[-1:]])[:most]  # l_{q+1}, q = 1, 2, ...
+    first, second = ((products[:most].square() / values**power).cumsum(dim=0) for power in (1, 2))
+    beta = (diagonal - first + tails.unsqueeze(1) * second).amax(dim=1).clamp(min=_TINY)
+    return beta, tails / size
+
+
+def directions(
     top: TopEigensystem, products: Tensor, diagonal: Tensor, most: int, automatic: bool, batch: int
-) -> tuple[int, float]:
-    """The number of directions, and the step for a batch, with K' for K."""
-    rank, beta, lam = directions(top, products, diagonal, most, automatic, batch)
-    return rank, step_size(beta, lam, batch)
+) -> tuple[int, float, float]:
+    """The number of directions to slow down, and beta and lam of the kernel that is preconditioned so.
+
+    :param most: the most directions; that many where not ``automatic``, and else the least for which ``batch`` is
+        critical.
+
+    The other parameters are those of :func:`preconditioned`.
+    """
+    most = min(most, len(top.values))
+    beta, lam = preconditioned(top, products, diagonal, most)
+    critical = beta / lam.clamp(min=_TINY)
+    rank = most
+    if automatic and bool((critical >= batch).any()):
+        rank = int((critical >= batch).nonzero()[0]) + 1
+    return rank, float(beta[rank - 1]), float(lam[rank - 1])
+
+
+def most_directions(top: TopEigensystem, products: Tensor, diagonal: Tensor, most: int, critical: float) -> int:
+    """The most directions for which the critical batch ``beta / lam`` is at most ``critical``; at least 1.
+
+    Each epoch of n points with the step ``1 / beta`` shrinks the errors in the directions that are slowed down by
+    ``exp(-n lam / beta)``, and those in the others the more, the more there are of the former, since beta falls.
+
+    The other parameters are those of :func:`preconditioned`.
+    """
+    beta, lam = preconditioned(top, products, diagonal, min(most, len(top.values)))
+    fast = (beta <= critical * lam).nonzero()
+    return int(fast[-1]) + 1 if len(fast) else 1
+
+
+def scales(top: TopEigensystem, rank: int, ridge: float = 0.0) -> Tensor:
+    """``sqrt(l^-1 - l_{q+1} l^-2)``, ``(q,)``; with a ridge, ``sqrt(l^-1 (l - l_{q+1}) / (l + ridge))``.
+
+    With ``F = E diag(scales)``, ``1 - F^T K(Xs, Xs) F`` is ``(l_{q+1} + ridge) / (l + ridge)``: all directions end up
+    equally fast.
+    """
+    tail = top.values[min(rank, len(top.values) - 1)]
+    kept = top.values[:rank]
+    return ((kept - tail) / (kept * (kept + ridge))).clamp(min=0).sqrt()
+
+
+def scaled_vectors(top: TopEigensystem, rank: int) -> Tensor:
+    """``F = E diag(scales)``, ``(s, q)``."""
+    return top.vectors[:, :rank] * scales(top, rank)

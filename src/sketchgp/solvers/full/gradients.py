@@ -2,7 +2,7 @@
 
 A solve may be for a goal of energies (:mod:`sketchgp.solvers.energy`) beside the residual.  Float32 products lose
 energies in the directions of the least eigenvalues, which a residual hardly shows: eigenvalues of the Lanczos matrix
-(:class:`~sketchgp.solvers.lanczos.EigenvalueWatch`), or float64 products, tell whether they did.
+(:class:`~sketchgp.solvers.recurrence.EigenvalueWatch`), or float64 products, tell whether they did.
 
 The recurrence ``r -= alpha A p`` keeps the rounding error of every product, and drifts away from the true residual
 ``b - A w``.  Going on below their difference is in vain.  Van der Vorst and Ye, "Residual replacement strategies for
@@ -19,19 +19,20 @@ import torch
 from torch import Tensor
 
 from ...devices import fetched, queued
-from ...errors import NumericalError
+from ...errors import InputError, NumericalError
 from ...operators import LowRankPlusDiagonal
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...report import Reason
+from ...settings import memory_budget
+from ...space import Space
 from ..certificate import Certificate
-from ..conjugate_step import descend, turn
 from ..energy import Goal, RemainingEnergy
-from ..lanczos import EigenvalueWatch, LanczosRecord
 from ..loop import NAN, Cycles, Outcome
+from ..recurrence import EigenvalueWatch, LanczosRecord, descend, turn
 from ..system import System
 from .cholesky import factor_bytes, factorized
-from .prediction_tolerance import SAFETY, PredictionTolerance, RowErrors
+from .prediction_tolerance import SAFETY, FollowedPoints, PredictionTolerance, RowErrors
 
 EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
 _ROWS = 64  # that drift is measured in: the estimate's standard deviation is a tenth
@@ -51,9 +52,11 @@ _NOT_DEFINITE = "met a direction of non-positive curvature: the matrix is not po
 class Gradients(Cycles):
     """Cycles of conjugate gradients, each from the true residual, on a system or a batch of them.
 
-    :param tol: relative residual, or ``"posterior"`` or ``"certified"``.
-    :param goal: energies that every column is to come to beside the tolerance.
-    :param weights: vectors of the space that the mean is followed by; :param rows: errors at training points.
+    :param choices: the solver, with its tolerance, a relative residual, ``"posterior"`` or ``"certified"``.
+    :param below: whether the preconditioner lies below the matrix.
+    :param goal: energies that every column is to come to beside the tolerance, which is a residual then.
+    :param followed: points for ``tol="posterior"``; None for some of the system's own.
+    :param lanczos_columns: columns whose coefficients are kept, and with ``keep_vectors`` their Lanczos vectors.
     """
 
     name = "ConjugateGradients"
@@ -66,36 +69,38 @@ class Gradients(Cycles):
 
     def __init__(
         self,
-        tol: float | str,
-        accurate: bool,
+        choices: Any,
         system: System,
         rhs: Tensor,
         preconditioner: LowRankPlusDiagonal | None,
-        lanczos_columns: int,
-        goal: Goal | None,
-        certificate: Certificate,
-        weights: Tensor | None = None,
-        rows: RowErrors | None = None,
+        below: bool = False,
+        goal: Goal | None = None,
+        followed: FollowedPoints | None = None,
+        lanczos_columns: int = 0,
         keep_vectors: bool = False,
     ) -> None:
-        space = certificate.space
+        space = Space.of(system.n)
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
         own = space.own(rhs).to(torch.float64)
-        super().__init__(own.expand(*batch, *own.shape[-2:]), space, accurate or system.dtype == torch.float64)
-        self.system, self.preconditioner, self.certificate = system, preconditioner, certificate
+        exact = choices.precision == "float64" or system.dtype == torch.float64
+        super().__init__(own.expand(*batch, *own.shape[-2:]), space, exact)
+        self.system, self.preconditioner = system, preconditioner
+        self.certificate = Certificate(system, preconditioner, below, space)
         self.goal, self.energy = goal, RemainingEnergy()
-        self.out_dtype, self.size = rhs.dtype, system.n
-        self.asked, self._tol = tol, torch.full_like(self.norm, 0.0 if isinstance(tol, str) else tol)
-        self.predictions: PredictionTolerance | None = None
-        if isinstance(tol, str):
-            self.predictions = PredictionTolerance(self.norm, certificate, weights, rows)
+        self.out_dtype, self.size, self.data_rows, self.matrix_entries = rhs.dtype, system.n, system.n, system.n**2.0
+        tol = choices.tol or 1e-3
+        self.asked: float | str = 1e-3 if goal is not None and isinstance(tol, str) else tol
+        self._tol = torch.full_like(self.norm, 0.0 if isinstance(self.asked, str) else self.asked)
+        self.predictions = self._predictions(followed) if isinstance(self.asked, str) else None
         self.lanczos = LanczosRecord(self.b, space, rhs.dtype, lanczos_columns, keep_vectors)
         self.watch = EigenvalueWatch(torch.zeros_like(self.norm))
         self.initial: Tensor | None = None
         self.watched, self.lost = self.by_energy, False
         order = torch.randperm(system.n, generator=generator(0, "rows of residuals"))
         self.drift_rows = order[:_ROWS].sort().values.to(system.noise.device)
-        self.factor_memory, self.factorized = 0, False  # bytes that a factorization may take, and whether there is one
+        may_factorize = goal is None and not lanczos_columns and not choices.limited and not space.shared
+        self.factor_memory = memory_budget.value(rhs.device) if may_factorize else 0
+        self.factorized = False
         self.steps = 0  # of the cycle
         self.warm = False
         self._unbounded: Tensor | None = None  # residual of the best value, while its bounds are not worked out
@@ -106,6 +111,19 @@ class Gradients(Cycles):
         self.active, self.index = none > 0, torch.arange(0)
 
     # --- what it is to come to ------------------------------------------------------------------------------
+
+    def _predictions(self, followed: FollowedPoints | None) -> PredictionTolerance:
+        if self.asked == "posterior":
+            followed = followed or FollowedPoints.choose(self.system)
+            weights = self.space.own(followed.covariances / followed.deviations(self.system).unsqueeze(-2))
+            rows = RowErrors(self.system, self.preconditioner, self.space)
+            return PredictionTolerance(self.norm, self.certificate, weights, rows)
+        if not self.certificate.known:
+            raise InputError(
+                "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
+                "noise is at their rounding; use tol='posterior'."
+            )
+        return PredictionTolerance(self.norm, self.certificate, None)
 
     @property
     def tol(self) -> Tensor:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..system import System
-from .blockwise import BlockMethod, BlockSolver, InvertedBlocks, settle_blocks
+from .block_solver import BlockSolver
+from .blocks import InvertedBlocks, settle_blocks
+from .refinement import BlockMethod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ class Epochs(ByEpochs):
         return self.model.entries + self.model.projection.products * self.size * (self.size + 1) / 2
 
     @property
-    def matrix_entries(self) -> float:
+    def matrix_entries(self) -> float:  # type: ignore[override]
         n = self.total or self.problem.expected_rows or max(self.rows, len(self.checked[0]))
         return float(n * self.size)
 

@@ -69,11 +69,8 @@ class Falkon(NormalEquationsSolver):
         """Falkon's, of one normal matrix."""
         return falkon_preconditioner(matrix, None if self.counts is None else self.counts.to(matrix.kzz))
 
-    def _describe(self, problem: InducingPointProblem) -> str:
-        return "two factors of the inducing points"
-
-    def _remedy(self, problem: InducingPointProblem) -> str:
-        return ", or use KRILL(), whose preconditioner is made from the data"
+    def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
+        return "two factors of the inducing points", ", or use KRILL(), whose preconditioner is made from the data"
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ...preconditioners.krill import TriangularFactors, krill_preconditioner, sk
 from ...settings import agreed
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
+from .split_gradients import SplitGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +67,21 @@ class KRILL(NormalEquationsSolver):
         rows, free = sketch_rows(n, m), agreed(available_memory(device), device)
         return rows if _bytes(m, rows) + tile_bytes(n, m, device) <= free // 2 else 2 * m
 
-    def _rows_of(self, problem: InducingPointProblem) -> int:
-        return self._rows(problem.expected_rows, problem.m, problem.device)
-
     def _bytes(self, problem: InducingPointProblem) -> int:
-        return _bytes(problem.m, self._rows_of(problem))
+        return _bytes(problem.m, self._rows(problem.expected_rows, problem.m, problem.device))
 
     def preconditioner(self, matrix: NormalMatrix, targets: Tensor) -> TriangularFactors:
         """KRILL's, of one normal matrix."""
         rows = self._rows(*matrix.tall.shape, matrix.tall.device)
         return krill_preconditioner(matrix, rows, self.nonzeros, self.seed, targets)
 
-    def _details(self, problem: InducingPointProblem) -> dict[str, float | str]:
-        return {"sketch_size": self._rows_of(problem)}
+    def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
+        rows = self._rows(problem.expected_rows, problem.m, problem.device)
+        return f"sparse sign embedding of {rows} rows", f" or sketch_size (now {rows})"
 
-    def _describe(self, problem: InducingPointProblem) -> str:
-        return f"sparse sign embedding of {self._rows_of(problem)} rows"
-
-    def _remedy(self, problem: InducingPointProblem) -> str:
-        return f" or sketch_size (now {self._rows_of(problem)})"
+    def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
+        rows = self._rows(problem.expected_rows, problem.m, problem.device)
+        return {**super()._facts(problem, method), "details": {"sketch_size": rows}}
 
 
 def _bytes(m: int, rows: int) -> int:

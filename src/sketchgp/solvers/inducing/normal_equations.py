@@ -94,17 +94,6 @@ class NormalEquationsSolver(InducingPointSolver):
             return float64_cost(problem.device) <= _AFFORDABLE
         return self.precision == "float64"
 
-    def _describe(self, problem: InducingPointProblem) -> str:
-        raise NotImplementedError
-
-    def _details(self, problem: InducingPointProblem) -> dict[str, float | str]:
-        """Return choices that were made, by name, for the report."""
-        return {}
-
-    def _remedy(self, problem: InducingPointProblem) -> str:
-        """Return other advice where iterations run out, to follow "Raise max_iterations"."""
-        raise NotImplementedError
-
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         return enough_memory(*self._memory(problem))
 
@@ -117,16 +106,18 @@ class NormalEquationsSolver(InducingPointSolver):
         rhs = matrix.tall.accurate().t_matmul(y)
         return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
 
+    def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
+        """Describe the preconditioner; and say what to try beside more iterations, to follow that advice."""
+        raise NotImplementedError
+
     def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
         float32 = not self._accurate(problem) and problem.inducing_points.dtype == torch.float32
+        preconditioner, remedy = self._words(problem)
         return {
-            "preconditioner": self._describe(problem),
-            "details": self._details(problem),
+            "preconditioner": preconditioner,
             "rank": method.factors.rank if isinstance(method.factors, NystromRoot) else 0,
             "dtype": "float32" if float32 else "float64",
-            "remedies": {
-                Reason.ITERATIONS: f"Raise max_iterations (now {self.max_iterations}){self._remedy(problem)}.",
-            },
+            "remedies": {Reason.ITERATIONS: f"Raise max_iterations (now {self.max_iterations}){remedy}."},
         }
 
 

@@ -91,9 +91,6 @@ class NystromPCG(NormalEquationsSolver):
             raise InputError("The kernel matrix is zero, or holds NaN; check inputs and kernel.")
         return damped(vectors, values, matrix.kzz, matrix.level, targets)
 
-    def _describe(self, problem: InducingPointProblem) -> str:
-        return "Nystrom"
-
-    def _remedy(self, problem: InducingPointProblem) -> str:
+    def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
         rank = self._rank(problem.m, problem.device)
-        return "" if rank == problem.m else f" or the preconditioner's rank (now {rank})"
+        return "Nystrom", "" if rank == problem.m else f" or the preconditioner's rank (now {rank})"

@@ -27,7 +27,7 @@ from ...operators.tall import TallMatrix
 from ...preconditioners import top_eigensystem
 from ...random_streams import generator
 from ...row_sources import RowSource
-from ..eigenpro_step import directions, most_directions, scales, step_size
+from ..full.eigenpro2 import directions, most_directions, scales, step_size
 from .problem import InducingPointProblem
 from .projection import Projection
 

@@ -13,8 +13,8 @@ from ...operators.substitution import cholesky_solve
 from ...preconditioners import rpcholesky, shifted_cholesky
 from ...random_streams import generator
 from ...settings import memory_budget
-from ..conjugate_step import descend, turn
 from ..loop import NAN, largest_of
+from ..recurrence import descend, turn
 from .problem import InducingPointProblem
 
 _FAILED = 0.5  # relative residual above which a projection does more harm than good

@@ -16,15 +16,14 @@ from torch import Tensor
 from ...checks import count, number, seed, settle, tolerance
 from ...errors import InputError, NumericalError
 from ...operators import KernelMatrix
-from ...preconditioners.row_nystrom import damped
-from ...preconditioners.sketchysaga import damped_nystrom
+from ...preconditioners.row_nystrom import damped, damped_nystrom
 from ...preconditioners.smoothness import smoothness
 from ...random_streams import generator
 from ...report import Reason
 from ...space import Space
 from ..choices import cut
 from ..energy import remaining_change
-from ..full.blockwise import next_block
+from ..full.blocks import next_block
 from ..loop import NAN, Outcome, Refined, largest_of
 from .problem import InducingPointProblem
 from .solver import InducingPointSolver
@@ -72,7 +71,7 @@ class SketchySAGA(InducingPointSolver):
     ``rho=None`` finds the damping: the least one whose steps, times the steps of an epoch, add up to 1.5 Newton steps
     for the directions that P captures.  Less would slow these, more the ones that P misses.  The step is half the
     inverse smoothness of a batch, measured on other rows than those of P
-    (:class:`~sketchgp.preconditioners.sketchysaga.DampedNystrom`).  Steps that diverge all the same are taken back and
+    (:class:`~sketchgp.preconditioners.row_nystrom.DampedNystrom`).  Steps that diverge all the same are taken back and
     halved, with a note in the report.
 
     A small residual says little about predictions where the problem is ill-conditioned, so that is not enough to stop:
@@ -182,7 +181,8 @@ class Saga(Refined):
         self.exact = self.tall.accurate()
         super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
         self.choices, self.n, self.level = choices, len(x), problem.level
-        self.size, self.columns = problem.m, self.y.shape[1]
+        self.size, self.columns, self.data_rows = problem.m, self.y.shape[1], self.n
+        self.matrix_entries = float(self.n * self.size)
         self.generator: torch.Generator = generator(choices.seed, self.name)
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
@@ -246,20 +246,8 @@ class Saga(Refined):
         return tall + self.kzz_products * self.size * (self.size + 1) / 2
 
     @property
-    def data_rows(self) -> int:
-        return self.n
-
-    @property
     def tally(self) -> dict[str, float]:
         return {"epochs": self.done, "sweeps": self.sweeps, "halvings": self.shrunk}
-
-    @property
-    def matrix_entries(self) -> float:
-        return float(self.n * self.size)
-
-    @property
-    def work(self) -> float:
-        return self.done
 
     @property
     def epochs(self) -> float:

@@ -14,7 +14,7 @@ from ...checks import flag, function, like, pair
 from ...fingerprint import tensor_mark
 from ...operators.marks import kernel_mark
 from ...operators.tall import TallMatrix
-from ...report import SolveReport, conclude
+from ...report import conclude
 from ...row_sources import RowSource
 from ..choices import Budgeted
 from ..loop import HeldOut, Method, Progress, clock, compare_ranks, solve_marks
@@ -95,15 +95,14 @@ class InducingPointSolver(Budgeted):
         with self._memory_kept(problem), torch.no_grad():
             error = None if held_out is None else held_out_error(problem, *held_out)
             method = self._method(problem)
-            run = self._prepared(
-                method, self._work(), began=began, marks=lambda: (self._checkpoint_marks(problem), {}),
-                initial=initial, callback=callback, held_out=error,
+            value, report = self._execute(
+                method, self._work(), lambda: (self._checkpoint_marks(problem), {}),
+                lambda: self._facts(problem, method), progress,
+                began=began, initial=initial, callback=callback, held_out=error, keep_interrupted=True,
             )  # fmt: skip
-            outcome = run.loop(progress)
-            report: SolveReport = run.report(**self._facts(problem, method))
         report.notes += self._notes(problem)
         conclude(report)
-        return Solution(outcome.value.reshape(shape), report, problem)
+        return Solution(value.reshape(shape), report, problem)
 
     def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
         """Return :meth:`_marks` of a problem that can be gone on with."""

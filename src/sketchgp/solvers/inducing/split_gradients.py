@@ -21,10 +21,9 @@ from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import ROUNDINGS, NystromRoot
 from ...report import Reason
 from ...space import Space
-from ..conjugate_step import descend, turn
 from ..energy import RemainingEnergy, moved_by_rounding
-from ..lanczos import least_ritz_value
 from ..loop import NAN, Cycles, Outcome
+from ..recurrence import descend, least_ritz_value, turn
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
 _TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
@@ -65,7 +64,8 @@ class SplitGradients(Cycles):
         predictions: bool = False,
     ) -> None:
         super().__init__(b, Space(len(b)), matrix.tall.dtype == torch.float64, NAN)
-        self.name, self.size = name, len(b)
+        self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
+        self.matrix_entries = float(self.size * self.data_rows)
         self.predictions, self.factors, self.tol = predictions, factors, tol
         self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
         self.deep = False
@@ -87,17 +87,8 @@ class SplitGradients(Cycles):
         return self.deepest if self.deep else self.factors
 
     @property
-    def data_rows(self) -> int:
-        return self._matrix.tall.shape[0]
-
-    @property
     def tally(self) -> dict[str, float]:
         return {"products": self.products}
-
-    @property
-    def matrix_entries(self) -> float:
-        n, m = self._matrix.tall.shape
-        return float(n * m)
 
     @property
     def evaluated(self) -> list[int]:

@@ -3,14 +3,12 @@
 from .by_epochs import ByEpochs
 from .checkpoint import Checkpoint, compare_ranks, solve_marks
 from .direct import Direct
-from .held_out import HeldOut
 from .method import Method, Outcome, Progress, largest_of
 from .refined import NAN, Cycles, Refined
-from .run import Budget, Run, clock
+from .run import HeldOut, Run, clock
 
 __all__ = [
     "NAN",
-    "Budget",
     "ByEpochs",
     "Checkpoint",
     "Cycles",

@@ -92,5 +92,5 @@ class ByEpochs(Method):
         return self.rows / self.data_rows if self.data_rows else 0.0
 
     @property
-    def data_rows(self) -> int | None:
+    def data_rows(self) -> int | None:  # type: ignore[override]
         return self.total or self.expected or None

@@ -30,6 +30,8 @@ class Method:
         ``"features"`` of random features.
     :cvar measure: what the held-out error is, in words.
     :ivar name: as reports print it; ``size`` of what is solved for.
+    :ivar data_rows: rows of the data; None of a stream that has not been counted.
+    :ivar matrix_entries: kernel entries that make a pass.
     :ivar device: where the tensors live.
     :ivar generator: every random choice of a step comes from it; None where there is none.
     :ivar notes: what a report should say.
@@ -46,6 +48,8 @@ class Method:
     measure = "held-out RMSE"
     name = ""
     size = 0
+    data_rows: int | None = None
+    matrix_entries = 1.0
     device = torch.device("cpu")
     generator: torch.Generator | None = None
 
@@ -151,12 +155,12 @@ class Method:
     @property
     def work(self) -> float:
         """Done so far, in the method's unit."""
-        return float(self.iterations)
+        return {"iterations": float(self.iterations), "passes": self.passes, "epochs": self.epochs}[self.unit]
 
     @property
-    def data_rows(self) -> int | None:
-        """Rows of the data; None of a stream that has not been counted."""
-        return self.size
+    def passes(self) -> float:
+        """Kernel entries evaluated, over those of the matrix."""
+        return self.entries / self.matrix_entries
 
     @property
     def epochs(self) -> float:
@@ -170,12 +174,8 @@ class Method:
 
     @property
     def entries(self) -> float:
-        """Kernel entries evaluated so far; ``matrix_entries`` make a pass."""
-        return 0.0
-
-    @property
-    def matrix_entries(self) -> float:
-        return float(max(1, self.size**2))
+        """Kernel entries evaluated so far."""
+        raise NotImplementedError
 
 
 def largest_of(residual: Tensor) -> float:

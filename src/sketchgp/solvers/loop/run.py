@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ...cards import shows_progress
 from ...distributed import in_force
 from ...errors import InputError
-from ...interactive import shows_progress
+from ...fingerprint import parameters_held, tensor_mark
 from ...memory import peak_memory
-from ...operators.unchanged import parameters_held
 from ...report import HeldOutError, Reason, SolveReport
 from .checkpoint import Checkpoint
-from .held_out import HeldOut, Watcher
 from .method import Method, Outcome, Progress, largest_of
 
 _DELAY = 2.0  # seconds before a progress bar appears
@@ -31,6 +29,7 @@ _REMEDIES = {"m": {Reason.STAGNATED: "Rounding in float64 allows no less; raise 
 _OUT_OF = {"iterations": Reason.ITERATIONS, "passes": Reason.PASSES, "epochs": Reason.EPOCHS}
 _ENDS: tuple[Reason | None, ...] = (None, *Reason)
 _ROUNDED = 1e-9  # of a unit of work that is a sum of many parts
+_SHARE = 0.1  # of the work that held-out predictions may take
 
 
 def clock() -> float:
@@ -38,15 +37,55 @@ def clock() -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class Budget:
-    """When to stop at the latest.
+class HeldOut:
+    """Root mean square error of each column, ``W -> (t,)``.
 
-    :ivar work: in the method's unit; :ivar seconds: set-up included; None for no limit.
+    :param predict: weights to predictions ``(p, t)`` float64, by ``each`` kernel entries.
+    :param x: points ``(p, d)``; :param y: targets ``(p,)`` or ``(p, t)``.
+    :ivar mark: tells one set of points from another; :ivar entries: kernel entries evaluated so far.
     """
 
-    work: float
-    seconds: float | None = None
+    def __init__(self, predict: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, each: float) -> None:
+        self.predict, self.each = predict, each
+        self.wanted = y.reshape(len(x), -1).to(torch.float64)
+        self.mark, self.entries = tensor_mark(x, y), 0.0
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        self.entries += self.each
+        return (self.predict(weights) - self.wanted).square().mean(dim=0).sqrt().cpu()
+
+
+class Watcher:
+    """Held-out errors as a solve goes on."""
+
+    def __init__(self, held_out: HeldOut | None, always: bool) -> None:
+        self.held_out, self.always = held_out, always
+        self.errors: list[HeldOutError] = []
+        self.earlier = 0.0  # entries evaluated before the solve was resumed
+
+    @property
+    def mark(self) -> str:
+        """Mark of the held-out points; empty where there are none."""
+        return "" if self.held_out is None else self.held_out.mark
+
+    @property
+    def entries(self) -> float:
+        """Kernel entries evaluated for held-out predictions so far."""
+        return self.earlier + (0.0 if self.held_out is None else self.held_out.entries)
+
+    def look(self, weights: Tensor, entries: float, passes: float, seconds: float) -> Tensor | None:
+        """Return the error now, or the one before where computing it again would take too much of the time."""
+        if self.errors and not self.always and self.entries > _SHARE * entries:
+            return self.errors[-1].error
+        return self.last_look(weights, passes, seconds)
+
+    def last_look(self, weights: Tensor, passes: float, seconds: float) -> Tensor | None:
+        """Return the error now; None where there are no held-out points."""
+        if self.held_out is None:
+            return None
+        error = self.held_out(weights)
+        self.errors.append(HeldOutError(passes, seconds, error))
+        return error
 
 
 class DeferredInterrupt:
@@ -82,26 +121,28 @@ class DeferredInterrupt:
 class Run:
     """One solve: ``loop`` runs it and returns what it ended with; ``report`` says what happened.
 
+    :param most_work: the budget, in the method's unit; :param most_seconds: set-up included, None for no limit.
     :param began: :func:`clock` when the set-up began.
     :param initial: starting point ``(size, columns)``.
     :param checkpoint: where the state is kept; where it exists, the solve goes on from it.
-    :param raising: on Ctrl-C raise KeyboardInterrupt, after saving, instead of returning the iterate.
+    :param keep_interrupted: on Ctrl-C, return the iterate instead of raising KeyboardInterrupt after saving.
     """
 
     def __init__(
         self,
         method: Method,
-        budget: Budget,
+        most_work: float,
+        most_seconds: float | None,
         *,
         began: float,
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: HeldOut | None = None,
         checkpoint: Checkpoint | None = None,
-        raising: bool = False,
+        keep_interrupted: bool = False,
     ) -> None:
-        self.method, self.budget, self.callback, self.raising = method, budget, callback, raising
-        self.initial, self.checkpoint = initial, checkpoint
+        self.method, self.most_work, self.most_seconds = method, most_work, most_seconds
+        self.initial, self.callback, self.checkpoint, self.raising = initial, callback, checkpoint, not keep_interrupted
         self.watcher = Watcher(held_out, method.judges_held_out)
         self.history: list[Tensor] = []
         self.reason: Reason | None = None
@@ -112,7 +153,7 @@ class Run:
         self.saved_at, self.due = clock(), False
         self.outcome: Outcome | None = None
         self.shards = in_force()
-        if budget.seconds is not None:
+        if most_seconds is not None:
             method.time_used = self._time_used
 
     @property
@@ -120,15 +161,10 @@ class Run:
         """Since the start, set-up and earlier runs included."""
         return self.earlier + clock() - self.began
 
-    @property
-    def passes(self) -> float:
-        """Kernel entries evaluated, over those of the matrix."""
-        return self.method.entries / self.method.matrix_entries
-
     def _time_used(self) -> float:
         """Share of the time limit that is used; on several ranks that of rank 0."""
-        assert self.budget.seconds is not None
-        share = self.seconds / self.budget.seconds
+        assert self.most_seconds is not None
+        share = self.seconds / self.most_seconds
         return share if self.shards is None else self.shards.agree(share)
 
     def loop(self, progress: bool | None) -> Outcome:
@@ -137,7 +173,7 @@ class Run:
         show = show and (self.shards is None or self.shards.rank == 0)
         bar = tqdm(
             desc=f"{method.name}, {method.letter} = {method.size}",
-            total=round(self.budget.work, 1),
+            total=round(self.most_work, 1),
             unit=method.unit,
             disable=not show,
             leave=False,
@@ -160,7 +196,7 @@ class Run:
                 if self.shards is not None:
                     outcome.value = self.shards.same(outcome.value)
                 if not interrupt.seen:
-                    self.watcher.last_look(outcome.value, self.passes, self.seconds)
+                    self.watcher.last_look(outcome.value, self.method.passes, self.seconds)
         return outcome
 
     def _finish(self, quick: bool) -> Outcome:
@@ -238,11 +274,11 @@ class Run:
         self.history.append(estimate)
         error = None
         if self.watcher.held_out is not None:
-            error = self.watcher.look(method.weights(), method.entries, self.passes, self.seconds)
+            error = self.watcher.look(method.weights(), method.entries, method.passes, self.seconds)
         held = "" if error is None else f", {method.measure} {float(error.mean()):.4g}"
         bar.set_postfix_str(f"residual about {largest_of(estimate):.1e}{held}", refresh=False)
         self.progress = Progress(
-            method.iterations, self.passes, method.epochs, self.seconds, estimate, error, method.weights
+            method.iterations, method.passes, method.epochs, self.seconds, estimate, error, method.weights
         )
         self.judged = method.judge(error)
 
@@ -252,10 +288,9 @@ class Run:
         self.reason = self.reason or (Reason.CALLBACK if stopped else self.judged)
 
     def _stop_at_limits(self) -> None:
-        limit = self.budget.work
-        if self.reason is None and self.method.work >= limit - _ROUNDED:
+        if self.reason is None and self.method.work >= self.most_work - _ROUNDED:
             self.reason = _OUT_OF[self.method.unit]
-        if self.reason is None and self.budget.seconds is not None and self._time_used() >= 1:
+        if self.reason is None and self.most_seconds is not None and self._time_used() >= 1:
             self.reason = Reason.TIME
 
     # --- saving and resuming --------------------------------------------------------------------------------
@@ -327,7 +362,7 @@ class Run:
                 "size": method.size,
                 "letter": "m" if method.letter == "n" else method.letter,
                 "n": method.data_rows,
-                "work": {"iterations": method.iterations, **method.tally, "passes": self.passes},
+                "work": {"iterations": method.iterations, **method.tally, "passes": method.passes},
                 "residual": outcome.residual.cpu(),
                 "history": torch.stack(self.history),
                 "converged": outcome.converged,

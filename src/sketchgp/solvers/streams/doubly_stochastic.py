@@ -29,8 +29,7 @@ from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .learner import Extra, Learner, Steps
 from .learning import FeatureHeldOut, Learning
-from .losses import LOSSES
-from .problem import Labels, RandomFeatureProblem, same_points
+from .problem import LOSSES, Labels, RandomFeatureProblem, same_points
 
 _LEAST, _MOST = 2048, 16384  # automatic features
 _OF_ROWS = 32  # times n^1/2
@@ -223,14 +222,12 @@ class DoublyStochastic(Budgeted):
             )
         stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
         method = Learning(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
-        run = self._prepared(
-            method, epochs, began=began, marks=lambda: self._checkpoint_marks(problem, learner),
-            callback=callback, held_out=error,
+        value, report = self._execute(
+            method, epochs, lambda: self._checkpoint_marks(problem, learner), lambda: self._facts(learner, method),
+            progress, began=began, callback=callback, held_out=error, keep_interrupted=True,
         )  # fmt: skip
-        outcome = run.loop(progress)
-        report: SolveReport = run.report(**self._facts(learner, method))
         conclude(report)
-        return report, outcome.value
+        return report, value
 
     @staticmethod
     def _epochs(problem: RandomFeatureProblem, batch: int) -> int:

@@ -13,7 +13,7 @@ from ...errors import NumericalError
 from ...fingerprint import tensor_mark
 from ...operators.feature_map import Made, RandomFeatures
 from ...space import Space
-from .losses import Squared
+from .problem import Squared
 
 _ENTRIES = 2**21  # of features at points at once
 _COUNTED = 512  # rows at all features at once

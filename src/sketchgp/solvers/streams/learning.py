@@ -239,7 +239,7 @@ class Learning(ByEpochs):
         return float(self.learner.entries)
 
     @property
-    def matrix_entries(self) -> float:
+    def matrix_entries(self) -> float:  # type: ignore[override]
         return float((self.total or max(1, self.rows)) * 2 * self._pairs)
 
 

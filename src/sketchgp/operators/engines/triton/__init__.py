@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...pairs import Pairs
 from ..base import Engine, Gradients, Live
-from .launch import differentiate, multiply
-from .layout import Precision
+from .launch import Precision, differentiate, multiply
 
 _DOUBLE = "it computes in float32, and the inputs are float64"
 # c of the table below
@@ -35,13 +34,11 @@ class Triton(Engine):
     coincide stay at distance 0 but for the rounding of sums.  With ``"float32"``, distances of up to four features are
     summed up from differences, without cancellation; l1 distances always are.
 
-    More than 4 right-hand sides (2 with ``"tf32"``) are multiplied by a matrix product of the same precision, and so
-    are the weights and features of gradients.  All sums are in float32.  Devices older than compute capability 8.0
-    multiply in float32 whatever the precision.
-
-    One pass over the pairs takes 64 right-hand sides.  A derivative takes one pass where x1 is x2, and otherwise two.
-    More than 128 features in one kernel cost one more pass for each 128, and each kernel of a sum or product of many
-    takes its own.  Where programs share the columns, partial results are added in a fixed order: the same call gives
+    Right-hand sides are multiplied by a matrix product of the same precision, 64 of them in one pass over the pairs,
+    and so are the weights and features of gradients.  All sums are in float32.  A derivative takes one pass where x1
+    is x2, and otherwise two.
+    More than 128 features in one kernel cost one more pass for each 128, and each kernel of a sum or product takes its
+    own.  Where programs share the columns, partial results are added in a fixed order: the same call gives
     the same result.
     """
 
@@ -55,6 +52,8 @@ class Triton(Engine):
             return _DOUBLE
         if not (device.type == "cuda" and torch.version.hip is None) and not _interpreted():
             return f"it needs a CUDA device, and the inputs are on {device}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs tensor cores that know tf32, those of compute capability 8.0 or newer"
         return None if _recent() else "Triton is older than 3.2"
 
     def unsuited(self, kernel: Kernel, known: bool, dtype: torch.dtype) -> str | None:

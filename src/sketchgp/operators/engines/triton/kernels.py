@@ -1,8 +1,8 @@
 """Pieces that every Triton kernel of this package is put together from (see ``source``).
 
-A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile is a function of
-``d``, its squared Euclidean or l1 distance in the units of ``layout.unit``: in base 2, so that an exponential is one
-instruction of the device's special function unit.
+A tile holds ``BM`` rows (points x) and ``BN`` columns (points z) of the kernel matrix.  A profile gives value and slope
+of a function of ``d``, the squared Euclidean or l1 distance in the units of ``launch.unit``: in base 2, so that an
+exponential is one instruction of the device's special function unit.
 
 This module needs Triton, and TRITON_INTERPRET is read when it is imported.
 """
@@ -62,30 +62,28 @@ def put_vector(pointer, start, values, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def multiply(a, a_low, b, b_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
+def multiply(a, a_low, b, b_low, PARTS: tl.constexpr):
     """``a @ b``.  With two parts, a value is the sum of a high and a low part, and low times low is left out.
 
     The small products come first, in an accumulator of their own: tensor cores round towards zero when they add.
     """
     if PARTS == 2:
-        small = tl.dot(a_low, b, input_precision=INPUT)
-        small = tl.dot(a, b_low, small, input_precision=INPUT)
-        result = tl.dot(a, b, small, input_precision=INPUT)
+        small = tl.dot(a_low, b, input_precision="tf32")
+        small = tl.dot(a, b_low, small, input_precision="tf32")
+        result = tl.dot(a, b, small, input_precision="tf32")
     else:
-        result = tl.dot(a, b, input_precision=INPUT)
+        result = tl.dot(a, b, input_precision="tf32")
     return result
 
 
 @triton.jit
-def high(x, MODE: tl.constexpr):
+def high(x, PARTS: tl.constexpr):
     """High part of a tile in registers."""
-    if MODE == "split tf32":  # what is cut off goes to the low part; NaN stays NaN
+    if PARTS == 2:  # what is cut off goes to the low part; NaN stays NaN
         result = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    elif MODE == "tf32":  # round to 11 bits (Veltkamp); the device would round towards zero, with a bias
+    else:  # round to 11 bits (Veltkamp); the device would round towards zero, with a bias
         shifted = x * 8193.0
         result = shifted - (shifted - x)
-    else:
-        result = x
     return result
 
 
@@ -100,15 +98,15 @@ def low(x, x_high, PARTS: tl.constexpr):
 
 
 @triton.jit
-def cross(x, x_low, z, z_low, PARTS: tl.constexpr, INPUT: tl.constexpr):
+def cross(x, x_low, z, z_low, PARTS: tl.constexpr):
     """Inner products ``(BM, BN)`` of the rows of x ``(BM, K)`` and z ``(BN, K)``."""
-    return multiply(x, x_low, tl.trans(z), tl.trans(z_low), PARTS, INPUT)
+    return multiply(x, x_low, tl.trans(z), tl.trans(z_low), PARTS)
 
 
 @triton.jit
 def cross_chunks(
     x, x_low, x_start, x_stride, z, z_low, z_start, z_stride, chunks,
-    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, INPUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return :func:`cross` of rows in memory that are ``chunks`` times K wide, by chunks that are each rounded once."""
     total = tl.zeros((BM, BN), tl.float32)
@@ -119,7 +117,7 @@ def cross_chunks(
         if PARTS > 1:
             x_rest = block(x_low, x_start + c * x_stride, BM, K)
             z_rest = block(z_low, z_start + c * z_stride, BN, K)
-        total += cross(x_chunk, x_rest, z_chunk, z_rest, PARTS, INPUT)
+        total += cross(x_chunk, x_rest, z_chunk, z_rest, PARTS)
     return total
 
 
@@ -131,10 +129,11 @@ def difference(x, z, x_start, z_start, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def differences(
-    total, x, x_start, x_stride, z, z_start, z_stride, count,
+    x, x_start, x_stride, z, z_start, z_stride, count,
     BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, L1: tl.constexpr,
 ):  # fmt: skip
-    """Add absolute or squared differences over ``count`` times K features, each a vector in memory."""
+    """Sum absolute or squared differences over ``count`` times K features, each a vector in memory."""
+    total = tl.zeros((BM, BN), tl.float32)
     for c in range(count):
         for k in tl.static_range(K):
             f = c * K + k
@@ -186,33 +185,15 @@ def root(d):
 
 @triton.jit
 def gauss(d, alpha):
-    return tl.exp2(-d)
-
-
-@triton.jit
-def gauss_slope(d, alpha):
     value = tl.exp2(-d)
     return value, value * -LN2
 
 
-@triton.jit
-def laplace(d, alpha):
-    return tl.exp2(-d)
-
-
-@triton.jit
-def laplace_slope(d, alpha):
-    value = tl.exp2(-d)
-    return value, value * -LN2
+laplace = gauss  # of an l1 distance
 
 
 @triton.jit
 def matern12(d, alpha):
-    return tl.exp2(-root(d))
-
-
-@triton.jit
-def matern12_slope(d, alpha):
     u = root(d)
     value = tl.exp2(-u)
     return value, value / tl.where(u > 0.0, u, float("inf")) * (-0.5 * LN2)  # a kink at 0: no slope there
@@ -221,24 +202,12 @@ def matern12_slope(d, alpha):
 @triton.jit
 def matern32(d, alpha):
     u = root(d)
-    return (1.0 + LN2 * u) * tl.exp2(-u)
-
-
-@triton.jit
-def matern32_slope(d, alpha):
-    u = root(d)
     decay = tl.exp2(-u)
     return (1.0 + LN2 * u) * decay, decay * (-0.5 * LN2_SQUARED)
 
 
 @triton.jit
 def matern52(d, alpha):
-    u = root(d)
-    return (1.0 + u * (LN2 + (LN2_SQUARED / 3.0) * u)) * tl.exp2(-u)
-
-
-@triton.jit
-def matern52_slope(d, alpha):
     u = root(d)
     decay = tl.exp2(-u)
     linear = 1.0 + LN2 * u
@@ -247,11 +216,6 @@ def matern52_slope(d, alpha):
 
 @triton.jit
 def rational_quadratic(d, alpha):
-    return tl.exp2(log1p(d / alpha) * (alpha * -LOG2E))
-
-
-@triton.jit
-def rational_quadratic_slope(d, alpha):
     t = d / alpha
     logarithm = log1p(t)
     value = tl.exp2(logarithm * (alpha * -LOG2E))

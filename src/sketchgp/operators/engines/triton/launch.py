@@ -1,53 +1,171 @@
-"""Products and derivatives of one expression by Triton kernels: what is launched, on which blocks."""
+"""Products and derivatives of one expression by Triton kernels: how numbers lie in memory, and what is launched.
+
+Features and vectors are padded, scaled to the units of the kernels, cut into chunks and split into parts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...expression import Expression, Prepared
-from .layout import (
-    ARITHMETIC,
-    PADDING,
-    Blocks,
-    Packed,
-    Plan,
-    Precision,
-    atom_plans,
-    chunk,
-    count,
-    flat,
-    gradient_blocks,
-    pack_features,
-    pack_matrix,
-    pack_vectors,
-    padded,
-    power,
-    product_blocks,
-    unit,
-)
-from .source import compiled
+from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
+from .source import AtomPlan, Plan, compiled
 
 T = TypeVar("T")
-Route = Literal["columns", "matrix"]
+Precision = Literal["float32", "tf32"]
 
-MOST_SINGLE = 8  # right-hand sides of a gradient that are multiplied one by one at most
-_WIDEST = 64  # right-hand sides that one program takes
+PARTS: dict[Precision, int] = {"float32": 2, "tf32": 1}  # tf32 numbers that one value is split into
+_PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
+_DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation
+_KEPT = 1024  # bytes of a row's features, of all atoms, that fit into shared memory with a block of columns
+_WIDEST = 64  # right-hand sides, or features, that are one chunk
+_CHUNK = 32  # features in a chunk where there are more, and right-hand sides in one of a gradient
 _FEATURES = 128  # columns of features for which one program keeps a gradient
 _PROGRAMS = 8  # for each multiprocessor, so that none waits long for the last
 
 
-class Side(NamedTuple):
-    """The rows, or the columns, of a derivative: their features, and the vectors."""
+class Blocks(NamedTuple):
+    """Rows and columns of a tile, warps that share it, loads that are under way at once."""
 
-    features: list[Packed]
-    vectors: Packed
-    size: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+_SMALLEST = [Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
+
+
+def product_blocks(plan: Plan) -> list[Blocks]:
+    """Return blocks to try, best first; each atom has a tile of its own."""
+    choices = [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), *_SMALLEST]
+    return choices[max(0, min(len(plan.atoms) - 2, 2)) :]
+
+
+def gradient_blocks(plan: Plan) -> list[Blocks]:
+    """Return blocks to try for gradients, which keep sums for a block of features, too."""
+    dot = any(atom.dot for atom in plan.atoms)
+    large = not dot or (plan.parts == 1 and len(plan.atoms) == 1)
+    return [Blocks(64, 64, 4, 2), *_SMALLEST] if large else _SMALLEST
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One side of an atom, or of the vectors, as the kernels read it.
+
+    :ivar high: ``(B, chunks, rows, k)`` for products, ``(B, features, rows)`` for differences.
+    :ivar low: the low parts, or None.
+    :ivar norms: ``(B, rows)``, half the squared norms, or None.
+    """
+
+    high: Tensor
+    low: Tensor | None = None
+    norms: Tensor | None = None
+
+    def named(self, name: str) -> dict[str, Tensor]:
+        """Return the arguments of a kernel that are called so."""
+        values = {name: self.high, f"{name}l": self.low, f"{name}n": self.norms}
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def _padded(size: int) -> int:
+    return -(-size // _PADDING) * _PADDING
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that is not smaller, 16 at the least."""
+    return max(1 << max(size - 1, 0).bit_length(), 16)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``(B, n, p)`` in float32, of ``(n, p)`` or ``(B, n, p)``."""
+    return (x.unsqueeze(0) if x.dim() == 2 else x).to(torch.float32)
+
+
+def _atom_plans(profiles: list[Profile], sizes: list[int], parts: int) -> tuple[AtomPlan, ...]:
+    """Return the constants of each atom, for its number of features.
+
+    A single chunk of the rows stays in shared memory while a program passes over the columns.
+    """
+    plans = []
+    for profile, size in zip(profiles, sizes, strict=True):
+        p, alpha = max(size, 1), profile is RATIONAL_QUADRATIC
+        if profile.l1:
+            plans.append(AtomPlan(profile.name, False, True, min(p, 4), p > 4, alpha))
+        elif p <= _DIRECT and parts == 2:
+            plans.append(AtomPlan(profile.name, False, False, p, False, alpha))
+        else:
+            looped = p > _WIDEST
+            plans.append(AtomPlan(profile.name, True, False, _CHUNK if looped else _power(p), looped, alpha))
+    kept = sum(plan.k for plan in plans if plan.dot and not plan.looped) * parts * 4
+    if kept > _KEPT:
+        plans = [replace(p, looped=True, k=min(p.k, _CHUNK)) if p.dot else p for p in plans]
+    return tuple(plans)
+
+
+def unit(profile: Profile, dot: bool) -> float:
+    """Return the factor of features that puts a tile's ``d`` into the units of ``kernels``.
+
+    ``d`` is ``|x - z|^2 / 2`` from products of matrices, and ``|x - z|^2``, or the l1 distance, from differences.
+    """
+    if profile is LAPLACE:
+        return LOG2E
+    square = LOG2E if profile is GAUSS else 1.0 if profile is RATIONAL_QUADRATIC else 2 * LOG2E**2
+    return math.sqrt(square if dot else square / 2)
+
+
+def _pack_features(x: Tensor, profile: Profile, plan: AtomPlan, parts: int) -> Packed:
+    """One side of an atom, x ``(n, p)`` or ``(B, n, p)``.
+
+    The norms are those of the rounded numbers that are multiplied, with what their product leaves out left out here
+    too: then points that coincide are at distance 0 but for the rounding of sums, at any precision.
+    """
+    x = _flat(x) * unit(profile, plan.dot)
+    if not plan.dot:
+        n, p = x.shape[-2:]
+        more = _count(plan, p) * plan.k - p
+        return Packed(functional.pad(x.mT, (0, _padded(n) - n, 0, more)).contiguous())
+    packed = _pack_matrix(x, plan.k, parts)
+    high = packed.high
+    norms = (high * high).sum(dim=(1, 3), dtype=torch.float64)  # each product is exact in float32
+    if packed.low is not None:
+        norms += 2 * (high * packed.low).sum(dim=(1, 3), dtype=torch.float64)
+    return replace(packed, norms=(norms / 2).float())
+
+
+def _pack_matrix(x: Tensor, k: int, parts: int) -> Packed:
+    """Rows of x ``(B, n, p)``, in chunks of k columns and in parts."""
+    b, n, p = x.shape
+    chunks = max(-(-p // k), 1)
+    x = functional.pad(x, (0, chunks * k - p, 0, _padded(n) - n))
+    x = x.reshape(b, x.shape[1], chunks, k).transpose(1, 2).contiguous()
+    split: list[Tensor] = []
+    for _ in range(parts):
+        split.append(_rounded(x))
+        x = x - split[-1]
+    return Packed(*split)
+
+
+def _count(plan: AtomPlan, p: int) -> int:
+    """Chunks of an atom of p features."""
+    return max(-(-p // plan.k), 1)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Round to tf32 by hand, as the device rounds towards zero."""
+    bits = (x.view(torch.int32) + 4096) & -8192  # 10 bits of the fraction are left
+    return torch.where(x.isfinite(), bits.view(torch.float32), x)
+
+
+# --- products and derivatives -----------------------------------------------------------------------------------
 
 
 def multiply(
@@ -58,36 +176,31 @@ def multiply(
     same: bool,
     precision: Precision,
     blocks: Blocks | None = None,
-    route: Route | None = None,
 ) -> Tensor:
     """``K rhs`` ``(n, t)`` or ``(B, n, t)``, for rhs ``(m, t)`` or ``(B, m, t)``.
 
     :param rows: n.
     :param same: whether entries on the diagonal are at distance 0.
     :param blocks: a choice of block sizes, for tests.
-    :param route: for tests and benchmarks: right-hand sides one by one, or by a matrix product; None for the default.
     """
     columns, t = rhs.shape[-2:]
     if not rows or not rhs.numel():
         return rhs.new_zeros(*rhs.shape[:-2], rows, t)
-    v = flat(rhs)
-    problem = _kept(expression, prepared, _possible(precision, rhs.device))
-    plan = problem.plan(same, t, route=route)
-    packed = problem.vectors(v, plan)
-    parts = packed.high.shape[1] if plan.dot else 1
-    slab = (parts, padded(rows), plan.width) if plan.dot else (plan.width, padded(rows))
-    sides = {**problem.arguments("x", problem.left), **problem.arguments("z", problem.right)}
+    problem = _kept(expression, prepared, precision)
+    plan = problem.plan(same, t)
+    v = problem.vectors(rhs, plan)
+    items, parts = v.high.shape[:2]
+    arguments = {**problem.shared, **problem.side("x"), **problem.side("z"), **v.named("v")}
 
     def run(blocks: Blocks) -> Tensor:
-        launch = _Launch(plan, blocks, rows, columns, v.shape[0], parts, rhs.device)
-        out = torch.empty(launch.splits, v.shape[0], *slab, dtype=torch.float32, device=rhs.device)
-        launch(False, {**problem.shared, **sides, **_named("v", packed), "out": out})
+        launch = _Launch(plan, blocks, rows, columns, items, parts, rhs.device)
+        shape = (launch.splits, items, parts, _padded(rows), plan.width)
+        out = torch.empty(shape, dtype=torch.float32, device=rhs.device)
+        launch(False, {**arguments, "out": out})
         return out[0] if launch.splits == 1 else out.sum(dim=0)
 
-    choices = [blocks] if blocks else product_blocks(plan, _shared_memory(rhs.device))
-    total = _with_blocks(run, (plan, False), choices)
-    total = total.transpose(1, 2).flatten(2) if plan.dot else total.mT
-    return total[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
+    total = _with_blocks(run, (plan, False), [blocks] if blocks else product_blocks(plan))
+    return total.transpose(1, 2).flatten(2)[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
 
 
 def differentiate(
@@ -109,79 +222,67 @@ def differentiate(
     sums = any(x.requires_grad for x in (*shapes, prepared.coefficients))
     if not (wanted or sums):
         return []
-    n, m = left.shape[-2], right.shape[-2]
     once = all(f.left is f.right for f in prepared.features)  # one tensor then gets the gradients of both sides
     if once and left is not right and wanted:  # K is symmetric: W may be made so, and rows are all that is needed
         left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
-    totals: list[tuple[Tensor, Tensor]] = []
     if not left.numel() or not right.numel():
         tensors = [t for f in prepared.features for t in ((f.left,) if once else (f.left, f.right))]
         return [(t, torch.zeros_like(t)) for t in (*tensors, *shapes, prepared.coefficients)]
-    problem = _Problem(expression, prepared.detached(), _possible(precision, left.device))
+    problem = _Problem(expression, prepared.detached(), precision)
     plan = problem.plan(same, left.shape[-1], gradient=True)
-    sides = [
-        Side(problem.left, problem.vectors(flat(left), plan), n),
-        Side(problem.right, problem.vectors(flat(right), plan), m),
-    ]
+    vectors = [problem.vectors(v, plan) for v in (left, right)]
+    sizes = [left.shape[-2], right.shape[-2]]
+    totals: list[tuple[Tensor, Tensor]] = []
     for side in (0,) if once else (0, 1):
         for part in _passes(problem, plan, wanted, sums and side == 0):
-            result = _gradient_pass(problem, part, sides[side], sides[1 - side], blocks)
-            for a, gradient in zip(dict(part.targets), result, strict=False):
-                features = prepared.features[a]
-                owner = features.left if side == 0 else features.right
-                p = owner.shape[-1]
+            of_features, of_sums = _gradient_pass(problem, part, side, vectors, sizes, blocks)
+            if of_features is not None and part.target is not None:
+                a = part.target[0]
+                owner = prepared.features[a].left if side == 0 else prepared.features[a].right
                 factor = unit(expression.atoms[a].profile, plan.atoms[a].dot) * (2 if once else 1)
-                gradient = gradient[:, : owner.shape[-2], :p].mul(factor)
+                gradient = of_features[:, : owner.shape[-2], : owner.shape[-1]].mul(factor)
                 totals.append((owner, gradient.reshape(owner.shape).to(owner.dtype)))
-            if part.sums:
-                totals += _parameter_pairs(plan, prepared, result[-1])
+            if of_sums is not None:
+                totals += _parameter_pairs(plan, prepared, of_sums)
     return totals
 
 
 class _Problem:
-    """An expression, packed."""
+    """An expression, packed.
+
+    :ivar shared: arguments of a kernel that do not depend on the side.
+    """
 
     def __init__(self, expression: Expression, prepared: Prepared, precision: Precision) -> None:
-        self.precision, self.terms = precision, expression.terms
+        self.parts, self.terms = PARTS[precision], expression.terms
         profiles = [atom.profile for atom in expression.atoms]
-        self.atoms = plans = atom_plans(profiles, [f.left.shape[-1] for f in prepared.features], precision)
-        self.left: list[Packed] = []
-        self.right: list[Packed] = []
+        self.atoms = _atom_plans(profiles, [f.left.shape[-1] for f in prepared.features], self.parts)
+        self.packed: list[tuple[Packed, Packed]] = []
         self.shared: dict[str, Any] = {}
-        for a, (atom, f) in enumerate(zip(expression.atoms, prepared.features, strict=True)):
-            plan = plans[a]
-            self.left.append(pack_features(f.left, atom.profile, plan, precision))
-            same = f.right is f.left
-            self.right.append(self.left[-1] if same else pack_features(f.right, atom.profile, plan, precision))
+        for a, (profile, plan, f) in enumerate(zip(profiles, self.atoms, prepared.features, strict=True)):
+            left = _pack_features(f.left, profile, plan, self.parts)
+            right = left if f.right is f.left else _pack_features(f.right, profile, plan, self.parts)
+            self.packed.append((left, right))
             if f.alpha is not None:
                 self.shared[f"alpha{a}"] = f.alpha.float().reshape(-1).contiguous()
             if plan.looped:
-                self.shared[f"c{a}"] = count(plan, f.left.shape[-1])
-        if not all(plan.dot for plan in self.atoms):
-            device = prepared.coefficients.device
-            self.shared["nothing"] = torch.zeros(PADDING, 16, dtype=torch.bfloat16, device=device)
+                self.shared[f"c{a}"] = _count(plan, f.left.shape[-1])
         self.shared["coefficients"] = prepared.coefficients.float().reshape(-1, len(self.terms)).contiguous()
 
-    def plan(self, same: bool, t: int, gradient: bool = False, route: Route | None = None) -> Plan:
+    def plan(self, same: bool, t: int, gradient: bool = False) -> Plan:
         """Return the plan for t right-hand sides."""
-        width, looped = power(t), False
-        arithmetic = ARITHMETIC[self.precision]
-        dot = width > (MOST_SINGLE if gradient else arithmetic.single)
-        if route is not None:
-            dot = route == "matrix"
-        if dot and gradient:
-            width, looped = chunk(t)
-        elif dot:
-            width = max(16, min(width, _WIDEST))
-        return Plan(tuple(self.atoms), self.terms, arithmetic.plan, same, width, dot, looped)
+        return Plan(self.atoms, self.terms, self.parts, same, min(_power(t), _CHUNK if gradient else _WIDEST))
 
     def vectors(self, x: Tensor, plan: Plan) -> Packed:
-        return pack_matrix(x, plan.width, self.precision) if plan.dot else pack_vectors(x, plan.width)
+        return _pack_matrix(_flat(x), plan.width, self.parts)
 
-    def arguments(self, side: str, features: list[Packed]) -> dict[str, Any]:
-        return {
-            name: value for a, packed in enumerate(features) for name, value in _named(f"{side}{a}", packed).items()
-        }
+    def side(self, name: str, turned: bool = False) -> dict[str, Tensor]:
+        """Return the features of the kernel's rows (``"x"``) or columns (``"z"``).
+
+        :param turned: whether x2 stands for the rows and x1 for the columns.
+        """
+        which = (name == "z") != turned
+        return {k: v for a, both in enumerate(self.packed) for k, v in both[which].named(f"{name}{a}").items()}
 
 
 def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _Problem:
@@ -192,45 +293,19 @@ def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _
     return kept[precision]
 
 
-def _possible(precision: Precision, device: torch.device) -> Precision:
-    """Float32 multiplications on devices whose tensor cores do not know tf32."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return "ieee" if old else precision
-
-
-def _named(name: str, packed: Packed) -> dict[str, Any]:
-    values = {name: packed.high, f"{name}l": packed.low, f"{name}n": packed.norms}
-    return {key: value for key, value in values.items() if value is not None}
-
-
 _TOO_LARGE: dict[tuple[Plan, bool], int] = {}  # how many of the blocks of a kernel turned out to need too much
 
 
 def _with_blocks(run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: list[Blocks]) -> T:
-    """Return ``run`` with the first blocks that the device has shared memory for."""
+    """Return ``run`` with the first blocks that the device has shared memory and registers for."""
     for i in range(_TOO_LARGE.get(key, 0), len(choices) - 1):
         try:
             return run(choices[i])
         except Exception as error:
-            if not _too_large(error):
+            if type(error).__name__ != "OutOfResources":
                 raise
             _TOO_LARGE[key] = i + 1
     return run(choices[-1])
-
-
-def _too_large(error: BaseException) -> bool:
-    """Return whether a kernel needs more of the device than there is."""
-    return type(error).__name__ == "OutOfResources"
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may take."""
-    if device.type != "cuda":
-        return 1 << 17
-    known = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
-    major, minor = torch.cuda.get_device_capability(device)
-    guess = 227 if major in (9, 10) else 163 if (major, minor) in ((8, 0), (8, 7)) else 99 if major >= 8 else 64
-    return known or guess * 1024
 
 
 def _cores(device: torch.device) -> int:
@@ -245,85 +320,77 @@ class _Launch:
     ) -> None:
         self.plan, self.blocks, self.device = plan, blocks, device
         self.row_blocks, self.column_blocks = -(-rows // blocks.rows), -(-columns // blocks.columns)
-        self.items, self.parts = items, parts
-        self.strides = (padded(rows), padded(columns))
         programs = self.row_blocks * items * parts
         splits = min(-(-_PROGRAMS * _cores(device) // programs), self.column_blocks)
         self.steps = -(-self.column_blocks // splits)
         self.splits = -(-self.column_blocks // self.steps)  # no share is empty
-
-    def __call__(self, gradient: bool, arguments: dict[str, Any]) -> None:
-        kernel = compiled(self.plan, gradient)
-        numbers = {
-            "x_rows": self.strides[0],
-            "z_rows": self.strides[1],
+        self.numbers = {
+            "x_rows": _padded(rows),
+            "z_rows": _padded(columns),
             "row_blocks": self.row_blocks,
             "column_blocks": self.column_blocks,
             "steps": self.steps,
             "splits": self.splits,
-            "parts": self.parts,
-            "items": self.items,
+            "parts": parts,
+            "items": items,
         }
-        grid = (self.row_blocks * self.splits * self.parts * self.items,)
-        b = self.blocks
+        self.grid = (programs * self.splits,)
+
+    def __call__(self, gradient: bool, arguments: dict[str, Any]) -> None:
+        kernel, b = compiled(self.plan, gradient), self.blocks
+        options = {"BM": b.rows, "BN": b.columns, "num_warps": b.warps, "num_stages": b.stages}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            kernel[grid](**arguments, **numbers, BM=b.rows, BN=b.columns, num_warps=b.warps, num_stages=b.stages)
+            kernel[self.grid](**arguments, **self.numbers, **options)
 
 
-def _gradient_pass(problem: _Problem, plan: Plan, own: Side, other: Side, blocks: Blocks | None) -> list[Tensor]:
-    """Gradients ``(B, rows, p)`` of the targets' features in the kernel's units, then the sums ``(B, quantities)``."""
-    device, items = own.vectors.high.device, own.vectors.high.shape[0]
+def _gradient_pass(
+    problem: _Problem, plan: Plan, side: int, vectors: list[Packed], sizes: list[int], blocks: Blocks | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient ``(B, rows, p)`` of the target's features in the kernel's units, and the sums ``(B, quantities)``.
+
+    :param side: 0 for the features of x1, 1 for those of x2; :param sizes: points of each side.
+    """
+    own, other = vectors[side], vectors[1 - side]
+    (items, chunks), device = own.high.shape[:2], own.high.device
     parts = 1
-    for a, width in plan.targets:
-        atom = plan.atoms[a]
-        if atom.looped:
-            parts = -(-problem.shared[f"c{a}"] * atom.k // width)
-    rows = padded(own.size)
-    arguments = {**problem.arguments("x", own.features), **problem.arguments("z", other.features)}
-    arguments |= {**_named("l", own.vectors), **_named("r", other.vectors)}
-    if plan.looped:
-        arguments["cw"] = own.vectors.high.shape[1]
+    if plan.target is not None and plan.atoms[plan.target[0]].looped:
+        a, width = plan.target
+        parts = -(-problem.shared[f"c{a}"] * plan.atoms[a].k // width)
+    arguments = {**problem.shared, **problem.side("x", side == 1), **problem.side("z", side == 1)}
+    arguments |= {**own.named("l"), **other.named("r"), "cw": chunks}
 
-    def run(blocks: Blocks) -> list[Tensor]:
-        launch = _Launch(plan, blocks, own.size, other.size, items, parts, device)
-        shapes: dict[str, tuple[int, ...]] = {
-            f"g{a}": (launch.splits, items, parts, rows, width) for a, width in plan.targets
-        }
+    def run(blocks: Blocks) -> tuple[Tensor | None, Tensor | None]:
+        launch = _Launch(plan, blocks, sizes[side], sizes[1 - side], items, parts, device)
+        rows, options = _padded(sizes[side]), {"dtype": torch.float32, "device": device}
+        results: dict[str, Tensor] = {}
+        if plan.target is not None:
+            results["g"] = torch.empty(launch.splits, items, parts, rows, plan.target[1], **options)
         if plan.sums:
-            shapes["sums"] = (launch.splits, items, len(plan.terms) + len(plan.shapes), rows)
-        results = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
-        launch(True, {**problem.shared, **arguments, **results})
-        result = [results[f"g{a}"].sum(dim=0).transpose(1, 2).flatten(2) for a, _ in plan.targets]
-        if plan.sums:
-            used = launch.row_blocks * blocks.rows  # rows of padding in no block are not written
-            result.append(results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64))
-        return result
+            quantities = len(plan.terms) + len(plan.shapes)
+            results["sums"] = torch.empty(launch.splits, items, quantities, rows, **options)
+        launch(True, {**arguments, **results})
+        of_features = results["g"].sum(dim=0).transpose(1, 2).flatten(2) if "g" in results else None
+        used = launch.row_blocks * blocks.rows  # rows of padding in no block are not written
+        of_sums = results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64) if "sums" in results else None
+        return of_features, of_sums
 
-    choices = [blocks] if blocks else gradient_blocks(plan, _shared_memory(device))
-    return _with_blocks(run, (plan, True), choices)
+    return _with_blocks(run, (plan, True), [blocks] if blocks else gradient_blocks(plan))
 
 
 def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> list[Plan]:
-    """Return the parts that are differentiated together, as many as have room for their sums in registers.
+    """Return a plan for each atom that is differentiated: one has room for its sums in registers.
 
-    Each pass computes all distances and values again.
+    Each pass computes all distances and values again.  Coefficients and shape parameters go with the first one, unless
+    there are many atoms.
     """
-    passes: list[Plan] = []
-    room = 0
-    if sums and len(plan.atoms) > 2:
-        passes.append(replace(plan, sums=True))
-        sums = False
+    passes = []
     for a in wanted:
         atom = plan.atoms[a]
-        width = min(power(problem.shared[f"c{a}"] * atom.k), _FEATURES) if atom.looped else power(atom.k)
-        if width > room:
-            passes.append(plan)
-            room = max(_FEATURES // 2, width) if len(plan.atoms) <= 2 else width
-        passes[-1] = replace(passes[-1], targets=(*passes[-1].targets, (a, width)))
-        room -= width
-    if sums:
-        passes = [replace(passes[0] if passes else plan, sums=True), *passes[1:]]
-    return passes
+        width = min(_power(problem.shared[f"c{a}"] * atom.k), _FEATURES) if atom.looped else _power(atom.k)
+        passes.append(replace(plan, target=(a, width)))
+    if sums and (not passes or len(plan.atoms) > 2):
+        return [replace(plan, sums=True), *passes]
+    return [replace(passes[0], sums=sums), *passes[1:]]
 
 
 def _parameter_pairs(plan: Plan, prepared: Prepared, sums: Tensor) -> list[tuple[Tensor, Tensor]]:

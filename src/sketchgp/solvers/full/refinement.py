@@ -1,4 +1,4 @@
-"""A blockwise method under the loop of all solvers: residuals estimated from steps, verified, and refined.
+"""Blockwise methods, and one under the loop of all solvers: residuals estimated from steps, verified, and refined.
 
 The residual is estimated from the steps themselves, and true where a solve ends.  With float32 products the method
 solves ``K d + noise d = r`` with ``r = y - (K + noise) base`` computed in float64.  Once a pass, the residual of some
@@ -9,18 +9,18 @@ the new residual (iterative refinement: Higham, "Accuracy and Stability of Numer
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....devices import fetched, here, sent
-from ....errors import NumericalError
-from ....random_streams import generator
-from ....report import Reason
-from ...certificate import Certificate
-from ...loop import NAN, Outcome, Refined, largest_of
-from ...system import System
-from .method import BlockMethod
+from ...devices import fetched, here, sent
+from ...errors import NumericalError
+from ...random_streams import generator
+from ...report import Reason
+from ..certificate import Certificate
+from ..loop import NAN, Outcome, Refined, largest_of
+from ..system import System
 
 _ALL_ROWS = 50_000  # points up to which the final residual is always that of all rows
 _WORTH_ALL_ROWS = 5.0  # passes after which it is for any number of points
@@ -35,6 +35,82 @@ _SHRUNK = 10  # times that a step is made smaller
 _PLATEAU = 1e-7  # residual below which float64 products may allow no progress
 _PATIENCE = 20  # passes without progress
 _PROGRESS = 0.9  # of the least residual before
+
+
+class BlockMethod:
+    """A method at work on ``(K + noise) d = r`` from d = 0; a subclass adds :meth:`step`.
+
+    Everything that the next step depends on is in ``tensors`` and ``numbers``, so that saving them saves the run.
+
+    :param choices: the solver; :param system: the matrix; :param block_size: rows a step.
+
+    :cvar positions: the names of the tensors that are points like d; d itself is ``tensors["w"]``.
+    :cvar growth: of the estimated residual over its least at which :meth:`shrink_step` is called; None never.
+    :cvar advice: what to try when it diverges all the same.
+    :ivar rank: of the low-rank parts; 0 where there are none.
+    """
+
+    positions: tuple[str, ...] = ("w",)
+    growth: float | None = None
+    advice = "Use another seed, a larger block_size, or float64 data."
+    rank = 0
+
+    def __init__(self, choices: Any, system: System, block_size: int) -> None:
+        self.choices, self.system = choices, system
+        self.name: str = choices.name
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {"block_size": block_size}
+
+    def begin(self, width: int) -> None:
+        """Set d = 0 for ``width`` right-hand sides, and forget momentum."""
+        self.tensors |= {name: self.system.zeros(width) for name in self.positions}
+
+    def rebase(self) -> None:
+        """Take the present d as the new origin, so that d = 0 again and r is ``r - (K + noise) d``; keep momentum."""
+        origin = self.value.clone()
+        for name in self.positions:
+            self.tensors[name].sub_(origin)
+
+    def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Take one step; return the rows ``(b,)`` it used and ``(K + noise) d - r`` there ``(b, t)``, as it was before.
+
+        :param generator: CPU generator that every random choice comes from.
+        """
+        raise NotImplementedError
+
+    def asks(self) -> list[Tensor]:
+        """Return numbers ``()`` to be fetched from the device after a step, and given to :meth:`answer`."""
+        return []
+
+    def answer(self, answers: list[float]) -> None:
+        """Receive the numbers of :meth:`asks`, before the next step."""
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a step, at most."""
+        return int(self.numbers["block_size"])
+
+    @property
+    def value(self) -> Tensor:
+        """d, ``(n, t)`` float64."""
+        return self.tensors["w"]
+
+    @property
+    def details(self) -> dict[str, float | str]:
+        """Choices that the method made, by name, for the report."""
+        return {"block_size": self.block_size}
+
+    def describe(self) -> str:
+        """Say how blocks are inverted, for the report's line on the preconditioner."""
+        return f"blocks of {self.block_size}"
+
+    def evaluation_point(self) -> Tensor:
+        """Return the d at which the next step takes its residual."""
+        return self.value
+
+    def shrink_step(self) -> None:
+        """Go on with a smaller step: the residual grows."""
+        raise NotImplementedError
 
 
 class Refinement(Refined):
@@ -70,7 +146,7 @@ class Refinement(Refined):
     ) -> None:
         super().__init__(system.space.own(b), system.space)
         self.system, self.method, self.out_dtype, self.tol = system, method, out_dtype, tol
-        self.name, self.size = method.name, system.n
+        self.name, self.size, self.data_rows, self.matrix_entries = method.name, system.n, system.n, system.n**2.0
         self.vectors = ("base", "r", "best", *(f"method.tensors/{name}" for name in method.positions))
         self.sample: int | None = None  # rows that the final residual is of, where these are not all
         self.earlier_columns = 0  # of the value returned that are those of an earlier iterate
@@ -83,10 +159,6 @@ class Refinement(Refined):
         self.failures = self.shrunk = self.corrections = self.fruitless = 0
         self.lowest = self.least = float("inf")
         self.generator: torch.Generator = generator(seed, "blocks of a solve")
-
-    @property
-    def work(self) -> float:
-        return self.system.entries / self.size**2
 
     @property
     def epochs(self) -> float:

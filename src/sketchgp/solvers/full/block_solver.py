@@ -10,16 +10,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ....checks import count, number, seed, settle, tolerance
-from ....errors import InputError
-from ....operators.marks import operator_marks
-from ....report import SolveReport, conclude, merged
-from ...loop import HeldOut, Progress, clock, compare_ranks, solve_marks
-from ...problem import FullProblem, Solution
-from ...system import System, automatic_block_size
-from ..solver import FullSolver
-from .method import BlockMethod
-from .refinement import Refinement
+from ...checks import count, number, seed, settle, tolerance
+from ...errors import InputError
+from ...operators.marks import operator_marks
+from ...report import SolveReport, conclude, merged
+from ..choices import FullSolver
+from ..loop import Progress, clock, compare_ranks, solve_marks
+from ..problem import FullProblem, Solution
+from ..system import System, automatic_block_size
+from .refinement import BlockMethod, Refinement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +96,11 @@ class BlockSolver(FullSolver):
         return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
-    def run(
-        self,
-        system: System,
-        rhs: Tensor,
-        *,
-        initial: Tensor | None = None,
-        callback: Callable[[Progress], Any] | None = None,
-        held_out: HeldOut | None = None,
-        progress: bool | None = None,
-        keep_interrupted: bool = False,
-    ) -> tuple[Tensor, SolveReport, Tensor | None]:
+    def run(self, system: System, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport, Tensor | None]:
         """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record one report of all.
 
-        :param keep_interrupted: on Ctrl-C, return the iterate with a warning instead of raising.
+        :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`;
+            ``keep_interrupted`` to return the iterate with a warning on Ctrl-C, instead of raising.
         """
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.batch_shape)
         if batch and self.checkpoint is not None:
@@ -119,17 +109,14 @@ class BlockSolver(FullSolver):
         values, reports = [], []
         for index in itertools.product(*(range(size) for size in batch)):
             part = system.element(index, batch) if batch else system
-            value, report = self._run(
-                part, rhs[index], progress, initial=initial, callback=callback, held_out=held_out,
-                keep_interrupted=keep_interrupted,
-            )  # fmt: skip
+            value, report = self._run(part, rhs[index], **options)
             values.append(value)
             reports.append(report)
         report = merged(reports)
         conclude(report)
         return torch.stack(values).reshape(rhs.shape) if batch else values[0], report, None
 
-    def _run(self, system: System, rhs: Tensor, progress: bool | None, **options: Any) -> tuple[Tensor, SolveReport]:
+    def _run(self, system: System, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport]:
         """Solve one system.
 
         :param options: those of a run.
@@ -144,8 +131,6 @@ class BlockSolver(FullSolver):
         size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
         method = self.method(system, size)
         refinement = Refinement(system, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed)
-        run = self._prepared(refinement, self.max_passes, began=began, marks=lambda: (marks(), {}), **options)
-        value = run.loop(progress).value
-        report = run.report()
+        value, report = self._execute(refinement, self.max_passes, lambda: (marks(), {}), began=began, **options)
         report.notes += self.notes(system.n)
         return value, report

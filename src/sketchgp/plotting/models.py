@@ -1,23 +1,94 @@
-"""Pictures of predictions: a posterior of one feature, and whether deviations are right."""
+"""Pictures of models: the hyperparameters of a fit, a posterior of one feature, and whether deviations are right."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..errors import InputError
-from ..inducing_point_gp import InducingPointGP
+from ..fitting.history import FitHistory
 from ..predict import Prediction, predict
-from ..style import COLORS, axes_for, below_axes, finish
+from ..style import COLORS, RING, axes_for, below_axes, finish
 
 _POINTS = 400  # that a posterior is drawn at
 _MARGIN = 0.05  # of the range of the training inputs, beyond it
 _MOST = 2000  # training points that are drawn
 _LEVELS = 99
+_STYLES = ("-", "--", "-.")
+
+
+def hyperparameters(history: Any, ax: Any = None, by: Literal["steps", "seconds"] = "steps", names: Any = None) -> Any:
+    """Draw the hyperparameters during a fit, with rings at those that the model keeps.
+
+    A hyperparameter of several numbers, such as lengthscales, has several lines of one colour.  The axis is
+    logarithmic; values that are not all positive, such as constants of means, are dotted, with an axis on the right.
+
+    :param history: what :func:`sketchgp.fit` returned.
+    :param ax: matplotlib axes; None makes a figure.
+    :param by: ``"steps"`` or ``"seconds"``.
+    :param names: which, keys of ``history.hyperparameters`` or ends of them, such as ``["lengthscale"]``; None for all.
+    :returns: the axes.
+    :raises InputError: for a history without a step, or an unknown name.
+    """
+    owner = "hyperparameters"
+    checks.instance(owner, "history", history, FitHistory, "a FitHistory")
+    checks.word(owner, "by", by, ("steps", "seconds"))
+    if not history.losses:
+        raise InputError(f"{owner}: history expects at least one step.")
+    kept = _chosen(owner, history.hyperparameters, names)
+    ax = axes_for(owner, ax)
+    x = history.seconds if by == "seconds" else list(range(len(history.losses)))
+    best = history.best_step
+    handles: list[Any] = []
+    other: Any = None
+    for number, (name, course) in enumerate(kept.items()):
+        positive, color = all(value > 0 for values in course for value in values), COLORS[number % len(COLORS)]
+        if not positive and other is None:
+            other = ax.twinx()
+            other.spines["top"].set_visible(False)
+            other.set_ylabel("value of what is dotted", color="0.35")
+        on, style = (ax, _STYLES[number // len(COLORS) % len(_STYLES)]) if positive else (other, ":")
+        short = _short(name, kept)
+        for which, values in enumerate(zip(*course, strict=True)):
+            many = f" (each of {len(course[0])})" if len(course[0]) > 1 else ""
+            lines = on.plot(x, values, color=color, linestyle=style, linewidth=1.1 if many else 1.8, label=short + many)
+            on.plot([x[best]], [values[best]], color=color, **{**RING, "markersize": 6 if many else 8})
+            handles += [] if which else lines
+    ax.set_yscale("log")
+    title = f"{history.optimizer}, {history.objective}; ring: parameters kept"
+    finish(ax, title, "seconds since the fit began" if by == "seconds" else "step", "value", legend=False)
+    ax.spines["right"].set_visible(other is not None)
+    below_axes(ax, handles)
+    return ax
+
+
+def _chosen(owner: str, known: dict[str, Any], names: Any) -> dict[str, Any]:
+    """Return the hyperparameters of these names, or ends of names."""
+    if names is None:
+        kept = known
+    else:
+        wanted = [names] if isinstance(names, str) else list(names)
+        for name in wanted:
+            if not isinstance(name, str) or not any(key.endswith(name) for key in known):
+                raise checks.refusal(owner, "names", f"names of {', '.join(known) or 'no hyperparameter'}", name, True)
+        kept = {key: value for key, value in known.items() if any(key.endswith(name) for name in wanted)}
+    if not kept:
+        raise InputError(f"{owner}: history expects hyperparameters of at most 100 numbers, got none.")
+    return kept
+
+
+def _short(name: str, among: dict[str, Any]) -> str:
+    """Return the shortest end of a name that no other name has."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        short = ".".join(parts[-count:])
+        if sum(other == short or other.endswith(f".{short}") for other in among) == 1:
+            return short
+    return name
 
 
 def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0) -> Any:
@@ -59,8 +130,8 @@ def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0
     shown = _list(train[some]), _list(targets[some])
     size = 4.0 if len(shown[0]) <= 100 else 2.0
     ax.plot(*shown, ".", color="0.2", markersize=size, alpha=0.7, label=f"{len(train):,} training points", zorder=3)
-    if isinstance(model, InducingPointGP):
-        z = _list(model.inducing_points[:, 0])
+    if (inducing_points := getattr(model, "inducing_points", None)) is not None:
+        z = _list(inducing_points[:, 0])
         bottom = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 4}
         label = f"{len(z):,} inducing points"
         ax.plot(z, [0.0] * len(z), "|", color=COLORS[1], markersize=10, label=label, **bottom)
@@ -96,10 +167,9 @@ def calibration(prediction: Any, y: Any, ax: Any = None) -> Any:
 
 def draw_calibration(ax: Any, mean: Tensor, variance: Tensor, y: Tensor) -> Any:
     """Draw the calibration of predictions of y, all ``(m,)`` float64, and return the axes."""
-    score = (y - mean) / variance.sqrt()
-    within = torch.erf(score.abs() / math.sqrt(2))  # the level of the interval that just holds it
+    std = variance.sqrt()
     levels = torch.arange(1, _LEVELS + 1, dtype=torch.float64) / (_LEVELS + 1)
-    shares = (within.unsqueeze(0) <= levels.unsqueeze(1)).double().mean(dim=1)
+    shares = within(mean, std, y, levels)
     spread = 1.96 * (levels * (1 - levels) / len(y)).sqrt()
     at = levels.tolist()
     ax.plot([0, 1], [0, 1], color="0.45", linewidth=1, linestyle=(0, (2, 2)))
@@ -110,11 +180,23 @@ def draw_calibration(ax: Any, mean: Tensor, variance: Tensor, y: Tensor) -> Any:
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1)
     error = float((y - mean).square().mean().sqrt())
-    density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * score.square()).mean())
+    density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * ((y - mean) / std).square()).mean())
     title = f"RMSE {error:.4g}, negative log density {density:.3g} nats"
     finish(ax, title, "level of the central interval", "share of targets in it", legend=False)
     ax.legend(frameon=False, fontsize=9, loc="upper left")
     return ax
+
+
+def within(mean: Tensor, std: Tensor, y: Tensor, levels: Tensor) -> Tensor:
+    """Return the share of targets inside the central intervals of normal predictions, ``(len(levels),)``.
+
+    A target is inside an interval of level p where ``|y - mean| <= std sqrt(2) erfinv(p)``.
+
+    :param mean: ``(m,)``; :param std: of an observation, ``(m,)``; :param y: ``(m,)``; all in float64.
+    :param levels: between 0 and 1.
+    """
+    needed = torch.erf((y - mean).abs() / (math.sqrt(2) * std))  # the least level whose interval holds the target
+    return torch.searchsorted(needed.sort().values, levels, right=True).double() / len(y)
 
 
 def _double(values: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
-"""The coefficients of conjugate gradients, and what they say: Lanczos matrices, Ritz values, the least eigenvalue.
+"""Conjugate gradients: one iteration, and what its coefficients say: Lanczos matrices, Ritz values, least eigenvalues.
 
-References: Golub and Van Loan, "Matrix Computations", 8.4 and 10.2; Meurant and Strakos, "The Lanczos and conjugate
-gradient algorithms in finite precision arithmetic" (2006), section 3; for log determinants Gardner et al.
-(arXiv:1809.11165).
+An iteration is for several columns, each of which stops by itself.  A column that has ended, or whose numbers can no
+longer be divided by, is frozen: its steps are 0.
+
+References: Hestenes and Stiefel (1952); preconditioned form as Algorithm 3 of arXiv:2304.12465; Golub and Van Loan,
+"Matrix Computations", 8.4 and 10.2; Meurant and Strakos, "The Lanczos and conjugate gradient algorithms in finite
+precision arithmetic" (2006), section 3; for log determinants Gardner et al. (arXiv:1809.11165).
 """
 
 from __future__ import annotations
@@ -25,6 +28,36 @@ LEAST = 0.95
 
 class LostToRoundingError(SketchGPError):
     """The matrix that products are with is not the one that is wanted."""
+
+
+def descend(
+    value: Tensor, r: Tensor, p: Tensor, product: Tensor, curvature: Tensor, energy: Tensor, active: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``value += alpha p`` and ``r -= alpha A p`` with ``alpha = energy / curvature``, in place.
+
+    :param value: iterate, ``r`` its residual, ``p`` the direction, ``product`` = A p: ``(..., n, t)`` each.
+    :param curvature: ``p^T A p``, and ``energy`` = ``r^T P^-1 r``, ``(..., t)``.
+    :param active: columns that have not ended, ``(..., t)``.
+    :returns: alpha, 0 for frozen columns, and which columns are not frozen, ``(..., t)``; and whether all curvatures
+        are finite, ``()``: to be looked at before anything is believed (:data:`sketchgp.solvers.loop.NAN`).
+    """
+    usable = active & (curvature > 0) & (energy > 0)
+    alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)
+    value.addcmul_(alpha.unsqueeze(-2), p)
+    r.addcmul_(alpha.unsqueeze(-2), product, value=-1)
+    return alpha, usable, torch.isfinite(curvature).all()
+
+
+def turn(p: Tensor, z: Tensor, following: Tensor, energy: Tensor, usable: Tensor) -> Tensor:
+    """``p = z + beta p`` with ``beta = following / energy``, in place; of frozen columns ``p = z``.
+
+    :param z: ``P^-1 r`` after the step, ``(..., n, t)``.
+    :param following: ``r^T z``, and ``energy`` what it was before the step; ``usable`` as :func:`descend` gave it.
+    :returns: beta ``(..., t)``.
+    """
+    beta = torch.where(usable & (following > 0), following / torch.where(usable, energy, 1), 0)
+    p.mul_(beta.unsqueeze(-2)).add_(z)
+    return beta
 
 
 def tridiagonal(coefficients: Sequence[Tensor], like: Tensor) -> Tensor:
