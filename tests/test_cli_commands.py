@@ -15,9 +15,8 @@ import sketchgp
 from cases import each
 from sketchgp.cli import main
 from sketchgp.cli.demo import QUICK as QUICK_DEMO
-from sketchgp.cli.model_file import load_model
 from sketchgp.errors import NumericalError, warn
-from sketchgp.saved_model import LoadedModel
+from sketchgp.saved_model import LoadedModel, read_model
 
 N = 240
 
@@ -106,7 +105,7 @@ def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
     """The saved weights give the mean; the variance is exact at this size: both against dense float64."""
     model = tmp_path / "model.pt"
     assert run(capsys, "fit", data, "--target", "price", "--save", model, "--float64", *QUICK)[0] == 0
-    scaling, gp = load_model(model).scaling, load_model(model).model
+    scaling, gp = read_model(model).scaling, read_model(model).model
     x = torch.randn(7, 2, dtype=torch.float64)
     prediction = sketchgp.load_model(model).predict(x * scaling.x_std + scaling.x_mean)
     mean = scaling.scale_y(prediction.mean, torch.float64)
@@ -127,9 +126,9 @@ def test_saved_predictions_are_those_of_the_exact_gp(tmp_path, data, capsys):
 def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
     model = tmp_path / "model.pt"
     run(capsys, "fit", data, "--target", "price", "--save", model, *QUICK)
-    saved, x = load_model(model), torch.randn(7, 2) * 3
+    saved, x = read_model(model), torch.randn(7, 2) * 3
     mean = sketchgp.load_model(model).predict(x).mean
-    without = replace(load_model(model), weights=torch.zeros_like(saved.weights))
+    without = replace(read_model(model), weights=torch.zeros_like(saved.weights))
     constant = saved.scaling.unscale_mean(saved.model.mean_module.constant.detach())
     torch.testing.assert_close(LoadedModel(without).predict(x).mean, constant.expand(7), atol=1e-4, rtol=0)
     assert (mean - constant).abs().max() > 1
@@ -208,11 +207,11 @@ def test_files_are_not_destroyed(tmp_path, data, capsys, monkeypatch):
 
 
 def test_a_file_that_appears_while_the_work_goes_on_is_kept(tmp_path, data, capsys, monkeypatch):
-    from sketchgp.cli import model_file
+    from sketchgp import saved_model
 
     model, output = tmp_path / "model.pt", tmp_path / "out.csv"
     run(capsys, "fit", data, "--target", "price", "--save", model, *SHORT)
-    original = model_file.predict_rows
+    original = saved_model.predict_rows
 
     def slow(*words):
         output.write_text("mine")
@@ -374,7 +373,7 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     assert "yes or no, as 1 or 0, standardised: certified\n" in out
     assert "categories, one 0/1 input for each: cut (3), code (3)\n" in out
     assert "the target, standardised" in out
-    scaling = load_model(model).scaling  # carat, three cuts, three codes, certified
+    scaling = read_model(model).scaling  # carat, three cuts, three codes, certified
     assert (scaling.x_std == 1).tolist() == (scaling.x_mean == 0).tolist() == [False, *[True] * 6, False]
 
     fresh = make_stones(seed=1, n=40)
@@ -514,7 +513,7 @@ def test_a_solve_that_fails_is_no_success(tmp_path, data, capsys, monkeypatch):
     model, output = tmp_path / "model.pt", tmp_path / "out.csv"
     assert run(capsys, "fit", data, "--target", "price", "--save", model, *SHORT)[0] == 0
     monkeypatch.setattr("sketchgp.cli.regression.predict", fail)
-    monkeypatch.setattr("sketchgp.cli.model_file.predict", fail)
+    monkeypatch.setattr("sketchgp.saved_model.predict", fail)
     error = fails(capsys, "fit", data, "--target", "price", "--save", tmp_path / "other.pt", *SHORT)
     assert error == "error: the solve for the mean failed. [troubleshooting: out-of-budget]\n"
     assert fails(capsys, "predict", model, data, "--output", output) == error

@@ -16,9 +16,9 @@ from sketchgp import tensor_file
 from sketchgp.cli import main
 from sketchgp.cli.columns import MARKS
 from sketchgp.cli.features import Feature
-from sketchgp.cli.model_file import FORMAT, VERSION, SavedModel, load_model, save_model
 from sketchgp.cli.regression import KERNELS, Regression, Scaling
 from sketchgp.errors import InputError
+from sketchgp.saved_model import FORMAT, VERSION, SavedModel, read_model, save_model
 
 
 def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
@@ -43,7 +43,7 @@ def test_round_trip(tmp_path, kernel, dtype):
     saved = make(kernel, dtype)
     path = tmp_path / "model.pt"
     save_model(path, saved)
-    loaded = load_model(path)
+    loaded = read_model(path)
     assert (loaded.kernel, loaded.features, loaded.target) == (kernel, saved.features, "price")
     assert (loaded.missing, loaded.id, loaded.marks) == ("mean", "row", ("n.d.",))
     assert (loaded.scaling.y_mean, loaded.scaling.y_std, loaded.residual) == (3.5, 0.25, 1e-4)
@@ -96,7 +96,7 @@ def test_nothing_but_the_file_is_left_behind(tmp_path):
     save_model(tmp_path / "model.pt", make())
     save_model(tmp_path / "model.pt", make("rbf"))
     assert os.listdir(tmp_path) == ["model.pt"]
-    assert load_model(tmp_path / "model.pt").kernel == "rbf"
+    assert read_model(tmp_path / "model.pt").kernel == "rbf"
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="No space left"):
         save_model(path, make("rbf"))
     assert os.listdir(tmp_path) == ["model.pt"]
-    assert load_model(path).kernel == "matern52"
+    assert read_model(path).kernel == "matern52"
 
 
 def test_no_such_folder(tmp_path):
@@ -135,7 +135,7 @@ def test_loading_never_runs_code(tmp_path, writer):
     path = tmp_path / "model.pt"
     writer({"format": "sketchgp regression", "version": 1, "kernel": Trap(str(mark))}, path)
     with pytest.raises(InputError, match="not a model saved by sketchgp"):
-        load_model(path)
+        read_model(path)
     assert not mark.exists()
     if writer is torch.save:
         torch.load(path, weights_only=False)  # the trap does work
@@ -145,21 +145,21 @@ def test_loading_never_runs_code(tmp_path, writer):
 def test_foreign_cut_and_missing_files(tmp_path):
     path = tmp_path / "model.pt"
     with pytest.raises(InputError, match="no such file"):
-        load_model(path)
+        read_model(path)
     with pytest.raises(InputError, match="folder"):
-        load_model(tmp_path)
+        read_model(tmp_path)
     save_model(path, make())
     whole = path.read_bytes()
     for content in [b"", b"hello, world", b"a,b\n1,2\n", whole[: len(whole) // 2], whole[:-30]]:
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"model\.pt"):
-            load_model(path)
+            read_model(path)
     torch.save({"weight": torch.zeros(3)}, path)
     with pytest.raises(InputError, match="not a model saved by sketchgp"):
-        load_model(path)
+        read_model(path)
     torch.save(torch.zeros(3), path)
     with pytest.raises(InputError, match="not a model saved by sketchgp"):
-        load_model(path)
+        read_model(path)
 
 
 @each(
@@ -195,7 +195,7 @@ def test_fields_have_to_fit_together(tmp_path, field, value, message):
         part[field] = value
     tensor_file.save(path, described, tensors)
     with pytest.raises(InputError, match=message) as raised:
-        load_model(path)
+        read_model(path)
     assert str(path) in str(raised.value)
 
 
@@ -207,7 +207,7 @@ def test_weights_have_to_solve_the_training_data(tmp_path):
     for name in ("weights", "train_y", "hyperparameter.covar_module.base_kernel.raw_lengthscale"):
         tensor_file.save(path, described, {**tensors, name: tensors[name] * 1.1})
         with pytest.raises(InputError, match="do not solve its training data"):
-            load_model(path)
+            read_model(path)
 
 
 def test_files_of_the_version_before(tmp_path):
@@ -217,15 +217,15 @@ def test_files_of_the_version_before(tmp_path):
     described, tensors = tensor_file.load(path)
     assert described.pop("marks") == ["n.d."]
     tensor_file.save(path, {**described, "version": 3}, tensors)
-    assert load_model(path).marks == MARKS
-    assert load_model(path).features == make().features
+    assert read_model(path).marks == MARKS
+    assert read_model(path).features == make().features
 
 
 def test_the_format_without_a_digest(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"format": FORMAT, "version": 1, "weights": torch.zeros(3)}, path)
     with pytest.raises(InputError, match=r"before digests .*command fit"):
-        load_model(path)
+        read_model(path)
 
 
 def test_a_damaged_file_is_refused_or_predicts_the_same(tmp_path, capsys):

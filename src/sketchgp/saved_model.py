@@ -1,21 +1,245 @@
-"""``load_model(path)``: a model that ``python -m sketchgp fit --save`` wrote, to predict with from Python."""
+"""Saved regressions: tensors, numbers and text only, so that loading a file never runs code from it.
+
+The command ``python -m sketchgp fit --save`` writes them; the command ``predict`` and :func:`load_model` read them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from . import checks
+from . import checks, tensor_file
 from .accelerate import accelerate
+from .cli.columns import MARKS, Rules, Table
+from .cli.features import MISSING, UNKNOWN, Feature, encode
+from .cli.options import Output
+from .cli.regression import Regression, Scaling, true_residual
+from .cli.tables import in_memory, require_file
 from .errors import InputError
 from .models.accelerated.posterior import use_weights
-from .models.prediction import Prediction
+from .predict import Prediction, predict
 from .settings import Variance
+
+FORMAT = "sketchgp regression"
+VERSION = 4  # 1 was a pickled dictionary without a digest, 2 knew numbers only, 3 no other marks than MARKS
+_HYPERPARAMETER = "hyperparameter."
+_ENTRIES = 2**24  # of the kernel matrix, evaluated to check the weights
+_LEAST_ROWS = 16
+_WORDS = ("kernel", "target", "residual", "missing")  # fields that the file holds as the model does
+_RESIDUAL_SLACK = 1e-4  # what the rounding of another machine may change a residual by
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A fitted regression with what is needed to predict rows of a table.
+
+    :param model: the GP, in eval mode, conditioned on the training rows.
+    :param weights: ``(K + noise I)^-1 (y - mean)``, ``(n,)``, so that a mean needs no new solve.
+    :param kernel: name of the kernel, a key of ``regression.KERNELS``.
+    :param features: the columns, in the order of the model's inputs.
+    :param target: column name.
+    :param scaling: of the inputs and the target.
+    :param residual: of ``weights``, as :func:`weights_residual` has it.
+    :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
+    :param missing: what is done about missing values, one of ``features.MISSING``.
+    :param id: the column that names the rows, if there is one.
+    :param marks: texts that stand for a missing value.
+    """
+
+    model: Regression
+    weights: Tensor
+    kernel: str
+    features: tuple[Feature, ...]
+    target: str
+    scaling: Scaling
+    residual: float
+    fill: Tensor
+    missing: str = "error"
+    id: str | None = None
+    marks: tuple[str, ...] = MARKS
+
+
+def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> None:
+    """Write the model by a temporary file and a rename, so that the path never holds half a file.
+
+    :param overwrite: False to keep a file that is there.
+    :raises InputError: the folder does not exist or cannot be written.
+    """
+    path = Path(path)
+    described = {
+        **{name: getattr(saved, name) for name in _WORDS},
+        "format": FORMAT,
+        "version": VERSION,
+        "features": [asdict(feature) for feature in saved.features],
+        "y_mean": saved.scaling.y_mean,
+        "y_std": saved.scaling.y_std,
+        "id": saved.id or "",
+        "marks": list(saved.marks),
+    }
+    tensors = {
+        "x_mean": saved.scaling.x_mean,
+        "x_std": saved.scaling.x_std,
+        "fill": saved.fill,
+        "train_x": saved.model.train_inputs[0],
+        "train_y": saved.model.train_targets,
+        "weights": saved.weights,
+        **{_HYPERPARAMETER + name: value for name, value in saved.model.state_dict().items()},
+    }
+    output = Output(path, overwrite)
+    with output.errors():
+        tensor_file.save(path, described, {name: t.detach().cpu().clone() for name, t in tensors.items()}, overwrite)
+
+
+def read_model(path: str | Path) -> SavedModel:
+    """Read and check a file written by ``save_model``; unpickle nothing but tensors.
+
+    The file's digest is checked, and the weights are checked against the training data: their residual has to be what
+    the file says.
+
+    :raises InputError: the file is missing, damaged, of another kind or version, or its parts do not fit together; the
+        message names the file and the part.
+    """
+    path = Path(path)
+    require_file(path)
+    if not zipfile.is_zipfile(path):  # torch.save writes a zip archive; torch.load would try older formats as well
+        raise InputError(f"{path}: not a model saved by sketchgp, or cut short")
+    try:
+        described, tensors = tensor_file.load(path)
+    except (OSError, MemoryError) as error:
+        raise InputError(f"{path}: cannot be read now ({error})") from error
+    except ValueError as error:
+        raise InputError(
+            f"{path}: not a model saved by sketchgp, or damaged, or of a version before digests ({error}); make it "
+            "anew with the command fit"
+        ) from error
+    if described.get("format") != FORMAT:
+        raise InputError(f"{path}: not a model saved by sketchgp")
+    version = described.get("version")
+    if version not in (3, VERSION):
+        newer = isinstance(version, int) and version > VERSION
+        age, remedy = ("a newer", "upgrade sketchgp") if newer else ("an older", "make it anew with the command fit")
+        raise InputError(
+            f"{path}: written by {age} sketchgp (format version {version!r}; this one reads {VERSION} and 3): {remedy}"
+        )
+    return _saved_model(path, {"marks": MARKS, **described, **tensors})
+
+
+def weights_residual(model: Regression, weights: Tensor) -> float:
+    """Return the relative residual of weights ``(n,)`` on all rows, or on a fixed choice of rows where n is large."""
+    n = len(weights)
+    count = min(n, max(_LEAST_ROWS, _ENTRIES // n))
+    return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())
+
+
+def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
+    """Return the model of a file's fields, which fit together; the digest says that they are what was written.
+
+    :raises InputError: the file was written by something else than :func:`save_model`.
+    """
+    try:
+        features = tuple(Feature(**{**one, "categories": tuple(one["categories"])}) for one in contents["features"])
+        scaling = Scaling(*(contents[name] for name in ("x_mean", "x_std", "y_mean", "y_std")))
+        model = Regression(contents["train_x"], contents["train_y"], contents["kernel"])
+        model.load_state_dict({name: contents[_HYPERPARAMETER + name] for name in model.state_dict()})
+        saved = SavedModel(
+            model=model.eval(),
+            features=features,
+            scaling=scaling,
+            id=contents["id"] or None,
+            marks=tuple(contents["marks"]),
+            **{name: contents[name] for name in (*_WORDS, "weights", "fill")},
+        )
+        residual = weights_residual(model, saved.weights)
+        width = sum(feature.width for feature in features)
+        if {width} != {len(scaling.x_mean), len(scaling.x_std), len(saved.fill), contents["train_x"].shape[1]}:
+            raise ValueError(f"the columns have {width} inputs, and those of the model are others")
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); make it anew with fit") from error
+    if not residual <= 2 * saved.residual + _RESIDUAL_SLACK:
+        raise InputError(
+            f"{path}: its weights do not solve its training data: the residual is {residual:.1e}, where the file says "
+            f"{saved.residual:.1e}; make it anew with the command fit"
+        )
+    return saved
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of all rows of a table, in the target's units, NaN where a row gets none.
+
+    :param complete: which rows are predicted, ``(rows,)`` boolean.
+    :param lacking: number of rows that lack a value.
+    :param strangers: by column, the number of rows with a category that the model does not know.
+    """
+
+    prediction: Prediction
+    complete: Tensor
+    lacking: int
+    strangers: dict[str, int]
+
+
+def expected(
+    saved: SavedModel, missing: str, caller: str, numbers: Sequence[str] = (), names: Sequence[str] = (), **more: Any
+) -> Rules:
+    """Return what a table that is predicted has to hold.
+
+    :param missing: what is done about missing values.
+    :param numbers: columns of numbers beside the features, :param names: and of names of rows; both may lack values.
+    :param more: of :class:`Rules`.
+    """
+    features = [feature.name for feature in saved.features]
+    return Rules(
+        numbers=(*(feature.name for feature in saved.features if feature.kind == "number"), *numbers),
+        text={feature.name: feature.categories for feature in saved.features if feature.kind != "number"},
+        names=names,
+        may_lack=(*(features if missing != "error" else ()), *numbers, *names),
+        caller=caller,
+        **{"marks": saved.marks, **more},
+    )
+
+
+def predict_rows(
+    saved: SavedModel, table: Table, missing: str, unknown: str, rules: Rules, variance: Variance | None = "auto"
+) -> Predicted:
+    """Return the predictions of a table's rows; the saved model has to be accelerated and to know its weights.
+
+    :raises InputError: for categories that the model does not know, and where no row can be predicted.
+    """
+    python, refused = rules.caller == "python", missing == "error"
+    way = ("unknown='missing'" + " and missing='drop' or 'mean'" * refused) if python else (
+        "--unknown missing" + " and --missing drop or mean" * refused)  # fmt: skip
+    encoded, strangers = encode(saved.features, table, "error" if refused else unknown, way)
+    x = torch.from_numpy(encoded)
+    lacking = x.isnan().any(1)
+    complete = ~lacking if missing == "drop" else torch.ones_like(lacking)
+    if not complete.any():
+        mean = "missing='mean'" if python else "--missing mean"
+        raise InputError(f"{table.path}: a value is missing in every row; {mean} predicts them nonetheless")
+    scaling, dtype = saved.scaling, saved.model.train_targets.dtype
+    inputs = scaling.scale_x(torch.where(x.isnan(), saved.fill, x)[complete], dtype)
+    predicted = predict(saved.model, inputs, variance=variance)
+
+    def of_all_rows(value: Any, unit: float = 1.0) -> Any:
+        """Return values of all rows, NaN where nothing is predicted."""
+        if not isinstance(value, Tensor):
+            return value
+        values = torch.full((len(complete), *value.shape[1:]), torch.nan, dtype=torch.float64)
+        values[complete] = value.detach().to("cpu", torch.float64) * unit
+        return values
+
+    powers = {"variance": 2, "observation_variance": 2, "variance_error_bound": 2, "variance_standard_error": 0}
+    powers |= {"mean_error_bound": 1, "mean_error_bound_deviations": 0}
+    scaled = {name: of_all_rows(getattr(predicted, name), scaling.y_std**power) for name, power in powers.items()}
+    prediction = replace(predicted, mean=of_all_rows(scaling.unscale_mean(predicted.mean)), **scaled)
+    return Predicted(prediction, complete, int(lacking.sum()), strangers)
 
 
 def load_model(path: str | os.PathLike[str]) -> LoadedModel:
@@ -23,9 +247,7 @@ def load_model(path: str | os.PathLike[str]) -> LoadedModel:
 
     :raises InputError: where the file is missing, damaged or of another kind; the message names what.
     """
-    from .cli.model_file import load_model as read  # the command's own modules, when they are needed
-
-    return LoadedModel(read(Path(checks.path("load_model", "path", path))))
+    return LoadedModel(read_model(Path(checks.path("load_model", "path", path))))
 
 
 class LoadedModel:
@@ -36,7 +258,7 @@ class LoadedModel:
     :ivar model: the accelerated ``gpytorch.models.ExactGP``, of columns less their means and over their deviations.
     """
 
-    def __init__(self, saved: Any) -> None:
+    def __init__(self, saved: SavedModel) -> None:
         self._saved = saved
         self.features: tuple[str, ...] = tuple(feature.name for feature in saved.features)
         self.target: str = saved.target
@@ -64,10 +286,6 @@ class LoadedModel:
         :raises InputError: for a column that is not there, or holds what it cannot hold (the message names column and
             row, counted from 0), and where no row is complete.
         """
-        from .cli.features import MISSING, UNKNOWN
-        from .cli.model_file import expected, predict_rows
-        from .cli.tables import in_memory
-
         owner = "LoadedModel.predict"
         policy = checks.word(owner, "missing", missing, MISSING, optional=True) or self._saved.missing
         checks.word(owner, "unknown", unknown, UNKNOWN)

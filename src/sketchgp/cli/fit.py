@@ -17,10 +17,10 @@ from ..accelerate import accelerate
 from ..errors import InputError
 from ..plotting.models import draw_calibration
 from ..preconditioners import RPCholesky
+from ..saved_model import SavedModel, save_model, weights_residual
 from ..style import COLORS, finish, new_figure
 from .columns import Rules, Table
 from .features import Feature, learn, summary, training_inputs, without_missing
-from .model_file import SavedModel, save_model, weights_residual
 from .options import SOLVERS, Output, claim, notation, opened
 from .regression import Outcome, Regression, Row, Scaling, calibration, evaluate, format_table, rmse, split_rows, tune
 from .tables import Source

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..accelerate import accelerate
 from ..errors import InputError
 from ..models.accelerated.posterior import use_weights
+from ..saved_model import SavedModel, expected, predict_rows, read_model
 from .columns import some
-from .model_file import SavedModel, expected, load_model, predict_rows
 from .options import Output, claim, notation, opened
 from .regression import calibration, negative_log_density, rmse
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command; see the module's docstring."""
     output = claim(options, "output", "model", "data")
     print(f"reading {options.model} and checking its weights ...")
-    saved = load_model(options.model)
+    saved = read_model(options.model)
     missing = options.missing or saved.missing
     source = opened(options)
     labelled = saved.id if options.id is None and saved.id in source.columns else options.id
