@@ -20,24 +20,13 @@ from ..fingerprint import tensor_mark
 from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
+from . import starts
 from .history import DEAR, FLAT, SETTLED, STOPPED, UNSURE, WIDENED, FitHistory
-from .minimise import InverseHessian, minimise
+from .minimise import minimise
 from .objective import ModelState, Objective
 from .plan import WIDTH, dearest, exact_objective, new_bound, on_subset, route, rows_before
 from .record import Record, fit_marks
 from .stage import ENDED, Stage
-from .starts import (
-    centre_mean,
-    flatness,
-    mean_square,
-    raise_noise,
-    rescale,
-    revive,
-    set_noise,
-    set_scale,
-    spread,
-    to_unit,
-)
 from .steps import Steps
 
 _FEW = 1000  # rows that fits to more begin with; three fits tell the best one of three starts, of as many, or of
@@ -220,11 +209,11 @@ class Fit:
     def _away_from_flatness(self, stage: Stage) -> str:
         """Give lengthscales the size of the data where the loss is flat otherwise; return why it still is."""
         model, seed, notes = stage.base.model, self.choices.seed, stage.history.notes
-        why = "" if self.choices.start == "model" else rescale(model, seed)
+        why = "" if self.choices.start == "model" else starts.rescale(model, seed)
         if why:
             notes.append(f"started from lengthscales of the size of the inputs: {why} with those of the model")
             warn(f"fit: {notes[-1]}. Standardise the inputs, or start nearer to their size.", see="lengthscales")
-        why = flatness(model, seed)
+        why = starts.flatness(model, seed)
         if why:
             warn(
                 f"fit: with the lengthscales that it starts from {why}, and the loss does not change with them. "
@@ -299,32 +288,29 @@ class Fit:
     def _run_all(self, stages: list[Stage]) -> None:
         """Run the stages one after the other; one that the model cannot be copied for is left out."""
         before: Stage | None = None
-        inverse: InverseHessian | None = None
         for stage in stages:
+            stage.inverse_hessian = None if before is None else before.inverse_hessian
             if before is not None and before.best is not None:
                 stage.history.subset = before.history
                 stage.objective.restore(before.best)
                 if before.few:
-                    note = raise_noise(stage.objective)
+                    note = starts.raise_noise(stage.objective)
                     before.history.notes += [note] if note else []
                 if before.few or stage.history.optimizer == "lbfgs":
-                    stage.revived = revive(stage.objective.model)
+                    stage.revived = starts.revive(stage.objective.model)
             try:
-                before, inverse = self._run(stage, inverse)
+                before = self._run(stage)
             except RuntimeError:
                 asked = self.choices.start == "subset" and stages[-2:-1] == [stage]
                 if stage.full or stage.history.losses or asked:
                     raise
-                before = inverse = self.kept = None  # a forward that holds what no copy converts
+                before = self.kept = None  # a forward that holds what no copy converts
                 stages[stages.index(stage) + 1].history.subset = None
 
-    def _run(self, stage: Stage, inverse: InverseHessian | None) -> tuple[Stage, InverseHessian | None]:
-        """Run one stage; return it, or the run of another start that came to a lower end, and the inverse Hessian.
-
-        :param inverse: the inverse Hessian where the stage begins, approximately; None where it is not known.
-        """
+    def _run(self, stage: Stage) -> Stage:
+        """Run one stage; return it, or the run of another start that came to a lower end."""
         if stage.several:
-            note = to_unit(stage.objective)
+            note = starts.to_unit(stage.objective)
             stage.history.notes += [note] if note else []
             stage.start = stage.objective.state()
         title = "marginal likelihood" if stage.full else f"{stage.history.rows} rows"
@@ -332,30 +318,25 @@ class Fit:
             self._one_function(stage),
             tqdm(total=stage.limit, desc=title, unit="step", disable=not self.show, leave=False) as bar,
         ):
-            again = True
-            while again:
-                inverse = self._minimise(stage, bar, inverse)
-                if stage.full:
-                    again, inverse = self._judge(stage, inverse)
-                else:
-                    again = False
+            self._minimise(stage, bar)
+            while stage.full and self._goes_on(stage):
+                self._minimise(stage, bar)
         if stage.history.reason == STOPPED and not stage.full:
             raise _Stopped
         if not stage.full and stage.base.acceleration is not None and stage.base.acceleration.cache is not None:
             stage.base.acceleration.cache.release()  # the record knows it
         if stage.several and not stage.full:
-            other = self._other_starts(stage.base.mll, stage)
-            if other is not None:
-                return other
-        return stage, inverse
+            return self._other_starts(stage.base.mll, stage) or stage
+        return stage
 
-    def _minimise(self, stage: Stage, bar: Any, inverse: InverseHessian | None) -> InverseHessian | None:
-        """Run the optimiser until it ends for other reasons than the density; return the inverse Hessian there."""
+    def _minimise(self, stage: Stage, bar: Any) -> None:
+        """Run the optimiser until it ends for other reasons than the density."""
         while True:
-            stage.steps = self._steps(stage, bar, near=inverse is not None)
+            stage.steps = self._steps(stage, bar)
             try:
                 stage.judge_revived()
-                inverse = minimise(stage.objective, stage.steps, self.choices.learning_rate, inverse)
+                rate, before = self.choices.learning_rate, stage.inverse_hessian
+                stage.inverse_hessian = minimise(stage.objective, stage.steps, rate, before)
             except TooWide:
                 stage.history.reason = WIDENED
             finally:
@@ -366,11 +347,11 @@ class Fit:
                 stage.leave_long_solves()
             else:
                 stage.base.restore(stage.steps.best)
-                return inverse
+                return
 
-    def _steps(self, stage: Stage, bar: Any, near: bool) -> Steps:
-        """Return the steps of the next run; ``near`` says whether it begins near a minimum."""
-        history, acceleration = stage.history, stage.base.acceleration
+    def _steps(self, stage: Stage, bar: Any) -> Steps:
+        """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
+        history, acceleration, near = stage.history, stage.base.acceleration, stage.inverse_hessian is not None
         steps = Steps(stage.objective, history, stage.limit, stage.tol, bar, self.callback, self.record.began, near)
         steps.best = stage.best or steps.best
         if history.optimizer == "lbfgs" and stage.kind == "bound" and len(history.restarts) < _RESTARTS:
@@ -397,39 +378,40 @@ class Fit:
         density = stage.objective.density
         acceleration.solutions = None if density is None else density.solutions
 
-    def _judge(self, stage: Stage, inverse: InverseHessian | None) -> tuple[bool, InverseHessian | None]:
-        """Judge the end of the stage on all rows; return whether it goes on, and the inverse Hessian there."""
+    def _goes_on(self, stage: Stage) -> bool:
+        """Judge the end of the stage on all rows; return whether it goes on, from another start or with a bound."""
         history, choices = stage.history, self.choices
-        other = self._from_another_start(stage)
-        if other is not None:
-            return True, other[1]
+        if self._from_another_start(stage):
+            return True
         if stage.flat and history.reason == SETTLED:
-            history.reason = FLAT if flatness(self.model, choices.seed) else SETTLED
+            history.reason = FLAT if starts.flatness(self.model, choices.seed) else SETTLED
         stage.judge_end(choices.seed, choices.num_probes)
-        return stage.take_tight_bound(), inverse
+        return stage.take_tight_bound()
 
-    def _from_another_start(self, stage: Stage) -> tuple[Stage, InverseHessian | None] | None:
-        """Where a fit to few rows has settled, go to the end of one from another start, if that came lower."""
+    def _from_another_start(self, stage: Stage) -> bool:
+        """Where a fit to few rows has settled, go to the end of one from another start; return whether it is lower."""
         history, several = stage.history, stage.several
         stage.several = False
         if not several or history.reason not in ENDED or len(history.losses) >= stage.limit:
-            return None
-        twin = on_subset(
-            stage.base.mll, _FEW, self.choices.seed, True
-        )  # a copy, as some modules learn from their input
+            return False
+        # some modules learn from their input: a copy
+        twin = on_subset(stage.base.mll, _FEW, self.choices.seed, True)
         if twin is None or len(twin.model.train_targets) != history.rows:
-            return None
+            return False
         try:
             other = self._other_starts(twin, stage)
         except RuntimeError:  # a forward that holds what no copy converts
-            return None
-        if other is not None and other[0].best is not None:
-            stage.objective.restore(other[0].best)
-            history.restarts.append(len(history.losses))
-            history.notes += other[0].history.notes
-        return other
+            return False
+        if other is None:
+            return False
+        assert other.best is not None
+        stage.objective.restore(other.best)
+        stage.inverse_hessian = other.inverse_hessian
+        history.restarts.append(len(history.losses))
+        history.notes += other.history.notes
+        return True
 
-    def _other_starts(self, mll: Any, first: Stage) -> tuple[Stage, InverseHessian | None] | None:
+    def _other_starts(self, mll: Any, first: Stage) -> Stage | None:
         """Fit from long and from short lengthscales, and little noise, exactly.
 
         Where only one start came to the lowest end, one more is tried, with much noise.  Notes say what came of it.
@@ -437,24 +419,23 @@ class Fit:
         :param mll: the marginal log likelihood of a copy of the model.
         :param first: the stage from the model's start, whose other parameters stay but for noise, output scales and the
             constant of the mean.
-        :returns: the run that came lower than the first stage by more than the tolerance, and its inverse Hessian.
+        :returns: the run that came lower than the first stage by more than the tolerance.
         """
         before, tol, start = first.history, first.tol, first.start
         ends, lowest, kept = {"the first one": before.best_loss}, first, first.best
-        result: tuple[Stage, InverseHessian | None] | None = None
         assert start is not None
         for name, times, noise in (*_OTHERS, _IN_DOUBT):
             if name == _IN_DOUBT[0] and not _alone(ends.values(), tol):
                 break
             trial = Stage.exact(mll, tol, first.limit, first.few)
             trial.base.restore(start)
-            if not spread(mll.model, times):
+            if not starts.spread(mll.model, times):
                 continue
-            centre_mean(mll.model)
-            set_noise(mll.model, noise)
-            set_scale(mll.model, mean_square(mll.model))
+            starts.centre_mean(mll.model)
+            starts.set_noise(mll.model, noise)
+            starts.set_scale(mll.model, starts.mean_square(mll.model))
             try:
-                _, inverse = self._run(trial, None)
+                self._run(trial)
             except NumericalError:
                 before.notes.append(f"the start from {name} failed: its first loss is not finite")
                 continue
@@ -462,7 +443,7 @@ class Fit:
                 self.kept = kept
             ends[name] = trial.history.best_loss
             if trial.history.best_loss < lowest.history.best_loss - max(tol, 0.0):
-                lowest, kept, result = trial, trial.best, (trial, inverse)
+                lowest, kept = trial, trial.best
         self.kept = kept
         if len(ends) > 1:
             words = ", ".join(f"from {name} {loss:.4f}" for name, loss in ends.items())
@@ -471,7 +452,7 @@ class Fit:
                 lowest.history.notes.append(
                     f"{UNSURE}: of {len(ends)} starts one alone came to this loss, another may find a lower one"
                 )
-        return result
+        return None if lowest is first else lowest
 
 
 def _alone(ends: Collection[float], tol: float) -> bool:

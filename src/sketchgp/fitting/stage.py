@@ -11,7 +11,7 @@ from torch import Tensor
 from ..density import Bound, Exact, Probes, standard_error
 from ..report import shortfall_counted
 from .history import SETTLED, FitHistory
-from .minimise import STEEP, STUCK
+from .minimise import STEEP, STUCK, InverseHessian
 from .objective import Objective
 from .plan import WIDTH, exact_objective, new_bound, why_no_bound
 from .starts import Revived
@@ -41,6 +41,7 @@ class Stage:
     :ivar several: whether other starts are compared.
     :ivar start: the parameters that the first start began with.
     :ivar steps: the steps of the latest run.
+    :ivar inverse_hessian: the inverse Hessian where the stage is, approximately; None where it is not known.
     :ivar revived: lengthscales to be judged at the first loss.
     :ivar flat: why the loss is flat at the start, or "".
     """
@@ -56,6 +57,7 @@ class Stage:
     flat: str = ""
     start: list[Tensor] | None = None
     steps: Steps | None = None
+    inverse_hessian: InverseHessian | None = None
     revived: list[Revived] = field(default_factory=list)
 
     def __post_init__(self) -> None:
