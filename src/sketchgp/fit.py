@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
-import gpytorch
 import torch
 from gpytorch.models import ExactGP
 
@@ -20,6 +19,7 @@ from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood, LeaveOneOutPseudoLikelihood
+from .models.accelerated.missing import check_observed
 from .models.accelerated.targets import check_noise, check_targets
 
 
@@ -91,9 +91,7 @@ def _check_model(model: Any) -> None:
         raise InputError("fit: model expects training data, got none.")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("fit: model expects at least one parameter that requires a gradient, got none.")
-    missing = bool(torch.isnan(model.train_targets).any())
-    if missing and gpytorch.settings.observation_nan_policy.value() != "mask":
-        raise InputError('fit: the training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+    check_observed(model, "fit")
 
 
 def _solved_by_us(model: Any, mll: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import gpytorch
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
+from .models.accelerated.missing import check_observed
 from .models.inducing_covariance import (
     IndependentOutputs,
     PathwiseFormula,
@@ -27,9 +29,10 @@ from .models.inducing_covariance import (
     SparseMultitaskMarginal,
     SparsePrior,
     TraceTerm,
+    independent,
 )
 from .models.lazy_covariance import LazyCovariance
-from .models.prediction import Prediction, check_choice, in_chunks, observation_noise
+from .models.prediction import Prediction, check_choice, in_chunks, observation_variance
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.expression import recognise
@@ -182,30 +185,34 @@ class InducingPointGP(gpytorch.models.ExactGP):
     @property
     def solution(self) -> Solution:
         """The :class:`sketchgp.Solution` behind the mean: weights ``(m, t)`` and the report of how they were found."""
+        return self._remember("solution", lambda: self._solve(self._problem()))
+
+    def _remember(self, name: str, make: Callable[[], Any], asked: Any = None) -> Any:
+        """Return what is kept under a name, made anew where parameters or data changed.
+
+        :param asked: the state of a prediction, whose variance is asked for now; None for the present one.
+        :raises InputError: where parameters or data changed since that prediction.
+        """
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._forget_if_changed()
-            if "solution" not in self._kept:
-                problem = InducingPointProblem(
-                    self.covar_module,
-                    self._x,
-                    self._residual(),
-                    self.noise().to(torch.float64),
-                    self.inducing_points.detach(),
-                )
-                self._kept["solution"] = self._solve(problem)
-            return self._kept["solution"]
+            if asked is not None and asked != self._kept["state"]:
+                raise InputError("The model or its data changed after this prediction; call the model again.")
+            if name not in self._kept:
+                self._kept[name] = make()
+            return self._kept[name]
+
+    def _problem(self) -> InducingPointProblem:
+        noise, z = self.noise().to(torch.float64), self.inducing_points.detach()
+        return InducingPointProblem(self.covar_module, self._x, self._residual(), noise, z)
 
     def _solve(self, problem: InducingPointProblem) -> Solution:
         assert problem.y is not None
         shape = torch.Size((problem.m, *problem.y.shape[1:]))
-        solver = self._solver(problem)
+        solver = automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver
         solution = solve_checked(solver, problem, shape, torch.float64, problem.device)
         if solution.report.failed and not getattr(solver, "limited", False):
             raise NumericalError(no_answer(solution.report), see="failed-mean")
         return solution
-
-    def _solver(self, problem: InducingPointProblem) -> Solver[InducingPointProblem]:
-        return automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver
 
     @property
     def variance_method(self) -> str:
@@ -234,49 +241,39 @@ class InducingPointGP(gpytorch.models.ExactGP):
         """
         return self._errors().solution
 
-    def _check_unchanged(self, asked: Any) -> None:
-        """:param asked: the state of a prediction, whose variance is asked for now; None for the present one."""
-        self._forget_if_changed()
-        if asked is not None and asked != self._kept["state"]:
-            raise InputError("The model or its data changed after this prediction; call the model again.")
-
     def _errors(self, asked: Any = None) -> ErrorPaths:
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._check_unchanged(asked)
-            if "errors" not in self._kept:
-                self._kept["errors"] = ErrorPaths(
-                    self.covar_module,
-                    self._x,
-                    self.inducing_points.detach(),
-                    self.noise().to(torch.float64),
-                    self.variance_samples,
-                    self._solve,
-                )
-            return self._kept["errors"]
+        return self._remember("errors", self._drawn, asked)
+
+    def _drawn(self) -> ErrorPaths:
+        noise, z = self.noise().to(torch.float64), self.inducing_points.detach()
+        return ErrorPaths(self.covar_module, self._x, z, noise, self.variance_samples, self._solve)
 
     def _statistics(self, asked: Any = None) -> Collapsed:
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._check_unchanged(asked)
-            if "statistics" not in self._kept:
-                m, free = len(self.inducing_points), available_memory(self._x.device)
-                if _STATISTICS_BYTES * m**2 > free:
-                    raise InputError(
-                        f"Variances of DTC take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
-                        f"{free / 2**30:.1f} GiB are free; variance='samples' does without, and the mean is there: "
-                        "predict(model, x, variance=None)."
-                    )
-                noise = self.noise().to(torch.float64)
-                statistics, least = self._collapse(noise, self._residual()), float(noise.amin())
-                if statistics.shift > _ROUNDED * least:
-                    warn(
-                        "Variances of DTC met the limits of float64: rounding of the kernel matrix of the inducing "
-                        f"points may raise them by {statistics.shift:.1e}, where the noise is {least:.1e}. Scale the "
-                        "inputs down, use fewer inducing points, or raise the noise.",
-                        ConvergenceWarning,
-                        see="limits-of-float64",
-                    )
-                self._kept["statistics"] = statistics
-            return self._kept["statistics"]
+        return self._remember("statistics", self._swept, asked)
+
+    def _swept(self) -> Collapsed:
+        """Return the statistics for variances of DTC.
+
+        :raises InputError: where they do not fit the memory.
+        """
+        m, free = len(self.inducing_points), available_memory(self._x.device)
+        if _STATISTICS_BYTES * m**2 > free:
+            raise InputError(
+                f"Variances of DTC take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
+                f"{free / 2**30:.1f} GiB are free; variance='samples' does without, and the mean is there: "
+                "predict(model, x, variance=None)."
+            )
+        noise = self.noise().to(torch.float64)
+        statistics, least = self._collapse(noise, self._residual()), float(noise.amin())
+        if statistics.shift > _ROUNDED * least:
+            warn(
+                "Variances of DTC met the limits of float64: rounding of the kernel matrix of the inducing points may "
+                f"raise them by {statistics.shift:.1e}, where the noise is {least:.1e}. Scale the inputs down, use "
+                "fewer inducing points, or raise the noise.",
+                ConvergenceWarning,
+                see="limits-of-float64",
+            )
+        return statistics
 
     def _collapse(self, noise: Tensor, residual: Tensor) -> Collapsed:
         return Collapsed(self.covar_module, self._x, self.inducing_points, noise, residual)
@@ -349,7 +346,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if self.training:
             return self._prior(x)
         if gpytorch.settings.prior_mode.on():
-            return self._several(self.forward(x))
+            prior = self.forward(x)
+            mean = self._for_each_output(prior.mean)
+            return independent(mean, prior.lazy_covariance_matrix, self.train_targets.dim() > 1)
         if gpytorch.settings.detach_test_caches.off():
             raise InputError("InducingPointGP has no gradients of predictions with respect to hyperparameters.")
         mean = self._mean(x)
@@ -358,16 +357,13 @@ class InducingPointGP(gpytorch.models.ExactGP):
             covariance = LazyCovariance(PathwiseFormula(x, lambda: self._errors(state)))
         else:
             covariance = LazyCovariance(SparseFormula(x, self.covar_module, lambda: self._statistics(state)))
-        if self.train_targets.dim() == 1:
-            return MultivariateNormal(mean.squeeze(-1), covariance)
-        return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+        return independent(mean, covariance, self.train_targets.dim() > 1)
 
     def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
         """Return the :class:`Prediction` at x; see :func:`sketchgp.predict`."""
         if self.train_inputs is None or self.train_targets is None:
             raise InputError("predict: model expects training data, got none.")
-        if bool(torch.isnan(self.train_targets).any()) and gpytorch.settings.observation_nan_policy.value() != "mask":
-            raise InputError('The training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+        check_observed(self)
         x = points_like("predict", "x", x, self._x)
         with self._lock:  # a change of mode drops the solution, which another thread may look for
             self.eval()
@@ -390,9 +386,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
             if not variances:
                 return Prediction(mean, None, None, "none", None, report)
             latent, method = variances[0], self.variance_method
-            noise = observation_noise(self.likelihood, [x], latent)
+            observed = observation_variance(self.likelihood, [x], latent)
             error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
-            return Prediction(mean, latent, None if noise is None else latent + noise, method, None, report, error)
+            return Prediction(mean, latent, observed, method, None, report, error)
 
     def _left_out(self) -> tuple[Tensor, Tensor]:
         """Return residuals and variances ``(n,)`` float64 of training points that are left out, by the formula of DTC.
@@ -411,13 +407,10 @@ class InducingPointGP(gpytorch.models.ExactGP):
             beyond[rows] = (prior[rows] - half.square().sum(dim=0)).clamp(min=0)
         return weights / diagonal, 1 / diagonal + beyond
 
-    def _several(self, single: MultivariateNormal) -> MultivariateNormal:
-        """A prior of each output."""
-        if self.train_targets.dim() == 1:
-            return single
-        t = self.train_targets.shape[1]
-        mean = single.mean.unsqueeze(-1).expand(*single.mean.shape, t)
-        return MultitaskMultivariateNormal(mean, IndependentOutputs.of(single.lazy_covariance_matrix, t))
+    def _for_each_output(self, mean: Tensor) -> Tensor:
+        """Return prior means ``(..., p)`` of each output, ``(..., p, t)``."""
+        t = 1 if self.train_targets.dim() == 1 else self.train_targets.shape[1]
+        return mean.unsqueeze(-1).expand(*mean.shape, t)
 
     def _prior(self, x: Tensor) -> MultivariateNormal:
         if not torch.equal(x, self._x):
@@ -428,8 +421,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         prior = SparsePrior(x, collapse=self._collapse, term=term, noises_differ=differ)
         if self.train_targets.dim() == 1:
             return SparseMarginal(mean, prior)
-        t = self.train_targets.shape[1]
-        return SparseMultitaskMarginal(mean.unsqueeze(-1).expand(-1, t), IndependentOutputs.of(prior, t))
+        mean = self._for_each_output(mean)
+        return SparseMultitaskMarginal(mean, IndependentOutputs.of(prior, mean.shape[1]))
 
     def _mean(self, x: Tensor) -> Tensor:
         """``(..., p, t)``, differentiable in x."""

@@ -17,9 +17,9 @@ from .errors import InputError
 from .inference.full_scale import FullScale
 from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
 from .memory import require_memory
+from .models.accelerated.conditioned import TrainingData, check_inputs
 from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
-from .models.accelerated.training_data import TrainingData, check_inputs
 from .operators import KernelMatrix
 from .operators.access import Access
 from .report import SolveReport
@@ -179,24 +179,19 @@ def _probed(
 def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
     """Return the predictions of a model that has a closed form for them."""
     check_inputs("leave_one_out", model)
-    name = type(model).__name__
+    name, targets = type(model).__name__, model.train_targets
     if exact is False:
         raise InputError(f"leave_one_out: an {name} is always exact; exact expects True or None, got False.")
-    if model.train_targets.dim() != 1:
-        raise InputError(
-            f"leave_one_out: model expects one output, targets (n,), got {tuple(model.train_targets.shape)}."
-        )
-    if bool(torch.isnan(model.train_targets).any()):
+    if targets.dim() != 1:
+        raise InputError(f"leave_one_out: model expects one output, targets (n,), got {tuple(targets.shape)}.")
+    if bool(torch.isnan(targets).any()):
         raise InputError("The training targets hold NaN; give the model the observed rows by set_train_data.")
     model.eval()
-    dtype, targets = model.train_targets.dtype, model.train_targets.to(torch.float64)
     with torch.no_grad():
         residual, variance = model._left_out()
         density = -0.5 * (variance.log() + residual.square() / variance + math.log(2 * math.pi))
-    error, likely = float(residual.square().mean()), float(density.mean())
-    return _assembled(
-        targets, dtype, residual, variance, density, torch.zeros_like(residual), (error, 0.0), (likely, 0.0)
-    )
+        rows = torch.stack([residual, variance, density, torch.zeros_like(residual)])
+        return _assembled(targets.dtype, targets.to(torch.float64), rows, _averages(residual, density))
 
 
 def _result(
@@ -208,47 +203,39 @@ def _result(
     report: SolveReport,
     mean_report: SolveReport | None,
 ) -> LeaveOneOut:
-    dtype, weights = model.train_targets.dtype, weights / data.scale
+    """Return the predictions from w and the a_i, with the standard errors of the probes."""
+    weights = weights / data.scale
     relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
     variance = (1 + relative.square()) / diagonal  # mean of 1 / a for an uncertain a
-    residual = weights * variance
-    density = log_density(diagonal, weights)
-    if probed is None:
-        error, likely = (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
-    else:
-        error, likely = totals(probed, weights)
-    return _assembled(
-        data.targets,
-        dtype,
-        data.spread(residual),
-        data.spread(variance),
-        data.spread(density),
-        data.spread(relative),
-        error,
-        likely,
-        0 if probed is None else probed.samples.shape[1],
-        report,
-        mean_report,
-    )
+    residual, density = weights * variance, log_density(diagonal, weights)
+    averages = _averages(residual, density) if probed is None else totals(probed, weights)
+    rows = torch.stack([data.spread(values) for values in (residual, variance, density, relative)])
+    count = 0 if probed is None else probed.samples.shape[1]
+    return _assembled(model.train_targets.dtype, data.targets, rows, averages, count, report, mean_report)
+
+
+def _averages(residual: Tensor, density: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return mean squared error and mean log density of exact predictions, with their standard errors."""
+    return (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
 
 
 def _assembled(
-    targets: Tensor,
     dtype: torch.dtype,
-    residual: Tensor,
-    variance: Tensor,
-    density: Tensor,
-    relative: Tensor,
-    error: tuple[float, float],
-    likely: tuple[float, float],
+    targets: Tensor,
+    rows: Tensor,
+    averages: tuple[tuple[float, float], tuple[float, float]],
     num_probes: int = 0,
     report: SolveReport | None = None,
     mean_report: SolveReport | None = None,
 ) -> LeaveOneOut:
-    """Return the predictions, from float64 values of all rows and relative standard errors of the variances.
+    """Return the predictions in the dtype of the model.
 
-    :param error: the mean squared error, :param likely: and the mean log density, each with its standard error.
+    :param targets: ``(n,)`` float64.
+    :param rows: ``(4, n)`` float64: residuals, variances, log densities, and relative standard errors of the variances.
+    :param averages: the mean squared error and the mean log density, each with its standard error.
     """
+    residual, variance, density, relative = rows
+    (error, error_deviation), (likely, likely_deviation) = averages
     return LeaveOneOut(
         mean=(targets - residual).to(dtype),
         variance=variance.to(dtype),
@@ -256,10 +243,10 @@ def _assembled(
         log_density=density.to(dtype),
         variance_standard_error=(variance * relative).to(dtype),
         residual_standard_error=(residual.abs() * relative).to(dtype),
-        mean_squared_error=error[0],
-        mean_squared_error_standard_error=error[1],
-        mean_log_density=likely[0],
-        mean_log_density_standard_error=likely[1],
+        mean_squared_error=error,
+        mean_squared_error_standard_error=error_deviation,
+        mean_log_density=likely,
+        mean_log_density_standard_error=likely_deviation,
         exact=num_probes == 0,
         num_probes=num_probes,
         report=report,

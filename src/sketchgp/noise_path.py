@@ -18,7 +18,7 @@ from .errors import InputError
 from .inference.noise_path import AtNoise, exact_path
 from .inference.noise_path import NoisePath as _Path
 from .memory import require_memory
-from .models.accelerated.training_data import TrainingData
+from .models.accelerated.conditioned import TrainingData
 from .report import SolveReport
 from .settings import memory_budget
 
@@ -155,7 +155,7 @@ def _path(data: TrainingData, least_noise: float, num_probes: int, seed: int) ->
         solver=acceleration.column_gradients(evaluation=True),
         probes=num_probes,
         seed=seed,
-        name=acceleration.preconditioner_name,
+        name="none" if choice is None else choice.name,
     )
 
 

@@ -17,11 +17,10 @@ from .checks import seed as checked_seed
 from .errors import InputError
 from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
 from .models.accelerated.acceleration import ATTRIBUTE
+from .models.accelerated.conditioned import Conditioned, check_inputs
 from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import calls_its_own_way, solution_report
-from .models.accelerated.prediction import Conditioned
 from .models.accelerated.sample_solve import SampleSolve
-from .models.accelerated.training_data import check_inputs
 from .operators import KernelMatrix
 from .operators.expression import recognise
 from .operators.generic_tiles import of_all_dims
@@ -266,8 +265,8 @@ def _check_kernel(model: Any, kernel: Any) -> None:
 def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
     if calls_its_own_way(model):
         raise InputError(f"{_OWNER}: {_name(model)} has a __call__ of its own, which may compute anything.")
-    conditioned = Conditioned.of(model)
-    training = None if conditioned is None or not conditioned.training.ours else conditioned.training
+    training = Conditioned.of(model).training
+    training = training if training is not None and training.ours else None
     batch = () if training is None else tuple(training.noisy.batch_shape)
     several = getattr(model, "num_outputs", 1) > 1 and batch == (model.num_outputs,)
     if training is None or not isinstance(training.matrix, KernelMatrix) or (batch and not several):

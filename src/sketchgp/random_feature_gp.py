@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import gpytorch
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from torch import Tensor
 
 from .checks import array, count, instance, points_like, tensor, word
 from .errors import InputError
-from .models.inducing_covariance import IndependentOutputs, PathwiseFormula
+from .models.inducing_covariance import PathwiseFormula, independent
 from .models.lazy_covariance import LazyCovariance
 from .models.prediction import Prediction, check_choice, in_chunks
 from .models.streamed import Mapped, Streamed
@@ -199,9 +199,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             mean = self._values(learner, x, slice(0, self._outputs)).to(x.dtype) + prior.unsqueeze(-1)
         steps = learner.steps
         covariance = LazyCovariance(PathwiseFormula(x, lambda: self.deviations(steps)))
-        if not self._several:
-            return MultivariateNormal(mean.squeeze(-1), covariance)
-        return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+        return independent(mean, covariance, self._several)
 
     def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
         """Return the :class:`Prediction` at x; see :func:`sketchgp.predict`."""

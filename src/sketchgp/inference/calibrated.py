@@ -61,10 +61,10 @@ class Calibrated:
             assert pivots is not None
             x = self.matrix.x1
             if n <= _NEIGHBOURS:  # all points are inducing points
-                self.low_rank = LowRankVariance(self.block, x, noise, x)
+                self.low_rank = LowRankVariance(self.matrix.entries, x, noise, x)
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
-            self.low_rank = LowRankVariance(self.block, x, noise, x[pivots], _NEIGHBOURS, self.matrix)
+            self.low_rank = LowRankVariance(self.matrix.entries, x, noise, x[pivots], _NEIGHBOURS, self.matrix)
             others = torch.ones(n, dtype=torch.bool, device=x.device).index_fill_(0, pivots, False).nonzero().squeeze(1)
             some = torch.randperm(len(others), generator=generator(0, "points that variances are calibrated at"))
             points = others[some[:_POINTS].to(x.device)]
@@ -76,10 +76,6 @@ class Calibrated:
             spread = max(float(logs.std()), float((logs - logs.mean()).abs().max()) / _LARGEST)
             self.spread = spread * math.sqrt(1 + 1 / len(points))
             self.scatter = math.hypot(self.spread, _EXACT)
-
-    def block(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """:func:`block` of the matrix."""
-        return block(self.matrix, a, b)
 
     def error(self, variance: Tensor) -> Tensor:
         """Return relative standard errors of variances ``(m,)``, larger for those below the floor."""
@@ -93,17 +89,7 @@ class Calibrated:
         low_rank = self.low_rank(x)
         if self.factor == 1.0:
             return low_rank
-        prior = self.block(x, None)
+        prior = self.matrix.entries(x, None)
         share = low_rank / prior.clamp(min=torch.finfo(prior.dtype).tiny)
         share = share.clamp(max=1)  # 1 where no data are near, and the variance exact
         return torch.minimum(low_rank * self.factor ** (1 - share), prior)
-
-
-def block(matrix: KernelMatrix, a: Tensor, b: Tensor | None) -> Tensor:
-    """Return ``k(a, b)`` in float64 by the kernel of a matrix, or the diagonal ``k(a_i, a_i)`` where b is None.
-
-    :param a: ``(..., p, d)`` and :param b: ``(..., q, d)``, as the kernel sees them.
-    """
-    if b is None:
-        return matrix.at(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-    return matrix.at(a, b).type(torch.float64).to_dense()

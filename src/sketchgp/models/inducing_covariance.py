@@ -32,6 +32,16 @@ _ENTRIES = 2**22  # entries of k(z, x) held at once
 Collapse = Callable[[Tensor, Tensor], Collapsed]
 
 
+def independent(mean: Tensor, covariance: Any, several: bool) -> MultivariateNormal:
+    """Return the distribution of independent outputs ``(..., p, t)`` that share a covariance.
+
+    :param several: False for the distribution of a single output, without the last dimension.
+    """
+    if not several:
+        return MultivariateNormal(mean.squeeze(-1), covariance)
+    return MultitaskMultivariateNormal(mean, IndependentOutputs.of(covariance, mean.shape[-1]))
+
+
 class TraceTerm(AddedLossTerm):
     """``-1/2 sum_i (k_ii - q_ii) / noise_i``: with it the log density under Q + noise becomes Titsias's bound."""
 

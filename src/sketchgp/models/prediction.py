@@ -117,16 +117,16 @@ def in_chunks(compute: Callable[..., T], inputs: list[Tensor], rows: int, what: 
     return [compute(*(x[part] for x in inputs)) for part in bar]
 
 
-def observation_noise(likelihood: Any, inputs: list[Tensor], latent: Tensor) -> Tensor | None:
-    """Return the noise variance of new observations at some inputs, or None where the likelihood does not know it.
+def observation_variance(likelihood: Any, inputs: list[Tensor], latent: Tensor) -> Tensor | None:
+    """Return variances of new observations at some inputs, or None where the likelihood does not know their noise.
 
-    :param latent: variances, whose shape the noise has.
+    :param latent: variances without the noise.
     """
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         second = likelihood.second_noise_covar
-        return None if second is None else second.noise.expand_as(latent)
+        return None if second is None else latent + second.noise.expand_as(latent)
     noise = likelihood._shaped_noise_covar(latent.shape, inputs).diagonal(dim1=-1, dim2=-2)
-    return noise.reshape(latent.shape) if noise.numel() == latent.numel() else noise.expand_as(latent)
+    return latent + (noise.reshape(latent.shape) if noise.numel() == latent.numel() else noise.expand_as(latent))
 
 
 def check_choice(kind: str, meaning: str, variance: str | None) -> None:

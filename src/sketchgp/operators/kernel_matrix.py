@@ -222,6 +222,15 @@ class KernelMatrix(LinearOperator):
             some.coincident = (rows.unsqueeze(1) == columns).nonzero().mT
         return KernelMatrix.on(some).to_dense()
 
+    def entries(self, a: Tensor, b: Tensor | None) -> Tensor:
+        """Return ``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None.
+
+        :param a: ``(..., p, d)`` and :param b: ``(..., q, d)``, as the kernel sees them.
+        """
+        if b is None:
+            return self.at(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
+        return self.at(a, b).type(torch.float64).to_dense()
+
     def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
         return KernelMatrix.on(part(self.pairs, rows, columns))

@@ -99,10 +99,6 @@ class Acceleration:
         finally:
             self.probe_seed, self.probe_count = before
 
-    @property
-    def preconditioner_name(self) -> str:
-        return "none" if self.preconditioner is None else self.preconditioner.name
-
     def solver_for(
         self, purpose: Purpose, n: int, device: torch.device, evaluation: bool = True
     ) -> tuple[Solver[FullProblem], str]:
@@ -181,30 +177,20 @@ class Acceleration:
         with self.cache.holding() if settings.deterministic_probes.on() else nullcontext():
             return self.cache.get(operator, noise, differentiable)
 
-    def described(self, built: LowRankPlusDiagonal | None) -> tuple[str, bool, float]:
-        """Return the name of a preconditioner, whether it lies below the matrix, and the seconds that it took to build.
-
-        The seconds are returned once for each preconditioner.
-        """
+    def preconditioned(self, built: LowRankPlusDiagonal | None) -> dict[str, Any]:
+        """Return a preconditioner as arguments of conjugate gradients: with its name, and whether it lies below A."""
         if built is None or self.cache is None:
-            return "none", False, 0.0
-        return self.preconditioner_name, self.cache.choice.below, self.cache.take_seconds()
+            return {"preconditioner": None}
+        return {"preconditioner": built, "name": self.cache.choice.name, "below": self.cache.choice.below}
+
+    def setup_seconds(self) -> float:
+        """Return the time spent building preconditioners since the last call."""
+        return 0.0 if self.cache is None else self.cache.take_seconds()
 
 
 def _tolerance(evaluation: bool) -> float:
     """Return GPyTorch's tolerance of evaluation or training, at most 1e-3."""
     return min(_RESIDUAL, (eval_cg_tolerance if evaluation else settings.cg_tolerance).value())
-
-
-class Inverse:
-    """The map ``v -> P^-1 v``, a callable that linear_operator passes around as a preconditioner."""
-
-    def __init__(self, built: LowRankPlusDiagonal) -> None:
-        self.built = built.detached(built.out_dtype)
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.built.apply_inverse(vectors)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
 from ...solvers.full.prediction_tolerance import FollowedPoints
 from ..lazy_covariance import NoisyCovariance
-from .acceleration import Acceleration, Inverse, Purpose, solve_from
+from .acceleration import Acceleration, Purpose, solve_from
 from .threshold import cholesky_points, why_iterative
 
 Points = Callable[[], tuple[Tensor, Tensor] | None]
@@ -190,10 +190,8 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
                     followed = FollowedPoints.choose(system, known)
                 built = acceleration.build(self._linear_op.evaluate_kernel(), self.noise, False)
                 built = None if built is None else built.detached(built.out_dtype)
-                name, below, seconds = acceleration.described(built)
-                value, report, _ = solver.run(
-                    system, rhs, built, name=name, below=below, setup_seconds=seconds, followed=followed
-                )
+                options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.setup_seconds()}
+                value, report, _ = solver.run(system, rhs, followed=followed, **options)
             else:
                 start = acceleration.solutions if purpose == "mean" else None
                 value, report = solve_from(solver, system, rhs, None if start is None else start.targets)
@@ -213,17 +211,8 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
             settings.verbose_linalg.logger.debug(str(report))
 
     def _preconditioner(self) -> tuple[Any, Any, Any]:
-        if self.acceleration is None:
-            return super()._preconditioner()
-        noise = self.noise
-        built = self.acceleration.build(self._linear_op.evaluate_kernel(), noise, torch.is_grad_enabled())
-        if built is None:
-            return None, None, None
-        return Inverse(built), built, built.log_determinant()
-
-    def _solve_preconditioner(self) -> Any:
         # solved() builds the preconditioner that it needs
-        return None if self.acceleration is not None else super()._solve_preconditioner()
+        return super()._preconditioner() if self.acceleration is None else (None, None, None)
 
     def probed_solve(
         self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int, judged: bool = False
@@ -236,16 +225,9 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         """
         acceleration = self.acceleration
         assert acceleration is not None
-        name, below, seconds = acceleration.described(built)
+        options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.setup_seconds()}
         value, report, matrices, vectors = acceleration.conjugate_gradients(self.evaluation).tridiagonalize(
-            self.system(),
-            columns,
-            built,
-            probes,
-            name=name,
-            below=below,
-            setup_seconds=seconds,
-            judged=judged,
+            self.system(), columns, columns=probes, judged=judged, **options
         )
         self._tell(report)
         return value, matrices, vectors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, InputError, warn
-from ...inference.calibrated import Calibrated, block
+from ...inference.calibrated import Calibrated
 from ...inference.pathwise import PosteriorDeviations
 from ...operators.expression import recognise
 from ...operators.tiles import spans
@@ -107,7 +107,7 @@ class Approximate:
 
         Its share is that which the error would have in a variance if it were spread evenly.
         """
-        prior = block(self.matrix, self.matrix.x1[:_ROWS], None).mean()
+        prior = self.matrix.entries(self.matrix.x1[:_ROWS], None).mean()
         least = self.noise.amin().to(torch.float64).reshape(1)
         typical = torch.maximum(self.low_rank.typical, 0.02 * least[0])
         return SampleGoal(len(self.noise) * (typical / prior).clamp(max=1), least)
@@ -117,7 +117,7 @@ class Approximate:
         noise, n, points = self.noise.to(torch.float64), len(self.noise), self._checked_at
         units = torch.zeros(n, len(indices), dtype=torch.float64, device=noise.device)
         units[indices, torch.arange(len(indices), device=noise.device)] = 1
-        c, prior = block(self.matrix, self.matrix.x1, points), block(self.matrix, points, None)
+        c, prior = self.matrix.entries(self.matrix.x1, points), self.matrix.entries(points, None)
         both = torch.cat([units, c], dim=1)
         goal = LeaveOneOutGoal(noise[indices], noise.amin().reshape(1))
         explained = self._explained(both, JoinedGoals(goal, self._explaining(prior), len(indices)))
@@ -147,7 +147,7 @@ class Approximate:
         for rows in spans(len(x), _ROWS):
             variance = low_rank(x[rows])
             if method == "samples":
-                prior = block(self.matrix, x[rows], None)
+                prior = self.matrix.entries(x[rows], None)
                 variance = torch.minimum(self._weighed(self.deviations(x[rows]), variance), prior)
             parts.append(variance)
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
@@ -182,7 +182,7 @@ class Approximate:
         some = self._some(x)
         at, floor = x[some], 0.02 * float(self.noise.amin())
         if self._exact is None or not torch.equal(at, self._checked_at):
-            c, prior = block(self.matrix, self.matrix.x1, at), block(self.matrix, at, None)
+            c, prior = self.matrix.entries(self.matrix.x1, at), self.matrix.entries(at, None)
             self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
         exact = self._exact
         error = self.error(method, variance[some])

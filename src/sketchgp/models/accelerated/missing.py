@@ -28,6 +28,17 @@ def marginal_of_all(likelihood: Any, prior: Any, *params: Any, **kwargs: Any) ->
     return marginal(prior, *params, **kwargs)
 
 
+def check_observed(model: Any, owner: str = "") -> None:
+    """Refuse missing targets where GPyTorch's policy does not mask them.
+
+    :param owner: name of the function that asks, with which the message begins.
+    :raises InputError: naming the policy.
+    """
+    if bool(torch.isnan(model.train_targets).any()) and settings.observation_nan_policy.value() != "mask":
+        what = f"{owner}: the" if owner else "The"
+        raise InputError(f'{what} training targets hold NaN; wrap the call in observation_nan_policy("mask").')
+
+
 def check_reduced(n: int) -> None:
     """Refuse a marginal likelihood that masks rows by itself and would leave the solve to GPyTorch's iterations.
 

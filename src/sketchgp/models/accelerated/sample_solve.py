@@ -126,8 +126,8 @@ class SampleSolve:
             return solver.run(self.system, targets)[:2]
         if isinstance(solver, ConjugateGradients):
             built = self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
-            name, _, seconds = self.acceleration.described(built)
-            value, report, _ = solver.run(self.system, targets, built, name=name, setup_seconds=seconds)
+            options = {**self.acceleration.preconditioned(built), "setup_seconds": self.acceleration.setup_seconds()}
+            value, report, _ = solver.run(self.system, targets, **options)
         else:
             value, report = solve_from(solver, self.system, targets, before)
         if self.why and self.why not in report.notes:

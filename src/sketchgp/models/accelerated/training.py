@@ -131,14 +131,8 @@ class Training:
             return self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
 
     @property
-    def _name(self) -> str:
-        return "none" if self.preconditioner is None else self.acceleration.preconditioner_name
-
-    @property
-    def _below(self) -> bool:
-        """True if the preconditioner lies below A."""
-        choice = self.acceleration.preconditioner
-        return self.preconditioner is not None and choice is not None and choice.below
+    def _options(self) -> dict[str, Any]:
+        return self.acceleration.preconditioned(self.preconditioner)
 
     # --- solves ---------------------------------------------------------------------------------------------
 
@@ -147,7 +141,7 @@ class Training:
 
         :param options: further arguments of :meth:`ConjugateGradients.run`.
         """
-        value, report, _ = solver.run(self.system, rhs, self.preconditioner, name=self._name, **options)
+        value, report, _ = solver.run(self.system, rhs, **self._options, **options)
         return value, report
 
     @torch.no_grad()
@@ -164,9 +158,8 @@ class Training:
             return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)
         with shortfall_counted():
-            weights, product, report = dataclasses.replace(self.solver, tol=_LOOSE).explain(
-                self.system, b, self.preconditioner, goal, name=self._name, below=self._below
-            )
+            loose = dataclasses.replace(self.solver, tol=_LOOSE)
+            weights, product, report = loose.explain(self.system, b, goal=goal, **self._options)
         return self._finished(explained.Explained(weights, product), report, b), report
 
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool = True) -> explained.Explained:
@@ -186,14 +179,7 @@ class Training:
         assert isinstance(self.solver, ConjugateGradients)
         with shortfall_counted():
             result, report = explained.solve(
-                self.system,
-                c,
-                prior,
-                self.solver,
-                self.preconditioner,
-                name=self._name,
-                below=self._below,
-                below_noise=below_noise,
+                self.system, c, prior, self.solver, below_noise=below_noise, **self._options
             )
         return self._finished(result, report, c)
 
