@@ -19,8 +19,7 @@ from .fitting.history import FitHistory
 from .fitting.run import Choices, Fit
 from .inducing_point_gp import InducingPointGP
 from .models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood, LeaveOneOutPseudoLikelihood
-from .models.accelerated.missing import check_observed
-from .models.accelerated.targets import check_noise, check_targets
+from .models.accelerated.targets import check_noise, check_targets, check_training_data
 
 
 def fit(
@@ -87,11 +86,9 @@ def _check_model(model: Any) -> None:
         acceleration_of(model, "fit")
         check_targets(model, built=True)
         check_noise(model.likelihood, model.train_targets)
-    if model.train_inputs is None or model.train_targets is None:
-        raise InputError("fit: model expects training data, got none.")
+    check_training_data("fit", model)
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("fit: model expects at least one parameter that requires a gradient, got none.")
-    check_observed(model, "fit")
 
 
 def _solved_by_us(model: Any, mll: Any) -> Any:

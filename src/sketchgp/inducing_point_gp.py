@@ -20,7 +20,7 @@ from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
 from .memory import available_memory, in_words
-from .models.accelerated.missing import check_observed
+from .models.accelerated.targets import check_training_data
 from .models.inducing_covariance import (
     IndependentOutputs,
     PathwiseFormula,
@@ -361,9 +361,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
     def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
         """Return the :class:`Prediction` at x; see :func:`sketchgp.predict`."""
-        if self.train_inputs is None or self.train_targets is None:
-            raise InputError("predict: model expects training data, got none.")
-        check_observed(self)
+        check_training_data("predict", self)
         x = points_like("predict", "x", x, self._x)
         with self._lock:  # a change of mode drops the solution, which another thread may look for
             self.eval()

@@ -143,7 +143,7 @@ def _weights(model: Any, data: TrainingData) -> tuple[Tensor, SolveReport | None
         return model.prediction_strategy.weights[data.observed].to(torch.float64), report
     # the strategy of an interpolated kernel keeps other values
     solver = data.training.acceleration.column_gradients(evaluation=True)
-    weights, report = data.training.run(solver, data.residual.unsqueeze(1))
+    weights, report = data.training.acceleration.solve(solver, data.training.system, data.residual.unsqueeze(1))
     return weights.squeeze(1), report
 
 
@@ -157,7 +157,7 @@ def _probed(
     noise = system.noise.to(torch.float64)
     z = signs(system.n, num_probes, seed, noise.device)
     built = training.preconditioner
-    solution, report = training.run(solver, z, progress=progress)
+    solution, report = acceleration.solve(solver, system, z, progress=progress)
     prior = Access(system.operator).diagonal()
     factor = noise.new_zeros(system.n, 0) if built is None else whole(built.factor)
     rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()

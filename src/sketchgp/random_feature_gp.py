@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import gpytorch
@@ -220,10 +221,8 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
             return Prediction(mean, latent, latent + self.likelihood.noise, method, None, self.report, error)
 
-    def deviations(self, steps: int | None = None) -> Any:
-        """Return a function of x ``(..., p, d)`` whose values ``(..., p, S)`` have the variances as mean squares.
-
-        Its attribute ``samples`` is S.
+    def deviations(self, steps: int | None = None) -> Deviations:
+        """Return functions whose mean squares are the variances.
 
         :param steps: that had been done when a prediction was made, whose variance is asked for.
         :raises InputError: where there are none, or more was learned since that prediction.
@@ -234,9 +233,10 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         if steps is not None and steps != learner.steps:
             raise InputError("The model has learned more since this prediction was made; call it again.")
         if self._method == "features":
-            return _OfFeatures(learner, float(self.likelihood.noise.detach()))
-        assert self._paths is not None and self._outputs is not None
-        return _OfSamples(self, learner, self._paths, self._outputs)
+            return _deviations_of_features(learner, float(self.likelihood.noise.detach()))
+        paths, columns = self._paths, slice(self._outputs, None)
+        assert paths is not None
+        return Deviations(paths.samples, lambda x: paths(x) - self._values(learner, x, columns))
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -253,31 +253,31 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-class _OfFeatures:
-    """``S^1/2 phi(x)^T L^-T`` with ``L L^T = N I + gram / noise``, S = N: the mean of its squares is the variance."""
+@dataclass(frozen=True)
+class Deviations:
+    """Functions whose mean squares are the variances.
 
-    def __init__(self, learner: Learner, noise: float) -> None:
-        assert learner.gram is not None
-        self.learner, self.samples = learner, len(learner.gram)
-        matrix = learner.gram / noise
-        matrix.diagonal().add_(self.samples)
-        self._factor = torch.linalg.cholesky(matrix)
+    :ivar samples: S, how many.
+    :ivar values: gives their values ``(p, S)`` at points ``(p, d)``.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        phi = self.learner.all_features(self.learner.features.prepare(flat)).to(torch.float64)
-        found = torch.linalg.solve_triangular(self._factor, phi.mT, upper=False).mT * self.samples**0.5
-        return found.reshape(*x.shape[:-1], self.samples)
-
-
-class _OfSamples:
-    """Functions from the prior less what was learned of them, ``(..., p, S)``."""
-
-    def __init__(self, model: RandomFeatureGP, learner: Learner, paths: PriorPaths, outputs: int) -> None:
-        self.model, self.learner, self.paths, self.outputs = model, learner, paths, outputs
-        self.samples = paths.samples
+    samples: int
+    values: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        found = self.paths(flat) - self.model._values(self.learner, flat, slice(self.outputs, None))
-        return found.reshape(*x.shape[:-1], self.samples)
+        """Return the values at x ``(..., p, d)``, shape ``(..., p, S)``."""
+        return self.values(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], self.samples)
+
+
+def _deviations_of_features(learner: Learner, noise: float) -> Deviations:
+    """Return ``S^1/2 phi(x)^T L^-T`` with ``L L^T = N I + gram / noise``, S = N."""
+    assert learner.gram is not None
+    samples, matrix = len(learner.gram), learner.gram / noise
+    matrix.diagonal().add_(samples)
+    factor = torch.linalg.cholesky(matrix)
+
+    def values(x: Tensor) -> Tensor:
+        phi = learner.all_features(learner.features.prepare(x)).to(torch.float64)
+        return torch.linalg.solve_triangular(factor, phi.mT, upper=False).mT * samples**0.5
+
+    return Deviations(samples, values)

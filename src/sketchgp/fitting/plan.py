@@ -15,7 +15,7 @@ from ..density.bound import Tightened
 from ..errors import InputError
 from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..models.accelerated.added_diag import left_to_us
-from ..models.accelerated.missing import marginal_of_all
+from ..models.accelerated.targets import marginal_of_all
 from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..models.copies import copied
 from ..random_streams import generator

@@ -21,7 +21,6 @@ from torch import Tensor
 from ..density import log_density
 from ..errors import InputError
 from ..inference.collapsed import Collapsed
-from ..inference.pathwise import ErrorPaths
 from ..operators import KernelMatrix
 from ..operators.tall import constant
 from ..operators.tiles import spans
@@ -179,13 +178,13 @@ class SparseFormula(Formula):
 class PathwiseFormula(Formula):
     """``E E^T / S`` of errors E ``(..., p, S)`` at points x ``(..., p, d)``: a predictor's error, by samples.
 
-    :param errors: gives the :class:`ErrorPaths`, which are computed when they are first needed.
+    :param errors: gives the :class:`.ErrorPaths`, or others, which are computed when they are first needed.
     :param root: ``E / sqrt(S)``, where it is known.
     """
 
     keeps_graph = False
 
-    def __init__(self, x: Tensor, errors: Callable[[], ErrorPaths], root: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, errors: Callable[[], Any], root: Tensor | None = None) -> None:
         self.x, self.errors, self.sources, self._root = x, errors, (x,), root
         self.shape = torch.Size((*x.shape[:-1], x.shape[-2]))
 

@@ -222,15 +222,9 @@ class Streamed:
         assert learner is not None
         tensors = {"origin": learner.features.origin, "coefficients": learner.coefficients, "average": learner.average}
         tensors |= {name: t for name in _LATER if (t := getattr(learner, name)) is not None}
-        how = learner.how
-        return {
-            "learned": self._learned,
-            "tensors": tensors,
-            "numbers": {name: getattr(learner, name) for name in Learner.counters},
-            "pairs": how.pairs,
-            "total": how.total,
-            "own": self._own_state(),
-        }
+        numbers = {name: getattr(learner, name) for name in Learner.counters}
+        steps = {"pairs": learner.how.pairs, "total": learner.how.total}
+        return {"learned": self._learned, "tensors": tensors, "numbers": numbers, **steps, "own": self._own_state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.forget()

@@ -187,14 +187,28 @@ class Acceleration:
         """Return the time spent building preconditioners since the last call."""
         return 0.0 if self.cache is None else self.cache.take_seconds()
 
+    @torch.no_grad()
+    def solve(
+        self, solver: Any, system: System, rhs: Tensor, start: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, SolveReport]:
+        """Return ``A^-1 rhs``, ``(..., n, t)``: by conjugate gradients with the preconditioner, or by another solver.
+
+        :param start: a solution of nearly the same system, for other solvers.
+        :param options: further arguments of :meth:`ConjugateGradients.run`.
+        """
+        if not isinstance(solver, ConjugateGradients):
+            return _solve_from(solver, system, rhs, start)
+        chosen = self.preconditioned(self.build(system.operator, system.noise, differentiable=False))
+        value, report, _ = solver.run(system, rhs, setup_seconds=self.setup_seconds(), **chosen, **options)
+        return value, report
+
 
 def _tolerance(evaluation: bool) -> float:
     """Return GPyTorch's tolerance of evaluation or training, at most 1e-3."""
     return min(_RESIDUAL, (eval_cg_tolerance if evaluation else settings.cg_tolerance).value())
 
 
-@torch.no_grad()
-def solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None) -> tuple[Tensor, SolveReport]:
+def _solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None) -> tuple[Tensor, SolveReport]:
     """Return ``A^-1 rhs``, ``(n, t)``, starting from a solution of nearly the same system.
 
     The solve starts from zero where there is no such solution, or where one of its columns is no nearer than zero.  So

@@ -37,7 +37,7 @@ from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
 from ...solvers.full.prediction_tolerance import FollowedPoints
 from ..lazy_covariance import NoisyCovariance
-from .acceleration import Acceleration, Purpose, solve_from
+from .acceleration import Acceleration, Purpose
 from .threshold import cholesky_points, why_iterative
 
 Points = Callable[[], tuple[Tensor, Tensor] | None]
@@ -182,19 +182,13 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         system = self.system()
         solver, why = acceleration.solver_for(purpose, system.n, self.device, self.evaluation)
         with shortfall_counted():
-            if isinstance(solver, ConjugateGradients):
-                followed = None
-                if solver.tol == "posterior":
-                    known = None if points is None or system.batch_shape else points()
-                    known = known if known is None or len(known[0]) == system.n else None
-                    followed = FollowedPoints.choose(system, known)
-                built = acceleration.build(self._linear_op.evaluate_kernel(), self.noise, False)
-                built = None if built is None else built.detached(built.out_dtype)
-                options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.setup_seconds()}
-                value, report, _ = solver.run(system, rhs, followed=followed, **options)
-            else:
-                start = acceleration.solutions if purpose == "mean" else None
-                value, report = solve_from(solver, system, rhs, None if start is None else start.targets)
+            start, followed = acceleration.solutions if purpose == "mean" else None, None
+            if isinstance(solver, ConjugateGradients) and solver.tol == "posterior":
+                known = None if points is None or system.batch_shape else points()
+                known = known if known is None or len(known[0]) == system.n else None
+                followed = FollowedPoints.choose(system, known)
+            before = None if start is None else start.targets
+            value, report = acceleration.solve(solver, system, rhs, before, followed=followed)
             asked = acceleration.preconditioner if report.rank else None
             self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
         if purpose != "columns" and report.failed and not getattr(solver, "limited", False):

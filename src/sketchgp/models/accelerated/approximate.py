@@ -120,11 +120,11 @@ class Approximate:
         c, prior = self.matrix.entries(self.matrix.x1, points), self.matrix.entries(points, None)
         both = torch.cat([units, c], dim=1)
         goal = LeaveOneOutGoal(noise[indices], noise.amin().reshape(1))
-        explained = self._explained(both, JoinedGoals(goal, self._explaining(prior), len(indices)))
+        explained = self._quadratic_forms(both, JoinedGoals(goal, self._explaining(prior), len(indices)))
         self._exact = (prior - explained[len(indices) :]).clamp(min=0)
         return (1 / explained[: len(indices)] - noise[indices]).clamp(min=0)
 
-    def _explained(self, c: Tensor, goal: Goal) -> Tensor:
+    def _quadratic_forms(self, c: Tensor, goal: Goal) -> Tensor:
         """Return ``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
         result, _ = self.training.solve_block(c, goal)
         return result.diagonal(c)
@@ -183,7 +183,7 @@ class Approximate:
         at, floor = x[some], 0.02 * float(self.noise.amin())
         if self._exact is None or not torch.equal(at, self._checked_at):
             c, prior = self.matrix.entries(self.matrix.x1, at), self.matrix.entries(at, None)
-            self._checked_at, self._exact = at, (prior - self._explained(c, self._explaining(prior))).clamp(min=0)
+            self._checked_at, self._exact = at, (prior - self._quadratic_forms(c, self._explaining(prior))).clamp(min=0)
         exact = self._exact
         error = self.error(method, variance[some])
         if not bool(error.any()):  # nothing is approximated for so few points

@@ -25,9 +25,9 @@ from ..transforms import Transforms
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
 from .approximate import refuse
-from .missing import check_observed, observed_part, observed_rows
 from .posterior import calls_its_own_way, strategy_of
 from .strategy import AcceleratedPredictionStrategy
+from .targets import check_training_data, observed_part, observed_rows
 from .training import Training, remembered_by
 
 MEAN_ROWS = 8192  # points whose means, or approximate variances, are computed at once
@@ -316,7 +316,7 @@ class TrainingData:
                 f"{tuple(inputs.shape)} and {tuple(targets.shape)}. Take one model for each."
             )
         observed = ~torch.isnan(targets)
-        check_observed(model)
+        check_training_data(owner, model)
         if not bool(observed.any()):
             raise InputError("The targets expect at least one that is not NaN.")
         model.eval()

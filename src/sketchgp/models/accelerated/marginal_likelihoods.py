@@ -19,9 +19,8 @@ from ...operators import KernelMatrix
 from ...operators.access import Access
 from .acceleration import choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
-from .missing import marginal_of_all, observed_part, observed_targets
 from .mixins import AcceleratedDistribution, accelerated_class
-from .targets import check_value
+from .targets import check_value, marginal_of_all, observed_part, observed_targets
 
 _NEIGHBOURS = 32
 

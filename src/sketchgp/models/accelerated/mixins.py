@@ -33,11 +33,10 @@ from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us, summands
-from .missing import check_reduced
 from .posterior import call, note_strategy
 from .prediction import predicted
 from .strategy import adopt
-from .targets import check_noise, check_value
+from .targets import check_noise, check_reduced, check_value
 from .threshold import cholesky_points
 
 _MIN_VARIANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # GPyTorch's defaults

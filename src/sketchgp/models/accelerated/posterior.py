@@ -61,18 +61,10 @@ def drop_stale_strategy(model: Any) -> None:
         strategy = model.prediction_strategy
         if strategy is None:
             return
-        key, remembered = solution_key(model), remembered_by(strategy)
-        if remembered.key != key:
+        if remembered_by(strategy).key != solution_key(model):
             clear_cache(model)
             for part in model.modules():
                 take_caches(part)
-
-
-def present_strategy(model: Any, **kwargs: Any) -> Any:
-    """Return :func:`strategy_of`, made anew where the kept one is of other parameters, data or settings."""
-    with model.__dict__[ATTRIBUTE].lock:
-        drop_stale_strategy(model)
-        return strategy_of(model, **kwargs)
 
 
 def solution_key(model: Any) -> tuple[Any, ...]:
@@ -156,7 +148,8 @@ def solution_report(model: Any, x: Tensor | None = None) -> SolveReport | None:
     :param x: where the mean is wanted, if that is known.
     """
     with model.__dict__[ATTRIBUTE].lock:
-        strategy = present_strategy(model)
+        drop_stale_strategy(model)
+        strategy = strategy_of(model)
         with own_solves() as solves:
             solve_for_mean(model, x)
         if solves:

@@ -40,7 +40,7 @@ class Solved(Formula):
         """Return the covariance ``(..., m, m)`` float64, differentiable."""
         c, prior = float64(self.cross).mT, float64(self.prior)
         self._expect()
-        return prior - self.training.explained(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
+        return prior - self.training.quadratic_forms(c, prior.diagonal(dim1=-1, dim2=-2), diagonal=False)
 
     def _expect(self) -> None:
         """Announce how many points are about to be solved for, of each system."""
@@ -77,7 +77,7 @@ class Solved(Formula):
         for rows in spans(self.shape[-1], max(1, self.training.rows // max(1, self.shape[:-2].numel()))):
             c = float64(cross[..., rows, :]) if lean else cross[..., rows, :]
             some = prior[..., rows]
-            parts.append(some - self.training.explained(c.mT, some, diagonal=True))
+            parts.append(some - self.training.quadratic_forms(c.mT, some, diagonal=True))
         return positive(torch.cat(parts, dim=-1) if parts else prior, prior)
 
     def changed(self) -> bool:

@@ -16,15 +16,13 @@ from ..prediction import Prediction, in_chunks, observation_variance
 from ..transforms import Transforms
 from .acceleration import ATTRIBUTE
 from .conditioned import EXACT_ROWS, MEAN_ROWS, Conditioned
-from .missing import check_observed
 from .posterior import calls_its_own_way, mean_at, solution_report
+from .targets import check_training_data
 
 
 def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
     """Return the :class:`Prediction` of an accelerated model at x; see :func:`sketchgp.predict`."""
-    if model.train_inputs is None or model.train_targets is None:
-        raise InputError("predict: model expects training data, got none.")
-    check_observed(model)
+    check_training_data("predict", model)
     transforms, train = Transforms.of("predict", model), model.train_inputs
     several = len(train) != 1 or isinstance(x, tuple)
     if several and transforms is not None:

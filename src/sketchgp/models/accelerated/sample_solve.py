@@ -15,7 +15,6 @@ from ...operators.tiles import logger
 from ...random_streams import generator
 from ...report import SolveReport, shortfall_counted
 from ...solvers import Budgeted, Cholesky, ConjugateGradients
-from .acceleration import solve_from
 from .threshold import why_iterative
 from .training import Training
 
@@ -122,15 +121,8 @@ class SampleSolve:
 
     @torch.no_grad()
     def _solve(self, solver: Any, targets: Tensor, before: Tensor | None = None) -> tuple[Tensor, SolveReport]:
-        if isinstance(solver, Cholesky):
-            return solver.run(self.system, targets)[:2]
-        if isinstance(solver, ConjugateGradients):
-            built = self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
-            options = {**self.acceleration.preconditioned(built), "setup_seconds": self.acceleration.setup_seconds()}
-            value, report, _ = solver.run(self.system, targets, **options)
-        else:
-            value, report = solve_from(solver, self.system, targets, before)
-        if self.why and self.why not in report.notes:
+        value, report = self.acceleration.solve(solver, self.system, targets, before)
+        if self.why and not isinstance(solver, Cholesky) and self.why not in report.notes:
             report.notes.append(self.why)
             logger.info(self.why)
         return value, report

@@ -28,8 +28,8 @@ from ...report import SolveReport, merged, own_solves
 from ..lazy_covariance import LazyCovariance
 from .acceleration import Purpose, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
-from .missing import observed_part, observed_rows
 from .posterior_covariance import Solved, conditioned
+from .targets import observed_part, observed_rows
 from .threshold import cholesky_points
 from .training import Training, remembered_by, root_of
 

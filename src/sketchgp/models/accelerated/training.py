@@ -136,14 +136,6 @@ class Training:
 
     # --- solves ---------------------------------------------------------------------------------------------
 
-    def run(self, solver: ConjugateGradients, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport]:
-        """Return ``A^-1 rhs`` by preconditioned conjugate gradients, and the report.
-
-        :param options: further arguments of :meth:`ConjugateGradients.run`.
-        """
-        value, report, _ = solver.run(self.system, rhs, **self._options, **options)
-        return value, report
-
     @torch.no_grad()
     def solve_block(self, b: Tensor, goal: Goal) -> tuple[explained.Explained, SolveReport]:
         """Solve ``A w = b`` for b ``(n, t)`` float64 by the solver of the mean, and return the report as well.
@@ -258,10 +250,10 @@ class Training:
         self.approximate.prepare(x)
         return self.approximate.best()
 
-    def explained(self, c: Tensor, prior: Tensor, diagonal: bool) -> Tensor:
+    def quadratic_forms(self, c: Tensor, prior: Tensor, diagonal: bool) -> Tensor:
         """Return ``c^T A^-1 c`` ``(..., m, m)``, or its diagonal ``(..., m)``; differentiable in c and A's parts."""
         tree, parts = self.noisy.representation_tree(), self.noisy.representation()
-        return _Explained.apply(self, tree, diagonal, prior.detach(), c, *parts)
+        return _QuadraticForms.apply(self, tree, diagonal, prior.detach(), c, *parts)
 
     @property
     def rows(self) -> int:
@@ -270,7 +262,7 @@ class Training:
         return max(1, fitting if isinstance(self.solver, Cholesky) else min(_ROWS, fitting))
 
 
-class _Explained(torch.autograd.Function):
+class _QuadraticForms(torch.autograd.Function):
     """Explained variances, whose gradient takes no solve: the value does not depend on its weights to first order."""
 
     @staticmethod
