@@ -289,6 +289,11 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("kind", _both())
+def test_there_are_as_many_frequencies_as_were_asked_for(kind):
+    assert "32 frequencies each" in repr(sample_posterior(_both()[kind], 3, frequencies=32))
+
+
+@pytest.mark.parametrize("kind", _both())
 def test_the_same_function_wherever_it_is_evaluated(kind, monkeypatch):
     samples = sample_posterior(_both()[kind], 4, frequencies=32)
     x = points(24, seed=6)

@@ -312,7 +312,8 @@ def _of_inducing_points(model: Any, samples: int, seed: int, frequencies: int | 
     _check_kernel(model, kernel)
     mean_weights = model.solution.value.reshape(len(z.x1), -1)
     columns = samples * mean_weights.shape[1]
-    errors = ErrorPaths(kernel, x.x1, z.x1.clone(), model.noise().to(torch.float64), columns, model._solve, seed)
+    noise = model.noise().to(torch.float64)
+    errors = ErrorPaths(kernel, x.x1, z.x1.clone(), noise, columns, model._solve, seed, frequencies)
     outputs = []
     for number, column in enumerate(mean_weights.unbind(1)):
         which = slice(number * samples, (number + 1) * samples)
