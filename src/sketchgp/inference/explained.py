@@ -11,6 +11,7 @@ gradients know what every iteration takes off it (:mod:`sketchgp.solvers.energy`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..operators.substitution import cholesky_solve
 from ..report import SolveReport
 from ..solvers import Cholesky, ConjugateGradients, System
 from ..solvers.certificate import Certificate
-from ..solvers.energy import VarianceGoal
+from ..solvers.energy import Goal
 
 
 @dataclass
@@ -48,28 +49,18 @@ class Explained:
 def solve(
     system: System,
     c: Tensor,
-    prior: Tensor,
     solver: ConjugateGradients,
+    goal: Goal,
     preconditioner: LowRankPlusDiagonal | None = None,
-    name: str = "none",
-    below: bool = False,
-    noise: Tensor | None = None,
-    below_noise: bool = True,
-    initial: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Explained, SolveReport]:
-    """Solve ``A w = c`` to the solver's tolerance, and until no posterior variance ``prior - c^T A^-1 c`` is off by
-    more than a hundredth of itself (a ten thousandth of the noise is always enough), as conjugate gradients estimate
-    what they leave out; a solve that falls short warns.
+    """Solve ``A w = c``, c ``(..., n, m)`` float64, to the solver's tolerance, and on to a goal.
 
-    :param c: ``(..., n, m)``, float64; :param prior: ``(..., m)``.
-    :param preconditioner: of the system; :param name: of it; :param below: whether it lies below A.
-    :param noise: the diagonal ``(..., n)`` that is known to lie below A, 0 where none is; None for the system's.
-    :param below_noise: and by no more than a hundredth of the least noise.
-    :param initial: weights ``(..., n, m)`` to start from.
+    A solve that falls short warns.
+
+    :param preconditioner: of the system; :param options: further arguments of :meth:`ConjugateGradients.explain`.
     """
-    noise = (system.noise if noise is None else noise).to(torch.float64)
-    goal = VarianceGoal(prior, noise.amin(dim=-1, keepdim=True), below_noise)
-    weights, product, report = solver.explain(system, c, preconditioner, goal, name=name, below=below, initial=initial)
+    weights, product, report = solver.explain(system, c, preconditioner, goal, **options)
     if report.error_bound is None or report.quadratic_bounds is None or weights.dim() > 2:
         return Explained(weights, product), report
     certain = torch.stack([report.error_bound, *report.quadratic_bounds]).to(c.device)

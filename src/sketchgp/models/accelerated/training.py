@@ -25,7 +25,7 @@ from ...operators.first_order import first_order, in_callers_context
 from ...report import Reason, SolveReport, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
-from ...solvers.energy import Goal
+from ...solvers.energy import Goal, VarianceGoal
 from ...solvers.full.cholesky import factor_bytes
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration
@@ -149,16 +149,15 @@ class Training:
             weights, report = solve_system(solver, self.system, b)
             return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)
-        with shortfall_counted():
-            loose = dataclasses.replace(self.solver, tol=_LOOSE)
-            weights, product, report = loose.explain(self.system, b, goal=goal, **self._options)
-        return self._finished(explained.Explained(weights, product), report, b), report
+        return self._solved_by_gradients(dataclasses.replace(self.solver, tol=_LOOSE), b, goal)
 
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool = True) -> explained.Explained:
-        """Solve ``A w = c`` until the variances ``prior - c^T w`` are right.
+        """Solve ``A w = c`` until no variance ``prior - c^T w`` is off by more than a hundredth of itself.
+
+        A ten thousandth of the noise is always enough.
 
         :param c: ``(..., n, m)`` float64; :param prior: ``(..., m)``.
-        :param below_noise: whether errors are to be below the noise, too.
+        :param below_noise: whether errors are to be below a hundredth of the least noise, too.
         """
         if not self.ours:
             return self._solved_by_structure(c, prior)
@@ -169,11 +168,15 @@ class Training:
                 if isinstance(self.solver, Cholesky):
                     raise
         assert isinstance(self.solver, ConjugateGradients)
+        goal = VarianceGoal(prior, self.system.noise.to(torch.float64).amin(dim=-1, keepdim=True), below_noise)
+        return self._solved_by_gradients(self.solver, c, goal)[0]
+
+    def _solved_by_gradients(
+        self, solver: ConjugateGradients, c: Tensor, goal: Goal
+    ) -> tuple[explained.Explained, SolveReport]:
         with shortfall_counted():
-            result, report = explained.solve(
-                self.system, c, prior, self.solver, below_noise=below_noise, **self._options
-            )
-        return self._finished(result, report, c)
+            result, report = explained.solve(self.system, c, solver, goal, **self._options)
+        return self._finished(result, report, c), report
 
     def _solved_by_structure(self, c: Tensor, prior: Tensor) -> explained.Explained:
         """Refine the solution of GPyTorch, which solves by structure, where it is not accurate enough."""
@@ -181,7 +184,8 @@ class Training:
         noise = self.system.noise if parts is None else parts[1].diagonal(dim1=-1, dim2=-2)
         solver = self.solver if isinstance(self.solver, ConjugateGradients) else ConjugateGradients()
         initial = None if type(self.noisy) in SUMS else self.noisy.solve(c)
-        return explained.solve(self.system, c, prior, solver, noise=noise, initial=initial)[0]
+        goal = VarianceGoal(prior, noise.to(torch.float64).amin(dim=-1, keepdim=True), below_noise=True)
+        return explained.solve(self.system, c, solver, goal, initial=initial)[0]
 
     def _finished(self, result: explained.Explained, report: SolveReport, c: Tensor) -> explained.Explained:
         """Return the result of conjugate gradients or, where they fell short, that of a factorization that fits."""
