@@ -8,8 +8,7 @@ hardly any noise, which a fit to more rows then does not leave.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +53,8 @@ def flatness(model: Any, seed: int) -> str:
     if x is None or model.train_targets.dim() != 1 or len(x) < 3:
         return ""
     chosen = _neighbours(x, seed)
-    try:
-        with buffers_kept(model):
-            covariance = model.forward(*(part[chosen] for part in model.train_inputs)).covariance_matrix.double()
-    except (RuntimeError, ValueError, IndexError, TypeError):  # a forward that knows of all rows
-        return ""
-    if covariance.shape != (len(chosen), len(chosen)):
+    covariance = _told(model, lambda prior: prior.covariance_matrix.double(), chosen)
+    if covariance is None or covariance.shape != (len(chosen), len(chosen)):
         return ""
     deviation = covariance.diagonal().sqrt()
     correlation = covariance / deviation.unsqueeze(1) / deviation
@@ -140,20 +135,25 @@ def set_scale(model: Any, variance: float, apart: float = 1.0) -> bool:
 
 def prior_variance(model: Any) -> float:
     """Return the mean prior variance of a few training points; 0 where it is not known."""
-    try:
-        with buffers_kept(model):
-            prior = model.forward(*(part[:_SOME] for part in model.train_inputs)).lazy_covariance_matrix
-            return float(prior.diagonal(dim1=-2, dim2=-1).double().mean())  # ``variance`` warns of small ones
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that knows of all rows
-        return 0.0
+
+    def mean_of(prior: Any) -> float:
+        return float(prior.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1).double().mean())
+
+    return _told(model, mean_of, slice(_SOME)) or 0.0  # ``prior.variance`` warns of small ones
 
 
-@contextmanager
-def buffers_kept(model: Any) -> Iterator[None]:
-    """Put back the buffers that a pass in training mode changes."""
+@torch.no_grad()
+def _told(model: Any, read: Callable[[Any], Any], rows: Any = slice(None)) -> Any:
+    """Return what ``read`` gives of the prior at some training rows; None where the model's forward does not tell.
+
+    It may know of all rows, or evaluate the covariance itself.  The buffers that a pass in training mode changes are
+    put back.
+    """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        yield
+        return read(model.forward(*(part[rows] for part in model.train_inputs)))
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+        return None
     finally:
         for buffer, value in kept:
             buffer.copy_(value)
@@ -224,18 +224,19 @@ def inputs_seen(model: Any) -> dict[int, Tensor]:
 
     :param model: in training mode.
     """
-    seen: dict[int, Tensor] = {}
-    try:
-        with torch.no_grad(), buffers_kept(model):
-            parts = [model.forward(*model.train_inputs).lazy_covariance_matrix]
-            while parts:
-                part = parts.pop()
-                if isinstance(part, LazyEvaluatedKernelTensor | KernelMatrix):
-                    _descend(part.kernel, part.x1, seen)
-                elif isinstance(part, LinearOperator):
-                    parts.extend(part._args)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # a forward that evaluates
-        return {}
+
+    def read(prior: Any) -> dict[int, Tensor]:
+        seen: dict[int, Tensor] = {}
+        parts = [prior.lazy_covariance_matrix]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, LazyEvaluatedKernelTensor | KernelMatrix):
+                _descend(part.kernel, part.x1, seen)
+            elif isinstance(part, LinearOperator):
+                parts.extend(part._args)
+        return seen
+
+    seen = _told(model, read) or {}
     each = {id(x): x.double().cpu() for x in seen.values() if x.dim() == 2 and x.is_floating_point()}  # one for many
     return {key: each[id(x)] for key, x in seen.items() if id(x) in each}
 
@@ -377,14 +378,12 @@ def centre_mean(model: Any) -> None:
 
 def _residual(model: Any) -> Tensor | None:
     """Return targets less the prior mean, float64, without missing ones; None where ``forward`` does not tell."""
-    try:
-        with buffers_kept(model):
-            mean = model.forward(*model.train_inputs).mean
-            residual = (model.train_targets - mean).double() if mean.shape == model.train_targets.shape else None
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+    mean = _told(model, lambda prior: prior.mean)
+    if mean is None or mean.shape != model.train_targets.shape:
         return None
-    residual = None if residual is None else residual[~torch.isnan(residual)]
-    return None if residual is None or not len(residual) else residual
+    residual = (model.train_targets - mean).double()
+    residual = residual[~torch.isnan(residual)]
+    return residual if len(residual) else None
 
 
 @torch.no_grad()

@@ -143,7 +143,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         if not ours and weights.dtype == self.train_labels.dtype:
             return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
         mean = self.exact_predictive_mean(test_mean, test_train_covar)
-        return mean, self._posterior(test_test_covar, test_train_covar)
+        return mean, self.exact_predictive_covar(test_test_covar, test_train_covar)
 
     def exact_predictive_mean(self, test_mean: Tensor, test_train_covar: Any) -> Tensor:
         """Return the posterior mean ``(..., m)``, computed in float64 where the weights are, in the model's dtype.
@@ -166,9 +166,6 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
         ``fast_pred_var`` has no effect: its root of rank 100 is off by many times where the noise is small.
         """
-        return self._posterior(test_test_covar, test_train_covar)
-
-    def _posterior(self, test_test_covar: Any, test_train_covar: Any) -> Any:
         if settings.skip_posterior_variances.on():
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
         prior, cross = (to_linear_operator(part) for part in (test_test_covar, test_train_covar))
