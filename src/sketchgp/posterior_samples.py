@@ -115,7 +115,7 @@ class PosteriorSamples:
 
         :raises InputError: for points that do not fit the training inputs.
         """
-        x = self._points(x, 2)
+        x = self._prior.check(x, 2)
         mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
         values = torch.stack([out(z).mT for out, z in zip(self._outputs, features, strict=True)], dim=-1)  # (S, p, t)
         values = (values + mean).to(x.dtype)
@@ -126,16 +126,13 @@ class PosteriorSamples:
 
         :raises InputError: for points that do not fit the training inputs, or are not as many sets as functions.
         """
-        x = self._points(x, 3)
+        x = self._prior.check(x, 3)
         if len(x) != len(self):
             raise InputError(f"each: x expects points for each of {len(self)} functions, got {len(x)} sets.")
         mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
         each = [out.each(z.unflatten(0, (len(x), -1))) for out, z in zip(self._outputs, features, strict=True)]
         values = (torch.stack(each, dim=-1).flatten(0, 1) + mean).to(x.dtype)  # (S p, t)
         return self._finished(values.reshape(*x.shape[:-1], values.shape[-1]))
-
-    def _points(self, x: Any, least: int) -> Tensor:
-        return self._prior.check(x, least)
 
     def _finished(self, values: Tensor) -> Tensor:
         """:param values: ``(..., p, t)``."""

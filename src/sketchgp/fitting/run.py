@@ -70,8 +70,8 @@ class Choices:
         checks.word("fit", "objective", self.objective, ("auto", "exact", "bound", "probes", "samples"))
         self.iterations = checks.count("fit", "iterations", self.iterations, optional=True)
         self.num_probes = checks.count("fit", "num_probes", self.num_probes)
-        if self.learning_rate is not None:
-            self.learning_rate = checks.number("fit", "learning_rate", self.learning_rate, above=0, finite=True)
+        rate = checks.number("fit", "learning_rate", self.learning_rate, above=0, finite=True, optional=True)
+        self.learning_rate = rate
         if self.optimizer == "lbfgs" and self.learning_rate is not None:
             raise InputError('fit: learning_rate is of Adam; L-BFGS searches along lines. Use optimizer="adam".')
         self.seed, self.tol = checks.seed("fit", "seed", self.seed), checks.number("fit", "tol", self.tol)
@@ -243,7 +243,8 @@ class Fit:
                 return stages
             if exact:
                 tol = choices.tol if above.full else self._rough
-                part = Stage.exact(twin, tol, self._limit if above.full else limit or _ITERATIONS["lbfgs"])
+                steps = choices.iterations if above.full else limit
+                part = Stage.exact(twin, tol, steps or _ITERATIONS["lbfgs"])
             else:
                 part = self._routed(twin.model, twin, inner, full=False)
                 self._prepare(part)
@@ -277,11 +278,6 @@ class Fit:
     def _rough(self) -> float:
         """The tolerance of fits that others start from."""
         return _ROUGH * self.choices.tol
-
-    @property
-    def _limit(self) -> int:
-        """The most steps of an exact fit that precedes the one to all rows."""
-        return self.choices.iterations or _ITERATIONS["lbfgs"]
 
     # --- the stages -----------------------------------------------------------------------------------------
 

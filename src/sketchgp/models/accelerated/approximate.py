@@ -174,11 +174,17 @@ class Approximate:
         return some.to(x.device)
 
     @torch.no_grad()
-    def check(self, x: Tensor, variance: Tensor, method: str) -> tuple[Tensor, Tensor]:
+    def check(self, x: Tensor, variance: Tensor, method: str, once: bool) -> tuple[Tensor, Tensor] | None:
         """Return indices of 4 of the test points x and exact variances there.
 
         A warning follows where the given variances are off by more than their standard errors say.
+
+        :param once: whether to return None where the method was compared before, and else to note that it is now.
         """
+        checked = self.training.remembered.checked
+        if once and method in checked:
+            return None
+        checked |= {method} if once else set()
         some = self._some(x)
         at, floor = x[some], 0.02 * float(self.noise.amin())
         if self._exact is None or not torch.equal(at, self._checked_at):

@@ -173,19 +173,18 @@ class Conditioned:
 
         A method that the user did not name is compared once.
         """
-        approximate, checked = self.training.approximate, self.training.remembered.checked
-        inputs, check = self.inputs(x), None
+        approximate, inputs, check = self.training.approximate, self.inputs(x), None
         approximate.prepare(inputs)
         latent = torch.cat(in_chunks(partial(approximate, method=method), [inputs], rows, "variance", show))
         error = approximate.error(method, latent).to(self.dtype)
-        if named or method not in checked:
-            some, exact = approximate.check(inputs, latent, method)
+        compared = approximate.check(inputs, latent, method, once=not named)
+        if compared is not None:
+            some, exact = compared
             check = {"points": len(some), **_ratios(latent[some], exact, "")}
             likelihood = self.model.likelihood
             observed = [observation_variance(likelihood, [x[some]], variance) for variance in (latent[some], exact)]
             if observed[0] is not None and observed[1] is not None:
                 check |= _ratios(observed[0], observed[1], "observation_")
-            checked |= set() if named else {method}
         return {"variance": latent.to(self.dtype), "variance_check": check, "variance_standard_error": error}
 
     def mean_error_bound(self, x: Tensor, mean: Tensor, bound: float) -> Tensor | None:
