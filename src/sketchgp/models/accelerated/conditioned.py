@@ -196,8 +196,8 @@ class Conditioned:
         :param x: ``(m, d)``, with the posterior ``mean`` ``(m,)`` there as it is returned.
         :param bound: at least the error of the weights behind it in the norm of A.
         """
-        strategy = strategy_of(self.model)
-        if not self.plain or not isinstance(strategy, AcceleratedPredictionStrategy):
+        strategy = strategy_of(self.model) if self.plain else None
+        if not isinstance(strategy, AcceleratedPredictionStrategy):
             return None
         means = torch.cat([strategy.train_prior_dist.mean, self.model.prior_at(x).mean])
         if not self._inputs_as_given or not bool((means == means[:1]).all()):
