@@ -122,8 +122,7 @@ class Fit:
             self.record.begin()
             if self.acceleration is not None:  # fits are the same whatever went before
                 self.acceleration.doubled, self.acceleration.solutions = False, None
-                if self.acceleration.cache is not None:
-                    self.acceleration.cache.clear()
+                self.acceleration.forget()
             self.model.train()
             self._run_all(self._plan())
             if self.acceleration is not None and self.acceleration.doubled:
@@ -319,8 +318,8 @@ class Fit:
                 self._minimise(stage, bar)
         if stage.history.reason == STOPPED and not stage.full:
             raise _Stopped
-        if not stage.full and stage.base.acceleration is not None and stage.base.acceleration.cache is not None:
-            stage.base.acceleration.cache.release()  # the record knows it
+        if not stage.full and stage.base.acceleration is not None:
+            stage.base.acceleration.release()  # the record knows it
         if stage.several and not stage.full:
             return self._other_starts(stage.base.mll, stage) or stage
         return stage

@@ -129,8 +129,7 @@ class Stage:
         """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
         assert self.steps is not None and self.base.acceleration is not None
         self.base.restore(self.steps.best)
-        if self.base.acceleration.cache is not None:
-            self.base.acceleration.cache.release()
+        self.base.acceleration.release()
         done = len(self.history.losses)
         self.go_on_with(
             exact_objective(self.base.model, self.base.mll),
@@ -172,8 +171,7 @@ class Stage:
         acceleration = self.base.acceleration
         if acceleration is None or self.kind != "probes":
             return None
-        if acceleration.cache is not None:
-            acceleration.cache.clear()  # for pivots of these parameters, whatever the fit was begun with
+        acceleration.forget()  # for pivots of these parameters, whatever the fit was begun with
         with acceleration.fixed_probes(seed + _OTHERS, count):
             result = Objective(self.base.model, self.base.mll, Probes(watched=True)).evaluate()
         return (result.value, standard_error(result.probes)) if result.probes and math.isfinite(result.value) else None
@@ -192,8 +190,7 @@ class Stage:
             return (value, value) if math.isfinite(value) else None
         if acceleration is None or self.kind in ("given", "samples") or why_no_bound(acceleration):
             return None
-        if acceleration.cache is not None:  # F is the largest array there is, and another one is to come
-            acceleration.cache.release()
+        acceleration.release()  # F is the largest array there is, and another one is to come
         for candidate in (base, exact_objective(base.model, base.mll)):
             bound = self.bound if candidate is base else None
             bound = new_bound(base, limited=False) if bound is None else bound

@@ -183,6 +183,16 @@ class Acceleration:
             return {"preconditioner": None}
         return {"preconditioner": built, "name": self.cache.choice.name, "below": self.cache.choice.below}
 
+    def forget(self) -> None:
+        """Forget the preconditioner and its pivots."""
+        if self.cache is not None:
+            self.cache.clear()
+
+    def release(self) -> None:
+        """Give the memory of the preconditioner back; it is built anew at its next use."""
+        if self.cache is not None:
+            self.cache.release()
+
     def setup_seconds(self) -> float:
         """Return the time spent building preconditioners since the last call."""
         return 0.0 if self.cache is None else self.cache.take_seconds()

@@ -67,9 +67,7 @@ class AcceleratedModel(_Accelerated):
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         if is_accelerated(self) and _places(self) != before:  # not so for model.to(x), as acquisition functions call it
             self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
-            cache = self.__dict__[ATTRIBUTE].cache
-            if cache is not None:
-                cache.clear()
+            self.__dict__[ATTRIBUTE].forget()
         return result
 
     def extra_repr(self) -> str:
