@@ -805,8 +805,8 @@ BREAKS = (
         "predictions are solved to the tolerance of training",
     ),
     Break(
-        "return found, determinant * self.outputs if logdet else determinant",
-        "return found, determinant",
+        "return forms, determinant * self.outputs if logdet else determinant",
+        "return forms, determinant",
         ("test_several_outputs.py",),
         "the determinant counts one output only",
     ),

@@ -1,1 +1,1 @@
-"""How hyperparameters are fitted: what is minimised, by which optimiser, and from where."""
+"""Hyperparameters of a fit: what is minimised, by which optimiser, and from where."""

@@ -1,4 +1,4 @@
-"""How the losses of a fit are computed, and copies of a model with some of its rows, which larger fits start from."""
+"""Ways to compute the losses of a fit, and copies of a model with some of its rows, which larger fits start from."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class SparsePrior(LinearOperator):
 
 
 class _FastDensity:
-    """Log densities are those of :class:`SparsePrior` whatever the settings say (BoTorch turns fast ones off)."""
+    """Mixin whose log densities are those of :class:`SparsePrior`; BoTorch turns fast ones off by default."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         return log_density(self, value)
@@ -129,7 +129,7 @@ class SparseMarginal(_FastDensity, MultivariateNormal):
 
 
 class SparseMultitaskMarginal(_FastDensity, MultitaskMultivariateNormal):
-    """That of several outputs, with a covariance :class:`IndependentOutputs` of the prior."""
+    """The distribution of a training step of several outputs, whose covariance is :class:`IndependentOutputs`."""
 
 
 class SparseFormula(Formula):
@@ -206,32 +206,32 @@ class PathwiseFormula(Formula):
 
 
 class IndependentOutputs(KroneckerProductLinearOperator):
-    """``C x I_t``, ``(..., p t, p t)``: one covariance C ``(..., p, p)`` for each of t outputs, interleaved as
-    GPyTorch's ``MultitaskMultivariateNormal`` has them (the outputs of the first point, of the second, ...).
+    """Covariance ``C x I_t``, ``(..., p t, p t)``, of t independent outputs that share C ``(..., p, p)``.
 
-    What is computed of it is computed of C, with the outputs as columns.
+    Outputs are interleaved as in GPyTorch's ``MultitaskMultivariateNormal`` (those of the first point, of the second,
+    ...).  Everything is computed from C, with the outputs as columns.
 
-    GPyTorch's Gaussian likelihoods take a mean ``(..., p, t)`` for a batch of p vectors, so that what they add is a
-    diagonal of batch shape ``(..., p)`` and size t; where they were told inputs or noises, it is one of size p.  Both
-    are known here: the sum is again of this class where the outputs have one noise.
+    GPyTorch's Gaussian likelihoods take a mean ``(..., p, t)`` for a batch of p vectors.  They add a diagonal of batch
+    shape ``(..., p)`` and size t, or one of size p where they were told inputs or noises.  Where the outputs have one
+    noise, the sum is again of this class.
 
     :param linear_ops: C, and the identity as a ``DiagLinearOperator``.
     """
 
     @classmethod
     def of(cls, covariance: Any, outputs: int) -> IndependentOutputs:
-        """:param covariance: C; :param outputs: t."""
+        """Return the covariance of some outputs; :param covariance: C; :param outputs: t."""
         ones = torch.ones(*covariance.batch_shape, outputs, dtype=covariance.dtype, device=covariance.device)
         return cls(covariance, DiagLinearOperator(ones))
 
     @property
     def covariance(self) -> LinearOperator:
-        """C."""
+        """The covariance C of one output."""
         return self.linear_ops[0]
 
     @property
     def outputs(self) -> int:
-        """t."""
+        """Number of outputs, t."""
         return self.linear_ops[1].shape[-1]
 
     def __add__(self, other: Any) -> LinearOperator:
@@ -270,7 +270,7 @@ class IndependentOutputs(KroneckerProductLinearOperator):
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``r^T (C x I)^-1 r`` and the log determinant, from one of C with t columns for each of r's.
+        """Return ``r^T (C x I)^-1 r`` and the log determinant, from one of C with t columns for each of r's.
 
         :param inv_quad_rhs: ``(..., p t, c)``, or None.
         :param reduce_inv_quad: sum over the columns; else ``(..., c)``.
@@ -280,18 +280,18 @@ class IndependentOutputs(KroneckerProductLinearOperator):
             c = 1 if columns.dim() == 1 else columns.shape[-1]
             batch = columns.shape[: max(columns.dim() - 2, 0)]
             columns = columns.reshape(*batch, self.covariance.shape[-1], self.outputs * c)
-        found, determinant = self.covariance.inv_quad_logdet(columns, logdet, reduce_inv_quad)
+        forms, determinant = self.covariance.inv_quad_logdet(columns, logdet, reduce_inv_quad)
         if columns is not None and not reduce_inv_quad:
-            found = found.reshape(*found.shape[:-1], self.outputs, c).sum(dim=-2)
-        return found, determinant * self.outputs if logdet else determinant
+            forms = forms.reshape(*forms.shape[:-1], self.outputs, c).sum(dim=-2)
+        return forms, determinant * self.outputs if logdet else determinant
 
     def root_decomposition(self, method: str | None = None) -> LinearOperator:
-        """The root of C, for each output."""
+        """Return the root of C, for each output."""
         root = self.covariance.root_decomposition(method=method).root
         return RootLinearOperator(KroneckerProductLinearOperator(root, self.linear_ops[1]))
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """``(num_samples, ..., p t)``, from samples of C."""
+        """Draw samples ``(num_samples, ..., p t)``, from samples of C."""
         drawn = self.covariance.zero_mean_mvn_samples(num_samples * self.outputs)
         drawn = drawn.reshape(num_samples, self.outputs, *drawn.shape[1:]).movedim(1, -1)
         return drawn.reshape(*drawn.shape[:-2], -1)
