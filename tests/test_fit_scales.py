@@ -199,7 +199,7 @@ def test_starts_of_a_subset_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
         revived.append(len(model.train_targets))
         return revive(model)
 
-    monkeypatch.setattr("sketchgp.fitting.run.revive", reviving)
+    monkeypatch.setattr("sketchgp.fitting.starts.revive", reviving)
     sketchgp.fit(build(), start="subset", iterations=1)
     assert revived[-1] == 120 and len(revived) == 3
 

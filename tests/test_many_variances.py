@@ -84,7 +84,7 @@ def test_calibration():
         share = made.spread * (variance + floor) / variance
         assert relative(made.error(variance), torch.hypot(share, torch.tensor(0.01).double())) < 1e-12
         assert 0.8 < made.factor < 1 and 0.001 < made.scatter < 0.1
-        low, prior = made.low_rank(TEST), made.block(TEST, None)
+        low, prior = made.low_rank(TEST), made.matrix.entries(TEST, None)
         assert relative(made(TEST), made.factor ** (1 - low / prior) * low) < 1e-12
         rest = [torch.arange(N) != i for i in which[:3].tolist()]
         x = model.train_inputs[0]
