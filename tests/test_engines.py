@@ -454,7 +454,7 @@ def test_tiles_of_whole_rows_shrink_too(error, caplog):
     with Limited(6000, ERRORS[error], matrices=False) as limited, caplog.at_level("WARNING", logger="sketchgp"):
         found = tall.matmul(v)
     assert limited.refused == 1 and "going on with 75" in caplog.text
-    assert relative(found, expected) < 1e-12 and tall.entries == 300 * 40
+    assert relative(found, expected) < 1e-12 and tall.evaluated.entries == 300 * 40
     with Limited(100, ERRORS[error], matrices=False), pytest.raises((RuntimeError, MemoryError)):
         TallMatrix(kernel, x, x[:40]).matmul(v)
 

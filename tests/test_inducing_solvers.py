@@ -165,7 +165,7 @@ def test_products_of_the_tall_matrix(kernel, dtype, accurate, monkeypatch):
     assert relative(matrix.t_matmul(u), scale * tall.mT @ u) < tight
     assert relative(matrix.gram_matmul(v), scale**2 * tall.mT @ (tall @ v)) < tight
     assert matrix.gram_matmul(v).dtype == torch.float64
-    assert matrix.entries == 4 * N * M
+    assert matrix.evaluated.entries == 4 * N * M
 
 
 @pytest.mark.parametrize("features", [2, 3])  # by differences, by a matrix product

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +48,14 @@ def tile_bytes(n: int, m: int, device: torch.device) -> int:
     return _COPIES * 8 * m * min(n, tile_rows(m, device))
 
 
+@dataclass
+class Evaluated:
+    """Work with a matrix and with its copies of other dtypes: entries of T, and products with Kzz by tiles."""
+
+    entries: int = 0
+    products: int = 0
+
+
 class TallMatrix:
     """``T = k(x, z)``, ``(n, m)``, never stored: products with T, with its transpose, and with ``T^T T``, in float64.
 
@@ -60,14 +69,21 @@ class TallMatrix:
     :param x: ``(n, d)``, or a source of them; :param z: ``(m, d)``, of one dtype and device.
     :param weights: ``(n,)`` positive: the root of what each row counts; None for ones.  T is then ``diag(weights) k``.
     :param accurate: evaluate the entries in float64, whatever the dtype.
+    :param evaluated: counts that another matrix shares.
     """
 
     def __init__(
-        self, kernel: Any, x: Tensor | RowSource, z: Tensor, weights: Tensor | None = None, accurate: bool = False
+        self,
+        kernel: Any,
+        x: Tensor | RowSource,
+        z: Tensor,
+        weights: Tensor | None = None,
+        accurate: bool = False,
+        evaluated: Evaluated | None = None,
     ) -> None:
         self.kernel, self.x, self.z, self.weights = kernel, x, z, weights
         self._accurate = accurate
-        self.entries = 0  # evaluated so far
+        self.evaluated = Evaluated() if evaluated is None else evaluated
         self.pattern: KernelMatrix | None = None  # of one row, that all others are made after
         self._near = False  # whether surely no point is far from the centre
         self._sides: list[list[Tensor]] | None = None  # else, on a device, which of x and z are
@@ -90,7 +106,9 @@ class TallMatrix:
 
     def accurate(self) -> TallMatrix:
         """Return T with float64 entries."""
-        return self if self.dtype == torch.float64 else TallMatrix(self.kernel, self.x, self.z, self.weights, True)
+        if self.dtype == torch.float64:
+            return self
+        return TallMatrix(self.kernel, self.x, self.z, self.weights, True, self.evaluated)
 
     def at(self, x: Tensor, z: Tensor, own: bool = True) -> TallMatrix:
         """Return T for other points, without weights.
@@ -156,7 +174,7 @@ class TallMatrix:
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
         part = matrix.to_dense().to(torch.float64)
-        self.entries += matrix.shape.numel()
+        self.evaluated.entries += matrix.shape.numel()
         return part if weights is None else part * weights.unsqueeze(1)
 
     @torch.no_grad()
@@ -214,7 +232,7 @@ class TallMatrix:
         """Yield :meth:`tiles` of this rank's rows; sums over them are completed by :meth:`total`."""
         space, (n, m) = self.space, self.shape
         yield from self.tiles(rows, space.span)
-        self.entries += (n - space.height) * m
+        self.evaluated.entries += (n - space.height) * m
 
     def total(self, part: Tensor) -> Tensor:
         """The sum of what each rank has of :meth:`own_tiles`."""
@@ -304,12 +322,10 @@ class TiledNormalMatrix:
     """:class:`NormalMatrix` with Kzz by tiles, too: ``n m + m^2 / 2`` kernel evaluations a product, no m x m matrix.
 
     :param kzz: ``k(z, z)``, by tiles, in the dtype of its entries.
-    :ivar products: how many products with Kzz were computed.
     """
 
     def __init__(self, kzz: KernelMatrix, tall: TallMatrix, level: float) -> None:
         self.kzz, self.tall, self.level = kzz, tall, level
-        self.products = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -324,7 +340,7 @@ class TiledNormalMatrix:
     @torch.no_grad()
     def kzz_matmul(self, rhs: Tensor) -> Tensor:
         """``Kzz v``, ``(m, t)`` float64."""
-        self.products += 1
+        self.tall.evaluated.products += 1
         return self.kzz.product(rhs.to(self.kzz.dtype)).to(torch.float64)
 
     @torch.no_grad()

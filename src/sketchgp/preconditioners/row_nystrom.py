@@ -284,6 +284,6 @@ def damped_nystrom(
         part = narrow.part(torch.arange(len(second), device=device))
         basis.addmm_(part, vectors[span])
         gram.addmm_(part, part.mT)
-    tall.entries += len(second) * m
+    tall.evaluated.entries += len(second) * m
     scale = n / len(second)
     return DampedNystrom(vectors, values, basis * math.sqrt(scale), gram * scale, n)

@@ -39,7 +39,7 @@ def descend(
     :param curvature: ``p^T A p``, and ``energy`` = ``r^T P^-1 r``, ``(..., t)``.
     :param active: columns that have not ended, ``(..., t)``.
     :returns: alpha, 0 for frozen columns, and which columns are not frozen, ``(..., t)``; and whether all curvatures
-        are finite, ``()``: to be looked at before anything is believed (:data:`sketchgp.solvers.loop.NAN`).
+        are finite, ``()``: to be looked at before anything is believed (:func:`sketchgp.solvers.loop.require_finite`).
     """
     usable = active & (curvature > 0) & (energy > 0)
     alpha = torch.where(usable, energy / torch.where(usable, curvature, 1), 0)

@@ -28,7 +28,7 @@ from ...settings import memory_budget
 from ...space import Space
 from ..certificate import Certificate
 from ..energy import Goal, RemainingEnergy
-from ..loop import NAN, Cycles, Outcome
+from ..loop import Cycles, Outcome, require_finite
 from ..recurrence import EigenvalueWatch, LanczosRecord, descend, turn
 from ..system import System
 from .cholesky import factor_bytes, factorized
@@ -337,8 +337,7 @@ class Gradients(Cycles):
         """
         facts, keep, any_near, self.current_on_cpu = fetched(flags, self._still_active(), near.any(), self.current)
         finite, broken, growing, drifting, self.lost = facts.bool().tolist()
-        if not finite:
-            raise NumericalError(NAN, see="nan")
+        require_finite(finite)
         if self.exact and broken and _NOT_DEFINITE not in self.notes:
             self.notes.append(_NOT_DEFINITE)
         self.open_columns = keep.bool()

@@ -19,7 +19,7 @@ from ...errors import NumericalError
 from ...random_streams import generator
 from ...report import Reason
 from ..certificate import Certificate
-from ..loop import NAN, Outcome, Refined, largest_of
+from ..loop import Outcome, Refined, largest_of, require_finite
 from ..system import System
 
 _ALL_ROWS = 50_000  # points up to which the final residual is always that of all rows
@@ -222,8 +222,8 @@ class Refinement(Refined):
             wanted.append(((g[:_CHECKED] - exact) * (system.n / len(some)) ** 0.5).norm(dim=0) / self.norm)
         answers = iter(fetched(*wanted) if wanted else [])
         method.answer([float(next(answers)) for _ in asked])
-        if self.window_rows == len(rows) and not bool(next(answers)):
-            raise NumericalError(NAN, see="nan")
+        if self.window_rows == len(rows):
+            require_finite(next(answers))
         estimate = next(answers) if closes else None
         if point is not None:
             self._look_at_rounding(next(answers))
@@ -258,8 +258,7 @@ class Refinement(Refined):
         else:
             growing = largest > method.growth * max(self.least, self.tol)
             helped = self.shrunk < _SHRUNK
-        if largest == math.inf and method.growth is None:
-            raise NumericalError(NAN, see="nan")
+        require_finite(largest < math.inf or method.growth is not None)
         if growing and not helped and self.corrections and largest < math.inf:
             self.reason = Reason.STAGNATED
             return

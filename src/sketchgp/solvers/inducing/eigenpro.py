@@ -20,7 +20,7 @@ from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
 from ..choices import cut
-from .epochs import Epochs, check_columns, first_batch
+from .epochs import Epochs
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
 from .projection import ExactProjection, InexactProjection, Projection, exact_fits
@@ -123,18 +123,12 @@ class EigenProSolver(InducingPointSolver):
         """Return T, the batches between two projections."""
         raise NotImplementedError
 
-    def _columns(self, problem: InducingPointProblem) -> torch.Size:
-        """Return the shape of a target; of a stream that of its first batch."""
-        y = first_batch(problem)[1] if problem.streamed else problem.y
-        assert y is not None
-        return y.shape[1:]
-
     def _work(self) -> float:
         return self.epochs
 
     def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
         if problem.streamed:
-            one, other = (tensor_mark(*first_batch(problem)) for _ in range(2))
+            one, other = (tensor_mark(*problem.first()) for _ in range(2))
             if one != other:
                 raise InputError(
                     "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
@@ -171,7 +165,6 @@ class EigenProSolver(InducingPointSolver):
         for x, y in problem.batches():
             xs.append(x)
             ys.append(y.reshape(len(y), -1))
-            check_columns(len(ys) - 1, ys[-1], ys[0].shape[1])
             count += len(x)
             fresh += int(unlike(x, problem.inducing_points).sum())
             if count >= wanted and (fresh >= wanted // 2 or count >= _FURTHER * wanted):

@@ -64,14 +64,15 @@ class NormalEquationsSolver(InducingPointSolver):
         return (
             self.bytes_needed(problem),
             problem.device,
-            f"{self.name}() for m = {problem.m} and {_columns(problem)} column(s)",
+            f"{self.name}() for m = {problem.m} and {problem.target_shape.numel()} column(s)",
             "use fewer inducing points, or solver=NystromPCG() or EigenPro4(), which need no m x m matrix.",
         )
 
     def bytes_needed(self, problem: InducingPointProblem) -> int:
         """Memory of a solve: of m x m matrices, of tiles, and of vectors for all columns."""
         n, m = problem.expected_rows, problem.m
-        vectors = 8 * _columns(problem) * (2 * n + _VECTORS * m)
+        columns = 1 if problem.streamed else max(1, problem.target_shape.numel())
+        vectors = 8 * columns * (2 * n + _VECTORS * m)
         return self._bytes(problem) + tile_bytes(n, m, problem.device) + vectors
 
     def _bytes(self, problem: InducingPointProblem) -> int:
@@ -119,7 +120,3 @@ class NormalEquationsSolver(InducingPointSolver):
             "dtype": "float32" if float32 else "float64",
             "remedies": {Reason.ITERATIONS: f"Raise max_iterations (now {self.max_iterations}){remedy}."},
         }
-
-
-def _columns(problem: InducingPointProblem) -> int:
-    return 1 if problem.y is None else max(1, problem.y[:1].numel())

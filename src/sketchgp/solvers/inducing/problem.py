@@ -125,6 +125,12 @@ class InducingPointProblem:
         return not isinstance(self.x, Tensor | RowSource)
 
     @property
+    def target_shape(self) -> torch.Size:
+        """Shape of one target, () or (t,); of a stream that of its first batch."""
+        y = self.first()[1] if self.y is None else self.y
+        return y.shape[1:]
+
+    @property
     def expected_rows(self) -> int:
         """n; of a stream the length of its ``dataset``, where it has one like a ``DataLoader``, and else 0."""
         x = self.x if isinstance(self.x, Tensor | RowSource) else getattr(self.x, "dataset", None)
@@ -155,9 +161,19 @@ class InducingPointProblem:
             raise InputError(f"{solver} expects noise above 0; EigenPro4 and EigenPro3 do without.")
         return self.x
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Return the first batch of a stream, as it is given.
+
+        :raises InputError: for a stream without any, or one that does not fit.
+        """
+        for x, y in self.batches():
+            return x, y
+        raise InputError("x expects a stream of at least one batch, got none.")
+
+    def batches(self, columns: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of a stream: inputs ``(b, d)`` and targets as they are given, in z's dtype, each batch checked.
 
+        :param columns: of the targets; None for as many as the first batch has.
         :raises InputError: for a batch that is not a pair of tensors that fit, naming the batch.
         """
         assert not isinstance(self.x, Tensor | RowSource)
@@ -169,6 +185,12 @@ class InducingPointProblem:
             owner, names = "InducingPointProblem", (f"x of batch {number}", f"y of batch {number}")
             check_points(owner, names[0], tensor(owner, names[0], x, (2,)), self.inducing_points)
             check_data(owner, self.kernel, x, y, names)
+            found_columns = y[0].numel()
+            columns = found_columns if columns is None else columns
+            if found_columns != columns:
+                raise InputError(
+                    f"y of batch {number} of the stream expects {columns} column(s) as before, got {found_columns}."
+                )
             yield x, y
 
     def tall(self, accurate: bool) -> TallMatrix:

@@ -13,7 +13,7 @@ from ...operators.substitution import cholesky_solve
 from ...preconditioners import rpcholesky, shifted_cholesky
 from ...random_streams import generator
 from ...settings import memory_budget
-from ..loop import NAN, largest_of
+from ..loop import largest_of, require_finite
 from ..recurrence import descend, turn
 from .problem import InducingPointProblem
 
@@ -121,8 +121,7 @@ class InexactProjection(Projection):
             size = r.norm(dim=0)
             active = usable & (size > tol * norm)
             going_on, fine, relative = fetched(active.any(), finite, size / torch.where(norm > 0, norm, 1))
-            if not bool(fine):
-                raise NumericalError(NAN, see="nan")
+            require_finite(fine)
             left = largest_of(relative)
             if not bool(going_on):
                 break

@@ -59,7 +59,6 @@ class QR:
         direct = Direct()
         self.validate(problem)
         _, y = problem.tensors("QR()")
-        assert problem.y is not None
         m = problem.m
         with enough_memory(*_memory(problem)), torch.no_grad():
             value, rhs, residual, (moved, too_far), passes = _solved(problem, y, direct)
@@ -69,13 +68,12 @@ class QR:
             "The points are nearly dependent; drop some, or raise the noise.",
             singular=bool(too_far.any()), deviations=moved.cpu(),
         )  # fmt: skip
-        return Solution(value.reshape(m, *problem.y.shape[1:]), report, problem)
+        return Solution(value.reshape(m, *problem.target_shape), report, problem)
 
 
 def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]:
     """Return the bytes that a solve needs, the device, the name that an error gives it, and its advice."""
-    assert problem.y is not None
-    m, columns = problem.m, problem.y[:1].numel()
+    m, columns = problem.m, problem.target_shape.numel()
     needed = 8 * _COPIES * m * (m + columns) + tile_bytes(problem.expected_rows, m, problem.device)
     return needed, problem.device, f"QR() for m = {m}", "use KRILL()."
 
@@ -104,4 +102,4 @@ def _solved(
     value = triangle.inverse(factor[:, m:])
     residual = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
     moved = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
-    return value, rhs, residual, moved, tall.entries / (len(y) * m)
+    return value, rhs, residual, moved, tall.evaluated.entries / (len(y) * m)

@@ -24,7 +24,7 @@ from ...space import Space
 from ..choices import cut
 from ..energy import remaining_change
 from ..full.blocks import next_block
-from ..loop import NAN, Outcome, Refined, largest_of
+from ..loop import NAN, Outcome, Refined, largest_of, require_finite
 from .problem import InducingPointProblem
 from .solver import InducingPointSolver
 
@@ -170,7 +170,7 @@ class Saga(Refined):
     saved = (
         "w", "psi", "total", "noise_term", "anchor", "true", "best", "best_true", "extrapolated", "seen", "length",
         "shrunk", "done", "end", "swept", "sweeps", "failures", "mark", "marked",
-        "compared", "changes", "origin", "next_look", "rest", "evaluated",
+        "compared", "changes", "origin", "next_look", "rest", "evaluated.entries", "evaluated.products",
     )  # fmt: skip
     unit, letter = "epochs", "m"
     name = "SketchySAGA"
@@ -178,14 +178,14 @@ class Saga(Refined):
     def __init__(self, problem: InducingPointProblem, choices: SketchySAGA) -> None:
         x, self.y = problem.tensors(f"{self.name}()")
         self.tall = problem.tall(accurate=False)
-        self.exact = self.tall.accurate()
+        self.exact, self.evaluated = self.tall.accurate(), self.tall.evaluated
         super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
         self.choices, self.n, self.level = choices, len(x), problem.level
         self.size, self.columns, self.data_rows = problem.m, self.y.shape[1], self.n
         self.matrix_entries = float(self.n * self.size)
         self.generator: torch.Generator = generator(choices.seed, self.name)
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
-        self.kzz_products = self.sweeps = self.failures = self.shrunk = 0
+        self.sweeps = self.failures = self.shrunk = 0
         self.block_size = min(self.n, choices.block_size or max(16, min(_BLOCK, self.n // 20)))
         self.rest = torch.empty(0, dtype=torch.long)
         self.done = self.swept = self.marked = self.origin = 0.0
@@ -205,7 +205,7 @@ class Saga(Refined):
         rank = min(m, self.choices.rank or _RANK)
         rows, sample = min(n, max(_LEAST_ROWS, _ROWS * rank)), min(n, max(_LEAST_SAMPLE, 2 * b))
         self.p = p = damped_nystrom(self.tall, self.kzz, self.level, rank, rows, sample, self.generator)
-        self.kzz_products += 1
+        self.evaluated.products += 1
         self.root = damped(p.vectors, p.values, self.kzz, self.level, self.y).deepest()
         target = max(_LEAST_TARGET, _CAUTION * n / (b * _RATE))
         p.damping = self.choices.rho or p.choose_damping(b, target)
@@ -218,32 +218,21 @@ class Saga(Refined):
             if self.choices.rho is not None or own <= max(batch, target):
                 break
             p.damping *= 10
-        if not math.isfinite(batch + own):
-            raise NumericalError(NAN, see="nan")
+        require_finite(math.isfinite(batch + own))
         self.length = _CAUTION / max(batch + own, 1e-300)
         self.every = max(1, min(math.ceil(m / b), int(_STALE / max(self.length * own, 1e-9))))
 
     def _noise_term(self, v: Tensor) -> Tensor:
         """``level Kzz v``, entries and vectors in x's dtype."""
-        self.kzz_products += 1
+        self.evaluated.products += 1
         return self.kzz._matmul(v.to(self.kzz.dtype)).to(torch.float64) * self.level
 
     # --- what the loop counts -------------------------------------------------------------------------------
 
     @property
-    def evaluated(self) -> list[int]:
-        """Entries of T evaluated in x's dtype and in float64, and products with Kzz."""
-        return [self.tall.entries, self.exact.entries, self.kzz_products]
-
-    @evaluated.setter
-    def evaluated(self, counts: list[int]) -> None:
-        self.tall.entries, self.exact.entries, self.kzz_products = counts
-
-    @property
     def entries(self) -> float:
         """Kernel entries evaluated so far; each pair of Kzz counts once."""
-        tall = self.tall.entries + (self.exact.entries if self.exact is not self.tall else 0)
-        return tall + self.kzz_products * self.size * (self.size + 1) / 2
+        return self.evaluated.entries + self.evaluated.products * self.size * (self.size + 1) / 2
 
     @property
     def tally(self) -> dict[str, float]:
@@ -280,7 +269,7 @@ class Saga(Refined):
             self.noise_term = self.anchor[3] + self._noise_term(change)
         new = torch.addmm(self.anchor[1][own], part, change)
         aux = part.mT @ (new - self.psi[own])
-        self.tall.entries += (len(rows) - len(own)) * self.tall.shape[1]
+        self.evaluated.entries += (len(rows) - len(own)) * self.tall.shape[1]
         new, aux = space.whole(new), space.total(aux)
         gradient = self.total + aux * (self.n / len(rows)) + self.noise_term
         self.total = self.total + aux
@@ -388,7 +377,7 @@ class Saga(Refined):
             total.addmm_(tile.mT, psi[span])
         psi, total = self.exact.completed(psi), self.exact.total(total)
         noise_term = self.kzz.double()._matmul(self.w) * self.level
-        self.kzz_products, self.sweeps = self.kzz_products + 1, self.sweeps + 1
+        self.evaluated.products, self.sweeps = self.evaluated.products + 1, self.sweeps + 1
         self._start_anew(psi, total, noise_term)
 
     def _start_anew(self, psi: Tensor, total: Tensor, noise_term: Tensor) -> None:

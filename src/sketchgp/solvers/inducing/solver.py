@@ -52,11 +52,6 @@ class InducingPointSolver(Budgeted):
         """Return a context that says in words that memory ran out."""
         return nullcontext()
 
-    def _columns(self, problem: InducingPointProblem) -> torch.Size:
-        """Return the shape of a target: () or (t,)."""
-        assert problem.y is not None
-        return problem.y.shape[1:]
-
     def solve(
         self,
         problem: InducingPointProblem,
@@ -85,7 +80,7 @@ class InducingPointSolver(Budgeted):
         self.validate(problem)
         function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
-        columns = self._columns(problem)
+        columns = problem.target_shape
         shape = (problem.m, *columns)
         if initial is not None:
             like(owner, "initial", initial, shape, problem.device, whose="the solution's")
@@ -110,7 +105,7 @@ class InducingPointSolver(Budgeted):
 
     def _marks(self, problem: InducingPointProblem) -> dict[str, str]:
         """Return marks that tell one solve from another."""
-        x, y = next(iter(problem.batches())) if problem.streamed else (problem.x, problem.y)
+        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
         assert isinstance(x, Tensor | RowSource) and y is not None
         noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
         return {

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from ...devices import fetched
-from ...errors import NumericalError
 from ...operators.tall import NormalMatrix, TiledNormalMatrix
 from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import ROUNDINGS, NystromRoot
 from ...report import Reason
 from ...space import Space
 from ..energy import RemainingEnergy, moved_by_rounding
-from ..loop import NAN, Cycles, Outcome
+from ..loop import NAN, Cycles, Outcome, require_finite
 from ..recurrence import descend, least_ritz_value, turn
 
 _CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
@@ -51,7 +50,7 @@ class SplitGradients(Cycles):
         "value", "r", "best", "residual", "energy", "gained", "deviations", "true", "current", "exact",
         "products", "cycling", "verified", "deep",
         "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
-        "taken", "estimates", "coefficients", "evaluated",
+        "taken", "estimates", "coefficients", "evaluated.entries", "evaluated.products",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +68,7 @@ class SplitGradients(Cycles):
         self.predictions, self.factors, self.tol = predictions, factors, tol
         self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
         self.deep = False
-        self._matrix, self._exact_matrix = matrix, matrix.accurate()
+        self._matrix, self._exact_matrix, self.evaluated = matrix, matrix.accurate(), matrix.tall.evaluated
         self.products = 0
         self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
         self.ends = 2**62  # iterations after which a cycle ends at the latest
@@ -91,27 +90,8 @@ class SplitGradients(Cycles):
         return {"products": self.products}
 
     @property
-    def evaluated(self) -> list[int]:
-        """Entries of T evaluated in its dtype and in float64, and products with Kzz where that is by tiles."""
-        both = (self._matrix, self._exact_matrix)
-        return [
-            *(one.tall.entries for one in both),
-            *(one.products if isinstance(one, TiledNormalMatrix) else 0 for one in both),
-        ]
-
-    @evaluated.setter
-    def evaluated(self, counts: list[int]) -> None:
-        for one, entries, products in zip((self._matrix, self._exact_matrix), counts[:2], counts[2:], strict=True):
-            one.tall.entries = entries
-            if isinstance(one, TiledNormalMatrix):
-                one.products = products
-
-    @property
     def entries(self) -> float:
-        both = {id(one): one for one in (self._matrix, self._exact_matrix)}.values()
-        m = self.size
-        tiled = sum(one.products for one in both if isinstance(one, TiledNormalMatrix))
-        return sum({id(one.tall): one.tall.entries for one in both}.values()) + tiled * m * (m + 1) / 2
+        return self.evaluated.entries + self.evaluated.products * self.size * (self.size + 1) / 2
 
     def begin(self, initial: Tensor | None) -> Tensor:
         self.value = torch.zeros_like(self.b) if initial is None else initial.to(self.b).clone()
@@ -263,8 +243,7 @@ class SplitGradients(Cycles):
         fine, any_rounded, going_on, self.current_on_cpu = fetched(
             finite, (usable & rounded).any(), self.active.any(), self.current
         )
-        if not bool(fine):
-            raise NumericalError(NAN, see="nan")
+        require_finite(fine)
         if bool(any_rounded):  # no iteration can take more off
             estimate = torch.where(rounded, (floor / (least_ritz_value(self.coefficients) * level)).sqrt(), estimate)
             self._go_on(estimate, usable, rounded)

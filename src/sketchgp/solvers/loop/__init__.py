@@ -4,7 +4,7 @@ from .by_epochs import ByEpochs
 from .checkpoint import Checkpoint, compare_ranks, solve_marks
 from .direct import Direct
 from .method import Method, Outcome, Progress, largest_of
-from .refined import NAN, Cycles, Refined
+from .refined import NAN, Cycles, Refined, require_finite
 from .run import HeldOut, Run, clock
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "clock",
     "compare_ranks",
     "largest_of",
+    "require_finite",
     "solve_marks",
 ]

@@ -25,7 +25,7 @@ from ...distributed import in_force, of_rank_0
 from ...errors import InputError, warn
 from ...fingerprint import tensor_mark, text_mark
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Checkpoint:

@@ -19,6 +19,12 @@ NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and k
 _OF_SIDES = "The right-hand side of a linear solve holds NaN or infinity."
 
 
+def require_finite(finite: bool | Tensor) -> None:
+    """:raises NumericalError: unless products with the kernel matrix were finite."""
+    if not finite:
+        raise NumericalError(NAN, see="nan")
+
+
 class Refined(Method):
     """A method on ``A w = b`` for b ``(..., n, t)``, rows that ``space`` holds.
 
@@ -47,8 +53,7 @@ class Refined(Method):
 
         :raises NumericalError: for NaN or infinity.
         """
-        if not bool(torch.isfinite(residual).all()):
-            raise NumericalError(NAN, see="nan")
+        require_finite(torch.isfinite(residual).all())
         return residual
 
     def iterate(self) -> Tensor:

@@ -21,7 +21,6 @@ from ...fingerprint import tensor_mark
 from ...memory import available_memory
 from ...operators.feature_map import RandomFeatures
 from ...operators.marks import kernel_mark
-from ...random_streams import generator
 from ...report import Reason, SolveReport, conclude
 from ...settings import agreed
 from ..choices import Budgeted
@@ -220,8 +219,7 @@ class DoublyStochastic(Budgeted):
                 f"{owner}: epochs={epochs} expects a stream that starts anew at each, as a DataLoader or a list does "
                 "and a generator does not; got one that can be gone through once."
             )
-        stream = generator(self.seed + learner.steps, "doubly stochastic gradients: rows")
-        method = Learning(self.name, problem, learner, stream, batch, epochs, self.max_iterations, self.patience, extra)
+        method = Learning(self, problem, learner, batch, epochs, extra)
         value, report = self._execute(
             method, epochs, lambda: self._checkpoint_marks(problem, learner), lambda: self._facts(learner, method),
             progress, began=began, callback=callback, held_out=error, keep_interrupted=True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from ...devices import fetched, sent
 from ...errors import NumericalError
 from ...fingerprint import row_numbers, tensor_mark
+from ...random_streams import generator
 from ...report import Reason
 from ...space import Space
 from ..loop import ByEpochs, HeldOut, Outcome
@@ -23,10 +26,8 @@ _DIVERGED = 100.0  # loss of a window, over that of f = 0
 class Learning(ByEpochs):
     """A step is a batch; a window an epoch, or 32 batches of it.
 
-    :param learner: that goes on from where it is.
-    :param generator: of the orders of rows.
-    :param epochs: the most; :param iterations: the most, or None.
-    :param patience: windows without a lower held-out error, or None.
+    :param choices: the solver; :param learner: that goes on from where it is.
+    :param batch_size: rows of a batch of tensors, at most; :param epochs: the most.
     :param extra: makes further columns of targets.
     """
 
@@ -39,23 +40,20 @@ class Learning(ByEpochs):
 
     def __init__(
         self,
-        name: str,
+        choices: Any,
         problem: RandomFeatureProblem,
         learner: Learner,
-        generator: torch.Generator,
         batch_size: int,
         epochs: int,
-        iterations: int | None,
-        patience: int | None,
         extra: Extra | None = None,
     ) -> None:
         total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-        super().__init__(problem, generator, total)
-        self.name, self.learner = name, learner
+        super().__init__(problem, generator(choices.seed + learner.steps, "doubly stochastic gradients: rows"), total)
+        self.name, self.learner = choices.name, learner
         self.device = learner.coefficients.device
         if problem.loss != "squared":
             self.measure = "wrong held-out labels"
-        self.most, self.most_iterations, self.patience, self.extra = epochs, iterations, patience, extra
+        self.choices, self.most, self.extra = choices, epochs, extra
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.waited = 0
@@ -161,9 +159,7 @@ class Learning(ByEpochs):
                 rows = sent(rows, problem.x.device)
                 yield problem.x[rows], problem.y[rows]
             return
-        for number, batch in enumerate(problem.batches()):
-            if number >= self.seen:
-                yield batch
+        yield from islice(problem.batches(), self.seen, None)
 
     # --- windows --------------------------------------------------------------------------------------------
 
@@ -190,21 +186,22 @@ class Learning(ByEpochs):
             mean = float(held_out.square().mean().sqrt())
             better = mean < self.least
             self.waited = 0 if better else self.waited + 1
-            if better and self.patience is not None:
+            if better and self.choices.patience is not None:
                 self.least, self.best = mean, self.learner.average.clone()
-        if self.patience is not None and self.waited >= self.patience:
+        if self.choices.patience is not None and self.waited >= self.choices.patience:
             return Reason.EARLY
         return Reason.FINISHED if self._done else None
 
     @property
     def _done(self) -> bool:
         """Return whether all epochs, or iterations, are done."""
-        enough = self.most_iterations is not None and self.iterations >= self.most_iterations
+        most = self.choices.max_iterations
+        enough = most is not None and self.iterations >= most
         return enough or self.epoch >= self.most
 
     @property
     def judges_held_out(self) -> bool:  # type: ignore[override]
-        return self.patience is not None
+        return self.choices.patience is not None
 
     def resume(self, ended: Reason | None) -> Reason | None:
         return Reason.EARLY if ended is Reason.EARLY else Reason.FINISHED if self._done else None
