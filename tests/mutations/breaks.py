@@ -583,8 +583,8 @@ BREAKS = (
         "steps of large batches are half as long",
     ),
     Break(
-        "parts = order.cpu().split(size)[seen:]",
-        "parts = order.cpu().split(size)",
+        "parts = self.order.cpu().split(self.block_size)[self.seen :]",
+        "parts = self.order.cpu().split(self.block_size)",
         EIGENPRO_RESUMED,
         "a resumed epoch sees its batches again",
     ),
