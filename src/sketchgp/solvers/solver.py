@@ -125,13 +125,9 @@ def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tu
             f"{type(matrix).__name__} of shape {tuple(matrix.shape)} with a right-hand side {tuple(rhs.shape)}; use "
             "solver='auto', or give yours a method run(system, rhs) (sketchgp.solvers.SystemSolver)."
         )
-    problem = _full_problem(matrix, rhs.to(matrix.dtype), system.noise)
+    problem = FullProblem(kernel_of(matrix), matrix.x1.detach(), rhs.to(matrix.dtype), system.noise)
     solution = solve_checked(solver, problem, rhs.shape, matrix.dtype, rhs.device)
     return solution.value.to(rhs.dtype), solution.report
-
-
-def _full_problem(matrix: KernelMatrix, y: Tensor, noise: Tensor) -> FullProblem:
-    return FullProblem(kernel_of(matrix), matrix.x1.detach(), y, noise)
 
 
 def kernel_of(matrix: KernelMatrix) -> Any:

@@ -68,7 +68,10 @@ class ASkotch(BlockSolver):
         settle(self, number, "mu", above=0, finite=True, optional=True)
 
     def method(self, system: System, block_size: int) -> BlockMethod:
-        return (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)
+        method = (_Fresh if self.version == 2 else _Fixed)(self, system, block_size)
+        if self.mu is not None:
+            method.advice = _OTHER_MU
+        return method
 
 
 class _Fresh(InvertedBlocks):
@@ -96,10 +99,6 @@ class _Fresh(InvertedBlocks):
     """
 
     positions = ("w", "v")
-
-    def __init__(self, choices: ASkotch, system: System, block_size: int) -> None:
-        super().__init__(choices, system, block_size)
-        self.advice = self.advice if choices.mu is None else _OTHER_MU
 
     def begin(self, width: int) -> None:
         super().begin(width)
@@ -172,10 +171,6 @@ class _Fixed(InvertedBlocks):
     """
 
     positions = ("w", "z")
-
-    def __init__(self, choices: ASkotch, system: System, block_size: int) -> None:
-        super().__init__(choices, system, block_size)
-        self.advice = self.advice if choices.mu is None else _OTHER_MU
 
     def begin(self, width: int) -> None:
         super().begin(width)

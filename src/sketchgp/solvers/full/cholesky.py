@@ -58,11 +58,17 @@ class Cholesky:
     @torch.no_grad()
     def factorize(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor]:
         """Return value and report of :meth:`run`, and the Cholesky factor of ``K + noise``, ``(..., n, n)`` float64."""
-        direct, n, device = Direct(), system.n, rhs.device
-        with enough_memory(*_memory(n, system.batch_shape.numel(), device)):
-            value, residual, bound, root = _solved(system, rhs, direct)
+        direct, n, b = Direct(), system.n, rhs.to(torch.float64)
+        with enough_memory(*_memory(n, system.batch_shape.numel(), rhs.device)):
+            matrix, root = factorized(system)
+            direct.factorized()
+            value = cholesky_solve(b, root).to(rhs.dtype)
+            rounded = value.to(torch.float64)
+            r, norm = b - matrix @ rounded, b.norm(dim=-2)
+            residual = r.norm(dim=-2) / torch.where(norm > 0, norm, 1)
+            bound: dict[str, Any] = Certificate(system, None).of(b, rounded, r)
         report = direct.report(
-            self.name, n, n, 1.0, residual, 1e-3, device,
+            self.name, n, n, 1.0, residual, 1e-3, rhs.device,
             f"{system.dtype} cannot hold the solution; use a float64 model and data.",
             dtype=str(system.dtype).removeprefix("torch."), **bound,
         )  # fmt: skip
@@ -99,16 +105,3 @@ def factorized(system: System) -> tuple[Tensor, Tensor]:
             f"The kernel matrix plus noise is not positive definite {where}; {advice}.", see="not-definite"
         )
     return matrix, root
-
-
-def _solved(system: System, rhs: Tensor, direct: Direct) -> tuple[Tensor, Tensor, dict[str, Any], Tensor]:
-    """The solution in rhs's dtype and shape, its relative residual ``(..., t)``, what is certain, and the factor."""
-    matrix, root = factorized(system)
-    direct.factorized()
-    work = rhs.to(torch.float64)
-    value = cholesky_solve(work, root).to(rhs.dtype)
-    norm = work.norm(dim=-2)
-    rounded = value.to(torch.float64)
-    r = work - matrix @ rounded
-    residual = r.norm(dim=-2) / torch.where(norm > 0, norm, 1)
-    return value, residual, Certificate(system, None).of(work, rounded, r), root

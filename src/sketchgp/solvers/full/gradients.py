@@ -137,9 +137,13 @@ class Gradients(Cycles):
 
     def _done(self, residual: Tensor) -> Tensor:
         """Return which columns are where they are to come to."""
-        if self.predictions is not None:
-            return self.predictions.met(residual, self.bounds[0])
-        return (residual <= self.tol) & self._explained(residual)
+        return self._within(residual) & self._explained(residual)
+
+    def _within(self, residual: Tensor) -> Tensor:
+        """Return which columns are at the tolerance."""
+        if self.predictions is None:
+            return residual <= self.tol
+        return self.predictions.met(residual, self.bounds[0])
 
     def _explained(self, residual: Tensor) -> Tensor:
         """Return which columns have come to the goal, if there is one."""
@@ -153,10 +157,8 @@ class Gradients(Cycles):
         return (0.95 if self.exact and self.out_dtype == torch.float64 else 0.5) * self.tol
 
     def _converged(self) -> bool:
-        """Return whether the value that is returned is what was asked for."""
-        if self.predictions is not None:
-            return bool(self.predictions.met(self.best_residual, self.bounds[0]).all())
-        return bool((self.best_residual <= self.tol).all())
+        """Return whether the value that is returned is at the tolerance."""
+        return bool(self._within(self.best_residual).all())
 
     def _reached(self) -> Reason:
         """Return why a solve ends that has come where it was to come to."""

@@ -61,7 +61,7 @@ class Epochs(ByEpochs):
         self.projections = self.largest = self.waiting = 0
         self.average = self.first = model.base
         self.best: Tensor | None = None
-        self.least, self.waited, self.scale = float("inf"), 0, float("nan")
+        self.scale = float("nan")
         self.end: float = choices.epochs
         self.cooling = (1 - choices.cooldown) * choices.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
@@ -125,12 +125,9 @@ class Epochs(ByEpochs):
         self.squares = self.squares + g.square().sum(dim=0)
         self.targets = self.targets + y.square().sum(dim=0)
         self._watch(g, y)
-        self.iterations += 1
-        self.seen += 1
-        self.rows += b
         if self.waiting == self.delay:
             self._project()
-        self.whole = self.epoch_ends()
+        self.whole = self.batch_ends(b)
         if self.whole:
             if self.waiting:
                 self._project()
@@ -170,7 +167,7 @@ class Epochs(ByEpochs):
         """Residuals that grow far beyond those of the start and the targets are no noise."""
         means = (g.square().mean(dim=0), y.square().mean(dim=0))
         *largest, squares, targets = fetched(*means, self.squares, self.targets)
-        self.estimated = _ratio(squares, targets)
+        self.estimated = self.root_of_ratio(squares, targets)
         mean, size = (largest_of(part) for part in largest)
         if self.scale != self.scale:
             self.scale = mean
@@ -192,17 +189,13 @@ class Epochs(ByEpochs):
 
     def estimate(self) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column over the epoch's batches, each before its own step."""
-        return _ratio(self.squares, self.targets).cpu() if self.estimated is None else self.estimated
+        return self.root_of_ratio(self.squares, self.targets).cpu() if self.estimated is None else self.estimated
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""
         choices = self.choices
-        if held_out is not None:
-            mean = float(held_out.square().mean().sqrt())
-            better = mean < self.least and not self.without_noise
-            self.waited = 0 if better else self.waited + 1
-            if better:
-                self.least, self.best = mean, self.average
+        if held_out is not None and self.improves(held_out, not self.without_noise):
+            self.best = self.average
         if not self.whole:
             return None
         if self.epoch >= choices.epochs:
@@ -269,7 +262,3 @@ class Epochs(ByEpochs):
     def matrix_entries(self) -> float:  # type: ignore[override]
         n = self.total or self.problem.expected_rows or max(self.rows, len(self.checked[0]))
         return float(n * self.size)
-
-
-def _ratio(squares: Tensor, targets: Tensor) -> Tensor:
-    return (squares / targets.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()

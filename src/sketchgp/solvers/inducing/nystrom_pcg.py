@@ -22,6 +22,7 @@ from ...settings import agreed
 from ..choices import cut
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
+from .split_gradients import SplitGradients
 
 _RANK = 1000  # of an automatic preconditioner
 _ROWS = 5  # rows of Kxz that it is made of, over the rank; at least _LEAST_ROWS
@@ -67,9 +68,6 @@ class NystromPCG(NormalEquationsSolver):
         settle(self, seed, "seed")
         self._check_common()
 
-    def _notes(self, problem: InducingPointProblem) -> list[str]:
-        return cut("rank", self.rank, problem.m, "inducing points")
-
     def _rank(self, m: int, device: torch.device) -> int:
         if self.rank is not None:
             return min(self.rank, m)
@@ -90,6 +88,10 @@ class NystromPCG(NormalEquationsSolver):
         if not len(values) or not math.isfinite(float(values[0])):
             raise InputError("The kernel matrix is zero, or holds NaN; check inputs and kernel.")
         return damped(vectors, values, matrix.kzz, matrix.level, targets)
+
+    def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
+        notes = method.notes + cut("rank", self.rank, problem.m, "inducing points")
+        return {**super()._facts(problem, method), "notes": notes}
 
     def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
         rank = self._rank(problem.m, problem.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import NumericalError
 from ...memory import enough_memory, require_memory
-from ...operators.tall import tile_bytes
+from ...operators.tall import TallMatrix, tile_bytes
 from ...preconditioners import shifted_cholesky
 from ...preconditioners.krill import TriangularFactors
 from ..energy import moved_by_rounding
@@ -61,10 +61,15 @@ class QR:
         _, y = problem.tensors("QR()")
         m = problem.m
         with enough_memory(*_memory(problem)), torch.no_grad():
-            value, rhs, residual, (moved, too_far), passes = _solved(problem, y, direct)
-        norm = rhs.norm(dim=0)
+            tall, kzz = problem.tall(accurate=True), problem.kzz()
+            rhs, triangle, projected = _factorized(problem, tall, kzz, y)
+            direct.factorized()
+            value = triangle.inverse(projected)
+            r, norm = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level), rhs.norm(dim=0)
+            moved, too_far = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
         report = direct.report(
-            self.name, m, len(y), passes, residual.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6, problem.device,
+            self.name, m, len(y), tall.evaluated.entries / (len(y) * m),
+            r.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6, problem.device,
             "The points are nearly dependent; drop some, or raise the noise.",
             singular=bool(too_far.any()), deviations=moved.cpu(),
         )  # fmt: skip
@@ -78,14 +83,11 @@ def _memory(problem: InducingPointProblem) -> tuple[int, torch.device, str, str]
     return needed, problem.device, f"QR() for m = {m}", "use KRILL()."
 
 
-def _solved(
-    problem: InducingPointProblem, y: Tensor, direct: Direct
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], float]:
-    """The solution, the right-hand side of the normal equations and their residual, ``(m, t)`` each; what
-    :func:`moved_by_rounding` says; and the passes over Kxz."""
+def _factorized(
+    problem: InducingPointProblem, tall: TallMatrix, kzz: Tensor, y: Tensor
+) -> tuple[Tensor, TriangularFactors, Tensor]:
+    """The right-hand side of the normal equations ``(m, t)``, R of the factorization, and ``Q^T [y; 0]``."""
     m, columns = problem.m, y.shape[1]
-    tall = problem.tall(accurate=True)
-    kzz = problem.kzz()
     root = shifted_cholesky(kzz, torch.finfo(torch.float64).eps).mT * problem.level**0.5
     factor = torch.cat([root, y.new_zeros(m, columns)], dim=1)
     del root
@@ -97,9 +99,4 @@ def _solved(
         del stacked
     if not bool(torch.isfinite(factor).all()):
         raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.", see="nan")
-    triangle = TriangularFactors([factor[:, :m]])
-    direct.factorized()
-    value = triangle.inverse(factor[:, m:])
-    residual = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level)
-    moved = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
-    return value, rhs, residual, moved, tall.evaluated.entries / (len(y) * m)
+    return rhs, TriangularFactors([factor[:, :m]]), factor[:, m:]

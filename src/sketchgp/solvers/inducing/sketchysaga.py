@@ -126,9 +126,6 @@ class SketchySAGA(InducingPointSolver):
                 f"SketchySAGA(block_size={self.block_size}) exceeds the {len(x)} points; choose at most {len(x)}."
             )
 
-    def _notes(self, problem: InducingPointProblem) -> list[str]:
-        return cut("rank", self.rank, problem.m, "inducing points")
-
     def _work(self) -> float:
         return self.max_epochs
 
@@ -142,6 +139,7 @@ class SketchySAGA(InducingPointSolver):
             "preconditioner": f"Nystrom rank {p.rank}, damping {p.damping:.2e}, batches of {method.block_size}",
             "rank": p.rank,
             "dtype": str(method.tall.dtype).removeprefix("torch."),
+            "notes": method.notes + cut("rank", self.rank, problem.m, "inducing points"),
             "remedies": {Reason.EPOCHS: f"Raise max_epochs, {more}."},
         }
 

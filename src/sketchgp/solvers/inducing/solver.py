@@ -44,10 +44,6 @@ class InducingPointSolver(Budgeted):
         """Return fields of the report that only this solver knows."""
         raise NotImplementedError
 
-    def _notes(self, problem: InducingPointProblem) -> list[str]:
-        """Return notes for the report, where choices were cut to the problem."""
-        return []
-
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         """Return a context that says in words that memory ran out."""
         return nullcontext()
@@ -95,7 +91,6 @@ class InducingPointSolver(Budgeted):
                 lambda: self._facts(problem, method), progress,
                 began=began, initial=initial, callback=callback, held_out=error, keep_interrupted=True,
             )  # fmt: skip
-        report.notes += self._notes(problem)
         conclude(report)
         return Solution(value.reshape(shape), report, problem)
 

@@ -25,6 +25,7 @@ class ByEpochs(Method):
     :ivar problem: with ``x``, the tensor where it is not ``streamed``.
     :ivar total: rows of an epoch, where they are known; :ivar expected: what they are taken for before.
     :ivar epoch: how many have ended; :ivar seen: batches of the one under way, ``rows`` their rows.
+    :ivar least: held-out error so far; :ivar waited: windows since it was that.
     :ivar order: of rows, while an epoch is under way, on the CPU.
     """
 
@@ -34,7 +35,8 @@ class ByEpochs(Method):
     def __init__(self, problem: Any, generator: torch.Generator, total: int | None) -> None:
         super().__init__()
         self.problem, self.generator, self.total = problem, generator, total
-        self.epoch = self.seen = self.rows = 0
+        self.epoch = self.seen = self.rows = self.waited = 0
+        self.least = float("inf")
         self.order = torch.empty(0, dtype=torch.int64)
         self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
         self._ahead: tuple[Tensor, Tensor] | None = None
@@ -66,8 +68,11 @@ class ByEpochs(Method):
             compare_ranks(self.name, lambda: {where: tensor_mark(*batch)})
         return batch
 
-    def epoch_ends(self) -> bool:
-        """Fetch the next batch, and return whether there is none in this epoch."""
+    def batch_ends(self, rows: int) -> bool:
+        """Count a batch of so many rows, fetch the next one, and return whether there is none in this epoch."""
+        self.iterations += 1
+        self.seen += 1
+        self.rows += rows
         assert self._feed is not None
         self._ahead = next(self._feed, None)
         return self._ahead is None
@@ -77,6 +82,22 @@ class ByEpochs(Method):
         self.epoch, self.total = self.epoch + 1, total
         self.rows = self.seen = 0
         self.order, self._feed = self.order[:0].clone(), None
+
+    def improves(self, held_out: Tensor, counts: bool) -> bool:
+        """Return whether the held-out error is the least so far, and count the windows in which it was not.
+
+        :param counts: whether this window may be the best.
+        """
+        mean = float(held_out.square().mean().sqrt())
+        better = counts and mean < self.least
+        self.waited = 0 if better else self.waited + 1
+        self.least = mean if better else self.least
+        return better
+
+    @staticmethod
+    def root_of_ratio(squares: Tensor, of: Tensor) -> Tensor:
+        """Return the root of sums of squares over others, where these may be zero."""
+        return (squares / of.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
 
     @property
     def epochs(self) -> float:

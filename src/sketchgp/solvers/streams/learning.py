@@ -56,10 +56,8 @@ class Learning(ByEpochs):
         self.choices, self.most, self.extra = choices, epochs, extra
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
-        self.waited = 0
         self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
         self.best: Tensor | None = None
-        self.least = float("inf")
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
         self.fetched: list[Tensor] | None = None  # the losses, on the CPU, after a step
@@ -118,11 +116,8 @@ class Learning(ByEpochs):
         if learner.fresh is not None:
             learner.fresh[places] = False
             learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
-        self.iterations += 1
-        self.seen += 1
         self.window += 1
-        self.rows += len(x)
-        self.ended = self.epoch_ends()
+        self.ended = self.batch_ends(len(x))
         if self.ended:
             self.end_epoch(self.problem.rows or self.rows)
         return self.ended or self.window == _WINDOW or self._done
@@ -167,8 +162,7 @@ class Learning(ByEpochs):
         """The root of the loss over the window's batches, each before its own step, over that of f = 0: the relative
         residual of each column for the squared loss."""
         self.window = 0
-        losses, losses_of_none = self._losses()
-        return (losses / losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        return self.root_of_ratio(*self._losses())
 
     def _losses(self) -> list[Tensor]:
         """Return the losses, on the CPU."""
@@ -182,12 +176,8 @@ class Learning(ByEpochs):
                 f"of f = 0 is {float(losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
                 see="diverges",
             )
-        if held_out is not None:
-            mean = float(held_out.square().mean().sqrt())
-            better = mean < self.least
-            self.waited = 0 if better else self.waited + 1
-            if better and self.choices.patience is not None:
-                self.least, self.best = mean, self.learner.average.clone()
+        if held_out is not None and self.improves(held_out, self.choices.patience is not None):
+            self.best = self.learner.average.clone()
         if self.choices.patience is not None and self.waited >= self.choices.patience:
             return Reason.EARLY
         return Reason.FINISHED if self._done else None
@@ -214,7 +204,7 @@ class Learning(ByEpochs):
             last = self.learner.average
             self.learner.average = torch.zeros_like(last)
             self.learner.average[: len(self.best), :, : self.best.shape[2]] = self.best
-        residual = (self.losses / self.losses_of_none.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        residual = self.root_of_ratio(self.losses, self.losses_of_none)
         return Outcome(self.weights(), residual, False, reason, {"tol": float("inf"), "residual_rows": 0})
 
     def weights(self) -> Tensor:
