@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checks import flag, function, like, number, pair, path, settle
+from ..errors import InputError
+from ..fingerprint import tensor_mark
 from ..operators import KernelMatrix
 from ..report import SolveReport
 from .loop import Checkpoint, HeldOut, Method, Progress, Run
@@ -124,6 +126,20 @@ class FullSolver(Budgeted):
             "initial": initial, "callback": callback, "held_out": error, "progress": progress,
             "keep_interrupted": True,
         }  # fmt: skip
+
+
+def require_repeating(first: Callable[[], tuple[Tensor, Tensor]], once: bool = False) -> None:
+    """See that a stream can be gone on with from a checkpoint.
+
+    :param first: gives its first batch; :param once: whether it can be gone through once only.
+    :raises InputError: where it begins with another batch each time.
+    """
+    if once or tensor_mark(*first()) != tensor_mark(*first()):
+        raise InputError(
+            "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; this one "
+            "cannot be gone through twice, or has begun with two different batches. Shuffle its data once, before, or "
+            "do without."
+        )
 
 
 def cut(name: str, asked: int | None, there: int, what: str) -> list[str]:

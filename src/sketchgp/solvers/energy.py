@@ -53,12 +53,11 @@ class RemainingEnergy:
     6:1; Strakos and Tichy, "On error estimation in the conjugate gradient method", 2002).  What the last third of the
     iterations took, and the span before it, give what is left.
 
-    :param taken: what iterations took, and the estimates of what was left, ``(t,)`` each; both lists grow.
+    :ivar taken: what iterations took; :ivar estimates: of what was left, ``(t,)`` each.
     """
 
-    def __init__(self, taken: list[Tensor] | None = None, estimates: list[Tensor] | None = None) -> None:
-        self.taken = [] if taken is None else taken
-        self._estimates = [] if estimates is None else estimates
+    def __init__(self) -> None:
+        self.taken, self.estimates = list[Tensor](), list[Tensor]()
 
     def add(self, taken: Tensor) -> Tensor:
         """:param taken: ``(t,)`` what an iteration took; returns the present estimate ``(t,)``."""
@@ -69,8 +68,8 @@ class RemainingEnergy:
             first, second = round(k / _GROWTH**2), round(k / _GROWTH)
             last, before = (torch.stack(part).sum(dim=0) for part in (self.taken[second:], self.taken[first:second]))
             estimate = tail(last, ratio(last, before))
-        self._estimates.append(estimate)
-        return torch.stack(self._estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
+        self.estimates.append(estimate)
+        return torch.stack(self.estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
 
 
 class Goal:

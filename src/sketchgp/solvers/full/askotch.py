@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...checks import number, settle
 from ..system import System
-from .block_solver import BlockSolver
-from .blocks import InvertedBlocks, settle_blocks
+from .blocks import InvertedBlocks, InvertedBlockSolver
 from .refinement import BlockMethod
 
 _OLDEST = 2.0  # passes after a restart until the momentum has grown to 1/2 of what it can be
@@ -33,7 +31,7 @@ _JUDGED = 0.5  # passes over which it is judged whether the momentum still helps
 
 
 @dataclass(frozen=True, kw_only=True)
-class ASkotch(BlockSolver):
+class ASkotch(InvertedBlockSolver):
     """Accelerated block coordinate descent on ``(K + noise) W = Y``: ``n b`` entries of K and O(n + b^2) memory a step.
 
     A step takes a block of b rows, evaluates their residual at an extrapolated point, and solves for the block's
@@ -57,14 +55,10 @@ class ASkotch(BlockSolver):
     ``max_seconds``, ``block_size``, ``seed``, ``checkpoint``, ``every``.
     """
 
-    rank: int | None = None
-    version: int = 2
     mu: float | None = None
-    sampling: Literal["shuffled", "uniform"] = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle_blocks(self)
         settle(self, number, "mu", above=0, finite=True, optional=True)
 
     def method(self, system: System, block_size: int) -> BlockMethod:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ...preconditioners import gaussian_nystrom, smoothness
 from ...random_streams import generator
 from ...space import SharedSpace, whole
 from ..system import System
+from .block_solver import BlockSolver
 from .refinement import BlockMethod
 
 SAMPLINGS = ("shuffled", "uniform")
@@ -217,18 +218,21 @@ class Partition:
         return block_inverse(self.system.square_block(rows), self.system.diagonal[rows, 0], self.rank, stream)
 
 
-def settle_blocks(choices: Any) -> None:
-    """Check the ``rank``, ``version`` and ``sampling`` of a choice of method.
+@dataclass(frozen=True, kw_only=True)
+class InvertedBlockSolver(BlockSolver):
+    """Base class of Skotch and ASkotch: blocks are solved exactly, or with Nystrom approximations of rank ``rank``."""
 
-    :raises InputError: for one that there is not.
-    """
-    settle(choices, count, "rank", least=0, optional=True)
-    settle(choices, count, "version", most=2)
-    settle(choices, word, "sampling", allowed=SAMPLINGS)
-    if choices.version == 1 and choices.sampling != SAMPLINGS[0]:
-        raise InputError(
-            f"{type(choices).__name__}: sampling is of version 2; version 1 has its own, a fixed partition."
-        )
+    rank: int | None = None
+    version: int = 2
+    sampling: Literal["shuffled", "uniform"] = "shuffled"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settle(self, count, "rank", least=0, optional=True)
+        settle(self, count, "version", most=2)
+        settle(self, word, "sampling", allowed=SAMPLINGS)
+        if self.version == 1 and self.sampling != SAMPLINGS[0]:
+            raise InputError(f"{self.name}: sampling is of version 2; version 1 has its own, a fixed partition.")
 
 
 class InvertedBlocks(BlockMethod):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,11 +61,7 @@ class EigenPro2(BlockSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, count, "rank", "subsample_size", optional=True)
-        if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
-            raise InputError(
-                f"EigenPro2(rank={self.rank}) expects a subsample_size of as many, got {self.subsample_size}."
-            )
+        settle_subsample(self)
 
     def notes(self, n: int) -> list[str]:
         return cut("rank", self.rank, n, "points") + cut("subsample_size", self.subsample_size, n, "points")
@@ -104,10 +101,7 @@ class _EigenPro2(BlockMethod):
         stream = generator(self.choices.seed, "EigenPro 2: subsample and fresh rows")
         system.entries += size**2
         top = top_eigensystem(system.access, size, size, generator=stream, noise=system.diagonal[:, 0])
-        if not len(top.values):
-            raise NumericalError(
-                "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"
-            )
+        require_directions(top)
         others = torch.ones(n, dtype=torch.bool, device=system.device)
         others[top.indices] = False
         fresh = others.nonzero().squeeze(1)
@@ -138,6 +132,25 @@ class _EigenPro2(BlockMethod):
 
 
 # --- directions and step sizes of all EigenPro solvers, from the top eigensystem of a subsample ------------------
+
+
+def settle_subsample(choices: Any) -> None:
+    """Check the ``rank`` and ``subsample_size`` of a choice of method.
+
+    :raises InputError: for one that there is not.
+    """
+    settle(choices, count, "rank", "subsample_size", optional=True)
+    rank, size = choices.rank, choices.subsample_size
+    if rank is not None and size is not None and rank > size:
+        raise InputError(f"{choices.name}(rank={rank}) expects a subsample_size of as many, got {size}.")
+
+
+def require_directions(top: TopEigensystem) -> None:
+    """:raises NumericalError: where there is no eigenvalue to go by."""
+    if not len(top.values):
+        raise NumericalError(
+            "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"
+        )
 
 
 def step_size(beta: float, lam: float, batch: int) -> float:

@@ -8,19 +8,17 @@ Gauss-Seidel (Tu et al., arXiv:1602.05310).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..system import System
-from .block_solver import BlockSolver
-from .blocks import InvertedBlocks, settle_blocks
+from .blocks import InvertedBlocks, InvertedBlockSolver
 from .refinement import BlockMethod
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skotch(BlockSolver):
+class Skotch(InvertedBlockSolver):
     """Block coordinate descent on ``(K + noise) W = Y``: ``n b`` entries of K and O(n + b^2) memory a step.
 
     A step takes a block of b rows, evaluates their residual g and moves their weights by ``P^-1 g / L``, where P is
@@ -37,14 +35,6 @@ class Skotch(BlockSolver):
     The other parameters are those of :class:`sketchgp.solvers.BlockSolver`: ``tol``, ``max_passes``,
     ``max_seconds``, ``block_size``, ``seed``, ``checkpoint``, ``every``.
     """
-
-    rank: int | None = None
-    version: int = 2
-    sampling: Literal["shuffled", "uniform"] = "shuffled"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        settle_blocks(self)
 
     def method(self, system: System, block_size: int) -> BlockMethod:
         return _Skotch(self, system, block_size)

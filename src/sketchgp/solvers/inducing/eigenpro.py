@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ...checks import count, flag, number, seed, settle, tolerance, word
 from ...errors import InputError
-from ...fingerprint import row_numbers, tensor_mark
+from ...fingerprint import row_numbers
 from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
-from ..choices import cut
+from ..choices import cut, require_repeating
+from ..full.eigenpro2 import settle_subsample
 from .epochs import Epochs
 from .preconditioned_gradient import Directions, Model, find_directions
 from .problem import InducingPointProblem
@@ -95,7 +96,7 @@ class EigenProSolver(InducingPointSolver):
 
     def __post_init__(self) -> None:
         settle(self, count, "epochs")
-        settle(self, count, "block_size", "rank", "subsample_size", "projection_rank", "patience", optional=True)
+        settle(self, count, "block_size", "projection_rank", "patience", optional=True)
         self._check_budget()
         settle(self, number, "step_scale", above=0, finite=True)
         settle(self, word, "projection", allowed=("auto", "exact", "inexact"))
@@ -104,8 +105,7 @@ class EigenProSolver(InducingPointSolver):
         settle(self, number, "cooldown", least=0, most=1)
         settle(self, flag, "averaging")
         settle(self, seed, "seed")
-        if self.rank is not None and self.subsample_size is not None and self.rank > self.subsample_size:
-            raise InputError(f"rank={self.rank} expects a subsample_size of as many, got {self.subsample_size}.")
+        settle_subsample(self)
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: where the choices do not fit the problem."""
@@ -128,12 +128,7 @@ class EigenProSolver(InducingPointSolver):
 
     def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
         if problem.streamed:
-            one, other = (tensor_mark(*problem.first()) for _ in range(2))
-            if one != other:
-                raise InputError(
-                    "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
-                    "this one has begun with two different batches. Shuffle its data once, before, or do without."
-                )
+            require_repeating(problem.first)
         return super()._checkpoint_marks(problem)
 
     def _method(self, problem: InducingPointProblem) -> Epochs:

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import NumericalError
 from ...operators import KernelMatrix
 from ...operators.access import Access
 from ...operators.tall import TallMatrix
 from ...preconditioners import top_eigensystem
 from ...random_streams import generator
 from ...row_sources import RowSource
-from ..full.eigenpro2 import directions, most_directions, scales, step_size
+from ..full.eigenpro2 import directions, most_directions, require_directions, scales, step_size
 from .problem import InducingPointProblem
 from .projection import Projection
 
@@ -99,10 +98,7 @@ def find_directions(
     size, kernel = len(subsample), problem.kernel
     access = Access(KernelMatrix.of(kernel, subsample, engine="tiled").detach())
     top = top_eigensystem(access, size, size, generator=generator(0, "order of a subsample"))
-    if not len(top.values):
-        raise NumericalError(
-            "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"
-        )
+    require_directions(top)
     subsample = subsample[top.indices]
     points = torch.cat([subsample, fresh])
     all_points = Access(KernelMatrix.of(kernel, points, engine="tiled").detach())

@@ -50,7 +50,7 @@ class SplitGradients(Cycles):
         "value", "r", "best", "residual", "energy", "gained", "deviations", "true", "current", "exact",
         "products", "cycling", "verified", "deep",
         "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
-        "taken", "estimates", "coefficients", "evaluated.entries", "evaluated.products",
+        "remaining.taken", "remaining.estimates", "coefficients", "evaluated.entries", "evaluated.products",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +70,7 @@ class SplitGradients(Cycles):
         self.deep = False
         self._matrix, self._exact_matrix, self.evaluated = matrix, matrix.accurate(), matrix.tall.evaluated
         self.products = 0
-        self.taken, self.estimates, self.coefficients = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.remaining, self.coefficients = RemainingEnergy(), list[Tensor]()
         self.ends = 2**62  # iterations after which a cycle ends at the latest
         self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
         self.recurrence = self.active = self.target = self.norm[:0]
@@ -232,7 +232,7 @@ class SplitGradients(Cycles):
         alpha, usable, finite = descend(self.u, self.s, self.d, product, curvature, energy, active)
         following = self.s.square().sum(dim=0)
         beta = turn(self.d, self.s, following, energy, usable)
-        taken = RemainingEnergy(self.taken, self.estimates).add(alpha * energy)
+        taken = self.remaining.add(alpha * energy)
         self.coefficients.append(torch.stack([alpha, beta]))
         floor = self._roundoff()
         estimate, rounded = (taken / level).sqrt(), following <= floor

@@ -23,7 +23,7 @@ from ...operators.feature_map import RandomFeatures
 from ...operators.marks import kernel_mark
 from ...report import Reason, SolveReport, conclude
 from ...settings import agreed
-from ..choices import Budgeted
+from ..choices import Budgeted, require_repeating
 from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .learner import Extra, Learner, Steps
@@ -254,13 +254,7 @@ class DoublyStochastic(Budgeted):
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return marks of a problem that can be gone on with, and rough ones of what ranks round otherwise."""
         if problem.streamed:
-            one, other = (tensor_mark(*problem.first()) for _ in range(2))
-            if problem.once or one != other:
-                raise InputError(
-                    "checkpoint expects a stream that repeats itself, so that batches that were seen can be skipped; "
-                    "this one cannot be gone through twice, or has begun with two different batches. Shuffle its data "
-                    "once, before, or do without."
-                )
+            require_repeating(problem.first, problem.once)
         return self._marks(problem, learner), {_LEARNED: f"{learner.steps}"}
 
     def _marks(self, problem: RandomFeatureProblem, learner: Learner) -> dict[str, str]:
