@@ -92,11 +92,6 @@ def _identity(g: Tensor) -> Tensor:
     return g
 
 
-def nystrom_rank(block_size: int, rank: int | None) -> int:
-    """Return the rank of Nystrom approximations; 0 where blocks are solved exactly, as those of rank b are."""
-    return 0 if rank is None or rank >= block_size else rank
-
-
 class SharedInverses:
     """Exact inverses of blocks of b rows, of the next P blocks one on each of P ranks.
 
@@ -243,7 +238,8 @@ class InvertedBlocks(BlockMethod):
 
     def __init__(self, choices: Any, system: System, block_size: int) -> None:
         super().__init__(choices, system, block_size)
-        self.rank = nystrom_rank(block_size, choices.rank)
+        exact = choices.rank is None or choices.rank >= block_size
+        self.rank = 0 if exact else choices.rank
         self.partition = Partition(system, block_size, choices.rank, choices.seed) if choices.version == 1 else None
         if self.partition is not None:
             self.name += " v1"

@@ -112,7 +112,7 @@ class _EigenPro2(BlockMethod):
         diagonal = system.access.diagonal()[points] + system.noise.max()  # of points outside the sample too
         automatic, batch = self.choices.rank is None, self.block_size
         rank, beta, lam = directions(top, products, diagonal, most, automatic, batch)
-        self.tensors["subsample"], self.tensors["vectors"] = top.indices, scaled_vectors(top, rank)
+        self.tensors["subsample"], self.tensors["vectors"] = top.indices, top.vectors[:, :rank] * scales(top, rank)
         self.numbers["step"] = step_size(beta, lam, batch)
 
     def shrink_step(self) -> None:
@@ -219,8 +219,3 @@ def scales(top: TopEigensystem, rank: int, ridge: float = 0.0) -> Tensor:
     tail = top.values[min(rank, len(top.values) - 1)]
     kept = top.values[:rank]
     return ((kept - tail) / (kept * (kept + ridge))).clamp(min=0).sqrt()
-
-
-def scaled_vectors(top: TopEigensystem, rank: int) -> Tensor:
-    """``F = E diag(scales)``, ``(s, q)``."""
-    return top.vectors[:, :rank] * scales(top, rank)

@@ -56,7 +56,7 @@ class Method:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.iterations = 0
-        self.time_used: Callable[[], float] = _no_limit
+        self.time_used: Callable[[], float] = lambda: 0.0
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Plain values and tensors of ``saved``, and how :meth:`restore` puts them together."""
@@ -181,10 +181,6 @@ class Method:
 def largest_of(residual: Tensor) -> float:
     """The largest over the columns; 0 where there are none."""
     return float(residual.max()) if residual.numel() else 0.0
-
-
-def _no_limit() -> float:
-    return 0.0
 
 
 @dataclass
