@@ -179,7 +179,7 @@ def test_support_vectors():
 
     # dual coordinate ascent: w = sum_i u_i y_i phi_i / 256 with 0 <= u <= 1
     gram, u = (phi @ phi.mT) * sign.unsqueeze(1) * sign / 256, torch.zeros(N, dtype=torch.float64)
-    for _ in range(300):
+    for _ in range(100):
         for i in range(N):
             u[i] = (u[i] + (1 - gram[i] @ u) / gram[i, i]).clamp(0, 1)
     least = objective(phi.mT @ (u * sign) / 256)

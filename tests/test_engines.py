@@ -367,21 +367,20 @@ def test_tiles_shrink_until_they_fit(name, error, tiles_restored, caplog):
             [g.flatten() for g in o._bilinear_derivative(normal(N, 2), normal(o.shape[-1], 2)) if g is not None]
         ),
     }
-    for right in (False, True):
-        for what, compute in results.items():
-            wanted = compute(_operator(name, right=right))
-            tiles._shrunk.clear()
-            caplog.clear()
-            with caplog.at_level(logging.WARNING, "sketchgp"), Limited(5000, ERRORS[error]) as limited:
-                found = compute(_operator(name, right=right))
-                again = compute(_operator(name, right=right))
-            assert limited.refused, what
-            assert relative(found, wanted) < 1e-12, what
-            assert relative(again, wanted) < 1e-12, what
-            assert len(caplog.records) == limited.refused  # the second one starts where the first one ended
-            assert all("Out of memory with tiles of" in record.getMessage() for record in caplog.records)
-            assert all(record.name == "sketchgp" for record in caplog.records)
-            assert next(iter(tiles._shrunk.values())) == 2 * limited.refused
+    for (what, compute), right in zip(results.items(), (False, True, True, False), strict=True):
+        wanted = compute(_operator(name, right=right))
+        tiles._shrunk.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "sketchgp"), Limited(5000, ERRORS[error]) as limited:
+            found = compute(_operator(name, right=right))
+            again = compute(_operator(name, right=right))
+        assert limited.refused, what
+        assert relative(found, wanted) < 1e-12, what
+        assert relative(again, wanted) < 1e-12, what
+        assert len(caplog.records) == limited.refused  # the second one starts where the first one ended
+        assert all("Out of memory with tiles of" in record.getMessage() for record in caplog.records)
+        assert all(record.name == "sketchgp" for record in caplog.records)
+        assert next(iter(tiles._shrunk.values())) == 2 * limited.refused
 
 
 def test_a_matrix_that_cannot_be_stored_is_computed_by_tiles(tiles_restored, caplog):

@@ -44,7 +44,7 @@ def _posterior(kernel, test):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_covariance(name):
-    kernel, samples = _kernel(name), 100_000
+    kernel, samples = _kernel(name), 20_000
     d = _made(kernel, samples, frequencies=2)(TEST)
     wanted = _posterior(kernel, TEST).detach()
     scale = wanted.diagonal().sqrt()

@@ -89,9 +89,9 @@ def test_against_dense(name, noise):
 @pytest.mark.parametrize("name", CHOICES)
 def test_samples(name):
     built = CHOICES[name].build(_operator(), _noise("per-point"))
-    count = 50_000
+    count = 20_000
     samples = built.sample(normal(built.rank, count, seed=1), normal(N, count, seed=2))
-    assert relative(samples @ samples.mT / count, built.to_dense()) < 0.04
+    assert relative(samples @ samples.mT / count, built.to_dense()) < 0.06
 
 
 @pytest.mark.parametrize("name", CHOICES)
