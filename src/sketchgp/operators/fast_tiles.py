@@ -12,6 +12,7 @@ once instead of twice.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -318,19 +319,13 @@ class FastTiles:
         self.diagonal = 0 if same else coincident if isinstance(coincident, int) else None
         self.features = prepared.features
         self.coefficients = prepared.coefficients  # (*b, T), with the constants that the profiles leave out
-        gains = []
-        for term in expression.terms:
-            gain = 1.0
-            for atom in term:
-                gain *= expression.atoms[atom].profile.gain
-            gains.append(gain)
-        self.gains = gains
+        self.gains = [math.prod((expression.atoms[a].profile.gain for a in t), start=1.0) for t in expression.terms]
         self.batch = self.coefficients.shape[:-1]
         self.distances = [Distances(a.profile, f) for a, f in zip(expression.atoms, self.features, strict=True)]
         self._entries = shape[0] * shape[1] * self.batch.numel()
         self._buffers: list[Tensor] = []
         self._taken = 0
-        scaled = [self.coefficients[..., t] * gain for t, gain in enumerate(gains)]
+        scaled = [self.coefficients[..., t] * gain for t, gain in enumerate(self.gains)]
         self.weights = [c.reshape(*self.batch, 1, 1) if len(self.batch) else c for c in scaled]
 
     @property
@@ -370,9 +365,6 @@ class FastTiles:
                 t[..., start:stop, start + shift : stop + shift].diagonal(dim1=-2, dim2=-1).zero_()
         if self.coincident is not None:
             i, j = self.coincident
-            if self._is_whole(rows, columns):
-                t[..., i, j] = 0
-                return t
             inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
             if t.device.type == "cpu":
                 t[..., i[inside] - rows.start, j[inside] - columns.start] = 0
@@ -381,11 +373,6 @@ class FastTiles:
             i, j = (i - rows.start).clamp(0, t.shape[-2] - 1), (j - columns.start).clamp(0, t.shape[-1] - 1)
             t.view(*self.batch, -1).index_add_(-1, i * t.shape[-1] + j, torch.where(inside, -t[..., i, j], 0))
         return t
-
-    def _is_whole(self, rows: slice, columns: slice) -> bool:
-        """Return whether a tile is the whole matrix."""
-        f = self.features[0]
-        return (rows.start, rows.stop, columns.start, columns.stop) == (0, f.left.shape[-2], 0, f.right.shape[-2])
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """The tile without the ``outputscale``, in a buffer that the next call overwrites."""

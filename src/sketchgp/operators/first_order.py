@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pairs import Pairs
-
 
 class _FirstOrder(torch.autograd.Function):
     @staticmethod
@@ -46,24 +44,3 @@ def in_callers_context(backward: Callable[..., Any]) -> Callable[..., Any]:
         return ctx.caller.copy().run(backward, ctx, *grads)
 
     return run
-
-
-class Evaluate(torch.autograd.Function):
-    """The dense block of a kernel matrix with a backward pass by tiles: nothing but the block itself is kept for it."""
-
-    @staticmethod
-    def forward(ctx: Any, pairs: Pairs, tiles: Any, *tensors: Tensor) -> Tensor:
-        ctx.options, ctx.coincident, ctx.tiles = pairs.options, pairs.coincident, tiles
-        ctx.save_for_backward(*tensors)
-        if 0 in pairs.batch_shape:
-            return pairs.x1.new_zeros(pairs.shape, dtype=pairs.dtype)
-        return tiles.dense(pairs).to(pairs.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors = ctx.saved_tensors  # torch raises where one was changed in place since
-        with torch.no_grad():
-            pairs = Pairs(tensors[0], tensors[1], tensors[2:], **ctx.options)
-            pairs.coincident = ctx.coincident
-            result = ctx.tiles.dense_derivative(pairs, grad)
-        return (None, None, *first_order(result, grad, *tensors))

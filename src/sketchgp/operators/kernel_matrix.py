@@ -19,7 +19,7 @@ from ..row_sources import RowSource
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
 from .expression import Expression, Known, recognise
-from .first_order import Evaluate, first_order
+from .first_order import first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
 from .lazies import without_keops
 from .pairs import Pairs, part
@@ -203,7 +203,7 @@ class KernelMatrix(LinearOperator):
     def to_dense(self) -> Tensor:
         """The whole matrix ``(..., n, m)``, differentiable; the backward pass goes by tiles."""
         if self._differentiated():
-            return Evaluate.apply(self.pairs, TILED, *self._args)
+            return _Evaluate.apply(self.pairs, *self._args)
         if 0 in self.batch_shape:
             return self.x1.new_zeros(self.shape, dtype=self.dtype)
         return TILED.dense(self.pairs).to(self.dtype)
@@ -315,6 +315,27 @@ class KernelMatrix(LinearOperator):
             return self.to_dense()[index]
         x1, x2 = real(self.x1[row_index]), real(self.x2[col_index])
         return diagonal(self.pairs.evaluator(self.parameters), x1, x2, self.batch_shape).to(self.dtype)
+
+
+class _Evaluate(torch.autograd.Function):
+    """The dense block of a kernel matrix with a backward pass by tiles: nothing but the block itself is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Pairs, *tensors: Tensor) -> Tensor:
+        ctx.options, ctx.coincident = pairs.options, pairs.coincident
+        ctx.save_for_backward(*tensors)
+        if 0 in pairs.batch_shape:
+            return pairs.x1.new_zeros(pairs.shape, dtype=pairs.dtype)
+        return TILED.dense(pairs).to(pairs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tensors = ctx.saved_tensors  # torch raises where one was changed in place since
+        with torch.no_grad():
+            pairs = Pairs(tensors[0], tensors[1], tensors[2:], **ctx.options)
+            pairs.coincident = ctx.coincident
+            result = TILED.dense_derivative(pairs, grad)
+        return (None, *first_order(result, grad, *tensors))
 
 
 def _convert(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

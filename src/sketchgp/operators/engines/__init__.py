@@ -78,34 +78,24 @@ def choose(pairs: Pairs) -> Engine:
     square = pairs.same  # a rectangular block is used once: storing it would gain nothing
     fits = square and DENSE.fits(pairs)
     fused = None if fits or pairs.device.type != "cuda" else TRITON.missing(pairs)
-    return _NAMED[automatic(Situation(pairs.device.type, square, fits, fused))[0]]
+    return _NAMED[automatic(pairs.device.type, square, fits, fused)[0]]
 
 
-@dataclass(frozen=True)
-class Situation:
-    """Facts that the choice depends on.
+def automatic(device: str, square: bool, fits: bool, fused: str | None) -> tuple[str, str]:
+    """Return the name of the engine of ``matmul="auto"``, and the reason.
 
-    :ivar square: whether x1 and x2 are the same points.
-    :ivar fits: whether the matrix is stored already, or fits the memory budget.
-    :ivar fused: why the fused kernel cannot take it, as half a sentence; None where it can.
+    :param square: whether x1 and x2 are the same points.
+    :param fits: whether the matrix is stored already, or fits the memory budget.
+    :param fused: why the fused kernel cannot take it, as half a sentence; None where it can.
     """
-
-    device: str
-    square: bool
-    fits: bool
-    fused: str | None
-
-
-def automatic(situation: Situation) -> tuple[str, str]:
-    """Return the name of an engine, and the reason."""
-    if situation.square and situation.fits:
+    if square and fits:
         return "dense", "the matrix fits the memory budget: it is stored at the first product and read from then on"
-    kept = "is too large to be stored" if situation.square else "of two sets of points is used once and not stored"
-    if situation.device == "cuda" and situation.fused is None:
+    kept = "is too large to be stored" if square else "of two sets of points is used once and not stored"
+    if device == "cuda" and fused is None:
         return "triton", f"the matrix {kept}, and the fused kernel knows the kernel"
     reason = "the fused kernel runs on CUDA only"
-    if situation.device == "cuda":
-        reason = f"the fused kernel cannot be used: {situation.fused}"
+    if device == "cuda":
+        reason = f"the fused kernel cannot be used: {fused}"
     return "tiled", f"the matrix {kept}, and {reason}"
 
 
@@ -179,7 +169,7 @@ def preview_engine(
     fused = TRITON.unsuited(kernel, recognise(kernel) is not None, dtype)
     if fused is None and there:
         fused = TRITON.absent(torch.device(device), dtype)
-    engine, reason = automatic(Situation(device, square, size <= budget, fused))
+    engine, reason = automatic(device, square, size <= budget, fused)
     words = f"{str(dtype).removeprefix('torch.')} on {device} with {in_words(free)} free{' (as given)' * given}"
     return EnginePreview(
         engine=engine,

@@ -361,13 +361,13 @@ def _gradient_pass(
 
     def run(blocks: Blocks) -> tuple[Tensor | None, Tensor | None]:
         launch = _Launch(plan, blocks, sizes[side], sizes[1 - side], items, parts, device)
-        rows, options = _padded(sizes[side]), {"dtype": torch.float32, "device": device}
-        results: dict[str, Tensor] = {}
+        rows = _padded(sizes[side])
+        shapes: dict[str, tuple[int, ...]] = {}
         if plan.target is not None:
-            results["g"] = torch.empty(launch.splits, items, parts, rows, plan.target[1], **options)
+            shapes["g"] = (launch.splits, items, parts, rows, plan.target[1])
         if plan.sums:
-            quantities = len(plan.terms) + len(plan.shapes)
-            results["sums"] = torch.empty(launch.splits, items, quantities, rows, **options)
+            shapes["sums"] = (launch.splits, items, len(plan.terms) + len(plan.shapes), rows)
+        results = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
         launch(True, {**arguments, **results})
         of_features = results["g"].sum(dim=0).transpose(1, 2).flatten(2) if "g" in results else None
         used = launch.row_blocks * blocks.rows  # rows of padding in no block are not written
