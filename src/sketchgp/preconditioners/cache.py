@@ -86,33 +86,38 @@ class PreconditionerCache:
             matrix_key, noise_key = (in_force(), *operator_key(operator)), tensor_key(noise)
             if not live and self._built is not None and (matrix_key, noise_key) == (self._matrix_key, self._noise_key):
                 return self._built.detached(operator.dtype)
-            access = Access(operator)
+            access, keys = Access(operator), (matrix_key, noise_key)
             if live and self._lean(access, noise):
-                return self._live_lean(access, noise, matrix_key, noise_key, operator.dtype, start)
-            factor = self._find_factor(access, noise, (matrix_key, noise_key), live)
-            diagonal = noise.to(torch.float64) + self._shift()
-            self._built = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
-            self._matrix_key, self._noise_key = matrix_key, noise_key
-            self.builds += 1
+                built = self._live_lean(access, noise, keys, operator.dtype)
+            else:
+                factor = self._find_factor(access, noise, keys, live)
+                kept, diagonal = self._keep(factor, noise, keys)
+                built = LowRankPlusDiagonal(factor, diagonal, operator.dtype) if live else kept.detached(operator.dtype)
+                built.known_root = kept.capacitance_root()
             self._seconds += time.perf_counter() - start
-            if not live:
-                return self._built.detached(operator.dtype)
-            built = LowRankPlusDiagonal(factor, diagonal, out_dtype=operator.dtype)
-            built.known_root = self._built.capacitance_root()
             return built
+
+    def _keep(self, factor: Factor, noise: Tensor, keys: tuple[Any, Any]) -> tuple[LowRankPlusDiagonal, Tensor]:
+        """Keep the preconditioner of this factor; return it, without gradients, and its diagonal, with them."""
+        assert self._selection is not None
+        diagonal = noise.to(torch.float64) + self._selection.shift
+        self._built = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
+        self._matrix_key, self._noise_key = keys
+        self.builds += 1
+        return self._built, diagonal
 
     def _lean(self, access: Access, noise: Tensor) -> bool:
         """Return whether the derivative needs no autograd through F, as for one kernel matrix and one noise."""
         return self.choice.lean and access.exact and not access.batch_shape and noise.dim() == 1
 
     def _live_lean(
-        self, access: Access, noise: Tensor, matrix_key: Any, noise_key: Any, out_dtype: torch.dtype, start: float
+        self, access: Access, noise: Tensor, keys: tuple[Any, Any], out_dtype: torch.dtype
     ) -> LowRankPlusDiagonal:
         """Return the differentiable preconditioner where :meth:`_lean` holds."""
         matrix = access.operator
         assert isinstance(matrix, KernelMatrix)
-        selection, unchanged = self._selection, matrix_key == self._matrix_key
-        same = unchanged and noise_key == self._noise_key
+        selection, unchanged = self._selection, keys[0] == self._matrix_key
+        same = unchanged and keys[1] == self._noise_key
         if selection is None or selection.factor.shape[:-1] != (access.n,) or selection.factor.device != access.device:
             selection = moving = None
         else:
@@ -137,16 +142,12 @@ class PreconditionerCache:
         assert moving.factor is not None
         selection.factor, selection.core_root = moving.factor, moving.core_root
         self._selection, self._factor, self._moving = selection, selection.factor, moving
-        diagonal = noise.to(torch.float64) + self._shift()
-        self._built = LowRankPlusDiagonal(selection.factor, diagonal.detach())
-        self._matrix_key, self._noise_key = matrix_key, noise_key
+        kept, diagonal = self._keep(selection.factor, noise, keys)
         built = MovingPlusDiagonal(
             matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names, moving=moving,
             engine=matrix.engine, out_dtype=out_dtype,
         )  # fmt: skip
-        built.known_root = self._built.capacitance_root()
-        self.builds += 1
-        self._seconds += time.perf_counter() - start
+        built.known_root = kept.capacitance_root()
         return built
 
     def _moving_is_of(self, selection: Selection) -> bool:
@@ -161,10 +162,6 @@ class PreconditionerCache:
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
             return seconds
-
-    def _shift(self) -> float | Tensor:
-        assert self._selection is not None
-        return self._selection.shift
 
     def _find_factor(self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool) -> Factor:
         """Return F, selected anew where the earlier selection no longer serves."""
