@@ -144,13 +144,13 @@ def test_one_and_two_points(n, preconditioner):
 @pytest.mark.slow
 def test_real_data(data_directory):
     with np.load(data_directory / "uci_airfoil.npz", allow_pickle=False) as arrays:
-        x, y = (torch.from_numpy(arrays[key][:1200]).double() for key in ("X", "y"))
+        x, y = (torch.from_numpy(arrays[key][:400]).double() for key in ("X", "y"))
     _check_real(x, y)
 
 
 def test_bundled_diamonds():
     data = load_diamonds()
-    chosen = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))[:1200]
+    chosen = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))[:400]
     _check_real(data.x[chosen], data.y[chosen])
 
 
