@@ -53,14 +53,14 @@ def exact_path(steps: int, rate: float) -> list[float]:
 def test_losses_follow_the_exact_ones_but_for_a_constant(name: str) -> None:
     model = build(SOLVERS[name])
     with iterative(tol=1e-6), sketchgp.record_solves() as solves:
-        history = sketchgp.fit(model, iterations=4, num_probes=400, tol=NEVER)
+        history = sketchgp.fit(model, iterations=4, num_probes=150, tol=NEVER)
     assert (history.objective, history.optimizer) == ("samples", "adam")
     assert {solve.solver for solve in solves} == {name}
     assert model._sketchgp.cache.builds == 0
     expected = np.array(exact_path(4, 0.1))
     found = np.array(history.losses)
     assert expected[0] - expected[-1] > 0.1
-    assert np.abs((found - found[0]) - (expected - expected[0])).max() < 2e-3
+    assert np.abs((found - found[0]) - (expected - expected[0])).max() < 4e-3
     assert min(history.products[1:]) >= 2  # the residual of the solutions before, and what a solve ends with
 
 
@@ -72,10 +72,10 @@ def test_the_gradient_is_the_exact_one_on_the_average() -> None:
     norms = []
     for seed in range(2):
         with iterative(tol=1e-6):
-            history = sketchgp.fit(build(SOLVERS["ASkotch"]), iterations=1, num_probes=600, seed=seed)
+            history = sketchgp.fit(build(SOLVERS["ASkotch"]), iterations=1, num_probes=300, seed=seed)
         norms.append(history.gradients[0])
     assert norms[0] != norms[1]
-    assert norms == pytest.approx([expected] * 2, rel=0.02)
+    assert norms == pytest.approx([expected] * 2, rel=0.03)
 
 
 def test_solutions_are_warm_started_and_fits_identical() -> None:
