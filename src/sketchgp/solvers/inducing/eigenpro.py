@@ -19,7 +19,7 @@ from ...fingerprint import row_numbers
 from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
-from ..choices import cut, require_repeating
+from ..choices import cut
 from ..full.eigenpro2 import settle_subsample
 from .epochs import Epochs
 from .preconditioned_gradient import Directions, Model, find_directions
@@ -125,11 +125,6 @@ class EigenProSolver(InducingPointSolver):
 
     def _work(self) -> float:
         return self.epochs
-
-    def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
-        if problem.streamed:
-            require_repeating(problem.first)
-        return super()._checkpoint_marks(problem)
 
     def _method(self, problem: InducingPointProblem) -> Epochs:
         stream = generator(self.seed, "EigenPro 3 and 4: rows")

@@ -16,7 +16,7 @@ from ...operators.marks import kernel_mark
 from ...operators.tall import TallMatrix
 from ...report import conclude
 from ...row_sources import RowSource
-from ..choices import Budgeted
+from ..choices import Budgeted, require_repeating
 from ..loop import HeldOut, Method, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
@@ -96,6 +96,8 @@ class InducingPointSolver(Budgeted):
 
     def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
         """Return :meth:`_marks` of a problem that can be gone on with."""
+        if problem.streamed:
+            require_repeating(problem.first)
         return self._marks(problem)
 
     def _marks(self, problem: InducingPointProblem) -> dict[str, str]:
