@@ -16,12 +16,13 @@ from gpytorch.means import ZeroMean
 import sketchgp
 from cases import pairwise
 from gp_models import Combined, Plain, dense, scaled
-from problems import normal, points, relative
+from problems import normal, points, relative, with_spectrum
 from sketchgp.inference import calibrated
 from sketchgp.inference.calibrated import Calibrated
 from sketchgp.models.accelerated import approximate
 from sketchgp.operators import KernelMatrix
-from sketchgp.solvers.energy import JoinedGoals, LeaveOneOutGoal, SampleGoal, VarianceGoal
+from sketchgp.solvers.energy import JoinedGoals, LeaveOneOutGoal, RadauBound, SampleGoal, VarianceGoal
+from sketchgp.solvers.recurrence import descend, turn
 
 N, TEST = 400, points(150, d=3, seed=5)
 KERNELS = {"matern": lambda: MaternKernel(nu=1.5), "rbf": RBFKernel, "compact": lambda: PiecewisePolynomialKernel(q=1)}
@@ -443,3 +444,23 @@ def test_no_variance_is_above_the_prior_and_far_ones_are_it(many, method):
     prior = model.covar_module(TEST[:1]).to_dense().detach().squeeze()
     assert bool((far <= prior * (1 + 1e-12)).all())
     assert relative(far, prior.expand_as(far)) < (1e-6 if method == "low_rank" else 0.1)
+
+
+def test_a_bound_of_the_energy_is_above_it_and_below_the_residuals():
+    """The error of every iterate of conjugate gradients, in the norm of the matrix."""
+    matrix, b = with_spectrum(torch.logspace(-3, 1, 40, dtype=torch.float64)), normal(40, 3)
+    exact, everything = torch.linalg.solve(matrix, b), torch.arange(3)
+    least = torch.tensor([1e-3, 9e-4, 0.0], dtype=torch.float64)
+    bound = RadauBound(least)
+    value, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    energy, active = r.square().sum(dim=0), torch.ones(3, dtype=torch.bool)
+    for _ in range(30):
+        product = matrix @ p
+        alpha, usable, _ = descend(value, r, p, product, (p * product).sum(dim=0), energy, active)
+        following = r.square().sum(dim=0)
+        beta = turn(p, r, following, energy, usable)
+        at_most, energy = bound.add(alpha, beta, following, everything), following
+        error = value - exact
+        left = (error * (matrix @ error)).sum(dim=0)
+        assert bool((at_most[:2] >= left[:2] * (1 - 1e-6)).all()) and float(at_most[2]) == 0
+        assert bool((at_most[:2] <= following[:2] / least[:2] * (1 + 1e-9)).all())

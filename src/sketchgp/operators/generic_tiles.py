@@ -208,7 +208,7 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
         return _is_dense(evaluated(forward(copy.copy(inner), x1, x2)))  # what it keeps of this call goes with the copy
 
 
-def _dissolved(kernel: torch.nn.Module) -> list[torch.nn.Module]:
+def _dissolved(kernel: Any) -> list[torch.nn.Module]:
     """Return the low-rank kernels within a kernel whose structure its products and sums do not keep."""
     low_rank = [part for part in kernel.modules() if isinstance(part, _LOW_RANK)]
     if type(kernel) is ProductKernel:

@@ -32,6 +32,7 @@ _MOST = 100  # terms like the last one that may be to come
 _FLOOR = 0.01  # of the noise: a latent variance below it is right to a share of that
 _LATENT = 0.02  # of an observation's variance left out: a latent one below it is right to a share of that
 _MOVED = 0.1  # posterior deviations by rounding that no solve may call converged
+CERTAIN = 0.25  # of a bound that is certain, as what is said of estimates leaves them room to be low
 _SHARE = 1e-3  # of the predictions, in deviations of the prior, if that is more
 _RECENT = 0.25  # of the iterations: an estimate is the largest of these
 
@@ -70,6 +71,35 @@ class RemainingEnergy:
             estimate = tail(last, ratio(last, before))
         self.estimates.append(estimate)
         return torch.stack(self.estimates[-1 - int(_RECENT * k) :]).amax(dim=0)
+
+
+class RadauBound:
+    """Upper bounds of ``||e||_M^2`` of conjugate gradients by the Gauss-Radau rule, at no cost.
+
+    Directions in which little has happened yet do not escape a bound, as they do an estimate.  Reference: Meurant and
+    Tichy, "On computing quadrature-based bounds for the A-norm of the error in conjugate gradients" (2013), equation
+    3.5.
+
+    :param least: ``(..., t)`` below the eigenvalues of the preconditioned matrix; 0 where that is not known.
+    """
+
+    def __init__(self, least: Tensor) -> None:
+        self.least = least
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a cycle."""
+        self._factor = torch.where(self.least > 0, 1 / self.least, 0)
+
+    def add(self, alpha: Tensor, beta: Tensor, following: Tensor, index: Tensor) -> Tensor:
+        """Return the bounds ``(..., i)`` after an iteration of the columns ``index``; 0 where nothing is known.
+
+        :param following: ``r^T P^-1 r`` after it.
+        """
+        gap = self._factor[..., index] - alpha  # positive, until rounding has made another matrix
+        factor = torch.where(gap > 0, gap / (self.least[..., index] * gap + beta), 0)
+        self._factor[..., index] = factor
+        return factor * following
 
 
 class Goal:

@@ -27,7 +27,7 @@ from ...report import Reason
 from ...settings import memory_budget
 from ...space import Space
 from ..certificate import Certificate
-from ..energy import Goal, RemainingEnergy
+from ..energy import CERTAIN, Goal, RadauBound, RemainingEnergy
 from ..loop import Cycles, Outcome, require_finite
 from ..recurrence import EigenvalueWatch, LanczosRecord, descend, turn
 from ..system import System
@@ -87,6 +87,7 @@ class Gradients(Cycles):
         self.system, self.preconditioner = system, preconditioner
         self.certificate = Certificate(system, preconditioner, below, space)
         self.goal, self.energy = goal, RemainingEnergy()
+        self.bound = RadauBound(self._least_eigenvalue().expand_as(self.norm).clone())
         self.out_dtype, self.size, self.data_rows, self.matrix_entries = rhs.dtype, system.n, system.n, system.n**2.0
         tol = choices.tol or 1e-3
         self.asked: float | str = 1e-3 if goal is not None and isinstance(tol, str) else tol
@@ -231,6 +232,7 @@ class Gradients(Cycles):
         if self.iterations == 0:
             self.lanczos.begin(self.p, self._sizes())
         self.watch.begin()
+        self.bound.begin()
         self.cycling = bool(self.active.any())  # else what is open is at its target: rounding is all that is left
 
     def close_cycle(self) -> None:
@@ -275,8 +277,10 @@ class Gradients(Cycles):
             self.predictions.follow(alpha, p, index, self.current)
             self.predictions.weigh(following, self.s, z, index, self.current)
             self.target = torch.maximum(self.least_target, self._aimed)
+        beta = turn(p, z, following, self.sz, usable)
         if self.goal is not None:
-            self._follow_energy(alpha * self.sz, usable, index)
+            at_most = self.bound.add(alpha, beta, following, index)
+            self._follow_energy(alpha * self.sz, CERTAIN * at_most if self.exact else 0 * at_most, usable, index)
         going_on = self.current > self.target
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
@@ -284,7 +288,6 @@ class Gradients(Cycles):
         near = torch.zeros_like(self.active)
         if self.goal is None and self.predictions is None and not self.exact and not recorded:
             near = self.active & (self.current[..., index] <= _NEAR * self.tol[..., index])
-        beta = turn(p, z, following, self.sz, usable)
         self.sz = following
         if recorded and (note := self.lanczos.add(alpha, beta, z, self._sizes(), index)):
             self.notes.append(note)
@@ -382,14 +385,25 @@ class Gradients(Cycles):
         least = torch.zeros_like(self.norm[..., :1]) if self.goal is None else self.goal.least
         return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
 
-    def _follow_energy(self, taken: Tensor, usable: Tensor, index: Tensor) -> None:
-        """Count what an iteration took off the energy of its columns, and estimate what is still to come."""
+    def _least_eigenvalue(self) -> Tensor:
+        """Bound the eigenvalues of the preconditioned matrix from below, ``(..., 1)``; 0 where nothing is known."""
+        if self.goal is None:
+            return torch.zeros_like(self.norm[..., :1])
+        if self.preconditioner is None:
+            return self.goal.least
+        return torch.full_like(self.goal.least, 0.0 if self.certificate.factor is None else 1.0)
+
+    def _follow_energy(self, taken: Tensor, least: Tensor, usable: Tensor, index: Tensor) -> None:
+        """Count what an iteration took off the energy of its columns, and estimate what is still to come.
+
+        :param least: of the estimate.
+        """
         full = torch.zeros_like(self.norm)
         full[..., index] = taken
         self.taken = self.taken + full
-        estimate = self.energy.add(full)
+        estimate = torch.maximum(self.energy.add(full)[..., index], least)
         self.remaining = self.remaining.clone()
-        self.remaining[..., index] = torch.where(usable, estimate[..., index], self.remaining[..., index])
+        self.remaining[..., index] = torch.where(usable, estimate, self.remaining[..., index])
 
     # --- true residuals and bounds --------------------------------------------------------------------------
 
