@@ -29,6 +29,7 @@ _LEAST = 1e-10  # damping over the largest eigenvalue: U U^T v cancels v to roun
 _SEEN = 10.0  # roundoffs of the trace above which a sketch sees an eigenvalue
 ROUNDINGS = 10  # of float64 that a residual is off by, relative to the right-hand side
 _HARMLESS = 0.03  # posterior deviations that rounding of a residual may seem to be
+_HIDDEN = 1e-6  # of the prior's part of the matrix: above it, the matrix's roundoff hides what predictions depend on
 _CANCELS = 1e-24  # damping over the largest eigenvalue: R^-1 cancels to rounding, which the root of this divides
 
 
@@ -38,7 +39,8 @@ class NystromRoot:
 
     :ivar vectors: U ``(m, r)``, orthonormal.
     :ivar values: S ``(r,)``.
-    :ivar resolved: the damping below which rounding of a residual seems to be an error of predictions.
+    :ivar resolved: the damping below which rounding of a residual seems to be an error of predictions; infinite where
+        nothing that predictions depend on lies below the roundoff of the matrix.
     """
 
     vectors: Tensor
@@ -169,10 +171,12 @@ def damped(vectors: Tensor, values: Tensor, kzz: KernelMatrix, level: float, tar
     least = float(values[-1]) if len(values) else 0.0
     scale = float(values[0]) if len(values) else 1.0
     eps = torch.finfo(torch.float64).eps
-    of_kzz = ROUNDINGS * eps * level * float(kzz.diagonal(dim1=-1, dim2=-2).sum())
+    prior = level * float(kzz.diagonal(dim1=-1, dim2=-2).sum())
     largest = float(targets.norm(dim=0).amax()) if targets.numel() else 0.0
     of_residual = (ROUNDINGS * eps * largest / _HARMLESS) ** 2 * scale / level
-    resolved = max(least, of_kzz, of_residual, _CANCELS * scale, math.ulp(0.0))
+    resolved = math.inf
+    if eps * scale > _HIDDEN * prior:
+        resolved = max(least, ROUNDINGS * eps * prior, of_residual, _CANCELS * scale, math.ulp(0.0))
     return NystromRoot(vectors, values, max(least, eps * scale, math.ulp(0.0)), resolved)
 
 

@@ -204,7 +204,8 @@ class Saga(Refined):
         rows, sample = min(n, max(_LEAST_ROWS, _ROWS * rank)), min(n, max(_LEAST_SAMPLE, 2 * b))
         self.p = p = damped_nystrom(self.tall, self.kzz, self.level, rank, rows, sample, self.generator)
         self.evaluated.products += 1
-        self.root = damped(p.vectors, p.values, self.kzz, self.level, self.y).deepest()
+        root = damped(p.vectors, p.values, self.kzz, self.level, self.y)
+        self.root = root.deepest() if math.isfinite(root.resolved) else None
         target = max(_LEAST_TARGET, _CAUTION * n / (b * _RATE))
         p.damping = self.choices.rho or p.choose_damping(b, target)
         while True:
@@ -385,7 +386,8 @@ class Saga(Refined):
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
         r = total + noise_term
         self.true = self.current = self.relative(r)
-        self.seen = (self.root.inverse_t(r).norm(dim=0) / math.sqrt(self.level)).cpu()
+        hidden = 0 * r if self.root is None else self.root.inverse_t(r)
+        self.seen = (hidden.norm(dim=0) / math.sqrt(self.level)).cpu()
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 
