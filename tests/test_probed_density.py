@@ -15,6 +15,7 @@ from torch import Tensor
 
 import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, dense, iterative, marginal, nearly_constant, scaled
+from property_cases import Case, model_of
 from sketchgp.density import Probes, standard_error
 from sketchgp.operators import KernelMatrix
 from sketchgp.solvers import ConjugateGradients, System
@@ -237,3 +238,20 @@ def test_losses_with_deterministic_probes_are_one_function() -> None:
             found[fixed] = float(loss(model).detach() - first.detach())
     assert abs(found[True]) < 1e-12
     assert abs(found[False]) > 1e-6, "the data must make the test meaningful"
+
+
+def test_a_preconditioner_that_rounding_makes_indefinite() -> None:
+    """A row so far off that nothing of the others is left beside it: a warning, and a gradient that is a number."""
+    case = Case(
+        family="model", form="sum in forward", kernel="polynomial + polynomial", n=5, d=6, columns=1, dtype="float64",
+        noise=0.0019, differing=False, outputscale=1.2e-6, targets=1e6, lengthscale=1.0, spread=1.0, shift=10.0,
+        repeated=0.5, far=-1e5, solver="ASkotch(max_passes=40)", preconditioner="RPCholesky(rank=5)", matmul="tiled",
+        limit=0, seed=507,
+    )  # fmt: skip
+    model = model_of(case)[0]
+    sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=5), matmul="tiled").train()
+    with iterative(probes=100), gpytorch.settings.max_cholesky_size(0), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss(model).backward()
+    assert any("lost to rounding" in str(one.message) for one in caught)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

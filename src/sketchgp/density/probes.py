@@ -191,12 +191,16 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         values, vectors = _Quadrature(matrices), vectors.movedim(0, -3)
         if judged and not values.least > _least(operator, normals):
             raise LostToRoundingError(f"An eigenvalue of {values.least:.2g} of a matrix that has none so small.")
+        square = (z * (z if built is None else built.apply_inverse(z))).sum(dim=-2)
+        if not bool((square > 0).all()):  # a preconditioner that rounding has made indefinite
+            if judged:
+                raise LostToRoundingError("A probe has a negative square in the metric of the preconditioner.")
+            square = torch.where(square > 0, square, z.shape[-2])  # the mean of the right ones
         estimates = operator.shape[-1] * values.values
         if any(ctx.needs_input_grad):
-            weighted = z if built is None else built.apply_inverse(z)
             ctx.density, ctx.tree, ctx.normals, ctx.of_built, ctx.given = density, tree, normals, of_built, given
             ctx.quadrature, ctx.estimates, ctx.caller = values, estimates, copy_context()
-            ctx.save_for_backward(solved, vectors, (z * weighted).sum(dim=-2), *args)
+            ctx.save_for_backward(solved, vectors, square, *args)
         if settings.skip_logdet_forward.on():
             estimates = torch.zeros_like(estimates)
         return each, estimates.mean(dim=-1).to(operator.dtype)
