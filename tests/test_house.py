@@ -14,8 +14,8 @@ import pytest
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 25_400,
-    "files": 230,
+    "lines of code": 24_550,
+    "files": 193,
     "subclasses of LinearOperator": 11,
     "context variables": 8,
     "private names of others": 45,
