@@ -52,14 +52,14 @@ class NystromRoot:
     def rank(self) -> int:
         return len(self.values)
 
-    def deepest(self) -> NystromRoot:
-        """Return P with as little damping as residuals can be told from rounding with.
+    def deepest(self) -> NystromRoot | None:
+        """Return P with as little damping as residuals can be told from rounding with; None where nothing is hidden.
 
         Where the kernel is very many times the noise, eigenvalues that matter for predictions lie below the roundoff of
         the matrix, and an error in their directions hardly shows in the residual.  Iterations with this P are less
         stable, since rounding reaches the weights divided by the damping.
         """
-        return replace(self, damping=min(self.damping, self.resolved))
+        return replace(self, damping=min(self.damping, self.resolved)) if math.isfinite(self.resolved) else None
 
     def _power(self, vectors: Tensor, power: float) -> Tensor:
         rest = self.damping**power

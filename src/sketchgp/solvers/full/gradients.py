@@ -279,8 +279,8 @@ class Gradients(Cycles):
             self.target = torch.maximum(self.least_target, self._aimed)
         beta = turn(p, z, following, self.sz, usable)
         if self.goal is not None:
-            at_most = self.bound.add(alpha, beta, following, index)
-            self._follow_energy(alpha * self.sz, CERTAIN * at_most if self.exact else 0 * at_most, usable, index)
+            least = CERTAIN * self.bound.add(alpha, beta, following, index) if self.exact else torch.zeros_like(alpha)
+            self._follow_energy(alpha * self.sz, least, usable, index)
         going_on = self.current > self.target
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))

@@ -192,9 +192,8 @@ class Saga(Refined):
         self.compared: tuple[Tensor, Tensor, Tensor] | None = None
         self.w = self.best = self.total = self.noise_term = torch.zeros_like(self.b)
         self.psi, self.anchor = self.y, (self.w, self.y, self.total, self.noise_term)
-        self.true = self.best_true = self.current = self.extrapolated = self.seen = torch.full(
-            (self.columns,), math.inf
-        )
+        self.true = self.best_true = self.current = self.extrapolated = torch.full((self.columns,), math.inf)
+        self.seen = torch.zeros(self.columns)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -204,8 +203,7 @@ class Saga(Refined):
         rows, sample = min(n, max(_LEAST_ROWS, _ROWS * rank)), min(n, max(_LEAST_SAMPLE, 2 * b))
         self.p = p = damped_nystrom(self.tall, self.kzz, self.level, rank, rows, sample, self.generator)
         self.evaluated.products += 1
-        root = damped(p.vectors, p.values, self.kzz, self.level, self.y)
-        self.root = root.deepest() if math.isfinite(root.resolved) else None
+        self.root = damped(p.vectors, p.values, self.kzz, self.level, self.y).deepest()
         target = max(_LEAST_TARGET, _CAUTION * n / (b * _RATE))
         p.damping = self.choices.rho or p.choose_damping(b, target)
         while True:
@@ -386,8 +384,8 @@ class Saga(Refined):
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
         r = total + noise_term
         self.true = self.current = self.relative(r)
-        hidden = 0 * r if self.root is None else self.root.inverse_t(r)
-        self.seen = (hidden.norm(dim=0) / math.sqrt(self.level)).cpu()
+        if self.root is not None:
+            self.seen = (self.root.inverse_t(r).norm(dim=0) / math.sqrt(self.level)).cpu()
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 
