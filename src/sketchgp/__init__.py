@@ -3,6 +3,8 @@
 ``sketchgp.accelerate(model)`` makes an existing model converge; see the README for the rest.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import keops_import, settings  # noqa: F401  # the first before GPyTorch
 from .accelerate import ExactGP, accelerate, restore
 from .errors import ConvergenceWarning, InputError, NumericalError, SketchGPError
@@ -21,7 +23,6 @@ from .random_feature_classifier import RandomFeatureClassifier
 from .random_feature_gp import RandomFeatureGP
 from .report import SolveReport, record_solves
 from .row_sources import RowSource
-from .saved_model import load_model
 from .solvers import (
     KRILL,
     QR,
@@ -41,6 +42,9 @@ from .solvers import (
     Skotch,
     Solution,
 )
+
+if TYPE_CHECKING:
+    from .saved_model import load_model
 
 __version__ = "0.2.0"
 
@@ -99,3 +103,12 @@ __all__ = [
     "sample_posterior",
     "settings",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``load_model`` when it is first asked for, as it needs the modules of the command line."""
+    if name != "load_model":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .saved_model import load_model
+
+    return load_model
