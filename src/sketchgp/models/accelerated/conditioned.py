@@ -27,7 +27,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator
 from .approximate import refuse
 from .posterior import calls_its_own_way, strategy_of
 from .strategy import AcceleratedPredictionStrategy
-from .targets import check_training_data, observed_part, observed_rows
+from .targets import check_has_data, check_training_data, observed_part, observed_rows
 from .training import Training, remembered_by
 
 MEAN_ROWS = 8192  # points whose means, or approximate variances, are computed at once
@@ -342,7 +342,6 @@ class TrainingData:
 
 def check_inputs(owner: str, model: Any) -> None:
     """:raises InputError: for a model without data, or with several tensors of inputs."""
-    if model.train_inputs is None or model.train_targets is None:
-        raise InputError(f"{owner}: model expects training data, got none.")
+    check_has_data(owner, model)
     if len(model.train_inputs) != 1:
         raise InputError(f"{owner}: model expects to have one tensor of inputs, got {len(model.train_inputs)}.")

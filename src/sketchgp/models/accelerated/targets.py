@@ -117,14 +117,19 @@ def marginal_of_all(likelihood: Any, prior: Any, *params: Any, **kwargs: Any) ->
     return marginal(prior, *params, **kwargs)
 
 
+def check_has_data(owner: str, model: Any) -> None:
+    """:raises InputError: for a model without training data."""
+    if model.train_inputs is None or model.train_targets is None:
+        raise InputError(f"{owner}: model expects training data, got none.")
+
+
 def check_training_data(owner: str, model: Any) -> None:
     """Refuse a model without training data, or with missing targets where GPyTorch's policy does not mask them.
 
     :param owner: name of the function that asks.
     :raises InputError: naming what to do.
     """
-    if model.train_inputs is None or model.train_targets is None:
-        raise InputError(f"{owner}: model expects training data, got none.")
+    check_has_data(owner, model)
     if bool(torch.isnan(model.train_targets).any()) and settings.observation_nan_policy.value() != "mask":
         raise InputError(f'{owner}: the training targets hold NaN; wrap the call in observation_nan_policy("mask").')
 
