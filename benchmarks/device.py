@@ -60,7 +60,7 @@ class Item:
 
 def plan() -> list[Item]:
     """All items, in order of worth."""
-    engines = ["triton", *(f"triton/{name}" for name in PRECISIONS[1:]), "tiled", "keops", "torch-dense"]
+    engines = ["triton", *(f"triton/{name}" for name in PRECISIONS[1:]), "tiled", "torch-dense"]
     few = {"n": 200, "columns": [1, 3], "engines": ["tiled", "torch-dense"], "gradients": ["tiled"], "processes": 0}
 
     def products(d: int) -> Item:

@@ -34,7 +34,6 @@ from matvec import clock, reason_of, rows_at_most
 from matvec_cells import Cell, Contestant, Problem, gradient_of, plain_torch, product_of
 from measure import counted_gpytorch_cg, true_residual
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.engines import KEOPS
 
 ROOT = Path(__file__).resolve().parent.parent
 Results = dict[str, Any]
@@ -91,18 +90,16 @@ def products(what: Results, device: torch.device, directory: Path) -> Results:
     """Products and gradients by every engine, and how far they are from float64; with ``what["rates"]``, as fractions
     of the limit that these allow."""
     d, n, most, rates = what["d"], what["n"], max(what["columns"]), what.get("rates")
-    absent = KEOPS.absent(device, torch.float32)
-    engines = [engine for engine in what["engines"] if engine != "keops" or absent is None]
     if what["processes"] and device.type == "cuda":
         _compile(what)
     whole = Problem(Cell("rbf", d, most, "float32", n), device, 0)
-    found: Results = {"runs": [], "left_out": f"keops: {absent}" if absent and "keops" in what["engines"] else None}
+    found: Results = {"runs": []}
     for t in what["columns"]:
         problem = copy.copy(whole)
         problem.cell = Cell("rbf", d, t, "float32", n)
         problem.v, problem.left = whole.v[:, :t].contiguous(), whole.left[:, :t].contiguous()
         problem._exact, problem._gradients = {}, {}
-        for contestant in _contestants(problem, engines, what["gradients"]):
+        for contestant in _contestants(problem, what["engines"], what["gradients"]):
             run = {"engine": contestant.engine, "measure": contestant.measure, "wrt": contestant.wrt, "d": d, "t": t}
             run |= timed(contestant, problem, device)
             if rates is not None and "pairs_per_second" in run and contestant.measure == "product":

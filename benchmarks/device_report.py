@@ -86,8 +86,6 @@ def _products(items: Results) -> str:
     failed = [f"- d = {run['d']}, t = {run['t']}, {run['engine']}, {run['measure']}: {run['failed']}"
               for run in runs if "failed" in run]  # fmt: skip
     for name, item in items.items():
-        if name.startswith("products") and item.get("left_out") is not None:
-            failed.append(f"- {name}, left out: {item['left_out']}")
         if name.startswith("products") and (why := item.get("failed", item.get("stopped"))) is not None:
             failed.append(f"- {name}: {why}")
     return "\n".join([text, *([""] if failed else []), *failed])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from matvec_limit import Work
 
-OURS = ("tiled", "dense", "keops", "triton")
+OURS = ("tiled", "dense", "triton")
 RIVALS = ("torch-dense", "keops-lazy")
 OUTPUTSCALE = 1.3
 CHECKED_ROWS = 200
@@ -250,15 +250,12 @@ def contestants(problem: Problem, engines: list[str], gradients: bool = True) ->
                     yield Contestant(engine, "gradient", "rectangular",
                                      functools.partial(_lazy_gradient, problem), "parameters")  # fmt: skip
         else:
-            slow_start = engine == "keops"  # which compiles for every kernel, d and t, and knows no symmetry
-            if slow_start and not main and problem.cell.d > 8:
-                continue
-            for case in ("rectangular",) if slow_start else ("square", "rectangular"):
+            for case in ("square", "rectangular"):
                 yield Contestant(engine, "product", case, functools.partial(product_of, problem, engine, case))
-            if gradients and not (slow_start and not (main and few)):
+            if gradients:
                 kinds = [("square", "parameters"), ("square", "inputs")]
                 if main and few:
-                    kinds = [("rectangular", "parameters")] if slow_start else [*kinds, ("rectangular", "parameters")]
+                    kinds.append(("rectangular", "parameters"))
                 for case, wrt in kinds:
                     prepare = functools.partial(gradient_of, problem, engine, case, wrt == "inputs")
                     yield Contestant(engine, "gradient", case, prepare, wrt)

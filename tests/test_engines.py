@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 
 import gpytorch
 import pytest
@@ -109,11 +108,10 @@ def test_a_stored_matrix_follows_its_parameters():
 @each(
     ("options", "message"),
     [
-        ({"engine": "sparse"}, "engine expects one of 'auto', 'dense', 'tiled', 'keops', 'triton', got 'sparse'"),
+        ({"engine": "sparse"}, "engine expects one of 'auto', 'dense', 'tiled', 'triton', got 'sparse'"),
         ({"precision": "half"}, "precision expects 'float32' or 'tf32', got 'half'"),
         ({"precision": "tf32"}, "precision='tf32' needs engine='triton'; engine='auto' has 'float32' only"),
         ({"engine": "dense", "precision": "tf32"}, "needs engine='triton'; engine='dense'"),
-        ({"engine": "keops", "precision": "tf32"}, "needs engine='triton'; engine='keops'"),
     ],
 )
 def test_unknown_choices(options, message):
@@ -131,23 +129,18 @@ def test_unknown_choices(options, message):
 def test_an_engine_that_cannot_be_used_says_why():
     with pytest.raises(InputError, match=r"matmul='triton' cannot be used here: .+\. Use matmul='auto'\."):
         KernelMatrix.of(RBFKernel().double(), points(3), engine="triton")
-    with pytest.raises(InputError, match=r"matmul='keops' cannot be used here: .+\. Use matmul='auto'\."):
-        KernelMatrix.of(CosineKernel().double(), points(3), engine="keops")
 
 
-def test_keops_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pykeops", None)
-    monkeypatch.setitem(sys.modules, "pykeops.config", None)
-    with pytest.raises(InputError, match=r"the extra sketchgp\[keops\] is not installed"):
-        KernelMatrix.of(RBFKernel().double(), points(3), engine="keops")
-
-
-def test_a_model_whose_engine_cannot_be_used_can_be_given_another():
+def test_a_model_whose_engine_cannot_be_used_can_be_given_another(monkeypatch):
+    monkeypatch.setattr(type(TRITON), "absent", lambda self, device, dtype: None)
     x, y, _ = data(60)
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     model = Plain(x, y, likelihood, ScaleKernel(CosineKernel())).double()
-    sketchgp.accelerate(model, matmul="keops")
-    with gpytorch.settings.max_cholesky_size(20), pytest.raises(InputError, match="matmul='keops' cannot be used here"):
+    sketchgp.accelerate(model, matmul="triton")
+    with (
+        gpytorch.settings.max_cholesky_size(20),
+        pytest.raises(InputError, match="matmul='triton' cannot be used"),
+    ):
         model(x)
     assert is_accelerated(sketchgp.accelerate(model, matmul="tiled"))
     with gpytorch.settings.max_cholesky_size(20):

@@ -15,12 +15,11 @@ from ...settings import SHARE, memory_budget
 from ..expression import recognise
 from ..pairs import Pairs
 from .base import Engine
-from .keops import KeOps
 from .tiled import Dense, Tiled
 from .triton import Triton
 
-DENSE, TILED, KEOPS, TRITON = Dense(), Tiled(), KeOps(), Triton()
-_NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, TILED, KEOPS, TRITON)}
+DENSE, TILED, TRITON = Dense(), Tiled(), Triton()
+_NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, TILED, TRITON)}
 ENGINES = ("auto", *_NAMED)
 PRECISIONS = tuple(dict.fromkeys(name for engine in _NAMED.values() for name in engine.precisions))
 

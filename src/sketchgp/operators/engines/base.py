@@ -37,10 +37,6 @@ class Engine:
         """
         return None
 
-    def width_class(self, columns: int) -> int:
-        """Return a number that is the same for all counts of right-hand sides that share the same code."""
-        return min(1 << max(columns - 1, 0).bit_length(), 256)
-
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
         """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.
 

@@ -54,7 +54,7 @@ def trusted(engine: Engine, pairs: Pairs, columns: int, gradient: bool = False) 
     c = engine.resolution(pairs)
     if c is None or pairs.expression is None or not (columns and pairs.x1.numel() and pairs.x2.numel()):
         return engine
-    kind = (engine.name, *_kind(pairs, engine.width_class(columns), gradient))
+    kind = (engine.name, *_kind(pairs, columns, gradient))
     with _LOCK:
         if kind not in _VERDICTS:
             try:
@@ -89,7 +89,7 @@ def _say(engine: Engine, device: torch.device, fault: str) -> None:
         _logger.info(message)
 
 
-def _kind(pairs: Pairs, width: int, gradient: bool) -> tuple[Hashable, ...]:
+def _kind(pairs: Pairs, columns: int, gradient: bool) -> tuple[Hashable, ...]:
     assert pairs.expression is not None
     d = pairs.x1.shape[-1]
     atoms = []
@@ -98,6 +98,7 @@ def _kind(pairs: Pairs, width: int, gradient: bool) -> tuple[Hashable, ...]:
         atoms.append((atom.profile.name, sum(sizes)))
     tensors = (pairs.x1, pairs.x2, *pairs.parameters)
     differentiated = (pairs.x1 is pairs.x2, *[t.requires_grad for t in tensors]) if gradient else None
+    width = min(1 << max(columns - 1, 0).bit_length(), 256)  # up to a power of two they share the same code
     types = (pairs.precision, pairs.same, *[(t.dtype, t.dim() > 2) for t in tensors])
     return (pairs.device, tuple(atoms), pairs.expression.terms, types, width, differentiated)
 

@@ -80,7 +80,7 @@ class ConjugateGradients(FullSolver):
         self,
         problem: FullProblem,
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "tiled", "keops", "triton"] = "auto",
+        matmul: Literal["auto", "dense", "tiled", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -89,7 +89,7 @@ class ConjugateGradients(FullSolver):
         """Solve a :class:`FullProblem`.
 
         :param preconditioner: a choice object, None, or ``"auto"`` (``RPCholesky()``).
-        :param matmul: ``"auto"``, ``"dense"``, ``"tiled"``, ``"keops"`` or ``"triton"``.
+        :param matmul: ``"auto"``, ``"dense"``, ``"tiled"`` or ``"triton"``.
         :param initial: starting point in y's shape.
         :param callback: called with a :class:`Progress` once an iteration, whose residual is that of the recurrence;
             returning True ends the solve.
