@@ -187,8 +187,8 @@ BREAKS = (
         "boxes that overlap are taken to be apart",
     ),
     Break(
-        "return self.tall.gram_matmul(rhs).addmm_(self.kzz, rhs, alpha=self.level)",
-        "return self.tall.gram_matmul(rhs).addmm_(self.kzz, rhs)",
+        "return gram.addmm_(self.kzz, rhs, alpha=self.level)",
+        "return gram.addmm_(self.kzz, rhs)",
         NORMAL,
         "the noise is missing from the normal equations",
     ),

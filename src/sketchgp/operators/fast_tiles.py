@@ -236,22 +236,8 @@ def _mostly_far(features: Features) -> bool:
 
 def far_points(squares: Tensor) -> Tensor:
     """Return a mask of points whose squared distances may be wrong by more than ``_SEEN`` in some matrix of a batch."""
-    return (squares > _limit_of(squares.dtype)).reshape(-1, squares.shape[-1]).any(dim=0)
-
-
-def _limit_of(dtype: torch.dtype) -> float:
-    return _SEEN[dtype] / (8 * torch.finfo(dtype).eps)
-
-
-def surely_near(prepared: Prepared) -> bool:
-    """Return whether no point of a box is far, wherever in it the centre is; False where that is not certain.
-
-    :param prepared: features of the two corners of the box, as rows.
-    """
-    if any(f.weight is None for f in prepared.features):  # not linear in the inputs
-        return False
-    widths = [(f.left[..., 1, :] - f.left[..., 0, :]).square().sum(dim=-1).amax() for f in prepared.features]
-    return not widths or bool((torch.stack(widths) <= _limit_of(widths[0].dtype)).all())
+    limit = _SEEN[squares.dtype] / (8 * torch.finfo(squares.dtype).eps)
+    return (squares > limit).reshape(-1, squares.shape[-1]).any(dim=0)
 
 
 def _lambert(c: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from ..row_sources import RowSource, blocks
 from ..space import Space
 from .centre import Centre
 from .expression import Known
-from .fast_tiles import surely_near
 from .kernel_matrix import KernelMatrix
 from .pairs import far_sides, known_of
 from .tiles import logger, spans
@@ -85,8 +85,7 @@ class TallMatrix:
         self._accurate = accurate
         self.evaluated = Evaluated() if evaluated is None else evaluated
         self.pattern: KernelMatrix | None = None  # of one row, that all others are made after
-        self._near = False  # whether surely no point is far from the centre
-        self._sides: list[list[Tensor]] | None = None  # else, on a device, which of x and z are
+        self._sides: list[list[Tensor]] | None = None  # on a device, which of x and z are far from the centre
         self.known: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
         self._centre = Centre(self._selected(z))
@@ -129,37 +128,22 @@ class TallMatrix:
         if self.pattern is None:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self.pattern = matrix.type(torch.float64) if self._accurate else matrix
-            self._near = self._box_is_near(self.pattern)
-            if not self._near and self.device.type != "cpu":
+            if self.device.type != "cpu":
                 self._sides = far_sides(self.pattern.pairs, self._selected(self.x), self._selected(self.z))
         return self.pattern
-
-    @torch.no_grad()
-    def _box_is_near(self, matrix: KernelMatrix) -> bool:
-        """Return whether the box of all points is so small that none can be far, whatever the centre."""
-        if matrix.expression is None or isinstance(self.x, RowSource):
-            return False
-        sides = [self._selected(points) for points in (self.x, self.z)]
-        least = torch.stack([side.amin(dim=0) for side in sides]).amin(dim=0)
-        most = torch.stack([side.amax(dim=0) for side in sides]).amax(dim=0)
-        corners = torch.stack([least, most]).to(matrix.dtype)
-        return surely_near(matrix.against(corners, corners, self._centre, None).pairs.prepared())
 
     def _known(self, rows: slice | Tensor | None) -> Known | None:
         """Return which of some rows of x, and of z, are far; None where the points have to be looked at.
 
         :param rows: slice or indices; None for other points, which have a centre of their own.
         """
-        expression = self._like().expression
-        none_is: Known = [None] * (1 if expression is None else len(expression.atoms))
-        if self._near:
-            return none_is
+        pairs = self._like().pairs
         if self._sides is None:
             return None
         if rows is not None:
             rows = here(rows) if torch.is_tensor(rows) else rows
-            return known_of(self._like().pairs, [mask[rows] for mask in self._sides[0]], self._sides[1])
-        return None if any(bool(mask.any()) for mask in self._sides[0]) else none_is
+            return known_of(pairs, [mask[rows] for mask in self._sides[0]], self._sides[1])
+        return None if any(bool(mask.any()) for mask in self._sides[0]) else [None] * len(self._sides[0])
 
     def _matrix(self, x: Tensor, rows: slice | Tensor) -> KernelMatrix:
         """Return the kernel matrix of some rows of x.
@@ -292,58 +276,43 @@ class TallMatrix:
 class NormalMatrix:
     """``M = T^T T + level Kzz``, ``(m, m)`` float64, with ``T = diag(weights) k(x, z)`` by tiles.
 
-    A product costs ``n m`` kernel evaluations and O((n + m) t) memory beside one tile and Kzz.  Not differentiable.
+    A product costs ``n m`` kernel evaluations, and ``m^2 / 2`` where Kzz goes by tiles too.  It takes O((n + m) t)
+    memory beside one tile and what is stored of Kzz.  Not differentiable.
 
-    :param kzz: ``(m, m)`` float64, the kernel matrix of the inducing points.
+    :param kzz: the kernel matrix of the inducing points, stored as ``(m, m)`` float64, or by tiles in the dtype of its
+        entries.
     :param tall: T.
     :param level: the noise variance that ``weights`` refer to.
-    :param memory: values that copies with other entries of T share.
     """
 
-    def __init__(self, kzz: Tensor, tall: TallMatrix, level: float, memory: Memory | None = None) -> None:
+    def __init__(self, kzz: Tensor | KernelMatrix, tall: TallMatrix, level: float) -> None:
         self.kzz, self.tall, self.level = kzz, tall, level
-        self.memory = Memory() if memory is None else memory
+        self.memory = Memory()  # shared with the copy that has other entries
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.tall.shape[1], self.tall.shape[1]
 
     def accurate(self) -> NormalMatrix:
-        """Return M with float64 entries of T."""
-        return NormalMatrix(self.kzz, self.tall.accurate(), self.level, self.memory)
-
-    @torch.no_grad()
-    def product(self, rhs: Tensor) -> Tensor:
-        """``M v``, ``(m, t)`` float64."""
-        return self.tall.gram_matmul(rhs).addmm_(self.kzz, rhs, alpha=self.level)
-
-
-class TiledNormalMatrix:
-    """:class:`NormalMatrix` with Kzz by tiles, too: ``n m + m^2 / 2`` kernel evaluations a product, no m x m matrix.
-
-    :param kzz: ``k(z, z)``, by tiles, in the dtype of its entries.
-    """
-
-    def __init__(self, kzz: KernelMatrix, tall: TallMatrix, level: float) -> None:
-        self.kzz, self.tall, self.level = kzz, tall, level
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.tall.shape[1], self.tall.shape[1]
-
-    def accurate(self) -> TiledNormalMatrix:
         """Return M with float64 entries."""
         if self.tall.dtype == torch.float64 and self.kzz.dtype == torch.float64:
             return self
-        return TiledNormalMatrix(self.kzz.type(torch.float64), self.tall.accurate(), self.level)
+        result = copy.copy(self)
+        result.kzz, result.tall = self.kzz.type(torch.float64), self.tall.accurate()
+        return result
 
     @torch.no_grad()
     def kzz_matmul(self, rhs: Tensor) -> Tensor:
         """``Kzz v``, ``(m, t)`` float64."""
+        if isinstance(self.kzz, Tensor):
+            return self.kzz @ rhs
         self.tall.evaluated.products += 1
         return self.kzz.product(rhs.to(self.kzz.dtype)).to(torch.float64)
 
     @torch.no_grad()
     def product(self, rhs: Tensor) -> Tensor:
         """``M v``, ``(m, t)`` float64."""
-        return self.tall.gram_matmul(rhs).add_(self.kzz_matmul(rhs), alpha=self.level)
+        gram = self.tall.gram_matmul(rhs)
+        if isinstance(self.kzz, Tensor):
+            return gram.addmm_(self.kzz, rhs, alpha=self.level)
+        return gram.add_(self.kzz_matmul(rhs), alpha=self.level)

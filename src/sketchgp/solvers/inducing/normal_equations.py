@@ -12,7 +12,7 @@ from torch import Tensor
 from ...checks import count, settle, tolerance, word
 from ...devices import float64_cost
 from ...memory import enough_memory, require_memory
-from ...operators.tall import NormalMatrix, TiledNormalMatrix, tile_bytes
+from ...operators.tall import NormalMatrix, tile_bytes
 from ...preconditioners.krill import TriangularFactors
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
@@ -86,7 +86,7 @@ class NormalEquationsSolver(InducingPointSolver):
         """
         raise NotImplementedError
 
-    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix | TiledNormalMatrix:
+    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix:
         return problem.normal_matrix(accurate)
 
     def _accurate(self, problem: InducingPointProblem) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checks import count, number, seed, settle
 from ...errors import InputError
 from ...memory import available_memory
-from ...operators.tall import TiledNormalMatrix
+from ...operators.tall import NormalMatrix
 from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ...random_streams import generator
 from ...settings import agreed
@@ -76,8 +76,8 @@ class NystromPCG(NormalEquationsSolver):
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)
 
-    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> TiledNormalMatrix:
-        return problem.tiled_normal_matrix(accurate)
+    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix:
+        return problem.normal_matrix(accurate, stored=False)
 
     def preconditioner(self, matrix: Any, targets: Tensor) -> NystromRoot:
         """That of one normal matrix."""

@@ -13,7 +13,7 @@ from ...checks import found, instance, tensor, variances
 from ...errors import InputError
 from ...memory import available_memory
 from ...operators import KernelMatrix
-from ...operators.tall import NormalMatrix, TallMatrix, TiledNormalMatrix
+from ...operators.tall import NormalMatrix, TallMatrix
 from ...row_sources import RowSource, whole_or_source, whole_targets
 from ..problem import check_data, check_fits, check_kernel, check_plain
 
@@ -210,21 +210,17 @@ class InducingPointProblem:
             )
         return KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach().double().to_dense()
 
-    def tiled_normal_matrix(self, accurate: bool = True) -> TiledNormalMatrix:
-        """``Kzx Kxz + noise Kzz``, Kzz by tiles as well.
+    def normal_matrix(self, accurate: bool = True, stored: bool = True) -> NormalMatrix:
+        """``Kzx Kxz + noise Kzz``, ``(m, m)``.
 
         :param accurate: evaluate entries in float64 whatever the dtype of x.
-        """
-        kzz = KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach()
-        return TiledNormalMatrix(kzz.type(torch.float64) if accurate else kzz, self.tall(accurate), self.level)
-
-    def normal_matrix(self, accurate: bool = True) -> NormalMatrix:
-        """``Kzx Kxz + noise Kzz``, ``(m, m)``, with Kzz stored.
-
-        :param accurate: evaluate Kxz in float64 whatever the dtype of x.
+        :param stored: store Kzz, in float64; else it goes by tiles.
         """
         tall = self.tall(accurate)
-        return NormalMatrix(self.kzz(), tall, self.level)
+        if stored:
+            return NormalMatrix(self.kzz(), tall, self.level)
+        kzz = KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach()
+        return NormalMatrix(kzz.type(torch.float64) if accurate else kzz, tall, self.level)
 
 
 def check_inducing(owner: str, problem: Any) -> None:

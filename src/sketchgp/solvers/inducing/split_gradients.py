@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...devices import fetched
-from ...operators.tall import NormalMatrix, TiledNormalMatrix
+from ...operators.tall import NormalMatrix
 from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import ROUNDINGS, NystromRoot
 from ...report import Reason
@@ -56,7 +56,7 @@ class SplitGradients(Cycles):
     def __init__(
         self,
         name: str,
-        matrix: NormalMatrix | TiledNormalMatrix,
+        matrix: NormalMatrix,
         factors: TriangularFactors | NystromRoot | None,
         b: Tensor,
         tol: float,
@@ -76,7 +76,7 @@ class SplitGradients(Cycles):
         self.recurrence = self.active = self.target = self.norm[:0]
 
     @property
-    def matrix(self) -> NormalMatrix | TiledNormalMatrix:
+    def matrix(self) -> NormalMatrix:
         """M with float64 entries or not, as the present cycle has it."""
         return self._exact_matrix if self.exact else self._matrix
 
@@ -133,7 +133,7 @@ class SplitGradients(Cycles):
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
         sketched = self.factors.sketched if isinstance(self.factors, TriangularFactors) else None
-        if converged and sketched is not None and isinstance(self._matrix, NormalMatrix):
+        if converged and sketched is not None and isinstance(self._matrix.kzz, Tensor):
             moved, too_far = moved_by_rounding(self._back, sketched, self._matrix.kzz, self._matrix.level)
             if bool(too_far.any()):
                 converged, reason = False, Reason.SINGULAR
@@ -268,7 +268,7 @@ class SplitGradients(Cycles):
 
     def _ridge(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``Kzz p`` and ``p^T Kzz p`` of each column, the latter not negative."""
-        if isinstance(self.matrix, TiledNormalMatrix):
+        if not isinstance(self.matrix.kzz, Tensor):
             product = self.matrix.kzz_matmul(vectors)
             return product, (vectors * product).sum(dim=0).clamp(min=0)
         root = root_of(self.matrix)
