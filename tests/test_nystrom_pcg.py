@@ -202,3 +202,16 @@ def test_directions_below_the_roundoff_of_the_matrix(solver):
         solution = solver.solve(one)
         off = float(furthest(one, solution.value))
         assert off <= 0.3 if isinstance(solver, NystromPCG) else not solution.report.converged
+
+
+@pytest.mark.filterwarnings("ignore::sketchgp.errors.ConvergenceWarning")
+def test_directions_in_which_little_has_changed_yet_are_seen():
+    """The changes between sweeps alone once said a tenth of the distance."""
+    for seed in range(2):
+        x = points(600, 3, seed=seed)
+        kernel = ScaleKernel(RBFKernel()).double().requires_grad_(False)
+        kernel.base_kernel.lengthscale = 0.5
+        y = torch.sin(6 * x[:, 0]) * torch.cos(3 * x[:, 1]) + 0.1 * normal(600, seed=seed)
+        one = InducingPointProblem(kernel, x, y, 0.01, x[:60].clone())
+        solution = SketchySAGA(max_epochs=10).solve(one)
+        assert float(solution.report.deviations) >= 0.7 * float(furthest(one, solution.value))

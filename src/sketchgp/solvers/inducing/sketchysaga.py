@@ -76,7 +76,8 @@ class SketchySAGA(InducingPointSolver):
 
     A small residual says little about predictions where the problem is ill-conditioned, so that is not enough to stop:
     sweeps at epochs that grow by half also see how much the function changed since the one before, in the norm that
-    bounds predictions, and what is left is extrapolated from that (:mod:`sketchgp.solvers.energy`).
+    bounds predictions, and what is left is extrapolated from that (:mod:`sketchgp.solvers.energy`).  Directions in
+    which little has changed yet show in the norm of the residual in P, which counts where it is more.
 
     A solve returns the best of the iterates whose true residual is known.  In its report ``passes`` are the kernel
     evaluations, those of Kzz, of the start and of the true residuals included, over n m; and ``history`` the estimates
@@ -201,9 +202,10 @@ class Saga(Refined):
         n, m, b = self.n, self.size, self.block_size
         rank = min(m, self.choices.rank or _RANK)
         rows, sample = min(n, max(_LEAST_ROWS, _ROWS * rank)), min(n, max(_LEAST_SAMPLE, 2 * b))
-        self.p = p = damped_nystrom(self.tall, self.kzz, self.level, rank, rows, sample, self.generator)
+        self.p = p = damped_nystrom(self.exact, self.kzz.double(), self.level, rank, rows, sample, self.generator)
         self.evaluated.products += 1
-        self.root = damped(p.vectors, p.values, self.kzz, self.level, self.y).deepest()
+        root = damped(p.vectors, p.values, self.kzz, self.level, self.y)
+        self.root = root.deepest() or root
         target = max(_LEAST_TARGET, _CAUTION * n / (b * _RATE))
         p.damping = self.choices.rho or p.choose_damping(b, target)
         while True:
@@ -384,8 +386,7 @@ class Saga(Refined):
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
         r = total + noise_term
         self.true = self.current = self.relative(r)
-        if self.root is not None:
-            self.seen = (self.root.inverse_t(r).norm(dim=0) / math.sqrt(self.level)).cpu()
+        self.seen = (self.root.inverse_t(r).norm(dim=0) / math.sqrt(self.level)).cpu()
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 
