@@ -527,6 +527,20 @@ def test_variances_of_sums_with_low_rank_kernels_in_float32():
         assert torch.allclose(model(test).variance.double(), covariance.diagonal(), rtol=1e-4, atol=1e-12)
 
 
+def test_sums_of_low_rank_kernels():
+    """GPyTorch adds them by Lanczos, which fails in one dimension."""
+    model, test = make(noise=0.1, kernel=LinearKernel() + LinearKernel())
+    model.set_train_data(model.train_inputs[0][:, :1], model.train_targets, strict=False)
+    test = test[:, :1]
+    with torch.no_grad(), gpytorch.settings.max_cholesky_size(0):
+        posterior = model(test)
+        model.covar_module = LinearKernel(variance_constraint=gpytorch.constraints.Positive()).double()
+        model.covar_module.variance = 2 * 0.6931471805599453
+        mean, covariance = reference(model, test)
+        assert torch.allclose(posterior.mean, mean, rtol=1e-4)
+        assert torch.allclose(posterior.variance, covariance.diagonal(), rtol=1e-3)
+
+
 def test_second_derivatives_of_few_points_in_float64():
     """As GPyTorch has them."""
     model, test = make()

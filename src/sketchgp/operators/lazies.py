@@ -25,6 +25,7 @@ from linear_operator.operators import (
     LinearOperator,
     MulLinearOperator,
     PsdSumLinearOperator,
+    RootLinearOperator,
     SumLinearOperator,
 )
 from linear_operator.utils.memoize import cached
@@ -71,9 +72,13 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **option
 def _added(parts: Sequence[Any]) -> Any:
     """Add evaluated covariances, as dense matrices where one of them is dense.
 
-    GPyTorch would add one of low rank to it by a root of the dense one, with jitter.
+    GPyTorch would add one of low rank by a root of the others, with jitter, or by Lanczos.
     """
-    return reduce(add, map(to_dense, parts) if any(type(part) is DenseLinearOperator for part in parts) else parts)
+    if any(type(part) is DenseLinearOperator for part in parts):
+        return reduce(add, map(to_dense, parts))
+    if any(isinstance(part, RootLinearOperator) for part in parts):
+        return SumLinearOperator(*parts)
+    return reduce(add, parts)
 
 
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
