@@ -615,7 +615,7 @@ def inducing_reference(
     kept = values > cut * values[-1]
     half = vectors[:, kept] / values[kept].sqrt()
     phi, test_phi = (kxz @ half) / noise.sqrt().unsqueeze(1), ktz @ half
-    root = torch.linalg.cholesky(phi.mT @ phi + torch.eye(phi.shape[1], dtype=torch.float64))
+    root = torch.linalg.qr(torch.cat([phi, torch.eye(phi.shape[1], dtype=torch.float64)]), mode="r").R.mT
     beta = torch.cholesky_solve(phi.mT @ (y / noise.sqrt().unsqueeze(1)), root)
     explained = torch.linalg.solve_triangular(root, test_phi.mT, upper=False).square().sum(0)
     return test_phi @ beta, (prior - test_phi.square().sum(1)).clamp_min(0) + explained

@@ -218,7 +218,8 @@ def _model(case: Case, reports: list[Any]) -> Any:
                 _check_mean(outcome, prediction.mean.reshape(len(references), -1)[number], dense, residual, rounding)
             if variance is not None:
                 expected, found = dense.variance, variance.double().reshape(len(references), -1)[number]
-                rounding = 20 * _eps(case) * dense.prior + 10 * (expected - other.variance).abs()
+                of_kernel = _distances(case) if case.called else 20 * _eps(case)
+                rounding = of_kernel * dense.prior + 10 * (expected - other.variance).abs()
                 allowed = 0.0101 * dense.noise.min() + rounding
                 _expect(bool(((found - expected).abs() <= allowed).all()), "variance", found, expected, allowed)
         residual = max((r.max_residual for r in reports[of_event:before]), default=residual)
@@ -370,8 +371,8 @@ def _inducing(case: Case, reports: list[Any]) -> Any:
             return
         system = kzz, kxz, ktz, prior, y, variances.double()
         expected, expected_variance = inducing_reference(*system)
-        others = [inducing_reference(*system, cut=cut)[0] for cut in (1e-13, 1e-15)]
-        rounding = torch.stack([(other - expected).abs() for other in others]).amax(dim=0)
+        others = [inducing_reference(*system, cut=cut) for cut in (1e-13, 1e-15, 1e-16)]
+        rounding = torch.stack([(other - expected).abs() for other, _ in others]).amax(dim=0)
         deviation = (expected_variance + variances.double().median()).sqrt()
         error = (mean.double() - expected).abs()
         outcome.deviations = float((error / deviation.unsqueeze(1)).max())
@@ -382,7 +383,9 @@ def _inducing(case: Case, reports: list[Any]) -> Any:
         allowed = allowed + 2 * rounding
         _expect(bool((error <= allowed).all()), "mean", mean, expected, allowed)
         if variance is not None:
+            rounding = torch.stack([(other - expected_variance).abs() for _, other in others]).amax(dim=0)
             allowed = 0.01 * (expected_variance + variances.double().min()) + 100 * _distances(case) * prior
+            allowed = allowed + 2 * rounding
             close = (variance.double() - expected_variance).abs() <= allowed
             _expect(bool(close.all()), "variance", variance, expected_variance, allowed)
 
