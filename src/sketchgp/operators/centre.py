@@ -62,19 +62,6 @@ class Centre:
         squares = (x - point).square().sum(dim=-1)
         return (squares > _FAR.get(x.dtype, 1e4) * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
 
-    def _surely_near(self, x: Tensor) -> bool:
-        """Return whether no row lies far, by fewer operations than :meth:`far`; False where that is not certain."""
-        other = self._x
-        if other is None or not torch.is_tensor(other) or not other.numel() or not x.numel():
-            return False
-        centre = other.median(dim=-2, keepdim=True).values
-        squares = (other - centre).square().sum(dim=-1)
-        farthest = (x - centre).square().sum(dim=-1).amax()
-        if not bool(farthest <= _FAR.get(x.dtype, 1e4) * squares.median()):  # also False for NaN
-            return False
-        some = _some(other)
-        return _largest_cluster(some) is some
-
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
         """Indices of rows of x ``(..., n, d)`` in groups, such that those of one lie near each other; None where no row
@@ -82,8 +69,6 @@ class Centre:
 
         :param far: which rows do; None where that is to be found out.
         """
-        if far is None and self._surely_near(x):
-            return None
         far = self.far(x).cpu() if far is None else far
         if not bool(far.any()):
             return None
@@ -142,14 +127,6 @@ def _splits(x: np.ndarray) -> bool:
     many = smaller[..., :-_COPIES, :]
     many[many == 0] = np.inf
     return bool((sizes[..., 1:, :] > _RATIO * np.where(smaller > 0, smaller, 1)).any())
-
-
-def near_and_far(mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the indices of near and of far rows; None where all rows are near, or all are far.
-
-    :param mask: ``(n,)`` bool on the CPU, True for far rows.
-    """
-    return None if bool(mask.all()) or not bool(mask.any()) else ((~mask).nonzero()[:, 0], mask.nonzero()[:, 0])
 
 
 def _some(x: Tensor) -> Tensor:

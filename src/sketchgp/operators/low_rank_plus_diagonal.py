@@ -58,7 +58,7 @@ class _Logdet(torch.autograd.Function):
         core.diagonal(dim1=-2, dim2=-1).add_(1)
         of_factor = operator.pull_back(ctx.saved_tensors, rows_of, core * grad[..., None, None])
         of_diagonal = operator.completed(of_diagonal) * grad[..., None]
-        return (None, *of_factor, _sum_to(of_diagonal, operator.diagonal_part.shape))
+        return (None, *of_factor, of_diagonal.sum_to_size(operator.diagonal_part.shape))
 
 
 class LowRankPlusDiagonal(LinearOperator):
@@ -242,7 +242,7 @@ class LowRankPlusDiagonal(LinearOperator):
         drawn = (of_samples / 2, low_rank_noise.mT)
         of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
         of_factor = self.pull_back_products(tensors, [*self._halves(left, right), drawn])
-        return (*of_factor, _sum_to(of_diagonal, self.diagonal_part.shape))
+        return (*of_factor, of_diagonal.sum_to_size(self.diagonal_part.shape))
 
     @torch.no_grad()
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
@@ -254,7 +254,7 @@ class LowRankPlusDiagonal(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
         left, right = (v.to(self.factor.dtype) for v in (left_vecs, right_vecs))
         of_factor = self.pull_back_products(self._args, self._halves(left, right))
-        return (*of_factor, _sum_to((left * right).sum(-1), self.diagonal_part.shape))
+        return (*of_factor, (left * right).sum(-1).sum_to_size(self.diagonal_part.shape))
 
     def _halves(self, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
         """``G F`` as :meth:`pull_back_products` takes it, G the symmetric part of ``left right^T``."""
@@ -266,7 +266,7 @@ class LowRankPlusDiagonal(LinearOperator):
 
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
         """Return :meth:`pull_back` of ``sum_i a_i b_i``, for a_i ``(..., n, t)`` and b_i ``(..., t, r)``."""
-        return (_sum_to(reduce(torch.add, (2 * a @ b for a, b in pairs)), self.factor.shape),)
+        return (reduce(torch.add, (2 * a @ b for a, b in pairs)).sum_to_size(self.factor.shape),)
 
     @torch.no_grad()
     def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor | None = None) -> Gradients:
@@ -285,7 +285,7 @@ class LowRankPlusDiagonal(LinearOperator):
             part = rows_of(rows)
             if of_factor is not None:
                 of_factor[..., rows, :] = 2 * part
-        return (None if of_factor is None else _sum_to(of_factor, factor.shape),)
+        return (None if of_factor is None else of_factor.sum_to_size(factor.shape),)
 
     def _diagonal(self) -> Tensor:
         return (square_norms(self.factor) + self.diagonal_part).to(self.dtype)
@@ -297,19 +297,21 @@ class LowRankPlusDiagonal(LinearOperator):
     def _transpose_nonbatch(self) -> LowRankPlusDiagonal:
         return self
 
+    def rebatched(self, batch: torch.Size | list[int], of: Callable[[Tensor], Tensor]) -> LowRankPlusDiagonal:
+        """Return the operator whose F and d, expanded to ``(*batch, n, r)`` and ``(*batch, n, 1)``, ``of`` changes."""
+        factor, diagonal = (
+            of(x.expand(*batch, *x.shape[-2:])) for x in (whole(self.factor), self.diagonal_part.unsqueeze(-1))
+        )
+        return LowRankPlusDiagonal(factor, diagonal.squeeze(-1), out_dtype=self.out_dtype)
+
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
-        factor = whole(self.factor).expand(*batch_shape, *self.factor.shape[-2:])
-        return LowRankPlusDiagonal(factor, self.diagonal_part.expand(*batch_shape, -1), out_dtype=self.out_dtype)
+        return self.rebatched(batch_shape, lambda x: x)
 
     def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
-        factor = whole(self.factor).expand(*self.batch_shape, *self.factor.shape[-2:]).unsqueeze(dim)
-        diagonal = self.diagonal_part.expand(*self.batch_shape, -1).unsqueeze(dim)
-        return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
+        return self.rebatched(self.batch_shape, lambda x: x.unsqueeze(dim))
 
     def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
-        factor = whole(self.factor).expand(*self.batch_shape, *self.factor.shape[-2:]).permute(*dims, -2, -1)
-        diagonal = self.diagonal_part.expand(*self.batch_shape, -1).permute(*dims, -1)
-        return LowRankPlusDiagonal(factor, diagonal, out_dtype=self.out_dtype)
+        return self.rebatched(self.batch_shape, lambda x: x.permute(*dims, -2, -1))
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         index = (*batch_indices, row_index, col_index)
@@ -318,8 +320,3 @@ class LowRankPlusDiagonal(LinearOperator):
     def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
         index = (*batch_indices, row_index, col_index)
         return self.to_dense()[index]
-
-
-def _sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:
-    """Sum over the batch dimensions along which a tensor of this shape was broadcast."""
-    return gradient.sum_to_size(shape)

@@ -20,6 +20,7 @@ Where ranks work together, each has its own rows of F, M and H, and hands over t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,17 +297,11 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
     def _diagonal(self) -> Tensor:
         return self.plain().diagonal()
 
-    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
-        return self.plain().expand(*batch_shape, *self.shape[-2:])
+    def rebatched(self, batch: torch.Size | list[int], of: Callable[[Tensor], Tensor]) -> LowRankPlusDiagonal:
+        return self.plain().rebatched(batch, of)
 
     def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
         return self.plain().to(*args, **kwargs)
-
-    def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
-        return self.plain().permute(*dims, len(dims), len(dims) + 1)
-
-    def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
-        return self.plain().unsqueeze(dim)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
         batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])

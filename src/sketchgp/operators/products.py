@@ -24,8 +24,6 @@ from .engines.self_check import trusted
 from .generic_tiles import BatchElement, Index, pick, real
 from .pairs import Pairs, part
 
-_SMALL = 2**16  # numbers of gradients that are added up together
-
 
 def product(pairs: Pairs, rhs: Tensor) -> Tensor:
     """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd."""
@@ -85,19 +83,7 @@ def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
 
 def summed(shards: Shards, gradients: Gradients) -> Gradients:
     """The sum over the ranks of each gradient; None where there is none."""
-    out = list(gradients)
-    small = [i for i, one in enumerate(gradients) if one is not None and one.numel() <= _SMALL]
-    parts = [one.reshape(-1).to(torch.float64) for one in gradients if one is not None and one.numel() <= _SMALL]
-    if parts:
-        totals = shards.sum(torch.cat(parts)).split([len(one) for one in parts])
-        for i, total in zip(small, totals, strict=True):
-            one = gradients[i]
-            assert one is not None
-            out[i] = total.reshape(one.shape).to(one.dtype)
-    for i, one in enumerate(gradients):
-        if one is not None and one.numel() > _SMALL:
-            out[i] = shards.sum(one)
-    return tuple(out)
+    return tuple(None if one is None else shards.sum(one) for one in gradients)
 
 
 def _half(pairs: Pairs, shards: Shards) -> slice:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import InputError, warn
 from ...memory import out_of_memory
 from ...random_streams import generator
-from ..centre import Centre, near_and_far
+from ..centre import Centre
 from ..expression import Features, Prepared
 from ..pairs import Pairs
 from .base import Engine, Gradients
@@ -178,8 +178,8 @@ def _steps(pairs: Pairs, x: Tensor, count: int, seed: int) -> Tensor:
     some = torch.linspace(0, x.shape[-2] - 1, min(x.shape[-2], 4 * count), device=x.device).long()
     candidates = x.detach().index_select(-2, some)
     candidates = candidates if candidates.dtype.itemsize >= 4 else candidates.float()
-    parts = near_and_far(pairs.centre.far(candidates).cpu())
-    near = candidates if parts is None else candidates.index_select(-2, parts[0].to(candidates.device))
+    far = pairs.centre.far(candidates)
+    near = candidates if bool(far.all()) else candidates[..., ~far, :]
     near = near.to(torch.float64) - pairs.centre.near_value()
     near = near.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     spread = near.abs().mean(dim=-2, keepdim=True)
