@@ -295,3 +295,28 @@ def test_a_reduced_precision_of_the_users_is_put_back(monkeypatch: pytest.Monkey
         assert entered == ["ieee", "ieee"]
     finally:
         multiplier.fp32_precision = before
+
+
+def test_small_losses_of_a_fit_take_one_thread():
+    """Threads of small operations wait for each other; larger losses take what the user has set."""
+    counts = {}
+
+    class Counted(gpytorch.means.ZeroMean):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                counts[len(x)] = torch.get_num_threads()
+            return super().forward(x)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for n in (50, 2001):
+            x, y, _ = data(n=n)
+            likelihood = gpytorch.likelihoods.GaussianLikelihood()
+            model = Plain(x, y, likelihood, scaled(kernels.RBFKernel()), Counted()).double()
+            sketchgp.accelerate(model)
+            sketchgp.fit(model, start="model", iterations=1, progress=False)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert (counts[50], counts[2001]) == (1, 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -12,6 +15,20 @@ _FULL = ((6, 0), (7, 0), (7, 2), (8, 0), (9, 0), (10, 0))
 _SLOW = 64.0
 _PINNED = 2**26  # bytes that are copied to a device from pinned memory, at the most
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of tensors on devices: their versions and values
+
+
+@contextmanager
+def one_thread(small: bool) -> Iterator[None]:
+    """Compute on one thread of the CPU inside the block, where threads would wait for each other most of the time.
+
+    The number belongs to the calling thread; others that run already keep theirs.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def version(x: Tensor) -> int:

@@ -13,12 +13,14 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from ..density import LogDensity
+from ..devices import one_thread
 from ..errors import NumericalError
 from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..report import own_solves
 from .record import Evaluation, Evaluations, flat, parts
 
 _MANY_NUMBERS = 100  # numbers of a hyperparameter above which its course is not kept
+_SMALL = 2000  # rows up to which one thread is as fast as two on idle cores, and several times faster on busy ones
 _AT = 0.01  # distance to a limit, relative to it or to the interval, at which a value ended on it
 
 
@@ -86,7 +88,7 @@ class Objective:
             parameter.grad = None
         if self.density is not None:
             self.density.begin()
-        with own_solves() as solves:
+        with own_solves() as solves, one_thread(self.rows <= _SMALL):
             value = self._evaluate(gradient)
         return Evaluation(
             value,
