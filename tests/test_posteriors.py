@@ -527,6 +527,15 @@ def test_variances_of_sums_with_low_rank_kernels_in_float32():
         assert torch.allclose(model(test).variance.double(), covariance.diagonal(), rtol=1e-4, atol=1e-12)
 
 
+def test_small_variances_of_a_linear_kernel_are_predicted_as_small():
+    """GPyTorch raises those in float32 to 1e-6."""
+    model, test = make(noise=1e-6, dtype=torch.float32, kernel=LinearKernel())
+    _, covariance = reference(model, test)
+    found = sketchgp.predict(model, test, variance="exact").variance
+    assert float(found.max()) < 1e-6
+    assert torch.allclose(found.double(), covariance.diagonal(), rtol=0.05, atol=1e-10)
+
+
 def test_sums_of_low_rank_kernels():
     """GPyTorch adds them by Lanczos, which fails in one dimension."""
     model, test = make(noise=0.1, kernel=LinearKernel() + LinearKernel())

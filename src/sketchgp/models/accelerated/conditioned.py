@@ -259,7 +259,9 @@ class Closed:
 
         def compute(some: Tensor) -> tuple[Tensor, int]:
             posterior = self.model(some)
-            return posterior.variance, len(posterior.event_shape)
+            if len(posterior.event_shape) > 1:
+                return posterior.variance, len(posterior.event_shape)
+            return posterior.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2).clamp(min=0), 1  # GPyTorch has a floor
 
         parts = in_chunks(compute, [x], batch_size or EXACT_ROWS, "variance", show)
         return {"variance": torch.cat([one for one, _ in parts], dim=-parts[-1][1])}
