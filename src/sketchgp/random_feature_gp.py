@@ -65,7 +65,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     :param likelihood: a ``GaussianLikelihood`` without batch.
     :param mean: a GPyTorch mean without batch.
     :param kernel: a GPyTorch kernel without batch: RBF, Matern, rational quadratic, periodic, Laplace, spectral
-        mixture, cosine, constant, linear, polynomial and arc-cosine kernels, their sums and products.
+        mixture, cosine and constant kernels, their sums and products.
     :param solver: :class:`sketchgp.DoublyStochastic`; None for its defaults.
     :param variance: as above.
     :param variance_samples: S, how many functions.
@@ -94,13 +94,8 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             )
         self.variance = word(owner, "variance", variance, _VARIANCES)
         self.variance_samples = count(owner, "variance_samples", variance_samples)
-        if recognise(kernel, waves=True, rays=True) is None:
+        if recognise(kernel, waves=True) is None:
             raise unknown(kernel)
-        if variance == "samples" and recognise(kernel, waves=True) is None:
-            raise InputError(
-                f"{owner}: variance='samples' needs functions from the prior, which are known of sums of waves, not of "
-                f"this {type(kernel).__name__}; choose variance='features' or 'none'."
-            )
         self.likelihood, self.mean_module, self.covar_module = likelihood, mean, kernel
         self._begin(solver)
         self._outputs: int | None = None

@@ -23,10 +23,8 @@ from gpytorch.kernels import (
     ConstantKernel,
     CosineKernel,
     Kernel,
-    LinearKernel,
     MaternKernel,
     PeriodicKernel,
-    PolynomialKernel,
     ProductKernel,
     RBFKernel,
     RQKernel,
@@ -36,12 +34,11 @@ from gpytorch.kernels import (
 from torch import Tensor
 
 from ..devices import here, sent
-from ..kernels import ArcCosineKernel, LaplaceKernel
+from ..kernels import LaplaceKernel
 from .centre import Centre
 from .generic_tiles import BatchElement
-from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, RAYS, WAVES, Profile
+from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, WAVES, Profile
 
-_RAYS = (LinearKernel, PolynomialKernel, ArcCosineKernel)
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
 
 
@@ -194,11 +191,6 @@ class Expression:
                 parts.append(z - c)
                 weights.append(None)
                 continue
-            if atom.profile is RAYS:
-                own = type(leaf.kernel) is LinearKernel
-                parts.append(z * self.own(leaf.kernel.variance, 2).sqrt().to(x.dtype) if own else z)
-                weights.append(None)
-                continue
             lengthscale = self.own(leaf.kernel.lengthscale, 2)
             if type(leaf.kernel) is PeriodicKernel:
                 # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.
@@ -232,7 +224,7 @@ def _scale(kernel: Kernel) -> Tensor:
     return kernel.constant.squeeze(-1)
 
 
-def recognise(kernel: Kernel, waves: bool = False, rays: bool = False) -> Expression | None:
+def recognise(kernel: Kernel, waves: bool = False) -> Expression | None:
     """The expression of a kernel made of scaled RBF, Matern, rational quadratic, periodic, l1 Laplace and constant
     kernels by sums and products; None for any other.
 
@@ -240,12 +232,11 @@ def recognise(kernel: Kernel, waves: bool = False, rays: bool = False) -> Expres
 
     :param waves: whether spectral mixture and cosine kernels are as good, as atoms of the profile ``WAVES``: of these
         only frequencies are known (:mod:`.spectrum`), no tiles.
-    :param rays: whether linear, polynomial and arc-cosine kernels are as good, as atoms of the profile ``RAYS``.
     """
     if type(kernel) is BatchElement:
-        whole = recognise(kernel.whole, waves, rays)
+        whole = recognise(kernel.whole, waves)
         return None if whole is None else replace(whole, element=kernel)
-    terms = _terms(kernel, None, waves, rays)
+    terms = _terms(kernel, None, waves)
     if terms is None or len(terms) > _MOST:
         return None
     atoms: list[Atom] = []
@@ -265,20 +256,19 @@ def recognise(kernel: Kernel, waves: bool = False, rays: bool = False) -> Expres
 Term = tuple[tuple[Kernel, ...], tuple[Leaf, ...]]  # what scales it, what it is a product of
 
 
-def _terms(kernel: Kernel, dims: tuple[int, ...] | None, waves: bool, rays: bool) -> list[Term] | None:
+def _terms(kernel: Kernel, dims: tuple[int, ...] | None, waves: bool) -> list[Term] | None:
     """The kernel multiplied out; None where a part is not recognised."""
     if type(kernel) is ScaleKernel:  # calls its base kernel's forward: active dimensions were selected already
-        inner = _terms(kernel.base_kernel, dims, waves, rays)
+        inner = _terms(kernel.base_kernel, dims, waves)
         return None if inner is None else [((kernel, *scales), leaves) for scales, leaves in inner]
     if type(kernel) is ConstantKernel:
         return [((kernel,), ())]
     if type(kernel) in (AdditiveKernel, ProductKernel):
-        parts = [_terms(part, _select(dims, part.active_dims), waves, rays) for part in kernel.kernels]
+        parts = [_terms(part, _select(dims, part.active_dims), waves) for part in kernel.kernels]
     elif waves and type(kernel) is SpectralMixtureKernel:
         return [((kernel,), (Leaf(kernel, dims),))]
     else:
         known = profile_of(kernel) is not None or (waves and type(kernel) is CosineKernel)
-        known = known or (rays and type(kernel) in _RAYS)
         return [((), (Leaf(kernel, dims),))] if known else None
     if any(part is None for part in parts):
         return None
@@ -318,7 +308,7 @@ def _merge(leaves: tuple[Leaf, ...]) -> list[Atom]:
         if merged:
             atoms.append(Atom(profile, merged))
     for leaf in leaves:
-        own = profile_of(leaf.kernel) or (RAYS if type(leaf.kernel) in _RAYS else WAVES)
+        own = profile_of(leaf.kernel) or WAVES
         if own not in (GAUSS, LAPLACE):
             atoms.append(Atom(own, (leaf,)))
     return atoms

@@ -12,12 +12,11 @@ from torch import Tensor
 from ..devices import sent
 from ..errors import InputError
 from .expression import Expression, Prepared, recognise
-from .profiles import RAYS
-from .spectrum import Philox, frequencies, heavy, numbers, ray_numbers, ray_values, ray_weights
+from .spectrum import Philox, frequencies, heavy, numbers
 
 KNOWN = (
-    "RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine, constant, linear, polynomial "
-    "and ArcCosineKernel, scaled, added and multiplied"
+    "RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant, scaled, added "
+    "and multiplied"
 )
 _PATTERN = 64  # pairs of features among which the terms of a kernel have their shares
 _CHUNK = 256  # numbers of a term for which frequencies are made together
@@ -52,17 +51,14 @@ class Made(NamedTuple):
 class _Term(NamedTuple):
     """One summand of the kernel.
 
-    :ivar waves: (index of the factor, its width, its uniform numbers) of the stationary factors; :ivar rays: of the
-        others.
+    :ivar factors: of each its index, its width, and how many uniform numbers a pair takes; none of a constant.
     :ivar slots: ``(s,)`` places in a pattern of ``_PATTERN`` pairs that are this term's.
-    :ivar uniforms: where its random numbers come from; :ivar columns: how many a pair takes.
+    :ivar uniforms: where its random numbers come from.
     """
 
-    waves: tuple[tuple[int, int, int], ...]
-    rays: tuple[tuple[int, int, int], ...]
+    factors: list[tuple[int, int, int]]
     slots: Tensor
     uniforms: Philox
-    columns: int
 
 
 class RandomFeatures:
@@ -83,10 +79,10 @@ class RandomFeatures:
 
     def __init__(self, kernel: Any, origin: Tensor, seed: int) -> None:
         self.origin, self.seed = origin.detach(), seed
-        expression = recognise(kernel, waves=True, rays=True)
+        expression = recognise(kernel, waves=True)
         if expression is not None:  # of parameters that nobody changes, and that are constants
             self.kernel = copy.deepcopy(kernel).requires_grad_(False)
-            expression = recognise(self.kernel, waves=True, rays=True)
+            expression = recognise(self.kernel, waves=True)
         if expression is None:
             raise unknown(kernel)
         self._expression: Expression = expression
@@ -100,16 +96,8 @@ class RandomFeatures:
     def _make_terms(self, widths: list[int], shares: Tensor) -> list[_Term]:
         expression, terms = self._expression, []
         for number, (term, slots) in enumerate(zip(expression.terms, _shares(shares), strict=True)):
-            waves, lines = [], []
-            for index in term:
-                if expression.atoms[index].profile is RAYS:
-                    kernel = expression.atoms[index].leaves[0].kernel
-                    lines.append((index, widths[index], ray_numbers(kernel, widths[index])))
-                else:
-                    waves.append((index, widths[index], numbers(expression, index, widths[index])))
-            columns = sum(count for *_, count in waves) + (1 if waves else 2) * sum(count for *_, count in lines)
-            uniforms = Philox(self.seed, f"random features of term {number}")
-            terms.append(_Term(tuple(waves), tuple(lines), slots, uniforms, columns))
+            factors = [(index, widths[index], numbers(expression, index, widths[index])) for index in term]
+            terms.append(_Term(factors, slots, Philox(self.seed, f"random features of term {number}")))
         return terms
 
     def prepare(self, x: Tensor) -> Made:
@@ -141,7 +129,7 @@ class RandomFeatures:
         result = [like.new_empty(made.points, stop - start) for _ in range(2)] if len(self._terms) > 1 else []
         for number, term in enumerate(self._terms):
             share = _PATTERN / len(term.slots)
-            height = (made.coefficients[number] * (2 * share if term.waves else share)).sqrt()
+            height = (made.coefficients[number] * (2 * share if term.factors else share)).sqrt()
             if len(self._terms) == 1:
                 return self._members(number, made, start, stop, height)
             mine = torch.isin(numbers % _PATTERN, term.slots)
@@ -170,26 +158,18 @@ class RandomFeatures:
         """Return the pairs from ``chunk + start`` to ``chunk + stop`` of a term."""
         term, parts, like = self._terms[number], made.parts, made.coefficients
         weights = [w[start:stop] for w in self._weights(number, chunk, like)]
-        if term.waves:
-            turns: Tensor | None = None
-            for (index, *_), w in zip(term.waves, weights, strict=False):
-                u = parts[index].to(w.dtype)
-                turns = u @ w.mT if turns is None else torch.addmm(turns, u, w.mT)
-            assert turns is not None
-            angles = ((turns - turns.detach().round()).to(like.dtype)).mul(2 * math.pi)
-            first, second = angles.cos() * height, angles.sin() * height
-        else:
-            first = second = height.expand(made.points, stop - start)
-        rest = weights[len(term.waves) :]
-        for place, (index, *_) in enumerate(term.rays):
-            kernel = self._expression.atoms[index].leaves[0].kernel
-            value = ray_values(kernel, parts[index], rest[place])
-            other = value if term.waves else ray_values(kernel, parts[index], rest[place + len(term.rays)])
-            first, second = first * value, second * other
-        return first, second
+        turns: Tensor | None = None
+        for (index, *_), w in zip(term.factors, weights, strict=True):
+            u = parts[index].to(w.dtype)
+            turns = u @ w.mT if turns is None else torch.addmm(turns, u, w.mT)
+        if turns is None:
+            constant = height.expand(made.points, stop - start)
+            return constant, constant
+        angles = ((turns - turns.detach().round()).to(like.dtype)).mul(2 * math.pi)
+        return angles.cos() * height, angles.sin() * height
 
     def _weights(self, number: int, chunk: int, like: Tensor) -> list[Tensor]:
-        """Frequencies in turns, and weights of inner products, of the pairs from ``chunk`` on of a term."""
+        """Frequencies in turns of the pairs from ``chunk`` on of a term, for each factor."""
         key = number, chunk, like.dtype, like.device
         kept = self._kept.get(key)
         if kept is None:
@@ -202,18 +182,12 @@ class RandomFeatures:
 
     def _drawn(self, term: _Term, chunk: int, like: Tensor) -> list[Tensor]:
         rows = torch.arange(chunk, chunk + _CHUNK, device=like.device)
-        uniforms, result, column = term.uniforms(rows, term.columns), [], 0
-        for index, width, count in term.waves:
-            own = uniforms[:, column : column + count]
+        counts, result = [count for *_, count in term.factors], []
+        uniforms = term.uniforms(rows, sum(counts)).split(counts, dim=1)
+        for (index, width, _), own in zip(term.factors, uniforms, strict=True):
             drawn = frequencies(self._expression, index, width, own, self._alphas[index])
             dtype = torch.float64 if heavy(self._expression, index) else like.dtype
             result.append(drawn.div(2 * math.pi).to(dtype))
-            column += count
-        for _ in range(1 if term.waves else 2):
-            for index, _, count in term.rays:
-                kernel = self._expression.atoms[index].leaves[0].kernel
-                result.append(ray_weights(kernel, uniforms[:, column : column + count]).to(like.dtype))
-                column += count
         return result
 
 

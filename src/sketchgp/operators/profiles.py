@@ -153,8 +153,7 @@ def _refused(*_: object) -> NoReturn:
 
 
 WAVES = Profile("waves", False, 1.0, 1.0, 1.0, _refused, _refused)  # what only random features are made of
-RAYS = Profile("rays", False, 1.0, 1.0, 1.0, _refused, _refused)  # the same, of inner products instead of distances
-_ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE, WAVES, RAYS)}
+_ALL = {profile.name: profile for profile in (GAUSS, *MATERN.values(), RATIONAL_QUADRATIC, LAPLACE, WAVES)}
 
 
 def _by_name(name: str) -> Profile:

@@ -17,15 +17,14 @@ import math
 from typing import Any
 
 import torch
-from gpytorch.kernels import CosineKernel, PolynomialKernel
+from gpytorch.kernels import CosineKernel
 from scipy.special import gammaincinv
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels import ArcCosineKernel
 from ..random_streams import salted
 from .expression import Expression
-from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, RAYS, WAVES
+from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
 
 
 def numbers(expression: Expression, index: int, width: int) -> int:
@@ -40,7 +39,7 @@ def numbers(expression: Expression, index: int, width: int) -> int:
 
 def heavy(expression: Expression, index: int) -> bool:
     """Return whether frequencies are heavy-tailed, so that phases need float64."""
-    return expression.atoms[index].profile not in (GAUSS, WAVES, RAYS)
+    return expression.atoms[index].profile not in (GAUSS, WAVES)
 
 
 def frequencies(expression: Expression, index: int, width: int, uniforms: Tensor, alpha: Tensor | None) -> Tensor:
@@ -91,31 +90,6 @@ def _waves_of(expression: Expression, kernel: Any, uniforms: Tensor, p: int) -> 
     which = torch.searchsorted(steps.contiguous(), third.contiguous(), right=True)
     normal = torch.special.ndtri(second)
     return (means.gather(0, which) + scales.gather(0, which) * normal) * signs * (2 * math.pi)
-
-
-def ray_numbers(kernel: Any, width: int) -> int:
-    """Uniform numbers that a feature takes; :param width: of the inputs."""
-    return kernel.power * (width + 1) if isinstance(kernel, PolynomialKernel) else width
-
-
-def ray_weights(kernel: Any, uniforms: Tensor) -> Tensor:
-    """``(count, width)``, or ``(count, power, width + 1)`` of a polynomial, from ``(count, ray_numbers(...))``."""
-    if isinstance(kernel, ArcCosineKernel):
-        return torch.special.ndtri(uniforms)
-    signs = torch.where(uniforms < 0.5, -1.0, 1.0).to(uniforms)
-    return signs.unflatten(1, (kernel.power, -1)) if isinstance(kernel, PolynomialKernel) else signs
-
-
-def ray_values(kernel: Any, z: Tensor, weights: Tensor) -> Tensor:
-    """Features ``(p, count)`` of inputs z ``(p, width)``."""
-    if isinstance(kernel, ArcCosineKernel):
-        result = z @ weights.mT
-        return math.sqrt(2) * ((result > 0).to(z.dtype) if kernel.order == 0 else result.clamp_min(0) ** kernel.order)
-    if not isinstance(kernel, PolynomialKernel):
-        return z @ weights.mT
-    shift = kernel.offset.sqrt().to(z)
-    factors = [torch.addmm(shift * signs[:, -1], z, signs[:, :-1].mT) for signs in weights.unbind(1)]
-    return torch.stack(factors).prod(dim=0)
 
 
 _MASK = 0xFFFFFFFF
