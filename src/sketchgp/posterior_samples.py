@@ -22,13 +22,14 @@ from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import calls_its_own_way, solution_report
 from .models.accelerated.sample_solve import SampleSolve
 from .operators import KernelMatrix
-from .operators.expression import recognise
+from .operators.expression import recognise_waves
 from .operators.generic_tiles import of_all_dims
 from .operators.random_features import PriorPaths
 from .random_streams import salted
 from .report import SolveReport, merged
 
 _OWNER = "sample_posterior"
+_ADVICE = " model(x).rsample() draws values at given points."
 # attributes without which a copy holds no data
 _DATA = (
     "train_inputs",
@@ -250,15 +251,6 @@ class FrozenPrior:
         return values if transform is None else transform.untransform(values)[0]
 
 
-def _check_kernel(model: Any, kernel: Any) -> None:
-    if recognise(kernel, waves=True) is None:
-        raise InputError(
-            f"{_OWNER}: the kernel of {_name(model)} has no random features; they are known of RBF, Matern, "
-            "rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant kernels, scaled, added "
-            "and multiplied. model(x).rsample() draws values at given points."
-        )
-
-
 def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
     if calls_its_own_way(model):
         raise InputError(f"{_OWNER}: {_name(model)} has a __call__ of its own, which may compute anything.")
@@ -276,7 +268,7 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
     indices = [(number,) for number in range(batch[0])] if batch else [()]
     parts = [matrix.element(index) if batch else matrix for index in indices]
     for part in parts:
-        _check_kernel(model, part.kernel)
+        recognise_waves(part.kernel, _ADVICE, _OWNER)
     solution_report(model)
     of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
     for index, part in zip(indices, parts, strict=True):
@@ -306,7 +298,7 @@ def _of_inducing_points(model: Any, samples: int, seed: int, frequencies: int | 
     prior = FrozenPrior(model)
     (_, x), (_, z) = (prior.matrix(points) for points in (model.train_inputs[0], model.inducing_points))
     kernel, several = of_all_dims(z.kernel), model.train_targets.dim() > 1
-    _check_kernel(model, kernel)
+    recognise_waves(kernel, _ADVICE, _OWNER)
     mean_weights = model.solution.value.reshape(len(z.x1), -1)
     columns = samples * mean_weights.shape[1]
     noise = model.noise().to(torch.float64)

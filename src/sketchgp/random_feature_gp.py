@@ -19,8 +19,7 @@ from .models.inducing_covariance import PathwiseFormula, independent
 from .models.lazy_covariance import LazyCovariance
 from .models.prediction import Prediction, check_choice, in_chunks
 from .models.streamed import Mapped, Streamed
-from .operators.expression import recognise
-from .operators.feature_map import unknown
+from .operators.expression import recognise_waves
 from .operators.random_features import PriorPaths
 from .operators.spectrum import Philox
 from .random_streams import generator
@@ -94,8 +93,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             )
         self.variance = word(owner, "variance", variance, _VARIANCES)
         self.variance_samples = count(owner, "variance_samples", variance_samples)
-        if recognise(kernel, waves=True) is None:
-            raise unknown(kernel)
+        recognise_waves(kernel)
         self.likelihood, self.mean_module, self.covar_module = likelihood, mean, kernel
         self._begin(solver)
         self._outputs: int | None = None

@@ -673,12 +673,6 @@ BREAKS = (
         "gradients of variances are those of approximations",
     ),
     Break(
-        "shift = kernel.offset.sqrt().to(z)",
-        "shift = kernel.offset.to(z)",
-        ("test_random_features.py",),
-        "the offset of polynomial features is squared",
-    ),
-    Break(
         "result = sine + rest * cosine",
         "result = sine - rest * cosine",
         ("test_random_features.py",),

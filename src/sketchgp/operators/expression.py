@@ -34,6 +34,7 @@ from gpytorch.kernels import (
 from torch import Tensor
 
 from ..devices import here, sent
+from ..errors import InputError
 from ..kernels import LaplaceKernel
 from .centre import Centre
 from .generic_tiles import BatchElement
@@ -251,6 +252,23 @@ def recognise(kernel: Kernel, waves: bool = False) -> Expression | None:
     if len(atoms) > _MOST:
         return None
     return Expression(tuple(atoms), tuple(indices), tuple(scales for scales, _ in terms))
+
+
+def recognise_waves(kernel: Kernel, advice: str = "", owner: str = "") -> Expression:
+    """The expression of a kernel that has random features.
+
+    :param advice: what else a caller may do; :param owner: what the message begins with.
+    :raises InputError: for another kernel.
+    """
+    expression = recognise(kernel, waves=True)
+    if expression is None:
+        head = f"{owner}: " if owner else ""
+        raise InputError(
+            f"{head}{type(kernel).__name__} has no random features here; they are known of RBF, Matern, rational "
+            "quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant kernels, scaled, added and "
+            f"multiplied.{advice}"
+        )
+    return expression
 
 
 Term = tuple[tuple[Kernel, ...], tuple[Leaf, ...]]  # what scales it, what it is a product of

@@ -10,23 +10,12 @@ import torch
 from torch import Tensor
 
 from ..devices import sent
-from ..errors import InputError
-from .expression import Expression, Prepared, recognise
+from .expression import Prepared, recognise_waves
 from .spectrum import Philox, frequencies, heavy, numbers
 
-KNOWN = (
-    "RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant, scaled, added "
-    "and multiplied"
-)
 _PATTERN = 64  # pairs of features among which the terms of a kernel have their shares
 _CHUNK = 256  # numbers of a term for which frequencies are made together
 _KEPT = 2**26  # bytes of frequencies that are kept, whatever the kernel and the data
-
-
-def unknown(kernel: Any) -> InputError:
-    return InputError(
-        f"{type(kernel).__name__} has no random features here; they are known of kernels of these kinds: {KNOWN}."
-    )
 
 
 class Made(NamedTuple):
@@ -79,13 +68,9 @@ class RandomFeatures:
 
     def __init__(self, kernel: Any, origin: Tensor, seed: int) -> None:
         self.origin, self.seed = origin.detach(), seed
-        expression = recognise(kernel, waves=True)
-        if expression is not None:  # of parameters that nobody changes, and that are constants
-            self.kernel = copy.deepcopy(kernel).requires_grad_(False)
-            expression = recognise(self.kernel, waves=True)
-        if expression is None:
-            raise unknown(kernel)
-        self._expression: Expression = expression
+        recognise_waves(kernel)
+        self.kernel = copy.deepcopy(kernel).requires_grad_(False)  # whose parameters nobody changes
+        self._expression = recognise_waves(self.kernel)
         with torch.no_grad():
             at_origin = self._prepared(self.origin)
         self._alphas = tuple(f.alpha for f in at_origin.features)

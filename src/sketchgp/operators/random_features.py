@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..errors import InputError
-from .expression import Expression, Features, Prepared, recognise
+from .expression import Expression, Features, Prepared, recognise_waves
 from .kernel_matrix import KernelMatrix
 from .spectrum import Philox, numbers
 from .spectrum import frequencies as drawn_from
@@ -53,14 +52,8 @@ class PriorPaths:
     ) -> None:
         self.kernel, self.origin, self.samples = kernel, origin.detach(), samples
         self.frequencies = _FREQUENCIES if frequencies is None else frequencies
-        expression = recognise(kernel, waves=True)
-        if expression is None:
-            raise InputError(
-                f"{type(kernel).__name__} has no random features here, which variances by samples need; they are known "
-                "of RBF, Matern, rational quadratic, periodic, LaplaceKernel, spectral mixture, cosine and constant "
-                "kernels, scaled, added and multiplied. The mean needs no variance: predict(model, x, variance=None)."
-            )
-        self._expression = expression
+        advice = " Variances by samples need them; the mean needs none: predict(model, x, variance=None)."
+        self._expression = expression = recognise_waves(kernel, advice)
         prepared = self._prepare(self.origin)
         self.terms = [
             _Waves.drawn(
