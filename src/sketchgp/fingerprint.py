@@ -5,10 +5,8 @@ A *key* (:func:`tensor_key`, :func:`module_key`, :func:`data_key`) is compared w
 Those of operators and kernels are in :mod:`sketchgp.operators.marks`.  A :class:`Memory` remembers values until the
 tensors they were made of change.
 
-A key of a tensor sees every entry.  On the CPU it is a cryptographic hash of the bytes.  On other devices, where
-copying would cost more than the work it saves, every 8 bytes are mixed with their place by SplitMix64 (Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) and added up twice: 128 bits, not proof against an
-adversary.
+A key of a tensor sees every entry: it is a cryptographic hash of the bytes.  Numbers of rows come from SplitMix64
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ from .row_sources import RowSource, blocks
 T = TypeVar("T")
 _block: ContextVar[object | None] = ContextVar("sketchgp_parameters_held", default=None)
 _BYTES = 2**26  # hashed at once
-_MIXED = 2**22  # numbers of 8 bytes mixed at once
 _ROWS = 1024  # on disk that are part of a key
 _WATCHED = 2**20  # bytes of data that are looked at at each prediction
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)  # such as the transform of a constraint
 _PLAIN = (bool, int, float, str, *_FUNCTIONS)  # a kernel has None in place of parts that it makes at its first call
-_FEW = 64  # entries that are their own key
 # attributes of every module, and the targets of a model
 _OF_ANY = {*vars(torch.nn.Module()), "_train_targets"}
 _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
@@ -48,10 +44,6 @@ def tensor_key(tensor: Tensor | RowSource) -> tuple[Any, ...]:
     for dim in reversed(range(tensor.dim())):  # what was repeated without copies is read once
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor = tensor.select(dim, 0)
-    if tensor.device.type != "cpu":
-        return (*head, *mixed(tensor))
-    if tensor.numel() <= _FEW:
-        return (*head, _flat(tensor).view(torch.uint8).numpy().tobytes())
     digest = hashlib.blake2b(digest_size=16)
     add_bytes(digest, tensor)
     return (*head, digest.hexdigest())
@@ -89,22 +81,6 @@ def _flat(tensor: Tensor) -> Tensor:
     """One entry after the other; where only one is left, its stride may be 0."""
     flat = tensor.detach().reshape(-1)
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-
-
-def mixed(tensor: Tensor) -> tuple[int, int]:
-    """Two sums mod 2^64 over the mixed bytes of a tensor, computed on its device."""
-    flat = _flat(tensor).view(torch.uint8)
-    totals = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for start in range(0, len(flat), 8 * _MIXED):
-        part = flat[start : start + 8 * _MIXED]
-        numbers = part.new_zeros(-(-len(part) // 8) * 8)  # a copy, as it has to begin at a multiple of 8 bytes
-        numbers[: len(part)] = part
-        words = numbers.view(torch.int64)
-        place = torch.arange(start // 8 + 1, start // 8 + 1 + len(words), device=flat.device)
-        first = _mix(words + _mix(place * _GOLDEN))
-        totals[0] += first.sum()
-        totals[1] += _mix(first + _GOLDEN).sum()
-    return int(totals[0]), int(totals[1])
 
 
 def row_numbers(*tensors: Tensor) -> Tensor:
