@@ -11,7 +11,7 @@ import sketchgp
 from cases import each
 from problems import normal, points, relative
 from sketchgp import GreedyCholesky, RPCholesky
-from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, MovingPlusDiagonal
+from sketchgp.operators import KernelMatrix, MovingPlusDiagonal
 from sketchgp.operators.tiles import thin_product
 from sketchgp.preconditioners import PreconditionerCache
 
@@ -186,16 +186,6 @@ def test_a_batch_of_noises_over_one_matrix():
     built.log_determinant().sum().backward()
     expected = torch.linalg.inv(built.to_dense().detach()).diagonal(dim1=-2, dim2=-1)
     assert relative(noise.grad, expected) < 1e-10
-
-
-def test_moved_preconditioners_keep_their_gradients():
-    kernel, x, noise = _kernel(), points(N), torch.full((N,), 0.1, dtype=torch.float64)
-    built = PreconditionerCache(RPCholesky(8)).get(KernelMatrix.of(kernel, x), noise, differentiable=True)
-    expected = torch.autograd.grad(built.log_determinant(), list(kernel.parameters()))
-    moved = built.to("cpu")
-    assert isinstance(moved, LowRankPlusDiagonal)
-    for a, b in zip(torch.autograd.grad(moved.log_determinant(), list(kernel.parameters())), expected, strict=True):
-        assert relative(a, b) < 1e-8
 
 
 class _Model(gpytorch.models.ExactGP):

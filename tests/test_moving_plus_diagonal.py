@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import unittest
-
 import gpytorch
 import pytest
 import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
-from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 
 import sketchgp
 from cases import each, pairwise
@@ -83,8 +80,9 @@ def test_gradients(choice, name, inputs):
     _close(found, expected, 1e-8)
     left, right = torch.randn(2, N, 4, dtype=torch.float64)
     expected = torch.autograd.grad((left * reference.to_dense().matmul(right)).sum(), wanted)
-    args = built.representation()
-    live = [(a, g) for a, g in zip(args, built._bilinear_derivative(left, right), strict=True) if a.requires_grad]
+    none = [torch.zeros(rows, 1, dtype=torch.float64) for rows in (N, RANK, N)]
+    result = built.sampled_derivative(built.tensors, left, right, *none)
+    live = [(a, g) for a, g in zip(built.tensors, result, strict=True) if a.requires_grad]
     found = torch.autograd.grad([a for a, _ in live], wanted, [g for _, g in live])
     _close(found, expected, 1e-8)
 
@@ -139,27 +137,6 @@ def test_other_operators_keep_the_plain_preconditioner():
         expanded = noise.expand(*operator.batch_shape, N)
         built = PreconditionerCache(choice).get(operator, expanded, differentiable=True)
         assert not isinstance(built, MovingPlusDiagonal) and built.factor.requires_grad
-
-
-class TestMovingPlusDiagonal(LinearOperatorTestCase, unittest.TestCase):
-    seed = 0
-    should_test_sample = True
-    should_call_cg = False  # solves go by the Woodbury identity
-
-    def create_linear_op(self):
-        kernel = ScaleKernel(RBFKernel()).double()
-        noise = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
-        return _built(RPCholesky(3), kernel, points(6, d=3), noise).type(torch.float32)
-
-    def test_bilinear_derivative(self):
-        pass  # see test_gradients; the case takes its reference from autograd through the operator's own product
-
-    def evaluate_linear_op(self, linear_op):
-        x, *parameters = linear_op.representation()[:-1]
-        matrix = KernelMatrix(x, x, *parameters, kernel=linear_op.kernel, names=linear_op.names, same=True)
-        pivots = linear_op.moving.pivots
-        factor = nystrom_factor(matrix.columns(pivots), matrix.block(pivots, pivots), 1e-16)
-        return (factor @ factor.mT + torch.diag_embed(linear_op.representation()[-1])).to(linear_op.dtype)
 
 
 class Model(gpytorch.models.ExactGP):

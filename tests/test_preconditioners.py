@@ -114,7 +114,7 @@ def test_batches(name, stored):
     operator = DenseLinearOperator(matrices) if stored else KernelMatrix.of(kernel, x)
     noise = torch.stack([_noise("constant"), _noise("per-point")])
     built = CHOICES[name].build(operator, noise)
-    assert built.shape == (2, N, N)
+    assert built.batch_shape == (2,)
     for index in range(2):
         single = CHOICES[name].build(DenseLinearOperator(matrices[index]), noise[index])
         assert relative(built.to_dense()[index], single.to_dense()) < 1e-8
@@ -302,7 +302,7 @@ def test_one_matrix_and_several_noises(name):
     operator = KernelMatrix.of(_kernel(lengthscale=2.0), points(n))
     noise = torch.stack([_some_quiet(n, 8), _some_quiet(n, 8).flip(0), torch.full((n,), 0.1, dtype=torch.float64)])
     built = AUTOMATIC[name].build(operator, noise)
-    assert built.shape == (3, n, n)
+    assert built.batch_shape == (3,)
     for index in range(3):
         single = LowRankPlusDiagonal(built.factor, noise[index])
         assert _condition(single, operator, noise[index]) <= 2.0
@@ -504,10 +504,10 @@ def test_training_step_then_prediction_builds_once_more_at_most():
     cache = PreconditionerCache(RPCholesky(15))
     operator = KernelMatrix.of(kernel, points(N))
     live = cache.get(operator, noise, differentiable=True)
-    assert live.requires_grad
+    assert any(t.requires_grad for t in live.tensors)
     plain = cache.get(operator, noise)
     assert cache.builds == 1
-    assert not plain.requires_grad
+    assert not any(t.requires_grad for t in plain.tensors)
     assert relative(plain.to_dense(), live.to_dense()) < 1e-14
 
 
@@ -556,7 +556,7 @@ def test_a_new_preconditioner():
     assert found.report.error_bound is not None
     operator, noise = _operator(), _noise("constant").requires_grad_()
     built = PreconditionerCache(EvenlySpaced(30)).get(operator, noise, differentiable=True)
-    built.inv_quad_logdet(normal(N, 1), logdet=True)[1].backward()
+    built.log_determinant().backward()
     core = operator.block(torch.linspace(0, N - 1, 30).long(), torch.linspace(0, N - 1, 30).long())
     columns = operator.columns(torch.linspace(0, N - 1, 30).long())
     parameter = operator.kernel.base_kernel.raw_lengthscale
@@ -581,7 +581,7 @@ def test_a_new_preconditioner_without_pivots():
     built = PreconditionerCache(Sampled(30)).get(operator, noise)
     expected = PreconditionerCache(EvenlySpaced(30)).get(operator, noise)
     v = normal(N, 1)
-    assert relative(built.solve(v), expected.solve(v)) < 1e-10
+    assert relative(built.apply_inverse(v), expected.apply_inverse(v)) < 1e-10
     with pytest.raises(NotImplementedError, match=r"Sampled: training expects pivots .* factor\(matrix, selection\)"):
         PreconditionerCache(Sampled(30)).get(operator, noise.requires_grad_(), differentiable=True)
     with pytest.raises(NotImplementedError, match="expects a method approximate"):

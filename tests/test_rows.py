@@ -22,7 +22,7 @@ from linear_operator.operators import (
 from cases import each, pairwise
 from problems import GENERIC, RADIAL, dense, identity, matrices, normal, points, relative, set_scales, with_spectrum
 from sketchgp import LaplaceKernel, NumericalError
-from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal, access
+from sketchgp.operators import KernelMatrix, access
 from sketchgp.operators.access import RowProduct
 from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
@@ -181,7 +181,6 @@ def _others(dtype):
         "toeplitz": ToeplitzLinearOperator(column),
         "root": RootLinearOperator(factor),
         "kronecker": KroneckerProductLinearOperator(*(DenseLinearOperator(m) for m in small)),
-        "low rank": LowRankPlusDiagonal(factor, column),
         "diagonal": DiagLinearOperator(column),
         "product": MulLinearOperator(
             *(DenseLinearOperator(with_spectrum(1 + column, seed=k).to(dtype)) for k in (2, 3))

@@ -177,7 +177,7 @@ class Bound(LogDensity):
         solver = dataclasses.replace(operator.acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
         return _InvQuadLogdet.apply(
             self, solver, operator.system(), accurate.representation_tree(), preconditioner, len(args),
-            columns.to(torch.float64), prior, *args, *preconditioner.representation(),
+            columns.to(torch.float64), prior, *args, *preconditioner.tensors,
         )  # fmt: skip
 
     def _preconditioner(self, kernel: Any, noise: Tensor, prior: Tensor) -> LowRankPlusDiagonal:

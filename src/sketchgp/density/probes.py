@@ -107,7 +107,7 @@ class Probes(LogDensity):
         :param judged: whether to look at what rounding has made of A.
         :raises LostToRoundingError: where the probes have met another matrix than A.
         """
-        parts = () if built is None else built.representation()
+        parts = () if built is None else built.tensors
         right = () if columns is None else (columns,)
         return _ProbedInvQuadLogdet.apply(
             self,

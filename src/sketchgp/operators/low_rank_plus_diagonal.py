@@ -7,12 +7,10 @@ from functools import reduce
 from typing import Any
 
 import torch
-from linear_operator.operators import DenseLinearOperator, LinearOperator
-from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
 from ..errors import NumericalError
-from ..space import Factor, ShardedRows, Space, space_of, square_norms, whole
+from ..space import Factor, Space, held_rows, space_of, whole
 from .substitution import cholesky_solve
 from .tiles import add_product, spans, thin_product
 
@@ -40,12 +38,12 @@ class _Logdet(torch.autograd.Function):
         ctx.operator = operator.detached(None)
         ctx.save_for_backward(*args)
         roots = operator.capacitance_root().diagonal(dim1=-2, dim2=-1)
-        return 2 * roots.log().sum(-1) + operator.diagonal_part.expand(operator.shape[:-1]).log().sum(-1)
+        return 2 * roots.log().sum(-1) + operator.diagonal_part.expand(*operator.batch_shape, -1).log().sum(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         operator, root = ctx.operator, ctx.operator.capacitance_root()
-        diagonal = operator.diagonal_part.expand(operator.shape[:-1])
+        diagonal = operator.diagonal_part.expand(*operator.batch_shape, -1)
         of_diagonal = 1 / diagonal  # right as it is for rank 0
 
         def rows_of(rows: slice) -> Tensor:
@@ -61,7 +59,7 @@ class _Logdet(torch.autograd.Function):
         return (None, *of_factor, of_diagonal.sum_to_size(operator.diagonal_part.shape))
 
 
-class LowRankPlusDiagonal(LinearOperator):
+class LowRankPlusDiagonal:
     """``F F^T + diag(d)``, symmetric positive definite.
 
     Solves use the Woodbury identity with ``C = I + F^T D^-1 F`` (r x r, Cholesky), in the factor's dtype; with a
@@ -70,23 +68,14 @@ class LowRankPlusDiagonal(LinearOperator):
     :param factor: F, ``(..., n, r)``; r may be 0.  Of :class:`~sketchgp.space.ShardedRows` every rank holds its
         own rows; solves, products, determinants and samples are then those of all ranks together.
     :param diagonal: d, ``(..., n)``, positive.
-    :param out_dtype: dtype the operator shows to its callers (default: the factor's).
-    :param sharded: where ``factor`` is this rank's rows alone, how they belong together.
+    :param out_dtype: dtype of determinants and samples (default: the factor's).
+
+    :ivar tensors: what it is differentiated in: F, or this rank's rows of it, and d.
     """
 
-    def __init__(
-        self,
-        factor: Factor,
-        diagonal: Tensor,
-        out_dtype: torch.dtype | None = None,
-        sharded: ShardedRows | None = None,
-    ) -> None:
-        if isinstance(factor, ShardedRows):
-            sharded = factor
-            factor = sharded.own
-        super().__init__(factor, diagonal, out_dtype=out_dtype, sharded=sharded)
-        self.factor: Factor = factor if sharded is None else ShardedRows(factor, sharded.n, sharded.shards)
-        self.diagonal_part, self.out_dtype = diagonal, out_dtype
+    def __init__(self, factor: Factor, diagonal: Tensor, out_dtype: torch.dtype | None = None) -> None:
+        self.factor, self.diagonal_part, self.out_dtype = factor, diagonal, out_dtype
+        self.tensors: tuple[Tensor, ...] = (held_rows(factor), diagonal)
         self.known_root: Tensor | None = None
 
     @property
@@ -96,11 +85,13 @@ class LowRankPlusDiagonal(LinearOperator):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of determinants and samples."""
         return self.out_dtype or self.factor.dtype
 
     @property
-    def device(self) -> torch.device:
-        return self.factor.device
+    def batch_shape(self) -> torch.Size:
+        """Shape of the batch."""
+        return torch.broadcast_shapes(self.factor.shape[:-2], self.diagonal_part.shape[:-1])
 
     @property
     def held(self) -> slice:
@@ -123,21 +114,6 @@ class LowRankPlusDiagonal(LinearOperator):
         copy = LowRankPlusDiagonal(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
         copy.known_root = self.capacitance_root()
         return copy
-
-    def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
-        """The operator shown in another dtype; F and d stay as they are where they are more accurate."""
-        if dtype.itemsize < self.factor.dtype.itemsize:
-            return LowRankPlusDiagonal(self.factor, self.diagonal_part, out_dtype=dtype)
-        return LowRankPlusDiagonal(self.factor.to(dtype), self.diagonal_part.to(dtype))
-
-    def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
-        device, dtype = _to_helper(*args, **kwargs)
-        moved = LowRankPlusDiagonal(self.factor.to(device), self.diagonal_part.to(device), out_dtype=self.out_dtype)
-        return moved if dtype is None else moved.type(dtype)
-
-    def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.factor.shape[:-2], self.diagonal_part.shape[:-1])
-        return torch.Size((*batch, self.factor.shape[-2], self.factor.shape[-2]))
 
     @torch.no_grad()
     def capacitance_root(self) -> Tensor:
@@ -166,18 +142,12 @@ class LowRankPlusDiagonal(LinearOperator):
             self.known_root = root
         return self.known_root
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        if rhs.dim() == 1:
-            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
-        work = rhs.to(self.factor.dtype)
-        return (self.factor @ (self.factor.mT @ work) + self.diagonal_part.unsqueeze(-1) * work).to(rhs.dtype)
-
     def apply_inverse(self, rhs: Tensor) -> Tensor:
         """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
         scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
         if self.rank:
-            inner = cholesky_solve(thin_product(self.factor.mT, scaled), self.capacitance_root())
-            scaled = scaled - thin_product(self.factor, inner) / self.diagonal_part.unsqueeze(-1)
+            inner = cholesky_solve(self.down(scaled), self.capacitance_root())
+            scaled = scaled - self.up(inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 
     def down(self, vectors: Tensor, rows: slice | None = None) -> Tensor:
@@ -200,24 +170,9 @@ class LowRankPlusDiagonal(LinearOperator):
             scaled = scaled - self.up(inner, space.span) / diagonal
         return scaled.to(own.dtype)
 
-    def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
-        return self.apply_inverse(rhs)
-
     def log_determinant(self) -> Tensor:
         """``log det P`` of shape ``(...)``, differentiable in what the operator is made of."""
-        return _Logdet.apply(self, *self._args).to(self.dtype)
-
-    def inv_quad_logdet(
-        self, inv_quad_rhs: Tensor | None = None, logdet: bool = False, reduce_inv_quad: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """``rhs^T P^-1 rhs`` and ``log det P``, in closed form at any size."""
-        inv_quad = empty = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
-        if inv_quad_rhs is not None:
-            vector = inv_quad_rhs.dim() == 1
-            rhs = inv_quad_rhs.unsqueeze(-1) if vector else inv_quad_rhs
-            inv_quad = (rhs * self.solve(rhs)).sum(-2)
-            inv_quad = inv_quad.sum(-1) if vector or reduce_inv_quad else inv_quad
-        return inv_quad, self.log_determinant() if logdet else empty
+        return _Logdet.apply(self, *self.tensors).to(self.dtype)
 
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
         """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
@@ -234,31 +189,15 @@ class LowRankPlusDiagonal(LinearOperator):
     ) -> Gradients:
         """Gradients for what the operator is made of, of a function of it and of samples from it.
 
-        :param tensors: those of :meth:`representation`, with the flags that say which need a gradient.
+        :param tensors: :attr:`tensors`, with the flags that say which need a gradient.
         :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
         :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
         """
         left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
-        drawn = (of_samples / 2, low_rank_noise.mT)
+        halves = [(left / 2, self._between(right)), (right / 2, self._between(left))]
         of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
-        of_factor = self.pull_back_products(tensors, [*self._halves(left, right), drawn])
+        of_factor = self.pull_back_products(tensors, [*halves, (of_samples / 2, low_rank_noise.mT)])
         return (*of_factor, of_diagonal.sum_to_size(self.diagonal_part.shape))
-
-    @torch.no_grad()
-    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        options: dict[str, Any] = {"dtype": self.factor.dtype, "device": self.device}
-        z1 = torch.randn(*self.batch_shape, self.rank, num_samples, **options)
-        z2 = torch.randn(*self.batch_shape, self.shape[-1], num_samples, **options)
-        return self.sample(z1, z2).movedim(-1, 0)
-
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
-        left, right = (v.to(self.factor.dtype) for v in (left_vecs, right_vecs))
-        of_factor = self.pull_back_products(self._args, self._halves(left, right))
-        return (*of_factor, (left * right).sum(-1).sum_to_size(self.diagonal_part.shape))
-
-    def _halves(self, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """``G F`` as :meth:`pull_back_products` takes it, G the symmetric part of ``left right^T``."""
-        return [(left / 2, self._between(right)), (right / 2, self._between(left))]
 
     def _between(self, vectors: Tensor) -> Tensor:
         """``v^T F``, ``(..., t, r)``."""
@@ -287,36 +226,7 @@ class LowRankPlusDiagonal(LinearOperator):
                 of_factor[..., rows, :] = 2 * part
         return (None if of_factor is None else of_factor.sum_to_size(factor.shape),)
 
-    def _diagonal(self) -> Tensor:
-        return (square_norms(self.factor) + self.diagonal_part).to(self.dtype)
-
     def to_dense(self) -> Tensor:
+        """Return the matrix, without gradients where F moves."""
         factor = whole(self.factor)
         return (factor @ factor.mT + torch.diag_embed(self.diagonal_part)).to(self.dtype)
-
-    def _transpose_nonbatch(self) -> LowRankPlusDiagonal:
-        return self
-
-    def rebatched(self, batch: torch.Size | list[int], of: Callable[[Tensor], Tensor]) -> LowRankPlusDiagonal:
-        """Return the operator whose F and d, expanded to ``(*batch, n, r)`` and ``(*batch, n, 1)``, ``of`` changes."""
-        factor, diagonal = (
-            of(x.expand(*batch, *x.shape[-2:])) for x in (whole(self.factor), self.diagonal_part.unsqueeze(-1))
-        )
-        return LowRankPlusDiagonal(factor, diagonal.squeeze(-1), out_dtype=self.out_dtype)
-
-    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LowRankPlusDiagonal:
-        return self.rebatched(batch_shape, lambda x: x)
-
-    def _unsqueeze_batch(self, dim: int) -> LowRankPlusDiagonal:
-        return self.rebatched(self.batch_shape, lambda x: x.unsqueeze(dim))
-
-    def _permute_batch(self, *dims: int) -> LowRankPlusDiagonal:
-        return self.rebatched(self.batch_shape, lambda x: x.permute(*dims, -2, -1))
-
-    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        index = (*batch_indices, row_index, col_index)
-        return DenseLinearOperator(self.to_dense())[index]
-
-    def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
-        index = (*batch_indices, row_index, col_index)
-        return self.to_dense()[index]

@@ -20,9 +20,7 @@ Where ranks work together, each has its own rows of F, M and H, and hands over t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +58,6 @@ class MovingFactor:
 
     def made(self, matrix: Access) -> Factor:
         """Return F of a matrix, with the same L."""
-        raise NotImplementedError
-
-    def live(self, matrix: Access) -> Tensor:
-        """Return F by operations that autograd can differentiate, and L with it."""
         raise NotImplementedError
 
     def back(self, rows: Tensor) -> Tensor:
@@ -119,20 +113,10 @@ class FactorOfColumns(MovingFactor):
         factor = over.new_empty(space.height, over.shape[-1])
         for rows in spans(held.stop, max(1, ENTRIES // max(self.width, 1)), held.start):
             part = matrix.block(torch.arange(rows.start, rows.stop, device=over.device), self.pivots)
-            part = self._combined(part, over)
+            solved = self.coefficients is None
+            part = torch.linalg.solve_triangular(over, part.mT, upper=False).mT if solved else part @ over
             factor[rows.start - held.start : rows.stop - held.start] = part
         return space.factor(factor)
-
-    def _combined(self, columns: Tensor, over: Tensor) -> Tensor:
-        if self.coefficients is None:
-            return torch.linalg.solve_triangular(over, columns.mT, upper=False).mT
-        return columns @ over
-
-    def live(self, matrix: Access) -> Tensor:
-        over = self.coefficients
-        if over is None:
-            over = _moved(self.core_root, matrix.block(self.pivots, self.pivots))
-        return self._combined(matrix.columns(self.pivots), over)
 
     def back(self, rows: Tensor) -> Tensor:
         return super().back(rows) if self.coefficients is None else rows @ self.coefficients.mT
@@ -189,12 +173,6 @@ class FactorOfSketch(MovingFactor):
         rows = torch.linalg.solve_triangular(self.core_root, sketch.mT, upper=False).mT
         return space_of(self.test).factor(rows)
 
-    def live(self, matrix: Access) -> Tensor:
-        assert isinstance(self.test, Tensor)
-        sketch = matrix.matmul(self.test)
-        root = _moved(self.core_root, self.test.mT @ sketch)
-        return torch.linalg.solve_triangular(root, sketch.mT, upper=False).mT
-
     def gradients(
         self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
     ) -> Gradients:
@@ -214,12 +192,6 @@ class FactorOfSketch(MovingFactor):
         return totals
 
 
-def _moved(root: Tensor | None, core: Tensor) -> Tensor:
-    """L, differentiable in what it is the Cholesky factor of but for a shift."""
-    assert root is not None
-    return torch.linalg.cholesky(core + (root @ root.mT - core).detach())
-
-
 @torch.no_grad()
 def sketched(matrix: Access, test: Factor) -> Tensor:
     """``K M``; where ranks work together, its rows of this one, by products with 256 columns at a time."""
@@ -234,79 +206,33 @@ def sketched(matrix: Access, test: Factor) -> Tensor:
 class MovingPlusDiagonal(LowRankPlusDiagonal):
     """The preconditioner above for one float64 kernel matrix.
 
-    :param x: ``(n, d)`` float64 inputs.
-    :param tensors: the kernel's parameters, in the order of ``names``, and the diagonal ``(n,)``: what is
-        differentiated, with x.
-    :param kernel: the kernel; :param names: the names of its parameters.
+    :param matrix: K, differentiable in its inputs and its kernel's parameters.
+    :param diagonal: ``(n,)``.
     :param moving: F and what it is made of.
-    :param engine: of products with all of K, which sketches take.
-    :param out_dtype: dtype the operator shows to its callers.
+    :param out_dtype: dtype of determinants and samples.
+
+    :ivar tensors: what it is differentiated in: inputs, parameters and the diagonal.
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        *tensors: Tensor,
-        kernel: Any,
-        names: tuple[str, ...],
-        moving: MovingFactor,
-        engine: str = "tiled",
-        out_dtype: torch.dtype | None = None,
+        self, matrix: KernelMatrix, diagonal: Tensor, moving: MovingFactor, out_dtype: torch.dtype | None = None
     ) -> None:
-        super(LowRankPlusDiagonal, self).__init__(
-            x, *tensors, kernel=kernel, names=names, moving=moving, engine=engine, out_dtype=out_dtype
-        )
-        self.diagonal_part, self.out_dtype = tensors[-1], out_dtype
-        self.kernel, self.names, self.moving, self.engine = kernel, names, moving, engine
-        self.known_root: Tensor | None = None
-
-    def _matrix(self, x: Tensor, *parameters: Tensor) -> KernelMatrix:
-        return KernelMatrix(x, x, *parameters, kernel=self.kernel, names=self.names, engine=self.engine, same=True)
+        self.matrix, self.diagonal_part, self.moving, self.out_dtype = matrix, diagonal, moving, out_dtype
+        self.tensors = (matrix.x1, *matrix.parameters, diagonal)
+        self.known_root = None
 
     @property
     def factor(self) -> Factor:  # type: ignore[override]
         """F, ``(n, r)``, without gradients."""
         factor = self.moving.factor
         if factor is None:
-            matrix = Access(self._matrix(*(t.detach() for t in self._args[:-1])))
-            factor = self.moving.factor = self.moving.made(matrix)
+            factor = self.moving.factor = self.moving.made(Access(self.matrix.detach()))
         return factor
 
-    def _rebuilt(self, tensors: tuple[Tensor, ...], out_dtype: torch.dtype | None) -> MovingPlusDiagonal:
-        options = {"kernel": self.kernel, "names": self.names, "moving": self.moving, "engine": self.engine}
-        copy = self.__class__(*tensors, **options, out_dtype=out_dtype)
+    def detached(self, out_dtype: torch.dtype | None) -> MovingPlusDiagonal:
+        copy = MovingPlusDiagonal(self.matrix.detach(), self.diagonal_part.detach(), self.moving, out_dtype)
         copy.known_root = self.capacitance_root()
         return copy
-
-    def detached(self, out_dtype: torch.dtype | None) -> MovingPlusDiagonal:
-        return self._rebuilt(tuple(t.detach() for t in self._args), out_dtype)
-
-    def type(self, dtype: torch.dtype) -> LowRankPlusDiagonal:
-        return self._rebuilt(self._args, dtype)
-
-    def plain(self) -> LowRankPlusDiagonal:
-        """Return the matrix with a factor that autograd can differentiate, at five times the memory."""
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in self._args)):
-            return LowRankPlusDiagonal(self.factor, self.diagonal_part.detach(), out_dtype=self.out_dtype)
-        factor = self.moving.live(Access(self._matrix(*self._args[:-1])))
-        return LowRankPlusDiagonal(factor, self.diagonal_part, out_dtype=self.out_dtype)
-
-    def to_dense(self) -> Tensor:
-        return self.plain().to_dense()
-
-    def _diagonal(self) -> Tensor:
-        return self.plain().diagonal()
-
-    def rebatched(self, batch: torch.Size | list[int], of: Callable[[Tensor], Tensor]) -> LowRankPlusDiagonal:
-        return self.plain().rebatched(batch, of)
-
-    def to(self, *args: Any, **kwargs: Any) -> LowRankPlusDiagonal:
-        return self.plain().to(*args, **kwargs)
-
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> Gradients:
-        batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
-        left, right = (v.expand(*batch, *v.shape[-2:]).movedim(-2, 0).flatten(1) for v in (left_vecs, right_vecs))
-        return super()._bilinear_derivative(left, right)
 
     @torch.no_grad()
     def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
@@ -347,6 +273,7 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
             for rows in blocks:
                 rows_of(rows)
             return (None,) * (len(tensors) - 1)
-        matrix = self._matrix(*tensors[:-1])
+        x, *parameters = tensors[:-1]
+        matrix = KernelMatrix.on(self.matrix.pairs.of([x, x, *parameters], same=True, centre=None))
         of_x, of_x2, *rest = self.moving.gradients(matrix, blocks, rows_of, core, whole)
         return (of_x if of_x is None or of_x2 is None else of_x + of_x2, *rest)

@@ -143,10 +143,7 @@ class PreconditionerCache:
         selection.factor, selection.core_root = moving.factor, moving.core_root
         self._selection, self._factor, self._moving = selection, selection.factor, moving
         kept, diagonal = self._keep(selection.factor, noise, keys)
-        built = MovingPlusDiagonal(
-            matrix.x1, *matrix.parameters, diagonal, kernel=matrix.kernel, names=matrix.names, moving=moving,
-            engine=matrix.engine, out_dtype=out_dtype,
-        )  # fmt: skip
+        built = MovingPlusDiagonal(matrix, diagonal, moving, out_dtype)
         built.known_root = kept.capacitance_root()
         return built
 
