@@ -44,8 +44,8 @@ def main():
     history = sketchgp.fit(small, iterations=40, learning_rate=0.2)
     print(f"loss per datum {history.losses[0]:.3f} -> {history.best_loss:.3f} in {history.seconds[-1]:.1f} s")
 
-    # The same kernel and noise with more points, chosen by what the mean depends on.
-    chosen = sketchgp.choose_inducing_points(kernel, train_x, 1000, method="leverage", noise=likelihood.noise.item())
+    # The same kernel and noise with more points, which differ from each other by the kernel's measure.
+    chosen = sketchgp.choose_inducing_points(kernel, train_x, 1000, method="rpcholesky")
     model = sketchgp.InducingPointGP(train_x, train_y, likelihood, mean, kernel, inducing_points=chosen.points)
     prediction = sketchgp.predict(model, test_x)
     inside = (prediction.mean - test_y).abs() <= 2 * prediction.observation_variance.sqrt()

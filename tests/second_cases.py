@@ -1060,7 +1060,7 @@ def sparse(case: Case) -> None:
         "EigenPro4": sketchgp.EigenPro4(),
     }
     name = case.pick(*solvers, "auto", "QR", "KRILL")
-    method = case.pick("uniform", "k-means", "rpcholesky", "leverage", "own")
+    method = case.pick("uniform", "k-means", "rpcholesky", "own")
     case.note(solver=name, m=m, method=method)
     if method == "own":
         points = problem.model.train_inputs[0][:m].clone() + 0.01 * problem.size * torch.randn(
@@ -1069,7 +1069,7 @@ def sparse(case: Case) -> None:
     else:
         chosen = case.ask(
             "choose_inducing_points",
-            lambda: sketchgp.choose_inducing_points(old.covar_module, x, m, method=method, noise=problem.noise),
+            lambda: sketchgp.choose_inducing_points(old.covar_module, x, m, method=method),
             refusal="structure",
         )
         if chosen is None:

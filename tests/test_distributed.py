@@ -53,7 +53,6 @@ from sketchgp import (
 )
 from sketchgp.distributed import RankError, in_force, sharded
 from sketchgp.errors import InputError
-from sketchgp.inducing_points import leverage_scores
 from sketchgp.operators import KernelMatrix, LowRankPlusDiagonal
 from sketchgp.preconditioners import Preconditioner, PreconditionerCache
 from sketchgp.report import Reason, SolveReport
@@ -107,12 +106,8 @@ def _targets(n: int = N, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _chosen() -> Values:
-    """Inducing points, and leverage scores."""
-    chosen = {
-        name: choose_inducing_points(_kernel(), points(N), 12, name, noise=0.05) for name in ("rpcholesky", "leverage")
-    }
-    scores = leverage_scores(_kernel(), points(N), 0.05, 30, torch.Generator().manual_seed(0))
-    return {**{name: one.points for name, one in chosen.items()}, "scores": scores}
+    """Inducing points."""
+    return {"rpcholesky": choose_inducing_points(_kernel(), points(N), 12, "rpcholesky").points}
 
 
 def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> Values:

@@ -1,4 +1,4 @@
-"""Choosing inducing points: uniform, k-means, RPCholesky pivots, ridge leverage scores."""
+"""Choosing inducing points: uniform, k-means, RPCholesky pivots."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import sketchgp
 from cases import each
 from problems import normal, points, relative, squared_distances
 from sketchgp import QR, InducingPointProblem, InputError
-from sketchgp.inducing_points import InducingPoints, _inclusion, choose_inducing_points, leverage_scores
+from sketchgp.inducing_points import InducingPoints, choose_inducing_points
 
-METHODS = ("uniform", "k-means", "rpcholesky", "leverage")
+METHODS = ("uniform", "k-means", "rpcholesky")
 
 
 def rbf(lengthscale=0.5, dtype=torch.float64):
@@ -30,7 +30,7 @@ def _needs_scikit_learn(request):
 
 
 def choose(method, x, m, kernel=None, seed=0):
-    return choose_inducing_points(kernel or rbf(dtype=x.dtype), x, m, method, noise=0.1, seed=seed)
+    return choose_inducing_points(kernel or rbf(dtype=x.dtype), x, m, method, seed=seed)
 
 
 def clustered(n=400):
@@ -164,45 +164,7 @@ def test_rpcholesky_finds_the_few_that_differ():
     assert far >= 20 > (choose("uniform", x, 30).indices >= 360).sum()
 
 
-def test_leverage_scores_are_exact_with_all_pilots():
-    x, kernel, noise = clustered(), rbf(), 0.1
-    matrix = kernel(x).to_dense().detach()
-    exact = torch.linalg.solve(matrix + noise * torch.eye(400, dtype=torch.float64), matrix).diagonal()
-    found = leverage_scores(kernel, x, noise, 400, torch.Generator().manual_seed(0))
-    assert relative(found, exact) < 1e-6
-    some = leverage_scores(kernel, x, noise, 100, torch.Generator().manual_seed(0))
-    assert float((some / exact).max()) < 1.7 and float((some / exact).min()) > 0.6
-
-
-def test_leverage_scores_with_an_output_scale_and_float32():
-    x = points(200)
-    kernel = gpytorch.kernels.ScaleKernel(rbf()).double()
-    kernel.outputscale = 4.0
-    matrix = kernel(x).to_dense().detach()
-    exact = torch.linalg.solve(matrix + 0.5 * torch.eye(200, dtype=torch.float64), matrix).diagonal()
-    assert relative(leverage_scores(kernel, x, 0.5, 200, torch.Generator().manual_seed(0)), exact) < 1e-6
-    low = leverage_scores(kernel.float(), x.float(), 0.5, 200, torch.Generator().manual_seed(0))
-    assert relative(low, exact) < 1e-3
-
-
-def test_inclusion_probabilities():
-    scores = torch.tensor([100.0, 50, 1, 1, 1, 1], dtype=torch.float64)
-    found = _inclusion(scores, 4)
-    assert found[:2].tolist() == [1, 1] and float(found.sum()) == pytest.approx(4)
-    assert relative(found[2:], torch.full((4,), 0.5, dtype=torch.float64)) < 1e-12
-
-
-def test_leverage_draws_by_its_probabilities():
-    """Inverse probabilities make sums unbiased: the counts sum to n on average; far rows come more often."""
-    x = clustered(100)
-    draws = [choose("leverage", x, 12, seed=seed) for seed in range(100)]
-    total = torch.stack([draw.counts.sum() for draw in draws]).mean()
-    assert abs(float(total) - 100) < 20
-    often = torch.bincount(torch.cat([draw.indices for draw in draws]), minlength=100) / 100
-    assert float(often[90:].mean()) > 0.5 > 0.15 > float(often[:90].mean())
-
-
-@pytest.mark.parametrize("method", ["rpcholesky", "leverage", "k-means"])
+@pytest.mark.parametrize("method", ["rpcholesky", "k-means"])
 def test_better_than_uniform_where_points_cluster(method):
     """By what the Nystrom approximation from the points leaves of the trace of K."""
     x = clustered()
@@ -217,8 +179,9 @@ def test_better_than_uniform_where_points_cluster(method):
 
 
 def test_falkon_takes_the_counts():
+    pytest.importorskip("sklearn")
     x, y = clustered(), normal(400)
-    chosen = choose("leverage", x, 40)
+    chosen = choose("k-means", x, 40)
     problem = InducingPointProblem(rbf(), x, y, 0.1, chosen.points)
     assert sketchgp.Falkon(counts=chosen.counts).solve(problem).report.converged
 
@@ -230,10 +193,7 @@ def test_falkon_takes_the_counts():
         ({"m": 0}, "m expects a positive integer, got 0"),
         ({"m": 2.0}, "m expects a positive integer"),
         ({"m": True}, "m expects a positive integer"),
-        ({"method": "kmeans"}, "'uniform', 'k-means', 'rpcholesky', 'leverage', got 'kmeans'"),
-        ({"method": "leverage"}, "noise expects a positive number for method='leverage', got None"),
-        ({"method": "leverage", "noise": 0.0}, "noise expects a positive number"),
-        ({"method": "leverage", "noise": float("nan")}, "noise expects a positive number"),
+        ({"method": "kmeans"}, "'uniform', 'k-means', 'rpcholesky', got 'kmeans'"),
         ({"seed": 0.5}, "seed expects an integer"),
         ({"x": torch.full((20, 3), float("nan"))}, "x holds NaN or infinity, first in row 0"),
         ({"x": torch.zeros(20)}, "x expects shape"),
@@ -256,7 +216,7 @@ def test_on_a_device(method):
 
 def test_problems_take_what_was_chosen():
     x = points(50)
-    chosen = choose("leverage", x, 12)
+    chosen = choose("rpcholesky", x, 12)
     plain, taken = (InducingPointProblem(rbf(), x, x[:, 0], 0.1, z) for z in (chosen.points, chosen))
     assert torch.equal(taken.inducing_points, chosen.points) and taken.m == 12
     assert torch.equal(QR().solve(taken).value, QR().solve(plain).value)
