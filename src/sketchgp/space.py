@@ -101,7 +101,7 @@ class Space:
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Inner products column by column, ``(..., t)``."""
-        return (a * b).sum(dim=-2)
+        return self.total((a * b).sum(dim=-2))
 
     def norm(self, a: Tensor) -> Tensor:
         """Norm of each column, ``(..., t)``."""
@@ -121,16 +121,6 @@ class Space:
     def apply_inverse(self, preconditioner: Any, vectors: Tensor) -> Tensor:
         """Apply the inverse of a preconditioner, ``P^-1 vectors``."""
         product: Tensor = preconditioner.apply_inverse(vectors)
-        return product
-
-    def down(self, preconditioner: Any, vectors: Tensor) -> Tensor:
-        """``F^T vectors``, ``(..., r, t)``, for the factor F of a preconditioner."""
-        product: Tensor = preconditioner.down(vectors)
-        return product
-
-    def up(self, preconditioner: Any, inner: Tensor) -> Tensor:
-        """``F inner`` for ``(..., r, t)``."""
-        product: Tensor = preconditioner.up(inner)
         return product
 
 
@@ -197,25 +187,15 @@ class SharedSpace(Space):
     def all(self, here: bool) -> bool:
         return bool(self.shards.agree(here, min))
 
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.total(super().dot(a, b))
-
     def norm(self, a: Tensor) -> Tensor:
         return self.dot(a, a).sqrt()
 
     def norm_and_dot(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        squares, dots = self.total(torch.stack([super().dot(a, a), super().dot(a, b)]))
+        squares, dots = self.total(torch.stack([(a * a).sum(dim=-2), (a * b).sum(dim=-2)]))
         return squares.sqrt(), dots
 
     def apply_inverse(self, preconditioner: Any, vectors: Tensor) -> Tensor:
         product: Tensor = preconditioner.apply_inverse_to_rows(vectors, self)
-        return product
-
-    def down(self, preconditioner: Any, vectors: Tensor) -> Tensor:
-        return self.total(preconditioner.down(vectors, self.span))
-
-    def up(self, preconditioner: Any, inner: Tensor) -> Tensor:
-        product: Tensor = preconditioner.up(inner, self.span)
         return product
 
 

@@ -25,6 +25,7 @@ from .engines import DENSE, TRITON, choose
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
 from .lazies import keeps_gradients, without_keops
+from .pairs import take
 from .products import part_of_rows
 from .profiles import MATERN
 from .tiles import spans
@@ -212,7 +213,7 @@ def _columns(operator: LinearOperator, indices: Tensor) -> Tensor:
     if isinstance(operator, KernelMatrix):
         return operator.columns(indices)
     if isinstance(operator, DenseLinearOperator):
-        return _gather_columns(operator.tensor, indices)
+        return take(operator.tensor, indices, -1)
     if not indices.shape[-1]:  # operators with structure of their own refuse rank 0
         batch = torch.broadcast_shapes(operator.batch_shape, indices.shape[:-1])
         return torch.zeros(*batch, operator.shape[-1], 0, dtype=operator.dtype, device=operator.device)
@@ -230,25 +231,10 @@ def block(operator: LinearOperator, rows: Tensor, columns_: Tensor) -> Tensor:
         if isinstance(part, KernelMatrix):
             return part.block(rows, columns_)
         if isinstance(part, DenseLinearOperator):
-            return _gather_columns(_gather_rows(part.tensor, rows), columns_)
-        return _gather_rows(_columns(part, columns_), rows)
+            return take(take(part.tensor, rows, -2), columns_, -1)
+        return take(_columns(part, columns_), rows, -2)
 
     return fold(operator, leaf, MATRICES)
-
-
-def _gather_columns(matrix: Tensor, indices: Tensor) -> Tensor:
-    if indices.dim() == 1:
-        return matrix.index_select(-1, indices)
-    batch = torch.broadcast_shapes(matrix.shape[:-2], indices.shape[:-1])
-    matrix = matrix.expand(*batch, *matrix.shape[-2:])
-    index = indices.unsqueeze(-2).expand(*batch, matrix.shape[-2], indices.shape[-1])
-    return matrix.gather(-1, index)
-
-
-def _gather_rows(matrix: Tensor, indices: Tensor) -> Tensor:
-    if indices.dim() == 1:
-        return matrix.index_select(-2, indices)
-    return _gather_columns(matrix.mT, indices).mT
 
 
 Term = tuple[float | Tensor, LinearOperator]

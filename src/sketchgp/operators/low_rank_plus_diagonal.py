@@ -150,13 +150,13 @@ class LowRankPlusDiagonal:
             scaled = scaled - self.up(inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 
-    def down(self, vectors: Tensor, rows: slice | None = None) -> Tensor:
-        """``F^T vectors``, ``(..., r, t)``, or the part of it that some rows, those of ``vectors``, make up."""
-        return thin_product((self.factor if rows is None else self.rows(rows)).mT, vectors)
+    def down(self, vectors: Tensor, rows: slice) -> Tensor:
+        """Return the part of ``F^T v``, ``(..., r, t)``, that these rows of v make up."""
+        return thin_product(self.rows(rows).mT, vectors)
 
-    def up(self, inner: Tensor, rows: slice | None = None) -> Tensor:
-        """``F inner``, or some rows of it."""
-        return thin_product(self.factor if rows is None else self.rows(rows), inner)
+    def up(self, inner: Tensor, rows: slice) -> Tensor:
+        """Return these rows of ``F inner``."""
+        return thin_product(self.rows(rows), inner)
 
     def apply_inverse_to_rows(self, own: Tensor, space: Space) -> Tensor:
         """Return the rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``; sends r t numbers.

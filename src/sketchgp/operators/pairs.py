@@ -262,7 +262,7 @@ def part(pairs: Pairs, rows: Tensor | None, columns: Tensor | None) -> Pairs:
 
     :param rows: indices ``(r,)`` or ``(..., r)``; None for all; :param columns: the same of x2.
     """
-    x1, x2 = (x if i is None else _take_rows(x, i) for x, i in ((pairs.x1, rows), (pairs.x2, columns)))
+    x1, x2 = (x if i is None else take(x, i, -2) for x, i in ((pairs.x1, rows), (pairs.x2, columns)))
     result = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)
     result.whole = (pairs, rows)
     if all(i is None or i.dim() == 1 for i in (rows, columns)):
@@ -272,9 +272,12 @@ def part(pairs: Pairs, rows: Tensor | None, columns: Tensor | None) -> Pairs:
     return result
 
 
-def _take_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of ``x`` (..., n, d) at ``indices`` (r,) or (..., r)."""
+def take(x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """Rows (``dim`` is -2) or columns (-1) of matrices ``(..., n, m)`` at indices ``(r,)``, or ``(..., r)``, one set
+    for each matrix."""
     if indices.dim() == 1:
-        return x.index_select(-2, indices)
-    x = x.expand(*indices.shape[:-1], *x.shape[-2:])
-    return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
+        return x.index_select(dim, indices)
+    batch = torch.broadcast_shapes(x.shape[:-2], indices.shape[:-1])
+    x, index = x.expand(*batch, *x.shape[-2:]), indices.unsqueeze(-3 - dim)
+    size = (indices.shape[-1], x.shape[-1]) if dim == -2 else (x.shape[-2], indices.shape[-1])
+    return x.gather(dim, index.expand(*batch, *size))

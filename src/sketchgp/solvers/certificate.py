@@ -93,8 +93,8 @@ class Certificate:
         squared = space.total((r.square() / self.noise).sum(dim=-2))
         if self.factor is not None:
             z = space.apply_inverse(self.factor, r)
-            inner = space.down(self.factor, z)
-            e = r - space.up(self.factor, inner) - self.noise * z
+            inner = space.total(self.factor.down(z, space.span))
+            e = r - self.factor.up(inner, space.span) - self.noise * z
             by_factor = space.dot(r + e, z) + space.total((e.square() / self.noise).sum(dim=-2))
             size = space.dot(z.abs(), r.abs() + self.root * inner.norm(dim=-2, keepdim=True))
             squared = torch.minimum(squared, by_factor.clamp(min=0) + self.sums * size)
