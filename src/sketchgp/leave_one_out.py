@@ -191,7 +191,7 @@ def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
         residual, variance = model._left_out()
         density = -0.5 * (variance.log() + residual.square() / variance + math.log(2 * math.pi))
         rows = torch.stack([residual, variance, density, torch.zeros_like(residual)])
-        return _assembled(targets.dtype, targets.to(torch.float64), rows, _averages(residual, density))
+        return _in_dtype(targets.dtype, targets.to(torch.float64), rows, _averages(residual, density), 0, None, None)
 
 
 def _result(
@@ -211,7 +211,7 @@ def _result(
     averages = _averages(residual, density) if probed is None else totals(probed, weights)
     rows = torch.stack([data.spread(values) for values in (residual, variance, density, relative)])
     count = 0 if probed is None else probed.samples.shape[1]
-    return _assembled(model.train_targets.dtype, data.targets, rows, averages, count, report, mean_report)
+    return _in_dtype(model.train_targets.dtype, data.targets, rows, averages, count, report, mean_report)
 
 
 def _averages(residual: Tensor, density: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -219,14 +219,14 @@ def _averages(residual: Tensor, density: Tensor) -> tuple[tuple[float, float], t
     return (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
 
 
-def _assembled(
+def _in_dtype(
     dtype: torch.dtype,
     targets: Tensor,
     rows: Tensor,
     averages: tuple[tuple[float, float], tuple[float, float]],
-    num_probes: int = 0,
-    report: SolveReport | None = None,
-    mean_report: SolveReport | None = None,
+    num_probes: int,
+    report: SolveReport | None,
+    mean_report: SolveReport | None,
 ) -> LeaveOneOut:
     """Return the predictions in the dtype of the model.
 
@@ -235,20 +235,8 @@ def _assembled(
     :param averages: the mean squared error and the mean log density, each with its standard error.
     """
     residual, variance, density, relative = rows
-    (error, error_deviation), (likely, likely_deviation) = averages
-    return LeaveOneOut(
-        mean=(targets - residual).to(dtype),
-        variance=variance.to(dtype),
-        residual=residual.to(dtype),
-        log_density=density.to(dtype),
-        variance_standard_error=(variance * relative).to(dtype),
-        residual_standard_error=(residual.abs() * relative).to(dtype),
-        mean_squared_error=error,
-        mean_squared_error_standard_error=error_deviation,
-        mean_log_density=likely,
-        mean_log_density_standard_error=likely_deviation,
-        exact=num_probes == 0,
-        num_probes=num_probes,
-        report=report,
-        mean_report=mean_report,
-    )
+    errors = variance * relative, residual.abs() * relative
+    each = (values.to(dtype) for values in (targets - residual, variance, residual, density, *errors))
+    squared, likely = averages
+    fields: list[Any] = [*each, *squared, *likely, num_probes == 0, num_probes, report, mean_report]
+    return LeaveOneOut(*fields)

@@ -126,37 +126,15 @@ def noise_path(
         if exact:
             require_memory(_EXACT_BYTES * n * n, noise.device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
             return _result(exact_path(system, data.residual, data.scale, grid), True)
-        path = _path(data, min(grid), num_probes, seed)
+        acceleration, least = data.training.acceleration, torch.full_like(data.residual, min(grid))
+        built = acceleration.build(system.operator, least, differentiable=False)
+        solver = acceleration.column_gradients(evaluation=True)
+        path = _Path(data, least, acceleration.preconditioner, built, solver, num_probes, seed)
         results: dict[float, AtNoise] = {}
         falling, hidden = sorted(set(grid), reverse=True), not shows_progress(show)
         for value in tqdm(falling, desc="noise path", disable=hidden, leave=False):
             results[value] = path.at(value)
         return _result([results[value] for value in grid], False)
-
-
-def _path(data: TrainingData, least_noise: float, num_probes: int, seed: int) -> _Path:
-    """Return the solves along a grid of noises, with one factor of a preconditioner for all of them."""
-    training = data.training
-    acceleration, system, built = training.acceleration, training.system, None
-    choice = acceleration.preconditioner
-    shift: Tensor | float = 0.0
-    if acceleration.preconditions():
-        least = torch.full_like(data.residual, least_noise)
-        built = acceleration.build(system.operator, least, differentiable=False)
-        assert built is not None
-        shift = built.diagonal_part - least
-    return _Path(
-        system.operator,
-        data.residual,
-        data.scale,
-        built,
-        shift,
-        below=choice is None or choice.pivoted or built is None,
-        solver=acceleration.column_gradients(evaluation=True),
-        probes=num_probes,
-        seed=seed,
-        name="none" if choice is None else choice.name,
-    )
 
 
 def _grid(owner: str, noises: Any) -> list[float]:
@@ -169,9 +147,7 @@ def _grid(owner: str, noises: Any) -> list[float]:
 
 
 def _result(points: list[AtNoise], exact: bool) -> NoisePath:
-    def of(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float64)
-
+    columns = [(one.noise, *one.error, *one.density, *one.likelihood, one.lower, one.upper) for one in points]
     best = {
         "mean_squared_error": min(points, key=lambda one: one.error[0]).noise,
         "mean_log_density": max(points, key=lambda one: one.density[0]).noise,
@@ -181,19 +157,7 @@ def _result(points: list[AtNoise], exact: bool) -> NoisePath:
     def work(name: str) -> Tensor:
         return torch.tensor([int(sum(r.work.get(name, 0) for r in one.reports)) for one in points])
 
-    return NoisePath(
-        noises=of(one.noise for one in points),
-        mean_squared_error=of(one.error[0] for one in points),
-        mean_squared_error_standard_error=of(one.error[1] for one in points),
-        mean_log_density=of(one.density[0] for one in points),
-        mean_log_density_standard_error=of(one.density[1] for one in points),
-        log_marginal_likelihood=of(one.likelihood[0] for one in points),
-        log_marginal_likelihood_standard_error=of(one.likelihood[1] for one in points),
-        lower=of(one.lower for one in points),
-        upper=of(one.upper for one in points),
-        best=best,
-        exact=exact,
-        iterations=work("iterations"),
-        products=work("products"),
-        reports=[one.reports for one in points],
-    )
+    results = torch.tensor(columns, dtype=torch.float64).T.contiguous()
+    solves = [work("iterations"), work("products"), [one.reports for one in points]]
+    fields: list[Any] = [*results, best, exact, *solves]
+    return NoisePath(*fields)

@@ -18,12 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..operators import KernelMatrix, LowRankPlusDiagonal
 from ..operators.access import Access
+from ..preconditioners import Preconditioner
 from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import ConjugateGradients, System
@@ -82,41 +84,40 @@ def _likelihood(quadratic: Tensor | float, log_determinant: Tensor | float, scal
 
 
 class NoisePath:
-    """Solves along a grid of noises.
+    """Solves along a grid of noises, with one factor of a preconditioner for all of them.
 
-    :param operator: K, ``(n, n)``; :param residual: b, ``(n,)`` float64; :param scale: as in :func:`exact_path`.
-    :param built: a preconditioner of K plus some noise, :param shift: what its diagonal has beside that noise; None
-        for none.
-    :param below: whether its ``F F^T`` is at most K.
+    :param data: K as ``training.system.operator`` ``(n, n)``, b as ``residual``, and ``scale`` as in
+        :func:`exact_path`.
+    :param least: the least noise of the grid, ``(n,)``.
+    :param choice: of the preconditioner, :param built: that of K with the least noise; None for none.
     :param solver: of b; those of probes go to a residual of 1e-2.
     """
 
     def __init__(
         self,
-        operator: object,
-        residual: Tensor,
-        scale: Tensor,
+        data: Any,
+        least: Tensor,
+        choice: Preconditioner | None,
         built: LowRankPlusDiagonal | None,
-        shift: Tensor | float,
-        below: bool,
         solver: ConjugateGradients,
         probes: int,
         seed: int,
-        name: str,
     ) -> None:
-        self.operator, self.residual, self.scale, self.solver, self.name = operator, residual, scale, solver, name
+        operator, residual, self.scale = data.training.system.operator, data.residual, data.scale
+        self.operator, self.residual, self.solver = operator, residual, solver
         self.rough = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
         self.n, self.probes, self.seed = len(residual), probes, seed
         self.factor = residual.new_zeros(self.n, 0) if built is None else built.factor
-        self.gram, self.shift, self.below = gram(self.factor), shift, below
-        access = Access(operator)  # type: ignore[arg-type]
-        self.prior = access.diagonal()
+        self.name = choice.name if choice is not None and self.factor.shape[1] else "none"
+        self.shift = 0.0 if built is None else built.diagonal_part - least
+        self.below = built is None or (choice is not None and choice.pivoted)  # F F^T <= K
+        self.gram, self.prior = gram(self.factor), Access(operator).diagonal()
         self.left = float((self.prior - square_norms(self.factor)).clamp(min=0).sum())
         self.z = signs(self.n, probes, seed, residual.device)
         self.columns = torch.cat([residual.unsqueeze(1), self.z], dim=1)
         self.known: list[tuple[Tensor, Tensor]] = []  # solutions W of earlier noises, and K W
         plain = isinstance(operator, KernelMatrix)
-        self.near = nearest(operator, min(_NEIGHBOURS, self.n - 1)) if plain else None  # type: ignore[arg-type]
+        self.near = nearest(operator, min(_NEIGHBOURS, self.n - 1)) if plain else None
 
     def preconditioner(self, noise: float) -> LowRankPlusDiagonal:
         """Return ``F F^T + (noise + shift) I``, whose capacitance matrix is made from the one ``F^T F``."""
@@ -142,11 +143,10 @@ class NoisePath:
         """Return all results at this noise."""
         system = System(self.operator, torch.full_like(self.residual, noise))
         built, start = self.preconditioner(noise), self.start(noise)
-        name = self.name if self.factor.shape[1] else "none"
         use = built if self.factor.shape[1] else None
-        solved, report, _ = self.rough.run(system, self.columns, use, name=name, initial=start)
+        solved, report, _ = self.rough.run(system, self.columns, use, name=self.name, initial=start)
         right, first = self.columns[:, :1], solved[:, :1]
-        weights, refined, _ = self.solver.run(system, right, use, name=name, initial=first)
+        weights, refined, _ = self.solver.run(system, right, use, name=self.name, initial=first)
         solutions = torch.cat([weights, solved[:, 1:]], dim=1)
         self.known.append((solutions, system.product(solutions) - noise * solutions))
         remainder = right - system.accurate_product(weights)
@@ -158,7 +158,7 @@ class NoisePath:
         if self.below and high - low <= 4 * _WIDE * self.n:
             log_determinant = 0.5 * (low + high)
         else:
-            beyond, deviation, one = self._quadrature(system, built, name)
+            beyond, deviation, one = self._quadrature(system, built, use)
             log_determinant = low + beyond
             log_determinant = min(max(log_determinant, low), high) if self.below else log_determinant
             reports.append(one)
@@ -174,18 +174,19 @@ class NoisePath:
         if self.near is None:
             guess = self.prior + noise
         else:
-            guess = conditional_variances(self.operator, variances, self.near)  # type: ignore[arg-type]
+            guess = conditional_variances(self.operator, variances, self.near)
         fit = fitted(samples.mean(dim=1), guess)
         return ProbedDiagonal(samples, fit, 1 / (self.prior + noise), 1 / variances).in_units(self.scale.square())
 
-    def _quadrature(self, system: System, built: LowRankPlusDiagonal, name: str) -> tuple[float, float, SolveReport]:
+    def _quadrature(
+        self, system: System, built: LowRankPlusDiagonal, use: LowRankPlusDiagonal | None
+    ) -> tuple[float, float, SolveReport]:
         """Return ``log det A - log det P``, its standard error, and the report of the solve."""
         stream = generator(self.seed, "probe vectors of a noise path")
         shapes = (built.rank, self.probes), (self.n, self.probes)
         normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]
         u = built.sample(*(part.to(self.residual.device) for part in normal))
-        use = built if built.rank else None
-        _, report, matrices = self.rough.run(system, u, use, name=name, lanczos_columns=self.probes)
+        _, report, matrices = self.rough.run(system, u, use, name=self.name, lanczos_columns=self.probes)
         assert matrices is not None
         values, vectors = torch.linalg.eigh(matrices)
         logs = (vectors[:, 0].square() * values.clamp(min=1e-300).log()).sum(dim=1)
