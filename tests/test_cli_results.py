@@ -22,7 +22,6 @@ from sketchgp.cli.regression import (
     true_residual,
 )
 from sketchgp.errors import InputError
-from sketchgp.plotting import Curve, plot_convergence
 from sketchgp.plotting.models import within
 
 
@@ -192,32 +191,3 @@ def test_calibration_counts_rows_inside_intervals():
     expected = [float(((mean - end * std <= y) & (y <= mean + end * std)).double().mean()) for end in ends]
     torch.testing.assert_close(within(mean, std, y, levels), torch.tensor(expected).double())
     assert "in the 90% intervals" in calibration(mean, std, y)
-
-
-def curve(label, count, **options):
-    return Curve(label, [0.5**k for k in range(count)], [0.1 * k for k in range(count)], "#1a5a99", **options)
-
-
-def test_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
-    curves = [curve("one", 10, true_residual=2e-3), curve("other", 20, style="--"), curve("no step", 1)]
-    assert plot_convergence(path, curves, "title", {"tolerance": 1e-3}) == path
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
-    assert width > 1000 and height > 500
-    with pytest.raises(InputError, match="cannot be written"):
-        plot_convergence(tmp_path / "absent" / "picture.png", curves, "title", {})
-
-
-def test_labels_of_like_tolerances_are_not_written_over_one_another(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    names = {"one's\ntolerance 0.01": 0.01, "other's\ntolerance 0.01": 0.01, "third": 0.009, "far": 1e-4}
-    plot_convergence(tmp_path / "picture.png", [curve("one", 20)], "title", names)
-    texts = [text for text in drawn[0].axes[1].texts if text.get_text() in names]
-    boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.y0)
-    assert len(boxes) == 4
-    assert all(lower.y1 <= upper.y0 for lower, upper in zip(boxes, boxes[1:], strict=False))

@@ -10,7 +10,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gpytorch
@@ -24,7 +23,7 @@ from gpytorch.means import ConstantMean
 import sketchgp
 from cases import each
 from problems import normal, points
-from sketchgp import datasets, plotting
+from sketchgp import datasets
 from sketchgp.checks import found
 from sketchgp.operators import KernelMatrix
 
@@ -263,7 +262,6 @@ CONSTRUCTORS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "OneHot": (sketchgp.OneHot, {"labels": torch.arange(3)}),
     "memory_budget": (sketchgp.settings.memory_budget, {"budget": 2**30}),
-    "Curve": (plotting.Curve, {"label": "a", "residuals": [1.0], "seconds": [0.1], "color": "k"}),
 }
 
 
@@ -375,14 +373,6 @@ def test_calls_refuse_what_makes_no_sense(name):
     assert not complaints, "\n".join(complaints)
     if before is not None:
         assert _state(right["model"]) == before
-
-
-def test_pictures_refuse_what_makes_no_sense(tmp_path):
-    curve = plotting.Curve("a", [1.0, 0.1], [0.1, 0.2], "k")
-    right = {"path": tmp_path / "a.png", "curves": [curve], "title": "a", "tolerances": {"tol": 0.1}}
-    complaints = _complaints("plot_convergence", plotting.plot_convergence, right)
-    assert not complaints, "\n".join(complaints)
-    assert not list(Path(tmp_path).iterdir())
 
 
 def test_a_block_of_more_proposals_than_points_is_refused_not_run_for_ever():

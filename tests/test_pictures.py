@@ -59,6 +59,11 @@ def test_convergence_and_solvers() -> None:
     rings = [line.get_ydata()[0] for line in ax.get_lines() if line.get_marker() == "o"]
     assert rings == [solution.report.max_residual for solution in solutions]
     assert ax.get_yscale() == "log" and "tolerance 1e-08" in [text.get_text() for text in ax.texts]
+    ax = rendered(plotting.convergence(solutions, by="seconds"))
+    for curve, solution in zip(ax.get_lines(), solutions[:1], strict=False):
+        report = solution.report
+        ends = curve.get_xdata()[0], curve.get_xdata()[-1]
+        assert ends == pytest.approx((report.setup_seconds, report.setup_seconds + report.seconds))
     ax = rendered(plotting.solvers([solution.report for solution in solutions]))
     widths = [bar.get_width() for bar in ax.patches]
     reports = [solution.report for solution in solutions]
@@ -132,6 +137,7 @@ def test_calibration() -> None:
     ("draw", "match"),
     [
         (lambda: plotting.convergence([]), "reports expects"),
+        (lambda: plotting.convergence(solved(), by="passes"), "by expects"),
         (lambda: plotting.solvers("all"), "reports expects"),
         (lambda: plotting.spectrum(3), "source expects"),
         (lambda: plotting.hyperparameters(None), "history expects"),

@@ -22,11 +22,12 @@ from tqdm import tqdm
 from ..accelerate import accelerate
 from ..datasets import load_diamonds
 from ..errors import ConvergenceWarning, InputError
-from ..plotting import Curve, plot_convergence
+from ..plotting import convergence
 from ..random_streams import generator
-from ..report import SolveReport
+from ..report import Reason, SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
+from ..style import new_figure
 from .options import Output, claim
 from .regression import (
     Outcome,
@@ -46,7 +47,6 @@ from .regression import (
 KERNEL = "matern52"
 EVERY = 4.0  # seconds without a line
 STORED_MATRIX = 2 * 2**30  # bytes one stored matrix may take: keeps the demo within 8 GB on any machine
-BLUE, LIGHT_BLUE, ORANGE, GREY = "#1a5a99", "#62aee3", "#d95f02", "#8a8a8a"
 SMALL = (
     ". On so few rows a product with K takes milliseconds, and most of sketchgp's time goes into its preconditioner, "
     "and into a residual checked in float64; both pay from several thousand rows on"
@@ -128,16 +128,14 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     part = replace(part, row=replace(part.row, residual=residual))
     print(part)
     default: Row | None = None
-    curves = [] if part.solve is None else [_curve("sketchgp", part.solve, BLUE)]
+    solves = [] if part.solve is None else [part.solve]
     if not alone:
         print("GPyTorch with its defaults, on the same rows ...")
         untouched = copy_hyperparameters(model, x[few], y[few], KERNEL)
         with working("GPyTorch", EVERY):
             default, solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
         print(f"  {default.iterations} iterations, {default.mean_seconds or 0:.1f} s to the mean")
-        if solve is not None:
-            label = f"GPyTorch, its defaults, n = {len(few):,}"
-            curves.append(Curve(label, solve.residuals, solve.seconds, ORANGE, true_residual=default.residual))
+        solves += [] if solve is None else [solve]
 
     print(f"sketchgp, on all {len(train):,} training rows ...")
     full = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances, EVERY)
@@ -152,7 +150,8 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
         + "\n"
         + FOOTNOTES.format(tests=len(test), variances=sizes.variances)
     )
-    _draw(picture, curves, faster, full.solve, sizes, alone)
+    solves += [] if full.solve is None else [full.solve]
+    _draw(picture, solves, faster, sizes)
     print(_verdict(full, part, default, scaling.y_std))
 
 
@@ -174,29 +173,31 @@ def _effort(row: Row) -> str:
     return f"{row.iterations} iterations and {row.mean_seconds:.1f} s to residual {row.residual:.1e}"
 
 
-def _draw(
-    picture: Output, curves: list[Curve], model: Regression, solve: SolveReport | None, sizes: Sizes, alone: bool
-) -> None:
+def _draw(picture: Output, solves: list[SolveReport], model: Regression, sizes: Sizes) -> None:
     """Draw how the solves converge, and one without a preconditioner.
 
-    :param model: the model on the rows of the comparison; :param solve: of the mean on all rows.
+    :param model: the model on the rows of the comparison.
     """
     if find_spec("matplotlib") is None:
         print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
         return
     print("drawing how the solves converge, and one without a preconditioner ...")
-    tolerance = gpytorch.settings.eval_cg_tolerance.value()
     with working("conjugate gradients without a preconditioner", EVERY):
-        plain = _curve("no preconditioner", _solve_plainly(model, tolerance, sizes), GREY)
-    curves = [*curves, plain]
-    if solve is not None:  # another problem, drawn apart
-        caption = f"all {solve.n:,} rows,\nsketchgp only"
-        curves.append(replace(_curve("sketchgp", solve, LIGHT_BLUE), style=":", caption=caption))
+        solves = [*solves, _solve_plainly(model, gpytorch.settings.eval_cg_tolerance.value(), sizes)]
+    figure = new_figure((11.5, 5.8), 150)
+    axes = figure.subplots(1, 2, sharey=True)
+    for ax in axes:
+        convergence(solves, ax, "iterations" if ax is axes[0] else "seconds").get_legend().remove()
+        ax.set_xscale("log")
+        ax.set_title("", loc="left")
+    axes[1].set_ylabel("")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)
     noise = model.likelihood.noise.item()
     title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
-    names = {} if alone else {f"GPyTorch's\ntolerance {tolerance:g}": tolerance}
-    with picture.errors():
-        plot_convergence(picture.path, curves, title, names, picture.overwrite)
+    figure.suptitle(f"{title}; ring: true residual at the end", fontsize=12, x=0.012, ha="left")
+    with picture.open("wb") as file:
+        figure.savefig(file, format="png")
     print(f"picture: {picture.path}")
 
 
@@ -208,15 +209,6 @@ def _solve_plainly(model: Regression, tol: float, sizes: Sizes) -> SolveReport:
         warnings.simplefilter("ignore", ConvergenceWarning)  # expected, and shown in the picture
         problem = FullProblem(model.covar_module, x, y - model.mean_module(x), model.likelihood.noise.item())
         return solver.solve(problem, preconditioner=None).report
-
-
-def _curve(label: str, report: SolveReport, color: str) -> Curve:
-    """Return the curve of a solve; times are interpolated, since all iterations cost the same."""
-    residuals = report.history.max(dim=-1).values.tolist()
-    steps = max(len(residuals) - 1, 1)
-    seconds = [report.setup_seconds + report.seconds * k / steps for k in range(len(residuals))]
-    rank = f", {report.preconditioner_and_rank}" if report.rank else ""
-    return Curve(f"{label}{rank}, n = {report.n:,}", residuals, seconds, color, true_residual=report.max_residual)
 
 
 @dataclass
@@ -270,8 +262,8 @@ def watch_linear_cg() -> Iterator[list[WatchedSolve]]:
 
 
 @torch.no_grad()
-def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int) -> tuple[Row, WatchedSolve | None]:
-    """Return the row of the table for GPyTorch's defaults, and the solve of its mean.
+def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int) -> tuple[Row, SolveReport | None]:
+    """Return the row of the table for GPyTorch's defaults, and a report of the solve of its mean.
 
     :param model: in eval mode, not accelerated, without cached predictions.
     :param x: test features ``(m, d)``; the mean is of all of them.
@@ -290,6 +282,22 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
     with watch_linear_cg() as solves, warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
         row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
-    solve = solves[0] if solves else None  # that of the mean
     residual = true_residual(model, model.prediction_strategy.mean_cache)
-    return replace(row, iterations=None if solve is None else solve.iterations, residual=residual), solve
+    row = replace(row, residual=residual)
+    if not solves:
+        return row, None
+    solve, tol = solves[0], gpytorch.settings.eval_cg_tolerance.value()  # that of the mean
+    report = SolveReport(
+        solver="GPyTorch, its defaults",
+        size=row.n,
+        n=row.n,
+        residual=torch.tensor([residual]),
+        history=torch.tensor(solve.residuals).unsqueeze(1),
+        tol=tol,
+        converged=residual <= tol,
+        reason=Reason.REACHED if residual <= tol else Reason.ITERATIONS,
+        seconds=solve.seconds[-1] - solve.seconds[0],
+        setup_seconds=solve.seconds[0],
+        work={"iterations": solve.iterations},
+    )
+    return replace(row, iterations=solve.iterations), report
