@@ -51,11 +51,11 @@ class LogDensity:
     cache: PreconditionerCache | None = None
     solutions: Solutions | None = None
 
-    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and ``log det A``, differentiable once in A and r.
 
         :param operator: A, an accelerated operator ``(..., n, n)``, evaluated.
-        :param columns: r, ``(..., n, t)``; only :class:`Probes` takes None, for the log determinant alone.
+        :param columns: r, ``(..., n, t)``; t may be 0, for the log determinant alone, where these are :class:`Probes`.
         """
         raise NotImplementedError
 

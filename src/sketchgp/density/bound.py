@@ -162,12 +162,11 @@ class Bound(LogDensity):
             weights = weights.to(self._weights.device)
         self._weights = weights
 
-    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return upper bounds of ``r^T A^-1 r`` of each column and of ``log det A``, float64; see :class:`LogDensity`.
 
         :raises TooWide: where the gap of the first log determinant is above the limit.
         """
-        assert columns is not None
         noise = operator.noise
         kernel = evaluated_accurately(operator.kernel_matrix)
         prior = Access(kernel).diagonal()

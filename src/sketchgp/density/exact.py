@@ -23,12 +23,11 @@ class Exact(LogDensity):
 
     exact = True
 
-    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and ``log det A``, float64; see :class:`LogDensity`.
 
         :raises NumericalError: where A is not positive definite in float64.
         """
-        assert columns is not None
         matrix, noise = float64(operator.kernel_matrix), operator.noise.to(torch.float64)
         batch = torch.broadcast_shapes(matrix.shape[:-2], noise.shape[:-1])
         matrix, noise = matrix.expand(*batch, -1, -1), noise.expand(*batch, -1)

@@ -63,14 +63,14 @@ class Probes(LogDensity):
     def __init__(self, watched: bool = False) -> None:
         self.watched = watched
 
-    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and an estimate of ``log det A``; see :class:`LogDensity`.
 
         Products are in float64 where those in the dtype of A have lost the matrix.
 
         :raises InputError: where columns do not fit the matrix.
         """
-        if columns is not None and columns.shape[:-1] != operator.shape[:-1]:
+        if columns.shape[:-1] != operator.shape[:-1]:
             raise InputError(
                 f"A matrix of shape {tuple(operator.shape)} expects columns of shape {tuple(operator.shape[:-1])} and "
                 f"one more dimension, got {tuple(columns.shape)}."
@@ -99,7 +99,7 @@ class Probes(LogDensity):
         return each, rest + of_preconditioner
 
     def _estimate(
-        self, operator: Any, built: Any, normals: _Normals, columns: Tensor | None, judged: bool = True
+        self, operator: Any, built: Any, normals: _Normals, columns: Tensor, judged: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and ``log det A - log det P``.
 
@@ -107,19 +107,9 @@ class Probes(LogDensity):
         :param judged: whether to look at what rounding has made of A.
         :raises LostToRoundingError: where the probes have met another matrix than A.
         """
+        tree, of_operator = operator.representation_tree(), operator.representation()
         parts = () if built is None else built.tensors
-        right = () if columns is None else (columns,)
-        return _ProbedInvQuadLogdet.apply(
-            self,
-            operator.representation_tree(),
-            normals,
-            judged,
-            len(parts),
-            len(right),
-            *right,
-            *operator.representation(),
-            *parts,
-        )
+        return _ProbedInvQuadLogdet.apply(self, tree, normals, judged, len(parts), columns, *of_operator, *parts)
 
 
 def standard_error(values: Sequence[Tensor]) -> float:
@@ -177,17 +167,17 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         normals: _Normals,
         judged: bool,
         of_built: int,
-        given: int,
+        given: Tensor,
         *args: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        operator, built = tree(*args[given : len(args) - of_built]), normals.built
+        operator, built = tree(*args[: len(args) - of_built]), normals.built
         z = normals.full if built is None else built.sample(normals.low_rank, normals.full)
         unit = (z / z.norm(dim=-2, keepdim=True)).to(operator.dtype)
-        columns = [c.to(operator.dtype).expand(*unit.shape[:-1], c.shape[-1]) for c in args[:given]]
+        columns = given.to(operator.dtype).expand(*unit.shape[:-1], given.shape[-1])
         count = unit.shape[-1]
-        solved, matrices, vectors = operator.probed_solve(torch.cat([unit, *columns], dim=-1), built, count, judged)
+        solved, matrices, vectors = operator.probed_solve(torch.cat([unit, columns], dim=-1), built, count, judged)
         solved = solved[..., count:]
-        each = (solved * columns[0]).sum(dim=-2) if given else z.new_zeros(z.shape[:-2], dtype=operator.dtype)
+        each = (solved * columns).sum(dim=-2)
         values, vectors = _Quadrature(matrices), vectors.movedim(0, -3)
         if judged and not values.least > _least(operator, normals):
             raise LostToRoundingError(f"An eigenvalue of {values.least:.2g} of a matrix that has none so small.")
@@ -198,7 +188,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             square = torch.where(square > 0, square, z.shape[-2])  # the mean of the right ones
         estimates = operator.shape[-1] * values.values
         if any(ctx.needs_input_grad):
-            ctx.density, ctx.tree, ctx.normals, ctx.of_built, ctx.given = density, tree, normals, of_built, given
+            ctx.density, ctx.tree, ctx.normals, ctx.of_built = density, tree, normals, of_built
             ctx.quadrature, ctx.estimates, ctx.caller = values, estimates, copy_context()
             ctx.save_for_backward(solved, vectors, square, *args)
         if settings.skip_logdet_forward.on():
@@ -211,7 +201,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
     def backward(ctx: Any, of_each: Tensor, of_determinant: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         solved, vectors, square, *args = ctx.saved_tensors
         parts = args[len(args) - ctx.of_built :]
-        operator = ctx.tree(*args[ctx.given : len(args) - ctx.of_built])
+        operator = ctx.tree(*args[: len(args) - ctx.of_built])
         n, count = vectors.shape[-2], vectors.shape[-3]
         if ctx.density.watched:
             each = ctx.estimates * of_determinant.to(torch.float64).unsqueeze(-1)
@@ -219,10 +209,8 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         weight = (n / count) * of_determinant.to(vectors.dtype)[..., None, None]
         quadrature = ctx.quadrature
         left = right = _columns(vectors, *quadrature.of_matrix())[0]
-        left = left * weight
-        if ctx.given:
-            scaled = solved * of_each.unsqueeze(-2)
-            left, right = torch.cat([left, -scaled], dim=-1), torch.cat([right, solved], dim=-1)
+        scaled = solved * of_each.unsqueeze(-2)
+        left, right = torch.cat([left * weight, -scaled], dim=-1), torch.cat([right, solved], dim=-1)
         of_matrix = bilinear_derivative(operator, left, right)
         of_parts: tuple[Tensor | None, ...] = ()
         if ctx.of_built:
@@ -232,8 +220,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             of_parts = ctx.normals.built.sampled_derivative(
                 tuple(parts), right * signs * weight, right, of_samples * weight, ctx.normals.low_rank, ctx.normals.full
             )
-        of_columns = (2 * scaled,) if ctx.given else ()
-        return (None,) * 6 + (*of_columns, *of_matrix, *of_parts)
+        return (*(None,) * 5, 2 * scaled, *of_matrix, *of_parts)
 
 
 def _least(operator: Any, normals: _Normals) -> float:

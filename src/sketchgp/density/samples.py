@@ -64,8 +64,7 @@ class Samples(LogDensity):
             return False
         return matrix.x1.dim() == 2 and recognise(matrix.kernel, waves=True) is not None
 
-    def inv_quad_logdet(self, operator: Any, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert columns is not None
+    def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         tree, parts = operator.representation_tree(), operator.representation()
         return _InvQuadLogdet.apply(self, tree, columns.to(torch.float64), *parts)
 

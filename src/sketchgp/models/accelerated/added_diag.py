@@ -81,7 +81,7 @@ class _Solve(torch.autograd.Function):
 class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     """An ``AddedDiagLinearOperator`` whose solves, preconditioner and probe vectors are sketchgp's.
 
-    :param acceleration: the choices; None makes it behave as its base class.
+    :param acceleration: the choices.
     :param evaluation: whether columns are solved for to GPyTorch's ``eval_cg_tolerance`` instead of ``cg_tolerance``.
     """
 
@@ -89,7 +89,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         self,
         *linear_ops: Any,
         preconditioner_override: Any = None,
-        acceleration: Acceleration | None = None,
+        acceleration: Acceleration,
         evaluation: bool = False,
     ) -> None:
         linear_ops = tuple(_without_repeats(op) for op in linear_ops)
@@ -122,7 +122,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         return self._factorized(settings.fast_computations.solves)
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
-        if self.acceleration is None or self.factorizes_solves:
+        if self.factorizes_solves:
             return super().solve(right_tensor, left_tensor)
         evaluated = self.evaluate_kernel()
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
@@ -151,24 +151,22 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         evaluated = self.evaluate_kernel()
         if not isinstance(evaluated, AcceleratedAddedDiagLinearOperator):
             return evaluated.inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
-        columns, density = inv_quad_rhs, None if self.acceleration is None else self.acceleration.density
-        if columns is not None and columns.dim() == 1:
-            columns = columns.unsqueeze(-1)
-        if density is not None and density.always and (columns is None or not logdet):
+        density, columns = self.acceleration.density, inv_quad_rhs
+        if density.always and (columns is None or not logdet):
             density = Probes()  # other densities compute both terms together
-        factorized = self._factorized(settings.fast_computations.log_prob)
-        if density is None or (factorized and not density.always):
+        if self._factorized(settings.fast_computations.log_prob) and not density.always:
             return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
+        columns = self.noise.new_zeros(*self.shape[:-1], 0) if columns is None else columns
+        columns = columns.unsqueeze(-1) if columns.dim() == 1 else columns
         if logdet:
             each, determinant = density.inv_quad_logdet(evaluated, columns)
         else:
-            assert columns is not None
             each = (columns * self.solve(columns)).sum(dim=-2)
             determinant = each.new_zeros(())
-        return each.sum(dim=-1) if columns is not None and reduce_inv_quad else each, determinant
+        return each.sum(dim=-1) if reduce_inv_quad or inv_quad_rhs is None else each, determinant
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Any:
-        if self.acceleration is None or num_tridiag:
+        if num_tridiag:
             return super()._solve(rhs, preconditioner, num_tridiag)
         return self.solved(rhs)
 
@@ -178,7 +176,6 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         :raises NumericalError: where there is no mean to speak of, and the user did not limit the work.
         """
         acceleration = self.acceleration
-        assert acceleration is not None
         system = self.system()
         solver, why = acceleration.solver_for(purpose, system.n, self.device, self.evaluation)
         with shortfall_counted():
@@ -205,8 +202,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
             settings.verbose_linalg.logger.debug(str(report))
 
     def _preconditioner(self) -> tuple[Any, Any, Any]:
-        # solved() builds the preconditioner that it needs
-        return super()._preconditioner() if self.acceleration is None else (None, None, None)
+        return None, None, None  # solved() builds the one that it needs
 
     def probed_solve(
         self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int, judged: bool = False
@@ -218,7 +214,6 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         :raises LostToRoundingError: there.
         """
         acceleration = self.acceleration
-        assert acceleration is not None
         options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.setup_seconds()}
         value, report, matrices, vectors = acceleration.conjugate_gradients(self.evaluation).tridiagonalize(
             self.system(), columns, columns=probes, judged=judged, **options
@@ -291,8 +286,7 @@ def summands(operator: Any) -> tuple[Any, Any] | None:
 
 def solved_by_us(covariance: Any) -> bool:
     """Return True if solving with an evaluated covariance takes sketchgp's solvers."""
-    ours = isinstance(covariance, AcceleratedAddedDiagLinearOperator) and covariance.acceleration is not None
-    return ours and not covariance.factorizes_solves
+    return isinstance(covariance, AcceleratedAddedDiagLinearOperator) and not covariance.factorizes_solves
 
 
 def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:

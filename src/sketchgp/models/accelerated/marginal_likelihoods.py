@@ -108,7 +108,6 @@ class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
 
 def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``A^-1 residual`` and unbiased samples ``(..., n, S)`` of the diagonal of ``A^-1``, differentiable."""
-    assert operator.acceleration is not None
     seed, count = operator.acceleration.probe_choice()
     if count < 2:
         raise InputError(f"LeaveOneOutPseudoLikelihood expects at least two probes, got {count}.")

@@ -175,17 +175,14 @@ class AcceleratedLikelihood(_Accelerated):
         covariance = marginal.lazy_covariance_matrix
         parts = summands(covariance)
         if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
-            acceleration = covariance.acceleration
+            acceleration: Acceleration | None = covariance.acceleration
         elif type(covariance) in (AddedDiagLinearOperator, NoisyCovariance):
             acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
         else:
             return marginal
-        assert parts is not None
-        accelerated = AcceleratedAddedDiagLinearOperator(
-            *parts,
-            acceleration=acceleration,
-            evaluation=not self.training,  # type: ignore[attr-defined]
-        )
+        assert parts is not None and acceleration is not None
+        evaluation = not self.training  # type: ignore[attr-defined]
+        accelerated = AcceleratedAddedDiagLinearOperator(*parts, acceleration=acceleration, evaluation=evaluation)
         cls = accelerated_class(type(marginal), AcceleratedDistribution)
         if isinstance(marginal, MultitaskMultivariateNormal):
             return cls(marginal.mean, accelerated, interleaved=marginal._interleaved)

@@ -301,7 +301,7 @@ def root_of(noisy: Any, observed: Tensor | None = None) -> Tensor | None:
     :param noisy: not evaluated, so that the kernel can be in float64.
     :param observed: ``(n,)`` bool, which rows and columns are meant; None for all.
     """
-    if not isinstance(noisy, AcceleratedAddedDiagLinearOperator) or noisy.acceleration is None:
+    if not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
         return None
     n = noisy.shape[-1] if observed is None else int(observed.sum())
     if n > cholesky_points() and left_to_us(settings.fast_computations.solves):
