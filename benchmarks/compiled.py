@@ -22,7 +22,7 @@ from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import common
 from sketchgp.operators.engines.triton import launch
-from sketchgp.operators.engines.triton.launch import gradient_blocks, product_blocks
+from sketchgp.operators.engines.triton.launch import blocks_of
 from sketchgp.operators.expression import recognise
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +41,7 @@ def launched(name: str, p: int, t: int, precision: str, what: str) -> Iterator[d
     prepared = recognise(kernel).prepare(x, x, True, torch.Size(), torch.float32)
     problem = launch._Problem(recognise(kernel), prepared.detached(), precision)
     plan = problem.plan(True, 2 * t if gradient else t, gradient)
-    for blocks in (gradient_blocks if gradient else product_blocks)(plan):
+    for blocks in blocks_of(plan, gradient):
         found: dict[str, Any] = {"blocks": blocks}
 
         class Recorder:

@@ -41,20 +41,15 @@ class Blocks(NamedTuple):
     stages: int
 
 
-_SMALLEST = [Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
+_BLOCKS = [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
 
 
-def product_blocks(plan: Plan) -> list[Blocks]:
-    """Return blocks to try, best first; each atom has a tile of its own."""
-    choices = [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), *_SMALLEST]
-    return choices[max(0, min(len(plan.atoms) - 2, 2)) :]
-
-
-def gradient_blocks(plan: Plan) -> list[Blocks]:
-    """Return blocks to try for gradients, which keep sums for a block of features, too."""
-    dot = any(atom.dot for atom in plan.atoms)
-    large = not dot or (plan.parts == 1 and len(plan.atoms) == 1)
-    return [Blocks(64, 64, 4, 2), *_SMALLEST] if large else _SMALLEST
+def blocks_of(plan: Plan, gradient: bool) -> list[Blocks]:
+    """Return blocks to try, best first: each atom has a tile of its own, and gradients keep sums for features, too."""
+    if not gradient:
+        return _BLOCKS[max(0, min(len(plan.atoms) - 2, 2)) :]
+    large = not any(atom.dot for atom in plan.atoms) or (plan.parts == 1 and len(plan.atoms) == 1)
+    return _BLOCKS[1 if large else 2 :]
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ def multiply(
         launch(False, {**arguments, "out": out})
         return out[0] if launch.splits == 1 else out.sum(dim=0)
 
-    total = _with_blocks(run, (plan, False), [blocks] if blocks else product_blocks(plan))
+    total = _with_blocks(run, [blocks] if blocks else blocks_of(plan, False))
     return total.transpose(1, 2).flatten(2)[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
 
 
@@ -293,18 +288,14 @@ def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _
     return kept[precision]
 
 
-_TOO_LARGE: dict[tuple[Plan, bool], int] = {}  # how many of the blocks of a kernel turned out to need too much
-
-
-def _with_blocks(run: Callable[[Blocks], T], key: tuple[Plan, bool], choices: list[Blocks]) -> T:
+def _with_blocks(run: Callable[[Blocks], T], choices: list[Blocks]) -> T:
     """Return ``run`` with the first blocks that the device has shared memory and registers for."""
-    for i in range(_TOO_LARGE.get(key, 0), len(choices) - 1):
+    for blocks in choices[:-1]:
         try:
-            return run(choices[i])
+            return run(blocks)
         except Exception as error:
             if type(error).__name__ != "OutOfResources":
                 raise
-            _TOO_LARGE[key] = i + 1
     return run(choices[-1])
 
 
@@ -374,7 +365,7 @@ def _gradient_pass(
         of_sums = results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64) if "sums" in results else None
         return of_features, of_sums
 
-    return _with_blocks(run, (plan, True), [blocks] if blocks else gradient_blocks(plan))
+    return _with_blocks(run, [blocks] if blocks else blocks_of(plan, True))
 
 
 def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> list[Plan]:
