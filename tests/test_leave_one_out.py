@@ -16,7 +16,7 @@ import sketchgp
 from cases import each
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, dense, iterative, relative
 from problems import identity, normal, points
-from sketchgp.inference.full_scale import FullScale, conditional_variances, nearest
+from sketchgp.inference.full_scale import FullScale
 from sketchgp.inference.leave_one_out import fitted
 from sketchgp.operators import KernelMatrix
 
@@ -226,18 +226,6 @@ def test_a_full_scale_approximation_by_all_neighbours_is_exact(rank: int) -> Non
     assert relative(found, found.mT) < 1e-12 and float(torch.linalg.eigvalsh(found)[0]) > 0
     assert relative(part.inverse_diagonal(), found.diagonal()) < 1e-10
     assert relative(found, inverse) < 0.25
-
-
-def test_neighbours_are_the_most_correlated_and_bound_the_variance() -> None:
-    matrix, noise, dense_matrix = matrix_and_noise()
-    near = nearest(matrix, 5)
-    right = matrix.to_dense().detach().fill_diagonal_(-1).topk(5).indices
-    assert torch.equal(near.sort().values, right.sort().values)
-    many = KernelMatrix.of(matrix.kernel, points(3100, 1))  # more than are looked at together
-    assert not bool((nearest(many, 2) == torch.arange(3100).unsqueeze(1)).any())
-    exact = 1 / torch.linalg.inv(dense_matrix).diagonal()
-    assert relative(conditional_variances(matrix, noise, nearest(matrix, 89)), exact) < 1e-9
-    assert bool((conditional_variances(matrix, noise, near) >= exact * (1 - 1e-12)).all())
 
 
 def test_a_fit_finds_what_noise_hides() -> None:

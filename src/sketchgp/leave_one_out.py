@@ -14,19 +14,15 @@ from torch import Tensor
 from . import checks
 from .accelerate import acceleration_of
 from .errors import InputError
-from .inference.full_scale import FullScale
-from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, fitted, log_density, signs, totals
+from .inference.leave_one_out import ProbedDiagonal, exact_diagonal, log_density, probed_diagonal, signs, totals
 from .memory import require_memory
 from .models.accelerated.conditioned import TrainingData, check_inputs
 from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
-from .operators import KernelMatrix
-from .operators.access import Access
 from .report import SolveReport
 from .settings import memory_budget
 from .solvers import Cholesky, System
 from .solvers.full.cholesky import factor_bytes
-from .space import whole
 
 _ALWAYS = 800  # rows up to which the matrix is always factorized
 _EXACT_WORK = {"cpu": 2e11, "cuda": 2e15}  # n^3 up to which it is the default
@@ -154,26 +150,13 @@ def _probed(
     training, system, acceleration = data.training, data.training.system, data.training.acceleration
     solver = acceleration.column_gradients(evaluation=True)
     solver = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
-    noise = system.noise.to(torch.float64)
-    z = signs(system.n, num_probes, seed, noise.device)
-    built = training.preconditioner
+    z = signs(system.n, num_probes, seed, system.noise.device)
+    built, choice = training.preconditioner, acceleration.preconditioner
+    factor = z.new_zeros(system.n, 0) if built is None else built.factor
     solution, report = acceleration.solve(solver, system, z, progress=progress)
-    prior = Access(system.operator).diagonal()
-    factor = noise.new_zeros(system.n, 0) if built is None else whole(built.factor)
-    rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
-    rest = torch.maximum(rest, 1e-6 * prior) + noise
-    if isinstance(system.operator, KernelMatrix):
-        low = acceleration.preconditioner is not None and acceleration.preconditioner.pivoted
-        near = FullScale(system.operator, noise, factor if low else factor[:, :0], seed=seed)
-        samples = z * (solution - near.solve(z))
-        guess = near.inverse_diagonal()
-        samples += guess.unsqueeze(1)
-        fit = fitted(samples.mean(dim=1), guess, near.rest, near.near)
-    else:
-        samples = z * solution
-        fit = fitted(samples.mean(dim=1), rest)
     left = float(report.residual.square().mean().sqrt())
-    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, left), report
+    below = choice is not None and choice.pivoted
+    return probed_diagonal(system, z, solution, factor, below, seed, left), report
 
 
 def _closed(model: Any, exact: bool | None) -> LeaveOneOut:

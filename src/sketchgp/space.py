@@ -274,12 +274,6 @@ def square_norms(factor: Factor) -> Tensor:
     return total
 
 
-def gram(factor: Factor) -> Tensor:
-    """``F^T F`` of one factor, ``(r, r)``."""
-    own = held_rows(factor)
-    return space_of(factor).total(own.mT @ own)
-
-
 def held_rows(factor: Factor) -> Tensor:
     """Return the rows of F that this process holds, ``(h, r)``."""
     return factor.own if isinstance(factor, ShardedRows) else factor

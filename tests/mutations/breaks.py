@@ -943,12 +943,6 @@ BREAKS = (
         "a wrong sign in Woodbury's identity",
     ),
     Break(
-        "        tile.diagonal(offset=rows.start).fill_(-1)",
-        "        tile.diagonal(offset=0).fill_(-1)",
-        LEAVE_ONE_OUT,
-        "a point of a later block is its own neighbour",
-    ),
-    Break(
         "compare_ranks(self.name, lambda: {where: tensor_mark(*batch)})",
         "pass",
         DISTRIBUTED,

@@ -24,10 +24,14 @@ import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
+from ..operators import KernelMatrix
+from ..operators.access import Access
 from ..operators.tiles import spans
 from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import Cholesky, System
+from ..space import Factor, whole
+from .full_scale import FullScale
 
 _COLUMNS = 512  # columns of an inverse at once
 _ROUNDS = 50  # rounds of a fit
@@ -172,6 +176,29 @@ class ProbedDiagonal:
         each = expanded(mean, noise)
         error = (left / count * (each - each.mean()).square().sum()).sqrt()
         return float(full_mean), float(error)
+
+
+@torch.no_grad()
+def probed_diagonal(
+    system: System, z: Tensor, solution: Tensor, factor: Factor, below: bool, seed: int, solve_error: float = 0.0
+) -> ProbedDiagonal:
+    """Return estimates of the diagonal of ``A^-1``.
+
+    :param z: probes ``(n, S)`` and :param solution: ``A^-1 z``, float64.
+    :param factor: F of a preconditioner, ``(n, r)``; :param below: whether ``F F^T`` is at most K.
+    :param seed: of the order of :class:`.FullScale`; :param solve_error: see :class:`ProbedDiagonal`.
+    """
+    factor, noise, prior = whole(factor), system.noise.to(torch.float64), Access(system.operator).diagonal()
+    if isinstance(system.operator, KernelMatrix):
+        near = FullScale(system.operator, noise, factor if below else factor[:, :0], seed=seed)
+        guess = near.inverse_diagonal()
+        samples = z * (solution - near.solve(z)) + guess.unsqueeze(1)
+        fit = fitted(samples.mean(dim=1), guess, near.rest, near.near)
+    else:
+        rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
+        samples = z * solution
+        fit = fitted(samples.mean(dim=1), torch.maximum(rest, 1e-6 * prior) + noise)
+    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, solve_error)
 
 
 def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:

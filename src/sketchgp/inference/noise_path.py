@@ -1,9 +1,9 @@
 """Leave-one-out errors and marginal likelihoods of ``K + s I`` for many noises s, from one factor of K.
 
 Up to some size by one eigendecomposition ``K = Q diag(l) Q^T``, which has everything in closed form.  Beyond, one
-factor F gives the preconditioner ``F F^T + s I`` of every noise from one ``F^T F``, and the solutions at noises done
-before make a good start: their span is a rational Krylov space, and with ``K w_j`` kept, a product each, the
-combination of the least residual at any noise costs none.  Where ``0 <= F F^T <= K``,
+factor F gives the preconditioner ``F F^T + s I`` of every noise, and the solutions at noises done before make a good
+start: their span is a rational Krylov space, and with ``K w_j`` kept, a product each, the combination of the least
+residual at any noise costs none.  Where ``0 <= F F^T <= K``,
 
     log det P <= log det A <= log det P + n log(1 + tr(K - F F^T) / (n s)),
     q <= b^T A^-1 b <= q + r^T P^-1 r,   q = 2 b^T w - w^T A w,  r = b - A w
@@ -23,17 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import KernelMatrix, LowRankPlusDiagonal
+from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
 from ..preconditioners import Preconditioner
 from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import ConjugateGradients, System
-from ..space import gram, square_norms
-from .full_scale import conditional_variances, nearest
-from .leave_one_out import ProbedDiagonal, fitted, log_density, signs, totals
+from ..space import Factor, square_norms
+from .leave_one_out import log_density, probed_diagonal, signs, totals
 
-_NEIGHBOURS = 32
 _WIDE = 0.005  # of a log marginal likelihood over n: half a bracket up to which no probes are taken
 _TOLERANCE = 1e-2  # relative residual of the probes' solves
 
@@ -107,27 +105,14 @@ class NoisePath:
         self.operator, self.residual, self.solver = operator, residual, solver
         self.rough = dataclasses.replace(solver, tol=max(_TOLERANCE, solver.tol or 0.0))
         self.n, self.probes, self.seed = len(residual), probes, seed
-        self.factor = residual.new_zeros(self.n, 0) if built is None else built.factor
+        self.factor: Factor = residual.new_zeros(self.n, 0) if built is None else built.factor
         self.name = choice.name if choice is not None and self.factor.shape[1] else "none"
         self.shift = 0.0 if built is None else built.diagonal_part - least
         self.below = built is None or (choice is not None and choice.pivoted)  # F F^T <= K
-        self.gram, self.prior = gram(self.factor), Access(operator).diagonal()
-        self.left = float((self.prior - square_norms(self.factor)).clamp(min=0).sum())
+        self.left = float((Access(operator).diagonal() - square_norms(self.factor)).clamp(min=0).sum())
         self.z = signs(self.n, probes, seed, residual.device)
         self.columns = torch.cat([residual.unsqueeze(1), self.z], dim=1)
         self.known: list[tuple[Tensor, Tensor]] = []  # solutions W of earlier noises, and K W
-        plain = isinstance(operator, KernelMatrix)
-        self.near = nearest(operator, min(_NEIGHBOURS, self.n - 1)) if plain else None
-
-    def preconditioner(self, noise: float) -> LowRankPlusDiagonal:
-        """Return ``F F^T + (noise + shift) I``, whose capacitance matrix is made from the one ``F^T F``."""
-        diagonal = torch.full_like(self.residual, noise) + self.shift
-        built = LowRankPlusDiagonal(self.factor, diagonal)
-        inner = self.gram / diagonal[0]
-        inner.diagonal().add_(1)
-        root, failed = torch.linalg.cholesky_ex(inner)
-        built.known_root = None if int(failed) else root  # None lets the operator compute it, or refuse
-        return built
 
     def start(self, noise: float) -> Tensor | None:
         """Return the combination of earlier solutions with the least residual at this noise, ``(n, 1 + S)``."""
@@ -142,11 +127,10 @@ class NoisePath:
     def at(self, noise: float) -> AtNoise:
         """Return all results at this noise."""
         system = System(self.operator, torch.full_like(self.residual, noise))
-        built, start = self.preconditioner(noise), self.start(noise)
-        use = built if self.factor.shape[1] else None
-        solved, report, _ = self.rough.run(system, self.columns, use, name=self.name, initial=start)
+        built = LowRankPlusDiagonal(self.factor, system.noise + self.shift)
+        solved, report, _ = self.rough.run(system, self.columns, built, name=self.name, initial=self.start(noise))
         right, first = self.columns[:, :1], solved[:, :1]
-        weights, refined, _ = self.solver.run(system, right, use, name=self.name, initial=first)
+        weights, refined, _ = self.solver.run(system, right, built, name=self.name, initial=first)
         solutions = torch.cat([weights, solved[:, 1:]], dim=1)
         self.known.append((solutions, system.product(solutions) - noise * solutions))
         remainder = right - system.accurate_product(weights)
@@ -158,42 +142,26 @@ class NoisePath:
         if self.below and high - low <= 4 * _WIDE * self.n:
             log_determinant = 0.5 * (low + high)
         else:
-            beyond, deviation, one = self._quadrature(system, built, use)
+            beyond, deviation, one = self._quadrature(system, built)
             log_determinant = low + beyond
             log_determinant = min(max(log_determinant, low), high) if self.below else log_determinant
             reports.append(one)
         lower = _likelihood(quadratic + missing, high, self.scale) if self.below else -math.inf
         upper = _likelihood(quadratic, low, self.scale) if self.below else math.inf
-        error, density = totals(self._probed(noise, solved[:, 1:]), weights.squeeze(1) / self.scale)
+        probed = probed_diagonal(system, self.z, solved[:, 1:], self.factor, self.below, self.seed)
+        error, density = totals(probed.in_units(self.scale.square()), weights.squeeze(1) / self.scale)
         likelihood = _likelihood(quadratic, log_determinant, self.scale)
         return AtNoise(noise, error, density, (likelihood, 0.5 * deviation / self.n), lower, upper, reports)
 
-    def _probed(self, noise: float, solved: Tensor) -> ProbedDiagonal:
-        samples = self.z * solved
-        variances = torch.full_like(self.residual, noise)
-        if self.near is None:
-            guess = self.prior + noise
-        else:
-            guess = conditional_variances(self.operator, variances, self.near)
-        fit = fitted(samples.mean(dim=1), guess)
-        return ProbedDiagonal(samples, fit, 1 / (self.prior + noise), 1 / variances).in_units(self.scale.square())
-
-    def _quadrature(
-        self, system: System, built: LowRankPlusDiagonal, use: LowRankPlusDiagonal | None
-    ) -> tuple[float, float, SolveReport]:
+    def _quadrature(self, system: System, built: LowRankPlusDiagonal) -> tuple[float, float, SolveReport]:
         """Return ``log det A - log det P``, its standard error, and the report of the solve."""
         stream = generator(self.seed, "probe vectors of a noise path")
         shapes = (built.rank, self.probes), (self.n, self.probes)
         normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]
         u = built.sample(*(part.to(self.residual.device) for part in normal))
-        _, report, matrices = self.rough.run(system, u, use, name=self.name, lanczos_columns=self.probes)
+        _, report, matrices = self.rough.run(system, u, built, name=self.name, lanczos_columns=self.probes)
         assert matrices is not None
         values, vectors = torch.linalg.eigh(matrices)
         logs = (vectors[:, 0].square() * values.clamp(min=1e-300).log()).sum(dim=1)
-        if use is None:  # the Lanczos matrices are of A itself, and u has the covariance s I
-            scale = built.diagonal_part[0]
-            logs, squares = logs - scale.log(), u.square().sum(dim=0) / scale
-        else:
-            squares = (u * built.apply_inverse(u)).sum(dim=0)
-        each = squares * logs
+        each = (u * built.apply_inverse(u)).sum(dim=0) * logs
         return float(each.mean()), float(each.std() / self.probes**0.5), report

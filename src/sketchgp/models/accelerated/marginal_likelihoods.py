@@ -13,7 +13,7 @@ from gpytorch.mlls import InducingPointKernelAddedLossTerm
 from torch import Tensor
 
 from ...errors import InputError
-from ...inference.full_scale import conditional_variances, nearest
+from ...inference.full_scale import FullScale
 from ...inference.leave_one_out import expected_log_density, fitted, signs
 from ...operators import KernelMatrix
 from ...operators.access import Access
@@ -21,8 +21,6 @@ from .acceleration import choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
 from .mixins import AcceleratedDistribution, accelerated_class
 from .targets import check_value, marginal_of_all, observed_part, observed_targets
-
-_NEIGHBOURS = 32
 
 
 class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
@@ -122,15 +120,14 @@ def _solved(operator: AcceleratedAddedDiagLinearOperator, residual: Tensor) -> t
 
 @torch.no_grad()
 def _fit(operator: AcceleratedAddedDiagLinearOperator, values: Tensor) -> Tensor:
-    """Return a fit to estimates of the diagonal of ``A^-1``, by the variance that neighbours leave open."""
+    """Return a fit to estimates of the diagonal of ``A^-1``, by what neighbours say of it."""
     system, batch = operator.system(), values.shape[:-1]
     known = torch.empty_like(values)
     for index in itertools.product(*(range(size) for size in batch)):
         one = system.element(index, batch) if batch else system
         noise = one.noise.to(torch.float64)
         if isinstance(one.operator, KernelMatrix):
-            near = nearest(one.operator, min(_NEIGHBOURS, one.n - 1))
-            known[index] = conditional_variances(one.operator, noise, near)
+            known[index] = FullScale(one.operator, noise, noise.new_zeros(one.n, 0)).near
         else:
             known[index] = Access(one.operator).diagonal() + noise
     return fitted(values, known)
