@@ -338,33 +338,9 @@ def test_a_start_is_kept(path):
 # --- several processes -----------------------------------------------------------------------------------------
 
 
-def test_two_processes_on_one_path(tmp_path, path):
-    """The second is told so and the first goes on; a lock that a killed process left is in nobody's way."""
-    fcntl = pytest.importorskip("fcntl")
-    solver, problem, refused = ASkotch(block_size=BLOCK, tol=1e-4, checkpoint=path), _problem(), []
-    lock = path.with_name("solve.pt.lock")
-    (tmp_path / "solve.pt.1-0123abcd.partial").write_text("left by a process that was killed")
-    lock.write_text("process 1")
-
-    def again(progress):
-        if not refused:
-            with pytest.raises(InputError, match=rf"in use by another solve \(process {os.getpid()}\)") as caught:
-                solver.solve(problem)
-            refused.append(caught.value)
-
-    found = solver.solve(problem, callback=again)
-    assert refused and found.report.converged
-    assert os.listdir(tmp_path) == ["solve.pt"]
-    with open(lock, "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="in use by another solve"):
-            solver.solve(problem)
-    assert solver.solve(problem).report.converged
-
-
 @pytest.mark.skipif(not CAN_FORK, reason="this system has no fork")
 def test_processes_that_write_at_once_leave_a_whole_file(path):
-    """Where there are no locks: of one of them, and nothing beside it."""
+    """The file is of one of them, and nothing is beside it."""
 
     def write(number):
         for _ in range(30):

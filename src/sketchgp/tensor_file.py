@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -23,11 +22,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from .errors import InputError
 from .fingerprint import add_tensors
 
 HEADER = "header"
-_LONGEST = 180  # bytes of a name that leave room for what is put behind it
+_LONGEST = 45  # characters of a name, of at most 4 bytes each, that leave room for what is put behind it
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR, errno.ENOMEM)  # which says nothing of the file
 
 Path_ = str | os.PathLike[str]
@@ -55,7 +53,7 @@ def replacing(path: Path_, mode: str, overwrite: bool = True) -> Iterator[IO[Any
             yield file
         return
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f"{_stem(target)}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    temporary = target.with_name(f"{target.name[:_LONGEST]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     kept = False
     try:
         with open(temporary, mode.replace("w", "x")) as file:
@@ -64,11 +62,10 @@ def replacing(path: Path_, mode: str, overwrite: bool = True) -> Iterator[IO[Any
             os.fsync(file.fileno())
         with suppress(OSError):
             shutil.copymode(target, temporary)
-        try:
-            _rename(temporary, target, overwrite)
-        except FileExistsError as error:
-            kept = True
-            raise FileExistsError(error.errno, error.strerror, str(path), None, str(temporary)) from error
+        kept = not overwrite and os.path.lexists(target)
+        if kept:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path), None, str(temporary))
+        os.replace(temporary, target)
     finally:
         if not kept:
             with suppress(OSError):
@@ -82,86 +79,6 @@ def is_stream(path: Path_) -> bool:
     except OSError:
         return False
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
-
-
-def _stem(target: Path) -> str:
-    name = os.fsencode(target.name)
-    return target.name if len(name) <= _LONGEST else hashlib.sha256(name).hexdigest()
-
-
-def _rename(source: Path, target: Path, overwrite: bool) -> None:
-    if overwrite:
-        os.replace(source, target)
-        return
-    try:
-        os.link(source, target)  # the one way to give a name only where there is none
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
-        os.replace(source, target)
-
-
-@contextmanager
-def reserved(path: Path_) -> Iterator[None]:
-    """For the length of the block, ``path`` is ours among all that reserve it, in this and in other processes.
-
-    The lock is one of the system's on a file beside it, ``path.lock``: it ends with the process, however that ends, so
-    a file that a crash leaves behind is in nobody's way.  Temporary files that a crash left are removed.  Where there
-    are no such locks (Windows, some network drives, a folder without permission) the block runs without.
-
-    :raises InputError: if another has reserved it.
-    """
-    target = Path(os.path.realpath(path))
-    lock = target.with_name(f"{_stem(target)}.lock")
-    descriptor = _locked(lock, path)
-    if descriptor is None:
-        yield
-        return
-    try:
-        pattern = re.compile(re.escape(_stem(target)) + r"\.\d+-[0-9a-f]{8}\.partial")
-        for other in os.listdir(target.parent):
-            if pattern.fullmatch(other):
-                with suppress(OSError):
-                    os.unlink(target.with_name(other))
-        yield
-    finally:
-        with suppress(OSError):
-            os.unlink(lock)
-        os.close(descriptor)
-
-
-def _locked(lock: Path, path: Path_) -> int | None:
-    """An open descriptor of the lock file with the lock on it; None where the system gives none."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    while True:
-        try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_ino == os.stat(lock).st_ino:  # else another has removed it just now
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()}".encode())
-                return descriptor
-        except BlockingIOError:
-            holder = os.read(descriptor, 100).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise InputError(
-                f"{path} is in use by another solve ({holder}), and two would write over each other's work; wait for "
-                "it to end, or give each a path of its own."
-            ) from None
-        except FileNotFoundError:
-            pass
-        except OSError:
-            os.close(descriptor)
-            return None
-        os.close(descriptor)
 
 
 # --- files of tensors -----------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -158,25 +157,17 @@ class Record:
         self.checkpoint = None if path is None else Checkpoint(path, every, marks())
         self.began = self._saved_at = time.perf_counter()
         self.start = flat(self.parameters)
-        self._open = ExitStack()
         self._stages: dict[str, Evaluations] = {}
         self._kept: dict[str, dict[str, Tensor]] = {}
 
     def begin(self) -> float:
         """Take over the contents of the file, and return ``began``.
 
-        :raises InputError: where the file is of another fit, or in use by one.
+        :raises InputError: where the file is of another fit.
         """
-        if self.checkpoint is not None:
-            self._open.enter_context(self.checkpoint.reserved())
-            if self.checkpoint.exists():
-                self._load(self.checkpoint)
+        if self.checkpoint is not None and self.checkpoint.exists():
+            self._load(self.checkpoint)
         return self.began
-
-    def end(self) -> None:
-        """Write the last evaluations, and release the file."""
-        with self._open:
-            self.save()
 
     def evaluations(self, cache: Any, density: LogDensity | None = None) -> Evaluations | None:
         """Return the evaluations of the next objective, in their order; None without a file."""

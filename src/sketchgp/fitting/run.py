@@ -148,7 +148,7 @@ class Fit:
             warn(f"fit was interrupted {when}; the model has the best parameters so far.", see="interrupted")
         finally:
             self._leave(before)
-            self.record.end()
+            self.record.save()
         return history
 
     def _leave(self, before: ModelState) -> None:

@@ -29,10 +29,9 @@ class Budgeted:
     :param max_seconds: the most time, set-up and earlier runs of a resumed solve included; None for no limit.
     :param checkpoint: a file to keep the state of the solve in.  If it exists the solve goes on from it, and ends with
         the bits that an uninterrupted one ends with (on the same device and number of threads).  It holds tensors
-        only.  Of another problem, or with other choices than budget and tolerance, it is refused; so is a path that
-        another solve, in this process or another, is using (a lock on ``path.lock``, which ends with the process).
-        Of ranks that work together rank 0 writes and reads it; as many have the same bits again, others the same
-        answer.
+        only.  Of another problem, or with other choices than budget and tolerance, it is refused.  Solves that run
+        at once need a path each.  Of ranks that work together rank 0 writes and reads it; as many have the same bits
+        again, others the same answer.
     :param every: seconds between two writes of the checkpoint.
     """
 

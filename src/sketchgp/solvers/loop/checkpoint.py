@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ class Checkpoint:
         """For rank 0."""
         there = self.ours and self.path.exists()
         return there if self.shards is None else bool(self.shards.agree(there))
-
-    def reserved(self) -> AbstractContextManager[None]:
-        """For the length of a solve, no other may use the path; see :func:`sketchgp.tensor_file.reserved`."""
-        return tensor_file.reserved(self.path) if self.ours else nullcontext()
 
     def save(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Replace the file; whenever the process dies, the path holds a whole file or the one before."""

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -181,7 +180,7 @@ class Run:
             delay=_DELAY,
             bar_format=_BAR,
         )
-        with parameters_held(), nullcontext() if self.checkpoint is None else self.checkpoint.reserved():
+        with parameters_held():
             self._begin()
             with bar, DeferredInterrupt() as interrupt:
                 self._loop(bar, interrupt)
