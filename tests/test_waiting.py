@@ -30,12 +30,11 @@ CASES = {
     "NystromPCG": {"rank": 5, "tol": 1e-9},
     "EigenPro4": {"projection": "inexact"},
     "EigenPro4, exact": {"projection": "exact"},
-    "ConjugateGradients, on disk, far": {"tol": 1e-12},
+    "ConjugateGradients, far": {"tol": 1e-12},
     "ASkotch, far, version 1": {"block_size": 80, "tol": 1e-12, "version": 1, "rank": 0},
-    "ASkotch, on disk, far": {"block_size": 80, "tol": 1e-12},
+    "ASkotch, far": {"block_size": 80, "tol": 1e-12},
     "KRILL": {"tol": 1e-14},
-    "KRILL, on disk, far, dims": {"tol": 1e-14},
-    "EigenPro4, on disk": {"projection": "inexact"},
+    "KRILL, far, dims": {"tol": 1e-14},
     "DoublyStochastic, dims": {"num_features": 64, "block_size": 16, "batch_size": 60},
 }
 KERNELS = {
@@ -62,13 +61,9 @@ def _problem(name, dtype, device):
         x = x.clone()
         x[:5] = 1e5
         z = None if z is None else torch.cat([x[:2], z[2:]])
-    if "on disk" in words:
-        x = sketchgp.RowSource(x.numpy(), device=DEVICE if device else "cpu")
-        x._block_bytes = 100 * 12  # of 240 rows
     if device:
-        kernel, y, z = moved_module(kernel), moved(y), None if z is None else moved(z)
-        x = x if "on disk" in words else moved(x)
-    with sketchgp.settings.memory_budget(1000):  # less than a source has
+        kernel, x, y, z = moved_module(kernel), moved(x), moved(y), None if z is None else moved(z)
+    with sketchgp.settings.memory_budget(1000):
         if kind in STREAMS:
             return sketchgp.RandomFeatureProblem(kernel, x, y, 0.1)
         if z is None:

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..row_sources import RowSource
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
-from .expression import Expression, Known, recognise
+from .expression import Expression, recognise
 from .first_order import first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
 from .lazies import without_keops
@@ -234,13 +234,6 @@ class KernelMatrix(LinearOperator):
     def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
         return KernelMatrix.on(part(self.pairs, rows, columns))
-
-    def against(self, x1: Tensor, x2: Tensor, centre: Centre, known: Known | None) -> KernelMatrix:
-        """``k(x1, x2)`` of the same kernel for other points, with the kernel's active dimensions selected; ``known`` is
-        which of them are far from the centre, None where nobody has looked."""
-        pairs = self.pairs.at(x1, x2, False, centre)
-        pairs.known = known
-        return KernelMatrix.on(pairs)
 
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
         """One matrix of the batch, without gradients; a kernel that is not recognised is called for the whole batch.

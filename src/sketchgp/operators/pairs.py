@@ -17,7 +17,7 @@ from torch import Tensor
 from ..devices import here
 from ..distributed import Shards, in_force
 from ..fingerprint import Memory
-from ..row_sources import RowSource, blocks
+from ..row_sources import RowSource
 from .centre import Centre
 from .expression import Expression, Known, Prepared, recognise
 from .fast_tiles import far_points
@@ -26,7 +26,6 @@ from .tiles import spans
 
 T = TypeVar("T")
 _HALF = (torch.bfloat16, torch.float16)
-_SIDES = "far rows of both sides"
 _NUMBERS = 2**24  # of inputs whose distances from the centre are computed at once
 _OPTIONS = ("kernel", "names", "engine", "same", "precision", "centre", "shards", "asked", "form")
 
@@ -156,12 +155,11 @@ class Pairs:
 
         return call
 
-    def prepare(self, tensors: Sequence[Tensor], same: bool, known: Known | None = None) -> Prepared:
+    def prepare(self, tensors: Sequence[Tensor], same: bool) -> Prepared:
         """Return features and coefficients of the recognised kernel, for other values of :attr:`tensors`."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            known = self.known if known is None else known
-            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), known)
+            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), self.known)
             return self.expression.prepare(tensors[0], tensors[1], *options)
 
     @torch.no_grad()
@@ -202,16 +200,16 @@ def _far_rows(pairs: Pairs) -> Tensor:
 
 
 @torch.no_grad()
-def far_sides(pairs: Pairs, *sides: Tensor | RowSource) -> list[list[Tensor]]:
+def far_sides(pairs: Pairs, *sides: Tensor) -> list[list[Tensor]]:
     """Return masks ``(n,)`` of the far rows of each side ``(n, d)``, for each factor of the kernel.
 
-    A kernel that is called has one mask.  Rows are read once, and a device is waited for once.
+    A kernel that is called has one mask.  A device is waited for once.
     """
     parameters = [p.detach() for p in pairs.parameters]
     result: list[Tensor] = []
     for x in sides:
-        step = max(1, _NUMBERS // max(1, x.shape[-1]))
-        for _, rows in blocks(x, None if isinstance(x, RowSource) else spans(len(x), step)):
+        for some in spans(len(x), max(1, _NUMBERS // max(1, x.shape[-1]))):
+            rows = x[some]
             if pairs.expression is None:
                 result.append(pairs.centre.far(real(rows)).unsqueeze(0))
                 continue
@@ -220,31 +218,6 @@ def far_sides(pairs: Pairs, *sides: Tensor | RowSource) -> list[list[Tensor]]:
             result.append(torch.stack(masks) if masks else torch.zeros(0, len(rows), dtype=torch.bool, device=x.device))
     both = torch.cat(result, dim=1).cpu()
     return [list(part) for part in both.split([len(x) for x in sides], dim=1)]
-
-
-def pass_on(whole: Pairs, part: Pairs, rows: Tensor | None, columns: Tensor | None) -> None:
-    """Hand the far rows of a matrix to a part of it, with indices ``(r,)`` and ``(c,)`` of rows and columns."""
-    sides = known_sides(whole)
-    if sides is None:
-        return
-    indices = [None if i is None else here(i) for i in (rows, columns)]
-    left, right = (masks if i is None else [mask[i] for mask in masks] for masks, i in zip(sides, indices, strict=True))
-    if part.sources:
-        part.remember(_SIDES, lambda: [left, right])
-    else:
-        part.known = known_of(part, left, right)
-
-
-def known_sides(pairs: Pairs) -> list[list[Tensor]] | None:
-    """Return :func:`far_sides` of x1 and x2 where they are read from a source to a device; None elsewhere."""
-    if pairs.device.type == "cpu" or not pairs.sources:
-        return None
-
-    def look() -> list[list[Tensor]]:
-        result = far_sides(pairs, *([pairs.x1] if pairs.x2 is pairs.x1 else [pairs.x1, pairs.x2]))
-        return [result[0], result[-1]]
-
-    return pairs.remember(_SIDES, look)
 
 
 def known_of(pairs: Pairs, left: Sequence[Tensor], right: Sequence[Tensor]) -> Known:
@@ -265,10 +238,9 @@ def part(pairs: Pairs, rows: Tensor | None, columns: Tensor | None) -> Pairs:
     x1, x2 = (x if i is None else take(x, i, -2) for x, i in ((pairs.x1, rows), (pairs.x2, columns)))
     result = pairs.at(x1, x2, pairs.same and rows is columns, pairs.centre)
     result.whole = (pairs, rows)
-    if all(i is None or i.dim() == 1 for i in (rows, columns)):
-        pass_on(pairs, result, rows, columns)
-        if pairs.expression is not None and not pairs.sources:
-            result.remember("prepared", lambda: pairs.prepared().part(rows, columns))
+    one_set = all(i is None or i.dim() == 1 for i in (rows, columns))
+    if one_set and pairs.expression is not None and not pairs.sources:
+        result.remember("prepared", lambda: pairs.prepared().part(rows, columns))
     return result
 
 

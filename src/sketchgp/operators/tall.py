@@ -128,7 +128,7 @@ class TallMatrix:
         if self.pattern is None:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self.pattern = matrix.type(torch.float64) if self._accurate else matrix
-            if self.device.type != "cpu":
+            if self.device.type != "cpu" and torch.is_tensor(self.x):
                 self._sides = far_sides(self.pattern.pairs, self._selected(self.x), self._selected(self.z))
         return self.pattern
 
@@ -153,8 +153,9 @@ class TallMatrix:
         matrix = self._like()
         if self._right is None:
             self._right = self._selected(self.z).to(matrix.dtype)
-        known = self._known(rows) if self.known is None else self.known
-        return matrix.against(self._selected(x).to(matrix.dtype), self._right, self._centre, known)
+        part = matrix.at(self._selected(x).to(matrix.dtype), self._right, False, self._centre)
+        part.pairs.known = self._known(rows) if self.known is None else self.known
+        return part
 
     def _dense(self, matrix: KernelMatrix, weights: Tensor | None) -> Tensor:
         part = matrix.to_dense().to(torch.float64)

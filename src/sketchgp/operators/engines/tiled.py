@@ -16,7 +16,7 @@ from ...settings import memory_budget
 from ..fast_tiles import FastGradient, FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
-from ..pairs import Pairs, far_rows, known_of, known_sides
+from ..pairs import Pairs, far_rows
 from ..tiles import Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
 from .base import Engine, Gradients, Live, folds
 
@@ -182,13 +182,9 @@ def _groups(order: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
 def _tiles_of(pairs: Pairs, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, columns: slice) -> Tiles:
     """Return the tiles of a part of the matrix, from its rows of x1 and x2, which are ``rows`` and ``columns``."""
     tensors = [x1, x2, *(p.detach() for p in pairs.parameters)]
-    sides = known_sides(pairs)
     if pairs.expression is None:
-        return GenericTiles(pairs.evaluator(tensors[2:]), tensors, None if sides is None else sides[0][0][rows])
-    known = None
-    if sides is not None:
-        known = known_of(pairs, [mask[rows] for mask in sides[0]], [mask[columns] for mask in sides[1]])
-    prepared = pairs.prepare(tensors, False, known)
+        return GenericTiles(pairs.evaluator(tensors[2:]), tensors, None)
+    prepared = pairs.prepare(tensors, False)
     return FastTiles(pairs.expression, prepared, shape, False, coincident(pairs, rows, columns))
 
 
