@@ -320,12 +320,12 @@ def test_iterations():
     assert counts["Falkon", "skewed", 1e-6] > 2 * counts["KRILL", "skewed", 1e-6]
 
 
-def test_float32_products_are_corrected():
+def test_entries_of_float32_data_are_float64():
     problem = _problem(torch.float32, noise=1e-3)
     with record_solves() as solves:
-        solution = KRILL(tol=1e-8, precision="float32").solve(problem)
+        solution = KRILL(tol=1e-8).solve(problem)
     assert solves == [solution.report]
-    assert (solution.report.dtype, solution.report.converged) == ("float32", True)
+    assert (solution.report.dtype, solution.report.converged) == ("float64", True)
     assert relative(_found(problem, solution), _predictions(problem)) < 1e-6
 
 
@@ -451,7 +451,6 @@ def test_what_these_solvers_do_not_take(name):
         (lambda: KRILL(tol=0.0), "tol expects"),
         (lambda: KRILL(tol=2.0), "tol expects"),
         (lambda: Falkon(max_iterations=0), "max_iterations expects"),
-        (lambda: KRILL(precision="float16"), "precision expects"),
         (lambda: KRILL(nonzeros=0), "nonzeros expects"),
         (lambda: KRILL(sketch_size=-1), "sketch_size expects"),
         (lambda: Falkon(counts=[1.0]), "counts expects a tensor"),

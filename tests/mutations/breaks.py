@@ -547,10 +547,10 @@ BREAKS = (
         "other inducing points are the same problem",
     ),
     Break(
-        "rhs = matrix.tall.accurate().t_matmul(y)",
-        "rhs = matrix.tall.t_matmul(y)",
+        "NormalMatrix(kzz, self.tall(accurate=True), self.level)",
+        "NormalMatrix(kzz, self.tall(accurate=False), self.level)",
         NORMAL,
-        "the right-hand side has float32 entries",
+        "the normal equations have float32 entries",
     ),
     Break(
         "curvature = squares + level * lengths",

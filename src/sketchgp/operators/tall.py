@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -280,27 +279,18 @@ class NormalMatrix:
     A product costs ``n m`` kernel evaluations, and ``m^2 / 2`` where Kzz goes by tiles too.  It takes O((n + m) t)
     memory beside one tile and what is stored of Kzz.  Not differentiable.
 
-    :param kzz: the kernel matrix of the inducing points, stored as ``(m, m)`` float64, or by tiles in the dtype of its
-        entries.
+    :param kzz: the kernel matrix of the inducing points, float64, stored as ``(m, m)`` or by tiles.
     :param tall: T.
     :param level: the noise variance that ``weights`` refer to.
     """
 
     def __init__(self, kzz: Tensor | KernelMatrix, tall: TallMatrix, level: float) -> None:
         self.kzz, self.tall, self.level = kzz, tall, level
-        self.memory = Memory()  # shared with the copy that has other entries
+        self.memory = Memory()
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.tall.shape[1], self.tall.shape[1]
-
-    def accurate(self) -> NormalMatrix:
-        """Return M with float64 entries."""
-        if self.tall.dtype == torch.float64 and self.kzz.dtype == torch.float64:
-            return self
-        result = copy.copy(self)
-        result.kzz, result.tall = self.kzz.type(torch.float64), self.tall.accurate()
-        return result
 
     @torch.no_grad()
     def kzz_matmul(self, rhs: Tensor) -> Tensor:
@@ -308,7 +298,7 @@ class NormalMatrix:
         if isinstance(self.kzz, Tensor):
             return self.kzz @ rhs
         self.tall.evaluated.products += 1
-        return self.kzz.product(rhs.to(self.kzz.dtype)).to(torch.float64)
+        return self.kzz.product(rhs)
 
     @torch.no_grad()
     def product(self, rhs: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class _Sampled:
             yield self.tall.part(self.rows[span]).mul_(math.sqrt(n / len(self.rows)))
 
     def _kzz_matmul(self, vectors: Tensor) -> Tensor:
-        return self.kzz.product(vectors.to(self.kzz.dtype)).to(torch.float64) * self.level
+        return self.kzz.product(vectors) * self.level
 
     def matmul(self, vectors: Tensor) -> Tensor:
         out = self._kzz_matmul(vectors)

@@ -28,8 +28,7 @@ class Falkon(NormalEquationsSolver):
     :param counts: ``(m,)`` positive: how many points each inducing point stands for, such as the sizes of the k-means
         clusters, or inverse selection probabilities; None is n / m each.
 
-    The other parameters are those of :class:`sketchgp.solvers.NormalEquationsSolver`: ``tol``, ``max_iterations``,
-    ``precision``.
+    The other parameters are those of :class:`sketchgp.solvers.NormalEquationsSolver`: ``tol``, ``max_iterations``.
     """
 
     counts: Tensor | None = field(default=None, hash=False)

@@ -38,8 +38,7 @@ class KRILL(NormalEquationsSolver):
     :param nonzeros: of a column of Phi.
     :param seed: of Phi.
 
-    The other parameters are those of :class:`sketchgp.solvers.NormalEquationsSolver`: ``tol``, ``max_iterations``,
-    ``precision``.
+    The other parameters are those of :class:`sketchgp.solvers.NormalEquationsSolver`: ``tol``, ``max_iterations``.
     """
 
     sketch_size: int | None = None

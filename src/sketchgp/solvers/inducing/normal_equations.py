@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...checks import count, settle, tolerance, word
-from ...devices import float64_cost
+from ...checks import count, settle, tolerance
 from ...memory import enough_memory, require_memory
 from ...operators.tall import NormalMatrix, tile_bytes
 from ...preconditioners.krill import TriangularFactors
@@ -20,7 +19,6 @@ from .problem import InducingPointProblem
 from .solver import InducingPointSolver
 from .split_gradients import SplitGradients
 
-_AFFORDABLE = 8.0  # float32 operations in the time of a float64 one, up to which entries are float64
 _VECTORS = 10  # float64 blocks (m, t) of a solve
 
 
@@ -30,10 +28,9 @@ class NormalEquationsSolver(InducingPointSolver):
 
     :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
     :param max_iterations: the most iterations.
-    :param precision: of the entries of Kxz: ``"float64"`` whatever the dtype of x, which costs a fifth more on a CPU;
-        or ``"float32"`` for float32 data on devices where float64 is slow: the residual is then corrected with float64
-        entries, which takes several times the iterations where the noise is small.  ``"auto"`` is ``"float32"`` on CUDA
-        devices with a 32nd or 64th of the float64 units (consumer cards).  Sums and factors are float64.
+
+    Everything is float64, kernel entries of float32 data too: with float32 ones the residual has to be corrected, which
+    takes several times the iterations where the noise is small.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "max_iterations")
@@ -41,7 +38,6 @@ class NormalEquationsSolver(InducingPointSolver):
 
     tol: float = 1e-4
     max_iterations: int = 200
-    precision: Literal["auto", "float32", "float64"] = "auto"
 
     def __post_init__(self) -> None:
         settle(self, tolerance, "tol")
@@ -50,7 +46,6 @@ class NormalEquationsSolver(InducingPointSolver):
     def _check_common(self) -> None:
         self._check_budget()
         settle(self, count, "max_iterations")
-        settle(self, word, "precision", allowed=("auto", "float32", "float64"))
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: for a stream or noise 0; where the choices do not fit the problem, or its matrices the
@@ -86,14 +81,8 @@ class NormalEquationsSolver(InducingPointSolver):
         """
         raise NotImplementedError
 
-    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix:
-        return problem.normal_matrix(accurate)
-
-    def _accurate(self, problem: InducingPointProblem) -> bool:
-        """Return whether entries are float64 whatever the data."""
-        if self.precision == "auto":
-            return float64_cost(problem.device) <= _AFFORDABLE
-        return self.precision == "float64"
+    def _matrix(self, problem: InducingPointProblem) -> NormalMatrix:
+        return problem.normal_matrix()
 
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         return enough_memory(*self._memory(problem))
@@ -103,8 +92,8 @@ class NormalEquationsSolver(InducingPointSolver):
 
     def _method(self, problem: InducingPointProblem) -> SplitGradients:
         _, y = problem.tensors(f"{self.name}()")
-        matrix = self._matrix(problem, accurate=self._accurate(problem))
-        rhs = matrix.tall.accurate().t_matmul(y)
+        matrix = self._matrix(problem)
+        rhs = matrix.tall.t_matmul(y)
         return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
 
     def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
@@ -112,11 +101,10 @@ class NormalEquationsSolver(InducingPointSolver):
         raise NotImplementedError
 
     def _facts(self, problem: InducingPointProblem, method: SplitGradients) -> dict[str, Any]:
-        float32 = not self._accurate(problem) and problem.inducing_points.dtype == torch.float32
         preconditioner, remedy = self._words(problem)
         return {
             "preconditioner": preconditioner,
             "rank": method.factors.rank if isinstance(method.factors, NystromRoot) else 0,
-            "dtype": "float32" if float32 else "float64",
+            "dtype": "float64",
             "remedies": {Reason.ITERATIONS: f"Raise max_iterations (now {self.max_iterations}){remedy}."},
         }

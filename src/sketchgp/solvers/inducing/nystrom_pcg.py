@@ -52,8 +52,7 @@ class NystromPCG(NormalEquationsSolver):
         memory.  More takes fewer iterations.
     :param seed: of its random choices.
 
-    The other parameters are those of :class:`sketchgp.solvers.NormalEquationsSolver`: ``max_iterations``,
-    ``precision`` (here of the entries of Kzz, too).
+    The other one is that of :class:`sketchgp.solvers.NormalEquationsSolver`: ``max_iterations``.
     """
 
     _predictions: ClassVar[bool] = True
@@ -76,8 +75,8 @@ class NystromPCG(NormalEquationsSolver):
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)
 
-    def _matrix(self, problem: InducingPointProblem, accurate: bool) -> NormalMatrix:
-        return problem.normal_matrix(accurate, stored=False)
+    def _matrix(self, problem: InducingPointProblem) -> NormalMatrix:
+        return problem.normal_matrix(stored=False)
 
     def preconditioner(self, matrix: Any, targets: Tensor) -> NystromRoot:
         """That of one normal matrix."""

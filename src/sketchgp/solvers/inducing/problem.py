@@ -208,19 +208,18 @@ class InducingPointProblem:
                 f"k(z, z) takes {needed / 2**30:.1f} GiB for m = {self.m} and {free / 2**30:.1f} GiB are free; use "
                 "fewer inducing points, or solver=NystromPCG() or EigenPro4(), which do not store it."
             )
-        return KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach().double().to_dense()
+        return self._kzz_by_tiles().to_dense()
 
-    def normal_matrix(self, accurate: bool = True, stored: bool = True) -> NormalMatrix:
-        """``Kzx Kxz + noise Kzz``, ``(m, m)``.
+    def _kzz_by_tiles(self) -> KernelMatrix:
+        return KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach().double()
 
-        :param accurate: evaluate entries in float64 whatever the dtype of x.
-        :param stored: store Kzz, in float64; else it goes by tiles.
+    def normal_matrix(self, stored: bool = True) -> NormalMatrix:
+        """``Kzx Kxz + noise Kzz``, ``(m, m)``, its entries float64 whatever the dtype of x.
+
+        :param stored: store Kzz; else it goes by tiles.
         """
-        tall = self.tall(accurate)
-        if stored:
-            return NormalMatrix(self.kzz(), tall, self.level)
-        kzz = KernelMatrix.of(self.kernel, self.inducing_points, engine="tiled").detach()
-        return NormalMatrix(kzz.type(torch.float64) if accurate else kzz, tall, self.level)
+        kzz = self.kzz() if stored else self._kzz_by_tiles()
+        return NormalMatrix(kzz, self.tall(accurate=True), self.level)
 
 
 def check_inducing(owner: str, problem: Any) -> None:

@@ -24,8 +24,6 @@ from ..energy import RemainingEnergy, moved_by_rounding
 from ..loop import NAN, Cycles, Outcome, require_finite
 from ..recurrence import descend, least_ritz_value, turn
 
-_CYCLE_REDUCTION = 1e-4  # of the residual that float32 entries are trusted with before it is computed anew
-_TRUSTED = 30  # iterations on float32 entries before the residual is computed anew, where no residual ends them
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
 _NEGLIGIBLE = 0.1  # of the tolerance
 
@@ -34,9 +32,9 @@ class SplitGradients(Cycles):
     """Conjugate gradients on ``M W = b`` in cycles, each from the true residual.
 
     The residual followed is ``||M w - b|| / ||b||``, as ``R^T`` times that in the coordinates u; at the end, and where
-    the tolerance is met, it is computed anew from w with float64 entries, and the solve goes on from there until it is.
+    the tolerance is met, it is computed anew from w, and the solve goes on from there until it is.
 
-    :param matrix: M, with entries of T in x's dtype or float64.
+    :param matrix: M.
     :param b: ``(m, t)`` float64.
     :param tol: of the residual; or, with ``predictions``, of :attr:`deviations`.
 
@@ -47,9 +45,9 @@ class SplitGradients(Cycles):
 
     letter = "m"
     saved = (
-        "value", "r", "best", "residual", "energy", "gained", "deviations", "true", "current", "exact",
+        "value", "r", "best", "residual", "energy", "gained", "deviations", "true", "current",
         "products", "cycling", "verified", "deep",
-        "s", "d", "u", "recurrence", "active", "target", "start", "before", "ends",
+        "s", "d", "u", "recurrence", "active", "target", "start", "before",
         "remaining.taken", "remaining.estimates", "coefficients", "evaluated.entries", "evaluated.products",
     )  # fmt: skip
 
@@ -62,23 +60,17 @@ class SplitGradients(Cycles):
         tol: float,
         predictions: bool = False,
     ) -> None:
-        super().__init__(b, Space(len(b)), matrix.tall.dtype == torch.float64, NAN)
+        super().__init__(b, Space(len(b)), True, NAN)
         self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
         self.matrix_entries = float(self.size * self.data_rows)
         self.predictions, self.factors, self.tol = predictions, factors, tol
         self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
         self.deep = False
-        self._matrix, self._exact_matrix, self.evaluated = matrix, matrix.accurate(), matrix.tall.evaluated
+        self.matrix, self.evaluated = matrix, matrix.tall.evaluated
         self.products = 0
         self.remaining, self.coefficients = RemainingEnergy(), list[Tensor]()
-        self.ends = 2**62  # iterations after which a cycle ends at the latest
         self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
         self.recurrence = self.active = self.target = self.norm[:0]
-
-    @property
-    def matrix(self) -> NormalMatrix:
-        """M with float64 entries or not, as the present cycle has it."""
-        return self._exact_matrix if self.exact else self._matrix
 
     @property
     def root(self) -> TriangularFactors | NystromRoot | None:
@@ -97,7 +89,7 @@ class SplitGradients(Cycles):
         self.value = torch.zeros_like(self.b) if initial is None else initial.to(self.b).clone()
         self.r = self.b.clone()
         if initial is not None:
-            self.r -= self._accurate(self.value)
+            self.r -= self._product(self.value)
         self.best, self.residual = self.value.clone(), self.r.norm(dim=0) / self.norm
         self.true = self.current = self.residual
         self.energy = self._back(self.r).square().sum(dim=0)  # by the recurrence
@@ -133,8 +125,8 @@ class SplitGradients(Cycles):
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
         sketched = self.factors.sketched if isinstance(self.factors, TriangularFactors) else None
-        if converged and sketched is not None and isinstance(self._matrix.kzz, Tensor):
-            moved, too_far = moved_by_rounding(self._back, sketched, self._matrix.kzz, self._matrix.level)
+        if converged and sketched is not None and isinstance(self.matrix.kzz, Tensor):
+            moved, too_far = moved_by_rounding(self._back, sketched, self.matrix.kzz, self.matrix.level)
             if bool(too_far.any()):
                 converged, reason = False, Reason.SINGULAR
                 self.deviations = torch.where(self.deviations.isinf(), moved, self.deviations)
@@ -143,7 +135,6 @@ class SplitGradients(Cycles):
             "deviations": self.deviations.cpu(),
             "tol": self.tol,
             "judged": "predictions" if self.predictions else "residual",
-            "details": {"precision": "float64" if self.exact else "float32"},
         }
         return Outcome(self.best, self.residual, converged, reason, facts)
 
@@ -168,7 +159,7 @@ class SplitGradients(Cycles):
         residual need not.  Where rounding has made the true residual larger than the recurrence says, so that the
         estimate of the error is that of another iterate, it is withdrawn.
         """
-        self.r = self.b - self._accurate(self.value)
+        self.r = self.b - self._product(self.value)
         current = self.r.norm(dim=0) / self.norm
         self.finite(current)
         energy, gained = self._back(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
@@ -193,9 +184,9 @@ class SplitGradients(Cycles):
             return torch.zeros_like(self.norm)
         return self._seen(self.deepest.inverse_t(r).square().sum(dim=0))
 
-    def _accurate(self, vectors: Tensor) -> Tensor:
+    def _product(self, vectors: Tensor) -> Tensor:
         self.products += 1
-        return self._exact_matrix.product(vectors)
+        return self.matrix.product(vectors)
 
     def open(self) -> None:
         """Begin a cycle on ``B u = R^-T r`` from u = 0."""
@@ -204,12 +195,7 @@ class SplitGradients(Cycles):
             self.energy = self._back(self.r).square().sum(dim=0)
             self.notes.append("the rest was below the roundoff of the matrix; went on with less damping")
         self.cycling, self.start, self.before = True, self.r.norm(dim=0) / self.norm, self.energy
-        share = 0.0 if self.predictions else 0.95 if self.exact else 0.5
-        self.target = torch.full_like(self.start, share * self.tol)
-        if not self.exact:
-            self.target = torch.maximum(self.target, _CYCLE_REDUCTION * self.start)
-        trusted = not self.exact and self.predictions
-        self.ends = self.iterations + _TRUSTED if trusted else 2**62
+        self.target = torch.full_like(self.start, 0.0 if self.predictions else 0.95 * self.tol)
         self.s = self._back(self.r).clone()
         self.d, self.u = self.s.clone(), torch.zeros_like(self.s)
         self.recurrence = self.s.square().sum(dim=0)
@@ -249,7 +235,7 @@ class SplitGradients(Cycles):
             self._go_on(estimate, usable, rounded)
             going_on = self.active.any()
         self.iterations += 1
-        if self.iterations >= self.ends or not bool(going_on):
+        if not bool(going_on):
             self.close_cycle()
         return True
 
@@ -263,8 +249,6 @@ class SplitGradients(Cycles):
         self._settle()
         open_ = self.deviations > self.tol if self.predictions else self.current > self.target
         self.active = usable & ~rounded & open_
-        if not self.exact:
-            self.active &= self.current > self.target
 
     def _ridge(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``Kzz p`` and ``p^T Kzz p`` of each column, the latter not negative."""
