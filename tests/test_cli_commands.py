@@ -135,15 +135,11 @@ def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
 
 
 @pytest.mark.parametrize("kernel", ["matern12", "matern32", "rbf"])
-def test_other_kernels_and_npz(tmp_path, capsys, kernel):
-    rows = make_rows()
-    path = tmp_path / "data.npz"
-    np.savez(path, X=np.stack([rows["length"], rows["width"]], 1), y=rows["price"])
+def test_other_kernels(tmp_path, data, capsys, kernel):
     model = tmp_path / "model.pt"
-    code, out, _ = run(capsys, "fit", path, "--target", "y", "--kernel", kernel, "--save", model, *SHORT)
+    code, _, _ = run(capsys, "fit", data, "--target", "price", "--kernel", kernel, "--save", model, *SHORT)
     assert code == 0
-    assert "y by 2 feature(s) (x0, x1)" in out
-    code, out, _ = run(capsys, "predict", model, path)
+    code, out, _ = run(capsys, "predict", model, data)
     assert code == 0
     assert kernel in out
 
@@ -313,10 +309,8 @@ def test_rows_to_predict_lack_their_target(tmp_path, data, capsys):
         frame = pandas.DataFrame(columns)
         if path.suffix == ".csv":
             write_csv(path, columns)
-        elif path.suffix == ".parquet":
-            frame.to_parquet(path)
         else:
-            np.savez(path, **{key: np.array(value, dtype=np.float64) for key, value in columns.items()})
+            frame.to_parquet(path)
         output.unlink(missing_ok=True)
         code, out, _ = run(capsys, "predict", model, path, "--output", output)
         assert code == 0
@@ -327,11 +321,11 @@ def test_rows_to_predict_lack_their_target(tmp_path, data, capsys):
     some = {**rows, "price": [*rows["price"][:3], *[None] * 5]}
     none = {**rows, "price": [None] * 8}
     marked = {**rows, "price": [*rows["price"][:3], "", "NA", "?", "nan", " "]}
-    for name, columns in (("a.csv", some), ("b.csv", marked), ("c.parquet", some), ("d.npz", some)):
+    for name, columns in (("a.csv", some), ("b.csv", marked), ("c.parquet", some)):
         found, out = predicted(name, columns)
         np.testing.assert_array_equal(found, expected)
         assert "against column 'price', known in 3 of 8 rows: RMSE" in out
-    for name in ("e.csv", "f.parquet", "g.npz"):
+    for name in ("e.csv", "f.parquet"):
         found, out = predicted(name, none)
         np.testing.assert_array_equal(found, expected)
         assert "column 'price' is empty" in out

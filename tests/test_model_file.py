@@ -230,11 +230,11 @@ def test_the_format_without_a_digest(tmp_path):
 
 def test_a_damaged_file_is_refused_or_predicts_the_same(tmp_path, capsys):
     """One bit that flips, or some bytes that are garbled, anywhere in the file."""
-    path, data, output = tmp_path / "model.pt", tmp_path / "new.npz", tmp_path / "out.csv"
+    path, data, output = tmp_path / "model.pt", tmp_path / "new.csv", tmp_path / "out.csv"
     saved = make()
     save_model(path, saved)
     names = [feature.name for feature in saved.features]
-    np.savez(data, **{names[0]: np.arange(4.0), names[1]: np.array(["no", "other", "no", "no"])})
+    data.write_text(f'{names[0]},"{names[1]}"\n0,no\n1,other\n2,no\n3,no\n')
     words = ["predict", str(path), str(data), "--output", str(output), "--force"]
     assert main(words) == 0
     contents, expected, chance, refused = path.read_bytes(), output.read_text(), random.Random(0), 0

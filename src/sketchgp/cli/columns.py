@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
@@ -29,9 +29,9 @@ _DAY = (
 _TIME = r"\d\d?:\d\d(:\d\d([.,]\d+)?)?|\d\d?(:\d\d){0,2} ?[ap]\.?m\.?"
 _DATE = re.compile(rf"({_DAY})([T ]+\d\d?:\d\d.*)?|{_TIME}", re.IGNORECASE)
 _COMPACT = re.compile(r"(1[89]|2[01])\d\d(0[1-9]|1[0-2])((0[1-9]|[12]\d|3[01])(\d{4}|\d{6})?)?")  # 20240131, 202401
-# A number with other marks between its digits, or with the sign of a limit, of a currency, of a share or of a note.
-_ALMOST = re.compile(r"[<>≤≥~≈±(]*\s*[$€£¥]?\s*[-+−]?\s*[$€£¥]?\s*\.?\d[\d.,'’\s_]*(e[-+]?\d+)?\s*[%‰°$€£¥)*+†]*", re.I)
-_UNIT = re.compile(r"[-+]?\d[\d.,]*\s*([^\d\s.,].*)")
+# A number with other marks between its digits, or with a unit or the sign of a limit, a currency, a share or a note.
+_SIGNS, _UNITS = r"[<>≤≥~≈±(]*\s*[$€£¥]?\s*[-+−]?\s*[$€£¥]?", r"([%‰°$€£¥)*+†]*|[a-zµ²³/]+)"
+_ALMOST = re.compile(rf"{_SIGNS}\s*\.?\d[\d.,'’\s_]*(e[-+]?\d+)?\s*{_UNITS}", re.IGNORECASE)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+")  # decimals, or groups of thousands
 _NO_DATES = "a date or a time; put a number in its place, such as the days since the first one"
 _OPTIONS = {"numeric": "numbers", "categorical": "categories", "id": "names of rows", "drop": "leave it out"}
@@ -47,7 +47,6 @@ class Rules:
     :param may_lack: columns in which values may be missing.
     :param marks: texts that stand for a missing value, in any case; an empty cell always does.
     :param decimal: mark of decimals; None is a point, unless it could as well be a mark of thousands.
-    :param thousands: mark between groups of three digits; empty where there is none.
     :param caller: ``fit``, ``predict`` or ``python``, for the advice in messages.
     """
 
@@ -57,7 +56,6 @@ class Rules:
     may_lack: Collection[str] = ()
     marks: tuple[str, ...] = MARKS
     decimal: str | None = None
-    thousands: str = ""
     caller: str = "fit"
 
     @cached_property
@@ -69,22 +67,10 @@ class Rules:
         """Numbers among the marks, such as -999."""
         return {value for value in map(self.number, self.marks) if value is not None}
 
-    @cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
-        """Pattern of numbers, where more than decimals with a point are numbers."""
-        if not self.thousands and self.decimal != ",":
-            return None
-        digits = r"\d+" if not self.thousands else rf"(\d{{1,3}}({re.escape(self.thousands)}\d{{3}})+|\d+)"
-        mark = "," if self.decimal == "," else r"\."
-        return re.compile(rf"[-+]?({digits}({mark}\d*)?|{mark}\d+)([eE][-+]?\d+)?")
-
     def number(self, cell: str) -> float | None:
         """Return the number that a cell is, perhaps an infinite one, or None."""
-        if self._pattern is not None:
-            cell = re.sub("[\u00a0\u202f]", " ", cell)
-            if not self._pattern.fullmatch(cell):
-                return None
-            cell = (cell.replace(self.thousands, "") if self.thousands else cell).replace(",", ".")
+        if self.decimal == ",":
+            cell = cell.replace(".", "?").replace(",", ".")  # a point is no mark of decimals then
         try:
             value = float(cell)
         except ValueError:
@@ -179,29 +165,26 @@ class _Column:
             kind: [] for kind in ("number", "infinite", "missing", "date", "almost", "text", "other")
         }
         self.cells: Any
-        array = _array(name, values)
-        self.integers = array.dtype.kind in "iu"
-        numeric, categories = name in rules.numbers, str(getattr(values, "dtype", "")) == "category"  # of pandas
-        self.is_text = name in rules.text or name in rules.names or (categories and not numeric)
-        if (array.dtype.kind in "iuf" or (array.dtype.kind == "b" and numeric)) and not self.is_text:
-            self.cells = array.astype(np.float64)
+        series, numeric = _series(name, values), name in rules.numbers
+        dtype = series.dtype
+        self.integers = dtype.kind in "iu"
+        self.is_text = name in rules.text or name in rules.names or (dtype.name == "category" and not numeric)
+        if (dtype.kind in "iuf" or (dtype.kind == "b" and numeric)) and not self.is_text:
+            self.cells = series.to_numpy(np.float64, na_value=np.nan).copy()
             self.cells[np.isin(self.cells, list(rules.missing_numbers))] = np.nan
             self.kinds["infinite"] = np.unique(self.cells[np.isinf(self.cells)]).tolist()
             self.kinds["missing"] = [None] if np.isnan(self.cells).any() else []
             return
-        dates = array.dtype.kind in "mM"
-        cells = (array.astype(str) if dates else array).tolist()
-        self.cells = [
-            str(cell) if isinstance(cell, bool | np.bool_) and not numeric else _value(cell) for cell in cells
-        ]
+        cells, missing = series.astype(object).tolist(), series.isna()
+        self.cells = [None if lacks else _value(cell, numeric) for cell, lacks in zip(cells, missing, strict=True)]
         for cell in dict.fromkeys(self.cells):
-            self.kinds["date" if dates else self._kind(cell)].append(cell)
+            self.kinds[self._kind(cell)].append(cell)
 
     def _kind(self, cell: Any) -> str:
         rules = self.rules
         if cell is None or cell == "":
             return "missing"
-        if isinstance(cell, datetime.date | datetime.time | datetime.timedelta):
+        if isinstance(cell, date | time | timedelta):
             return "date"
         if isinstance(cell, type):
             return "other"
@@ -263,7 +246,7 @@ class _Column:
             where = f"numbers in {rows:,} row(s) and {self.where(odd)}" if rows else self.where(odd)
             advice = ["write plain numbers"]
             if self.separator and kinds["almost"]:
-                advice.append("say how they are written with --decimal , or --thousands MARK")
+                advice.append("say --decimal , where decimals have a comma")
             if rules.caller != "python" and len(odd) <= 4 and not kinds["almost"]:
                 advice.append(f"say --missing-marks {shlex.quote(','.join([*marks, *odd]))} (missing values)")
             remedy = rules.remedy(name, *advice, numeric=False)
@@ -272,7 +255,9 @@ class _Column:
             faults.append(f"holds {doubt}; {rules.remedy(name, 'write it in another way')}")
         pointed = [cell for cell in self.written if "." in cell]
         if pointed and not decimals and (self.separator != "," or len(pointed) < len(self.written)):
-            faults.append(f"holds {self.where(pointed)}: decimals or thousands? Say --decimal . or --thousands .")
+            faults.append(
+                f"holds {self.where(pointed)}: decimals or thousands? Say --decimal ., or leave marks of thousands out"
+            )
         if kinds["missing"] and name not in rules.may_lack:
             how = "missing='drop' or missing='mean'" if rules.caller == "python" else (
                 "--missing drop or --missing mean, or name the marks with --missing-marks")  # fmt: skip
@@ -280,12 +265,10 @@ class _Column:
         return faults
 
     def _doubt(self) -> str:
-        """Return why a column of numbers, or one of text, could be something else; empty where it could not."""
-        cells, text = self.kinds["number"], self.kinds["text"]
-        if text:
-            units = {match and match[1] for match in map(_UNIT.fullmatch, map(str, text))}
-            same = len(text) > 1 and len(units) == 1 and None not in units
-            return f"{self.where(text)}: numbers with a unit" if same else ""
+        """Return why a column of numbers could be something else; empty where it could not."""
+        cells = self.kinds["number"]
+        if self.kinds["text"]:
+            return ""
         if isinstance(self.cells, np.ndarray):
             values = [*dict.fromkeys(self.cells[~np.isnan(self.cells)].tolist())]
             large = [value for value in values if abs(value) >= _LARGEST] if self.integers else []
@@ -304,31 +287,29 @@ class _Column:
         return ""
 
 
-def _array(name: str, values: Any) -> np.ndarray:
-    """Return a column as an array of numbers, of dates, or of objects."""
+def _series(name: str, values: Any) -> Any:
+    """Return a column as a Series of pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise InputError("pandas reads columns: python -m pip install 'sketchgp[cli]'") from error
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-        values = values.double() if values.is_floating_point() else values
-    if isinstance(values, np.ma.MaskedArray):
-        values = np.ma.filled(values.astype(object), None)
+        values = (values.double() if values.is_floating_point() else values).numpy()
     try:
-        array = np.asarray(values)
-    except ValueError:  # of nested lists
-        array = np.empty((0, 0))
-    if array.ndim != 1:
-        raise InputError(f"column {name!r}: expected one value a row, got shape {array.shape}")
-    return array if array.dtype.kind in "iufbmM" else array.astype(object)
+        return pandas.Series(values)
+    except ValueError as error:
+        raise InputError(f"column {name!r}: expected one value a row ({error})") from error
 
 
-def _value(cell: Any) -> Any:
-    """Return a cell without blanks around it, None where it has no value, and its type where it can be no value."""
+def _value(cell: Any, numeric: bool) -> Any:
+    """Return a cell without blanks around it, a truth value as text, and its type where it can be no value."""
     if isinstance(cell, str):
         return cell.strip()
-    if cell is None or type(cell).__name__ in ("NAType", "NaTType"):
-        return None
-    if isinstance(cell, int | float | Decimal | np.integer | np.floating | np.bool_):
-        return None if cell != cell else cell
-    return cell if isinstance(cell, datetime.date | datetime.time | datetime.timedelta) else type(cell)
+    if isinstance(cell, bool | np.bool_) and not numeric:
+        return str(cell)
+    known = int | float | Decimal | np.integer | np.floating | np.bool_ | date | time | timedelta
+    return cell if isinstance(cell, known) else type(cell)
 
 
 def _text(cell: Any) -> str:

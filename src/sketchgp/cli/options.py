@@ -53,16 +53,6 @@ def _separator(text: str) -> str:
     return mark
 
 
-def _lines(text: str) -> frozenset[int]:
-    numbers: set[int] = set()
-    for part in names(text):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not match or int(match[1]) < 1:
-            raise argparse.ArgumentTypeError(f"expected numbers of lines, from 1, such as 1-3 or 2,4, not {text!r}")
-        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(numbers)
-
-
 # The help and what argparse takes, by the name of the option; a default stands in brackets.
 _Options = dict[str, tuple[str, dict[str, Any]]]
 _FLAG: dict[str, Any] = {"action": "store_true"}
@@ -71,21 +61,15 @@ _COLUMN: dict[str, Any] = {"metavar": "COLUMN"}
 _MARK: dict[str, Any] = {"metavar": "MARK"}
 _COUNT: dict[str, Any] = {"type": _positive, "metavar": "N"}
 _TABLE: _Options = {
-    "data": (".csv with a header row, .parquet, or .npz", {"type": Path, "metavar": "DATA"}),
+    "data": (".csv with a header row, or .parquet", {"type": Path, "metavar": "DATA"}),
     "--missing-marks": (
         f"texts that stand for a missing value beside the empty cell (the model's, or {','.join(MARKS)})",
         _NAMES,
     ),
     "--encoding": ("of text: latin-1, cp1252, ... (UTF-8, or UTF-16 with its mark)", {"metavar": "NAME"}),
     "--separator": ("between cells: , ; | or tab (what fits the first lines)", {"type": _separator, **_MARK}),
-    "--skip-lines": (
-        "lines of text that are no part of the table: 1-3 or 2,4",
-        {"type": _lines, "default": (), "metavar": "LINES"},
-    ),
     "--no-header": ("no line of names; the columns are c1, c2, ...", {"dest": "header", "action": "store_false"}),
     "--decimal": ("mark of decimals: . or , (a point)", {"choices": (".", ","), **_MARK}),
-    "--decimal-comma": ("same as --decimal ,", {"dest": "decimal", "action": "store_const", "const": ","}),
-    "--thousands": ("between groups of three digits: , . ' or ' '", {"choices": (",", ".", "'", " "), **_MARK}),
     "--force": ("write over files that exist (never over an input)", _FLAG),
 }
 _SEED: _Options = {"--seed": ("of the split, the subsets and the sketches (0)", {"type": int, "default": 0})}
@@ -105,7 +89,7 @@ _COMMANDS: dict[str, tuple[str, _Options]] = {
         },
     ),
     "fit": (
-        "Fit a GP to a CSV, Parquet or NPZ file: standardise numbers and make categories of text, tune a GPyTorch "
+        "Fit a GP to a CSV or Parquet file: standardise numbers and make categories of text, tune a GPyTorch "
         "ExactGP (one lengthscale an input) by marginal likelihood on a random subset, condition it on all training "
         "rows with sketchgp and report the error on held-out rows.",
         {
@@ -179,20 +163,14 @@ def build_parser(version: str) -> argparse.ArgumentParser:
 
 def opened(options: argparse.Namespace) -> Source:
     """Return the table that the options name."""
-    comma = notation(options)["decimal"] == ","
-    return open_table(
-        options.data, Text(options.encoding, options.separator, options.skip_lines, options.header, comma)
-    )
+    text = Text(options.encoding, options.separator, options.header, options.decimal == ",")
+    return open_table(options.data, text)
 
 
 def notation(options: argparse.Namespace) -> dict[str, Any]:
     """Return how numbers and missing values are written, by the names of :class:`~sketchgp.cli.columns.Rules`."""
-    thousands = options.thousands or ""
-    decimal = options.decimal or (None if not thousands else "," if thousands == "." else ".")
-    if decimal is not None and decimal == thousands:
-        raise InputError(f"--thousands {thousands}: this is the mark of decimals, too")
     marks = {} if options.missing_marks is None else {"marks": tuple(options.missing_marks)}
-    return {"decimal": decimal, "thousands": thousands, **marks}
+    return {"decimal": options.decimal, **marks}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tables from CSV and Parquet files, which pandas reads, from NPZ archives, and from columns in memory."""
+"""Tables from CSV and Parquet files, which pandas reads, and from columns in memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import csv
 import difflib
 import importlib
 import re
-import zipfile
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..errors import InputError
 from .columns import Rules, Table, decide, some
@@ -24,7 +19,7 @@ from .columns import Rules, Table, decide, some
 __all__ = ["Source", "Text", "in_memory", "open_table"]
 
 _TEXTS = (".csv", ".tsv", ".txt")
-_FAULTS = (ValueError, LookupError, EOFError, NotImplementedError, csv.Error, zipfile.BadZipFile, zlib.error)
+_FAULTS = (ValueError, LookupError, NotImplementedError, csv.Error)
 _SNIFFED = 50  # lines that are looked at to find the separator
 
 
@@ -34,14 +29,12 @@ class Text:
 
     :param encoding: None is UTF-8, or UTF-16 where the file begins with its mark.
     :param separator: between cells; None is the one that fits the first lines.
-    :param skip: numbers of lines, from 1, that are no part of the table.
     :param header: whether the first line has the names of the columns; they are c1, c2, ... where it has not.
     :param comma: whether decimals have a comma, which then separates cells only where nothing else does.
     """
 
     encoding: str | None = None
     separator: str | None = None
-    skip: Collection[int] = ()
     header: bool = True
     comma: bool = False
 
@@ -120,10 +113,7 @@ def require_file(path: Path) -> None:
 
 
 def open_table(path: str | Path, text: Text | None = None) -> Source:
-    """Open a table by its extension: ``.csv``, ``.tsv``, ``.txt``, ``.parquet``, ``.pq`` or ``.npz``.
-
-    An NPZ archive has either arrays ``X`` ``(n, d)`` (columns ``x0``, ``x1``, ... or the names in a text array
-    ``features``) and one-dimensional arrays of length n beside it, or one one-dimensional array per column.
+    """Open a table by its extension: ``.csv``, ``.tsv``, ``.txt``, ``.parquet`` or ``.pq``.
 
     :param text: how a text file is read.
     :raises InputError: the file is missing, empty, damaged, of another kind, or names a column twice, or what reads it
@@ -131,15 +121,13 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
     """
     path, text = Path(path), text or Text()
     kind = path.suffix.lower()
-    openers = {**dict.fromkeys(_TEXTS, _open_text), ".parquet": _open_parquet, ".pq": _open_parquet, ".npz": _open_npz}
+    openers = {**dict.fromkeys(_TEXTS, _open_text), ".parquet": _open_parquet, ".pq": _open_parquet}
     require_file(path)
     if kind not in openers:
         known = ", ".join(openers)
         raise InputError(f"{path}: unknown extension {path.suffix!r}; the known ones are {known}; save a sheet as CSV")
     if kind not in _TEXTS and text != Text():
-        raise InputError(
-            f"{path}: an option is for text files only: --encoding, --separator, --skip-lines, --no-header"
-        )
+        raise InputError(f"{path}: an option is for text files only: --encoding, --separator, --no-header")
     try:
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
@@ -156,22 +144,19 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
 def _remedy(error: BaseException, kind: str, text: Text) -> str:
     """Return how to mend a file that cannot be read."""
     if kind not in _TEXTS:
-        never = "; Python objects are never loaded, since loading them can run code" if "pickle" in str(error) else ""
-        return f"; damaged, or not a {kind} file{never}"
+        return f"; damaged, or not a {kind} file"
     if isinstance(error, LookupError):
         return f"; --encoding {text.encoding}: not an encoding that Python knows; utf-8, utf-16, latin-1 are some"
     if isinstance(error, UnicodeError):
         return f" as {text.encoding or 'utf-8'}; save it as UTF-8, or name its encoding, such as --encoding cp1252"
-    return "; mend the lines, or leave out those that are no part of the table, such as --skip-lines 1-3"
+    return "; mend the lines, and take out those that are no part of the table, such as a title"
 
 
 def _imported(path: Path, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise InputError(
-            f"{path}: {error.name or module} reads it: python -m pip install 'sketchgp[cli]' (.npz needs neither)"
-        ) from error
+        raise InputError(f"{path}: {error.name or module} reads it: python -m pip install 'sketchgp[cli]'") from error
 
 
 def _open_text(path: Path, text: Text) -> Source:
@@ -179,14 +164,9 @@ def _open_text(path: Path, text: Text) -> Source:
     pandas = _imported(path, "pandas")
     encoding = text.encoding or _encoding(path)
     with open(path, newline="", encoding=encoding) as file:
-        kept = (line for number, line in enumerate(file, 1) if number not in text.skip)
-        separator = text.separator or _separator(path, list(islice(kept, _SNIFFED)), text.comma)
-        content: Any = path
-        if text.skip:  # pandas would count the lines within quotes as one
-            file.seek(0)
-            content = StringIO("".join(line for number, line in enumerate(file, 1) if number not in text.skip))
+        separator = text.separator or _separator(path, list(islice(file, _SNIFFED)), text.comma)
     frame = pandas.read_csv(
-        content, sep=separator, encoding=encoding, header=None, dtype=str, keep_default_na=False, na_values=[]
+        path, sep=separator, encoding=encoding, header=None, dtype=str, keep_default_na=False, na_values=[]
     )
     names = [str(name).strip().lstrip("\ufeff") for name in frame.iloc[0]]
     if not text.header:
@@ -245,29 +225,3 @@ def _open_parquet(path: Path, text: Text) -> Source:
     # pandas' numbers of rows are no column
     names = tuple(name for name in frame.columns if not re.fullmatch(r"__index_level_\d+__", name))
     return _source(path, [(name, column) for name, column in frame.items() if name in names], names)
-
-
-def _open_npz(path: Path, text: Text) -> Source:
-    if not zipfile.is_zipfile(path):
-        raise ValueError("no archive")
-    with np.load(path, allow_pickle=False) as archive:  # unpickles nothing
-        arrays = {name: archive[name] for name in archive.files}
-    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
-        raise ValueError(f"expected numpy arrays, found {', '.join(arrays) or 'nothing'}")
-    columns = {name: array for name, array in arrays.items() if array.ndim == 1}
-    if "X" not in arrays:
-        if len({len(array) for array in columns.values()}) != 1:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-            raise InputError(
-                f"{path}: expected an array 'X' (n, d), or one-dimensional arrays of one length, one a column; found "
-                f"{shapes}"
-            )
-        return Source(path, columns, tuple(columns))
-    x = arrays["X"]
-    if x.ndim != 2 or x.dtype.kind not in "fiub":
-        raise InputError(f"{path}: array 'X': expected numbers of shape (n, d), found {x.dtype} of {x.shape}")
-    labels = arrays.get("features", arrays.get("feature_names", np.zeros(0)))
-    known = labels.dtype.kind == "U" and labels.shape == x.shape[1:]
-    features = [str(label) for label in labels] if known else [f"x{position}" for position in range(x.shape[1])]
-    beside = {name: array for name, array in columns.items() if len(array) == len(x)}
-    return _source(path, [*zip(features, x.T, strict=True), *beside.items()], tuple(features))
