@@ -61,11 +61,11 @@ GPYTORCH = {"gpytorch", "linear_operator", "botorch"}
 CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "time"}
 
 
-def imports(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str, str | None]]:
-    """``(line, module, name or None)`` of every import in a file, relative ones made absolute."""
+def imports(nodes: list[ast.AST], path: Path, source: Path) -> list[tuple[int, str, str | None]]:
+    """``(line, module, name or None)`` of every import among the nodes of a file, relative ones made absolute."""
     package = ["sketchgp", *path.relative_to(source).parent.parts]
     found: list[tuple[int, str, str | None]] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -75,19 +75,19 @@ def imports(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str, str
     return found
 
 
-def own_loops(tree: ast.AST, path: Path, source: Path) -> list[tuple[int, str]]:
+def own_loops(nodes: list[ast.AST], path: Path, source: Path) -> list[tuple[int, str]]:
     """``(line, what)`` of all that only ``solvers/loop`` does: reports; in solvers time, progress and Ctrl-C."""
     inside = path.relative_to(source).parts
     if inside[:2] == ("solvers", "loop"):
         return []
-    words = [(node.lineno, getattr(node, "attr", getattr(node, "id", ""))) for node in ast.walk(tree) if is_name(node)]
-    called = [(node.lineno, node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    words = [(node.lineno, getattr(node, "attr", getattr(node, "id", ""))) for node in nodes if is_name(node)]
+    called = [(node.lineno, node.func) for node in nodes if isinstance(node, ast.Call)]
     calls = [(line, getattr(function, "attr", getattr(function, "id", ""))) for line, function in called]
     found = [(line, "makes a SolveReport") for line, name in calls if name == "SolveReport"]
     if inside[0] == "solvers":
         found += [(line, f"calls {name}") for line, name in calls if name in CLOCKS]
         found += [(line, f"names {word}") for line, word in words if word == "KeyboardInterrupt"]
-        imported = [(line, module) for line, module, _ in imports(tree, path, source)]
+        imported = [(line, module) for line, module, _ in imports(nodes, path, source)]
         found += [(line, f"imports {module}") for line, module in imported if module.split(".")[0] in ("tqdm", "time")]
     return found
 
@@ -111,9 +111,11 @@ def violations(source: Path) -> list[str]:
             broken.append(f"{where}: '{part}' has no floor; give it one here and in docs/architecture.md")
             continue
         floor = FLOORS[part]
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        broken += [f"{where}:{line}: {what}, as only solvers/loop does" for line, what in own_loops(tree, path, source)]
-        for line, module, name in imports(tree, path, source):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        broken += [
+            f"{where}:{line}: {what}, as only solvers/loop does" for line, what in own_loops(nodes, path, source)
+        ]
+        for line, module, name in imports(nodes, path, source):
             root, *inside = module.split(".")
             if root in GPYTORCH and floor < 6 and part not in ("operators", "kernels"):
                 broken.append(f"{where}:{line}: imports {root} below floor 6 (only operators/ and kernels.py may)")
