@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,12 +46,14 @@ class Selection:
     def __post_init__(self) -> None:
         self.columns = self.factor.shape[-1]
 
-    def without_factor(self) -> Selection:
-        """Return a copy with no columns in ``factor``, after K has moved: the memory is wanted."""
-        bare = copy.copy(self)
-        bare.factor = torch.empty(self.factor.shape[-2], 0, dtype=self.factor.dtype, device=self.factor.device)
-        bare.core_root = None
-        return bare
+    def fits(self, matrix: Access) -> bool:
+        """Return whether F is of the shape and on the device of a matrix."""
+        return self.factor.shape[:-1] == (*matrix.batch_shape, matrix.n) and self.factor.device == matrix.device
+
+    def drop_factor(self) -> None:
+        """Leave no columns in ``factor``, after K has moved: the memory is wanted."""
+        self.factor = torch.empty(self.factor.shape[-2], 0, dtype=self.factor.dtype, device=self.factor.device)
+        self.core_root = None
 
     @property
     def ready(self) -> bool:
