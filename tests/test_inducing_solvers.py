@@ -163,8 +163,8 @@ def test_products_of_the_tall_matrix(kernel, dtype, accurate, monkeypatch):
     tight = 1e-8 if accurate or dtype == torch.float64 else 1e-5  # coincident points: distances of 1e-8
     assert relative(matrix.matmul(v), scale * tall @ v) < tight
     assert relative(matrix.t_matmul(u), scale * tall.mT @ u) < tight
-    assert relative(matrix.gram_matmul(v), scale**2 * tall.mT @ (tall @ v)) < tight
-    assert matrix.gram_matmul(v).dtype == torch.float64
+    assert relative(matrix.gram(v)[0], scale**2 * tall.mT @ (tall @ v)) < tight
+    assert matrix.gram(v)[0].dtype == torch.float64
     assert matrix.evaluated.entries == 4 * N * M
 
 

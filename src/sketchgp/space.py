@@ -266,12 +266,11 @@ def space_of(factor: Factor | None) -> Space:
 
 def square_norms(factor: Factor) -> Tensor:
     """Squared norm of each row, ``(..., n)``."""
-    if isinstance(factor, ShardedRows):
-        return factor.shards.gather(square_norms(factor.own), factor.n, dim=-1)
-    total = factor.new_zeros(factor.shape[:-1])
-    for some in factor.split(_TOGETHER, dim=-1):
+    own = held_rows(factor)
+    total = own.new_zeros(own.shape[:-1])
+    for some in own.split(_TOGETHER, dim=-1):
         total += some.square().sum(dim=-1)
-    return total
+    return space_of(factor).numbers(total)
 
 
 def held_rows(factor: Factor) -> Tensor:

@@ -423,7 +423,7 @@ class _AtomSums:
         else:
             self.of_right = self.right.new_zeros(*self.right.shape[:-1], columns, dtype=double)
         self.cross = self.left.new_zeros(*self.left.shape[:-2], p, dtype=double)
-        self.of_diagonal, self.of_alpha, self.squares = self.left.new_zeros(3, *self.left.shape[:-2], dtype=double)
+        self.of_alpha, self.squares = self.left.new_zeros(2, *self.left.shape[:-2], dtype=double)
         self.right_one = _with_one(self.right)
         self.left_one = self.right_one if self.shared else _with_one(self.left)
 
@@ -460,9 +460,7 @@ class _AtomSums:
         if self.same and (start := max(rows.start, columns.start)) < (stop := min(rows.stop, columns.stop)):
             # Distances on the diagonal are 0: its entries, often the largest, must not leave rounding errors behind.
             part = g[..., start - rows.start : stop - rows.start, start - columns.start : stop - columns.start]
-            diagonal = part.diagonal(dim1=-2, dim2=-1)
-            self.of_diagonal += diagonal.sum(dim=-1)
-            diagonal.zero_()
+            part.diagonal(dim1=-2, dim2=-1).zero_()
         self._far(rows, columns, g)
         for where, difference in self.distances.differences(rows, columns):  # a slope of 1/s: products would cancel
             self._near(rows, columns, where, g[where].unsqueeze(-1), difference)
@@ -482,7 +480,6 @@ class _AtomSums:
             return
         i, j = pairs
         part = g[..., i.unsqueeze(1), j].to(self.cross.dtype)
-        self.of_diagonal += part.sum(dim=(-2, -1))
         a, b = self.left[..., rows, :][..., i, :], self.right[..., columns, :][..., j, :]
         for k in range(a.shape[-1]):
             difference = a[..., k].unsqueeze(-1) - b[..., k].unsqueeze(-2)
@@ -505,14 +502,6 @@ class _AtomSums:
         part = (g * difference).to(self.of_left.dtype)
         self.of_left[..., :p].index_put_((*batch, i + rows.start), -part, accumulate=True)
         self.of_right[..., :p].index_put_((*batch, j + columns.start), part, accumulate=True)
-
-    @property
-    def total(self) -> Tensor | None:
-        """The sum of all entries of G, ``(*b,)``, where it came up anyway."""
-        if not self.wanted or self.mode != "products":
-            return None
-        total = self.of_left[..., -1].sum(dim=-1)
-        return (total / 2 if self.shared else total) + self.of_diagonal
 
     def pairs(self, live: Prepared, atom: int, slope: Tensor | float) -> Pairs:
         """Gradients of the features, or of their weight; ``slope`` has the shape of a scale, ``()`` or (B, 1, 1)."""
@@ -561,8 +550,6 @@ class FastGradient:
         atoms = range(len(tiles.expression.atoms))
         self.sums = [_AtomSums(tiles, atom, live, inputs) for atom in atoms]
         self.of_coefficients = tiles.coefficients.new_zeros(tiles.coefficients.shape, dtype=torch.float64)
-        gauss = tiles.single and tiles.expression.atoms[0].profile.name == "gauss"
-        self.implied = gauss and self.sums[0].total is not None  # the sum of W * k is then the sum of G
 
     def add(self, rows: slice, columns: slice, weights: Tensor) -> None:
         """Take in the tile of ``k`` with ``weights`` (overwritten)."""
@@ -580,7 +567,7 @@ class FastGradient:
             alphas.append(of_alpha)
         spare = tiles.take(rows, columns)
         if tiles.single:
-            if not self.implied and self.live.coefficients.requires_grad:
+            if self.live.coefficients.requires_grad:
                 self.of_coefficients[..., 0] += dot(weights, values[0])
             if alphas[0] is not None:
                 self.sums[0].of_alpha += dot(weights, alphas[0])
@@ -608,17 +595,14 @@ class FastGradient:
         """``(tensor, gradient)`` for the features, shape parameters and coefficients that need one."""
         tiles, result = self.tiles, []
         scale: Tensor | float = tiles.weights[0].to(torch.float64) if tiles.single else 1.0
-        of_coefficients = self.of_coefficients
-        if self.implied and (total := self.sums[0].total) is not None:
-            of_coefficients = total.unsqueeze(-1)
         for number, (atom, sums) in enumerate(zip(tiles.expression.atoms, self.sums, strict=True)):
             result += sums.pairs(self.live, number, scale * atom.profile.slope)
             alpha = self.live.features[number].alpha
             if alpha is not None:
                 gradient = sums.of_alpha.reshape(alpha.shape) * scale
                 result.append((alpha, gradient.to(alpha.dtype)))
-        gains = of_coefficients.new_tensor(tiles.gains)
-        result.append((self.live.coefficients, (of_coefficients * gains).to(self.live.coefficients.dtype)))
+        gains = self.of_coefficients.new_tensor(tiles.gains)
+        result.append((self.live.coefficients, (self.of_coefficients * gains).to(self.live.coefficients.dtype)))
         return [(value, gradient) for value, gradient in result if value.requires_grad]
 
 

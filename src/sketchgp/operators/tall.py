@@ -212,10 +212,10 @@ class TallMatrix:
         """Rows of x, of the ranks that work together now."""
         return Space.of(self.shape[0])
 
-    def own_tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    def own_tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield :meth:`tiles` of this rank's rows; sums over them are completed by :meth:`total`."""
         space, (n, m) = self.space, self.shape
-        yield from self.tiles(rows, space.span)
+        yield from self.tiles(within=space.span)
         self.evaluated.entries += (n - space.height) * m
 
     def total(self, part: Tensor) -> Tensor:
@@ -268,10 +268,6 @@ class TallMatrix:
             out, squares = both[:-1], both[-1]
         return out, squares
 
-    def gram_matmul(self, vectors: Tensor) -> Tensor:
-        """``T^T (T v)``."""
-        return self.gram(vectors)[0]
-
 
 class NormalMatrix:
     """``M = T^T T + level Kzz``, ``(m, m)`` float64, with ``T = diag(weights) k(x, z)`` by tiles.
@@ -303,7 +299,7 @@ class NormalMatrix:
     @torch.no_grad()
     def product(self, rhs: Tensor) -> Tensor:
         """``M v``, ``(m, t)`` float64."""
-        gram = self.tall.gram_matmul(rhs)
+        gram, _ = self.tall.gram(rhs)
         if isinstance(self.kzz, Tensor):
             return gram.addmm_(self.kzz, rhs, alpha=self.level)
         return gram.add_(self.kzz_matmul(rhs), alpha=self.level)

@@ -65,7 +65,7 @@ class QR:
             rhs, triangle, projected = _factorized(problem, tall, kzz, y)
             direct.factorized()
             value = triangle.inverse(projected)
-            r, norm = rhs - tall.gram_matmul(value).addmm_(kzz, value, alpha=problem.level), rhs.norm(dim=0)
+            r, norm = rhs - tall.gram(value)[0].addmm_(kzz, value, alpha=problem.level), rhs.norm(dim=0)
             moved, too_far = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
         report = direct.report(
             self.name, m, len(y), tall.evaluated.entries / (len(y) * m),
