@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import torch
@@ -52,9 +51,7 @@ class _Logdet(torch.autograd.Function):
             half, of_diagonal[..., rows] = inverse_rows(part, diagonal[..., rows], root)
             return half * grad[..., None, None]
 
-        core = -torch.cholesky_inverse(root)  # F^T H
-        core.diagonal(dim1=-2, dim2=-1).add_(1)
-        of_factor = operator.pull_back(ctx.saved_tensors, rows_of, core * grad[..., None, None])
+        of_factor = operator.pull_back(ctx.saved_tensors, rows_of)
         of_diagonal = operator.completed(of_diagonal) * grad[..., None]
         return (None, *of_factor, of_diagonal.sum_to_size(operator.diagonal_part.shape))
 
@@ -194,27 +191,19 @@ class LowRankPlusDiagonal:
         :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
         """
         left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
-        halves = [(left / 2, self._between(right)), (right / 2, self._between(left))]
+        a = torch.cat([left, right, of_samples], dim=-1) / 2
+        b = torch.cat([(self.factor.mT @ torch.cat([right, left], dim=-1)).mT, low_rank_noise.mT], dim=-2)
         of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
-        of_factor = self.pull_back_products(tensors, [*halves, (of_samples / 2, low_rank_noise.mT)])
+        of_factor = self.pull_back(tensors, lambda rows: a[..., rows, :] @ b)
         return (*of_factor, of_diagonal.sum_to_size(self.diagonal_part.shape))
 
-    def _between(self, vectors: Tensor) -> Tensor:
-        """``v^T F``, ``(..., t, r)``."""
-        return vectors.mT @ self.factor if isinstance(self.factor, Tensor) else (self.factor.mT @ vectors).mT
-
-    def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
-        """Return :meth:`pull_back` of ``sum_i a_i b_i``, for a_i ``(..., n, t)`` and b_i ``(..., t, r)``."""
-        return (reduce(torch.add, (2 * a @ b for a, b in pairs)).sum_to_size(self.factor.shape),)
-
     @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor | None = None) -> Gradients:
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
         """The gradient for F, ``2 G F``, of a function of P whose gradient is G.
 
         :param tensors: F and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (..., h, r)`` rows of ``G F`` for each matrix of the batch; called once for each
             block, whatever needs a gradient.
-        :param core: ``F^T G F``, where it is known.
         """
         factor = whole(self.factor)
         batch, (n, r) = self.batch_shape, factor.shape[-2:]

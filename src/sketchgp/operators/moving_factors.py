@@ -65,26 +65,22 @@ class MovingFactor:
         assert self.core_root is not None
         return torch.linalg.solve_triangular(self.core_root, rows, upper=False, left=False)
 
-    def gradients(
-        self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
-    ) -> Gradients:
+    def gradients(self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor) -> Gradients:
         """Gradients for x1, x2 and the parameters of the matrix.
 
         :param matrix: with the flags that say which of its tensors need a gradient.
         :param blocks: of the rows of F that this rank holds.
         :param rows_of: ``slice -> (h, s)`` rows of :meth:`back`; called once for each block.
-        :param core: ``F^T H``, ``(r, r)``; read, where there is an L, when all rows have been asked for.
-        :param whole: whether that is of all ranks' rows, not of this one's alone.
+        :param core: ``F^T H`` of this rank's rows, ``(r, r)``; read when all rows have been asked for.
         """
         raise NotImplementedError
 
-    def _of_core(self, core: Tensor, whole: bool) -> Tensor:
+    def _of_core(self, core: Tensor) -> Tensor:
         """The gradient of ``L L^T``, ``(r, r)``."""
         root = self.core_root
         assert root is not None
-        core = core if whole else space_of(self.factor).total(core)
-        upper = core.triu()
-        core = (upper + upper.mT) - torch.diag(core.diagonal())
+        upper = space_of(self.factor).total(core).triu()
+        core = (upper + upper.mT) - torch.diag(upper.diagonal())
         inner = torch.linalg.solve_triangular(root, core, upper=False, left=False)
         return -torch.linalg.solve_triangular(root.mT, inner, upper=True)
 
@@ -121,9 +117,7 @@ class FactorOfColumns(MovingFactor):
     def back(self, rows: Tensor) -> Tensor:
         return super().back(rows) if self.coefficients is None else rows @ self.coefficients.mT
 
-    def gradients(
-        self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
-    ) -> Gradients:
+    def gradients(self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor) -> Gradients:
         x, parameters, pivots = matrix.x1, matrix.parameters, self.pivots
         of_x = torch.zeros_like(x) if x.requires_grad else None
         totals = [torch.zeros_like(p) if p.requires_grad else None for p in parameters]
@@ -146,7 +140,7 @@ class FactorOfColumns(MovingFactor):
         if isinstance(self.factor, ShardedRows):
             of_x, *totals = summed(self.factor.shards, (of_x, *totals))
         if self.coefficients is None:
-            add(pivots, self._of_core(core, whole))
+            add(pivots, self._of_core(core))
         return (of_x, None, *totals)
 
 
@@ -173,14 +167,12 @@ class FactorOfSketch(MovingFactor):
         rows = torch.linalg.solve_triangular(self.core_root, sketch.mT, upper=False).mT
         return space_of(self.test).factor(rows)
 
-    def gradients(
-        self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor, whole: bool
-    ) -> Gradients:
+    def gradients(self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor) -> Gradients:
         test = held_rows(self.test)
         of_sketch = torch.empty_like(test)
         for rows in blocks:
             of_sketch[rows.start - blocks[0].start : rows.stop - blocks[0].start] = 2 * rows_of(rows)
-        of_sketch += test @ self._of_core(core, whole)
+        of_sketch += test @ self._of_core(core)
         if isinstance(self.test, Tensor):
             return matrix.derivative(of_sketch, test)
         n, shards = matrix.shape[-1], self.test.shards
@@ -235,38 +227,19 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
         return copy
 
     @torch.no_grad()
-    def pull_back_products(self, tensors: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
-        """Return :meth:`pull_back` of ``H = sum_i a_i b_i``, for a_i ``(n, t)`` and b_i ``(t, r)``."""
-        a, b = torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
-        back = self.moving.back(b)
-        return self.pulled_back(tensors, lambda rows: a[rows] @ back, (self.factor.mT @ a) @ b)
-
-    @torch.no_grad()
-    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor | None = None) -> Gradients:
+    def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
         """Gradients for x and the kernel's parameters from H, half the gradient of F, given by rows.
 
         :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (h, r)`` rows of H; called once for each block, whatever needs a gradient.
-        :param core: ``F^T H``, where it is known; else it is added up from the rows.
         """
-        if core is not None:
-            return self.pulled_back(tensors, lambda rows: self.moving.back(rows_of(rows)), core)
-        total = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
+        core = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
 
         def back(rows: slice) -> Tensor:
             h = rows_of(rows)
-            total.add_(self.rows(rows).mT @ h)
+            core.add_(self.rows(rows).mT @ h)
             return self.moving.back(h)
 
-        return self.pulled_back(tensors, back, total, whole=False)
-
-    @torch.no_grad()
-    def pulled_back(self, tensors: tuple[Tensor, ...], rows_of: Rows, core: Tensor, whole: bool = True) -> Gradients:
-        """Return :meth:`pull_back` from the two matrices that H is wanted for.
-
-        :param tensors: x, the parameters and the diagonal, with the flags that say which need a gradient.
-        :param rows_of: and ``core`` and ``whole``: see :meth:`MovingFactor.gradients`.
-        """
         held, r = self.held, self.moving.width
         blocks = list(spans(held.stop, max(1, ENTRIES // max(r, 1)), held.start)) if r else []
         if not r or not any(t.requires_grad for t in tensors[:-1]):
@@ -275,5 +248,5 @@ class MovingPlusDiagonal(LowRankPlusDiagonal):
             return (None,) * (len(tensors) - 1)
         x, *parameters = tensors[:-1]
         matrix = KernelMatrix.on(self.matrix.pairs.of([x, x, *parameters], same=True, centre=None))
-        of_x, of_x2, *rest = self.moving.gradients(matrix, blocks, rows_of, core, whole)
+        of_x, of_x2, *rest = self.moving.gradients(matrix, blocks, back, core)
         return (of_x if of_x is None or of_x2 is None else of_x + of_x2, *rest)
