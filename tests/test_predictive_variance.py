@@ -1,4 +1,4 @@
-"""Low-rank variances, FITC ones and with neighbours, against the formulas and against exact variances."""
+"""Low-rank variances with neighbours, against their formula and against exact variances."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ import pytest
 import torch
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 
-from cases import pairwise
-from problems import dense, normal, points, relative, set_scales
-from sketchgp import NumericalError, RPCholesky
+from problems import dense, points, relative, set_scales
 from sketchgp.inference import LowRankVariance, predictive_variance
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.access import Access
 
 
 def _kernel(name="rbf"):
     base = RBFKernel(ard_num_dims=3) if name == "rbf" else MaternKernel(nu=1.5)
     return set_scales(ScaleKernel(base), lengthscale=0.5).double()
-
-
-def _block(kernel):
-    def block(a, b):
-        if b is None:
-            return torch.diagonal(dense(kernel, a))
-        return dense(kernel, a, b)
-
-    return block
 
 
 def _exact(kernel, x, noise, z):
@@ -34,66 +22,28 @@ def _exact(kernel, x, noise, z):
     return dense(kernel, z).diagonal() - (cross * torch.linalg.solve(system, cross)).sum(0)
 
 
-def _fitc(kernel, x, noise, inducing, z):
-    """Snelson and Ghahramani (2005), equation 8, with dense inverses: the posterior of the model whose covariance is
-    Q + diag(K - Q)."""
-    core = dense(kernel, inducing)
-    half = dense(kernel, x, inducing)
-    low_rank = half @ torch.linalg.solve(core, half.mT)
-    system = low_rank + torch.diag((dense(kernel, x) - low_rank).diagonal() + noise)
-    cross = half @ torch.linalg.solve(core, dense(kernel, inducing, z))
-    return dense(kernel, z).diagonal() - (cross * torch.linalg.solve(system, cross)).sum(0)
-
-
-@pytest.mark.parametrize(
-    ("name", "noise", "rows"),
-    pairwise(["rbf", "matern32"], ["constant", "per-point"], [7, 4096]),
-)
-def test_against_the_formula(name, noise, rows, monkeypatch):
-    monkeypatch.setattr(predictive_variance, "_ROWS", rows)
-    kernel, x, z = _kernel(name), points(80, seed=1), points(33, seed=2) * 1.5
-    variances = torch.full((80,), 0.05).double() if noise == "constant" else torch.linspace(0.01, 1, 80).double()
-    inducing = x[::8]
-    found = LowRankVariance(_block(kernel), x, variances, inducing)(z)
-    assert found.shape == (33,)
-    assert relative(found, _fitc(kernel, x, variances, inducing, z)) < 1e-8
+def _low_rank(kernel, x, noise, inducing, count):
+    return LowRankVariance(KernelMatrix.of(kernel, x).detach(), noise, inducing, count)
 
 
 @pytest.mark.parametrize("name", ["rbf", "matern32"])
-def test_exact_where_every_point_is_an_inducing_point(name):
+def test_exact_where_every_point_is_a_neighbour(name):
     kernel, x, z = _kernel(name), points(50, seed=1), points(20, seed=2)
     noise = torch.linspace(0.01, 0.3, 50, dtype=torch.float64)
-    found = LowRankVariance(_block(kernel), x, noise, x)(z)
+    found = _low_rank(kernel, x, noise, x[::6], 50)(z)
     assert relative(found, _exact(kernel, x, noise, z)) < 1e-6
-
-
-def test_bounds_and_convergence():
-    """Between 0 and the prior, and close to the exact variance once the inducing points resolve the kernel."""
-    kernel, x, z = _kernel(), points(300, seed=1), points(40, seed=2)
-    noise = torch.full((300,), 0.05, dtype=torch.float64)
-    exact = _exact(kernel, x, noise, z)
-    operator = KernelMatrix.of(kernel, x).detach()
-    errors = []
-    for rank in (5, 20, 80):
-        pivots = RPCholesky(rank).select(Access(operator), noise).pivots
-        found = LowRankVariance(_block(kernel), x, noise, x[pivots])(z)
-        assert bool((found > 0).all())
-        assert bool((found <= 1.7 * (1 + 1e-12)).all())
-        errors.append(relative(found, exact))
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < 1e-2
 
 
 def test_far_from_the_data_it_is_the_prior():
     kernel, x = _kernel(), points(30)
-    found = LowRankVariance(_block(kernel), x, torch.full((30,), 0.1).double(), x[:10])(points(4) + 1e3)
+    found = _low_rank(kernel, x, torch.full((30,), 0.1).double(), x[:10], 7)(points(4) + 1e3)
     assert relative(found, torch.full((4,), 1.7, dtype=torch.float64)) < 1e-6
 
 
 def test_little_noise_at_the_training_points():
     kernel, x = set_scales(MaternKernel(nu=1.5).double(), lengthscale=0.5), points(30)
     noise = torch.full((30,), 1e-8, dtype=torch.float64)
-    found = LowRankVariance(_block(kernel), x, noise, x)(x)
+    found = _low_rank(kernel, x, noise, x[:10], 30)(x)
     assert float((found - 1e-8).abs().max()) < 1e-9
 
 
@@ -101,22 +51,16 @@ def test_duplicated_inducing_points():
     kernel, x, z = _kernel(), points(30), points(10, seed=2)
     noise = torch.full((30,), 0.1, dtype=torch.float64)
     twice = torch.cat([x[:10], x[:10]])
-    found = LowRankVariance(_block(kernel), x, noise, twice)(z)
-    assert relative(found, LowRankVariance(_block(kernel), x, noise, x[:10])(z)) < 1e-6
+    found = _low_rank(kernel, x, noise, twice, 7)(z)
+    assert relative(found, _low_rank(kernel, x, noise, x[:10], 7)(z)) < 1e-6
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_few_points(n):
     kernel, x, z = _kernel(), points(n), points(3, seed=2)
     noise = torch.full((n,), 0.1, dtype=torch.float64)
-    assert relative(LowRankVariance(_block(kernel), x, noise, x)(z), _exact(kernel, x, noise, z)) < 1e-10
-    assert LowRankVariance(_block(kernel), x, noise, x)(points(0)).shape == (0,)
-
-
-def test_refuses_what_is_not_positive_definite():
-    noise = torch.full((5,), 0.1, dtype=torch.float64)
-    with pytest.raises(NumericalError, match="not positive definite"):
-        LowRankVariance(lambda a, b: normal(len(a), len(a) if b is None else len(b)) - 3, points(5), noise, points(5))
+    assert relative(_low_rank(kernel, x, noise, x[:1], 128)(z), _exact(kernel, x, noise, z)) < 1e-10
+    assert _low_rank(kernel, x, noise, x[:1], 128)(points(0)).shape == (0,)
 
 
 def _with_neighbours(kernel, x, noise, inducing, z, count):
@@ -149,12 +93,12 @@ def test_neighbours_against_the_formula(name, entries, monkeypatch):
     monkeypatch.setattr(predictive_variance, "_EARLIER", 60)  # all of them, which is exact
     kernel, x, z = _kernel(name), points(60, seed=1), points(13, seed=2) * 1.5
     noise = torch.linspace(0.01, 1, 60, dtype=torch.float64)
-    found = LowRankVariance(_block(kernel), x, noise, x[::10], 7, KernelMatrix.of(kernel, x))(z)
+    found = _low_rank(kernel, x, noise, x[::10], 7)(z)
     assert relative(found, _with_neighbours(kernel, x, noise, x[::10], z, 7)) < 1e-7
     exact = _exact(kernel, x, noise, z)
-    most = LowRankVariance(_block(kernel), x, noise, x[::10], 99, KernelMatrix.of(kernel, x))(z)
+    most = _low_rank(kernel, x, noise, x[::10], 99)(z)
     assert relative(most, _with_neighbours(kernel, x, noise, x[::10], z, 60)) < 1e-7
-    assert float((found - exact).abs().sum()) < 0.5 * float((_fitc(kernel, x, noise, x[::10], z) - exact).abs().sum())
+    assert float((found - exact).abs().sum()) < 0.2 * float(exact.sum())
 
 
 def test_points_that_are_left_out(monkeypatch):
@@ -162,7 +106,7 @@ def test_points_that_are_left_out(monkeypatch):
     monkeypatch.setattr(predictive_variance, "_EARLIER", 60)
     kernel, x = _kernel("matern32"), points(60, seed=1)
     noise = torch.linspace(0.01, 1, 60, dtype=torch.float64)
-    low_rank = LowRankVariance(_block(kernel), x, noise, x[::10], 7, KernelMatrix.of(kernel, x))
+    low_rank = _low_rank(kernel, x, noise, x[::10], 7)
     which = torch.tensor([3, 17, 58])
     expected = []
     for i in which.tolist():

@@ -60,11 +60,10 @@ class Calibrated:
             ).pivots
             assert pivots is not None
             x = self.matrix.x1
-            if n <= _NEIGHBOURS:  # all points are inducing points
-                self.low_rank = LowRankVariance(self.matrix.entries, x, noise, x)
+            self.low_rank = LowRankVariance(self.matrix, noise, x[pivots], _NEIGHBOURS)
+            if n <= _NEIGHBOURS:  # variances are exact
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
-            self.low_rank = LowRankVariance(self.matrix.entries, x, noise, x[pivots], _NEIGHBOURS, self.matrix)
             others = torch.ones(n, dtype=torch.bool, device=x.device).index_fill_(0, pivots, False).nonzero().squeeze(1)
             some = torch.randperm(len(others), generator=generator(0, "points that variances are calibrated at"))
             points = others[some[:_POINTS].to(x.device)]

@@ -1,35 +1,24 @@
 """Predictive variance from a low-rank factor and neighbours, for more test points than can be solved for one by one.
 
 The exact variance at z, ``k(z,z) - k(z,X) (K + noise)^-1 k(X,z)``, needs one solve a test point.  With inducing
-points Z the FITC approximation needs none: f is split into the part that Z explains and a remainder taken as
-independent between points, which adds to the noise,
-
-    var(z) = k(z,z) - q(z,z) + k(z,Z) (Kzz + Kzx D^-1 Kxz)^-1 k(Z,z),   D = noise + diag(K - Q),
-
-where ``q(a,b) = k(a,Z) Kzz^-1 k(Z,b)``.  Snelson and Ghahramani, "Sparse Gaussian processes using pseudo-inputs"
-(NIPS 2005), equation 8.  It lies above the exact variance nearly always, by many times where the noise is small, since
-what the remainders of neighbours say about each other is not used.
-
-With ``e = k - q`` the covariance of the remainder and N the training points nearest to z, that is mended:
+points Z, f is split into the part that Z explains, with the covariance ``q(a,b) = k(a,Z) Kzz^-1 k(Z,b)``, and a
+remainder.  With ``e = k - q`` the covariance of the remainder and N the training points nearest to z,
 
     var(z) = e(z,z) - e(z,N) b + g^T (I + F^T T^-1 F)^-1 g,   T = e(X,X) + noise,
     b = (e(N,N) + noise)^-1 e(N,z),   g = F(z) - F(N)^T b,   F(a) F(b)^T = q(a,b):
 
 the remainder at z is conditioned on that of its neighbours, and what the low-rank part does not know about itself
-counts as far as the neighbours do not say it.  T^-1 is that of Vecchia's approximation (:class:`.FullScale`).  With D
-in place of T, points that lie close together would count as independent: where data are dense and inducing points are
-not, the low-rank part would look better known than it is.  Gyger, Furrer and Sigrist, "Vecchia-inducing-points
-full-scale approximations for Gaussian processes" (2025).
+counts as far as the neighbours do not say it.  T^-1 is that of Vecchia's approximation (:class:`.FullScale`).  With the
+diagonal of T in its place, as in FITC, points that lie close together would count as independent: where data are dense
+and inducing points are not, the low-rank part would look better known than it is.  Gyger, Furrer and Sigrist,
+"Vecchia-inducing-points full-scale approximations for Gaussian processes" (2025).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..errors import NumericalError
 from ..operators import KernelMatrix
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
@@ -39,63 +28,37 @@ from .full_scale import FullScale
 _ROWS = 4096
 _EARLIER = 16  # neighbours that the remainder of a training point is regressed on
 _ENTRIES = 2**22  # entries of k(z, X), or of blocks of neighbours, held at once
-_NOT_DEFINITE = "The low-rank variance met a matrix that is not positive definite; check the inputs."
 
 
 class LowRankVariance:
-    """FITC variances for one training set, kernel and set of inducing points, corrected by neighbours where there are
-    to be some; all in float64.
+    """Variances from a low-rank factor and neighbours, for one training set and kernel; all in float64.
 
-    Set-up costs ``n r^2`` operations; each test point ``r^2``, and with M neighbours ``n`` entries of the kernel to
-    find them, ``M^2`` more and ``M^2 (M / 3 + r)`` operations.  Memory ``r^2`` beside tiles, with neighbours ``2 n r``
-    and the set-up of :class:`.FullScale`.
+    Set-up costs ``n r^2`` operations and that of :class:`.FullScale`; each test point ``n`` entries of the kernel to
+    find its M neighbours, ``M^2`` more and ``r^2 + M^2 (M / 3 + r)`` operations.  Memory ``2 n r + r^2`` beside tiles.
 
-    :param block: ``block(a, b)`` gives ``k(a, b)`` for inputs (..., p, d) and (..., q, d), dense; ``block(a, None)``
-        the diagonal ``k(a_i, a_i)``.
-    :param x: training inputs ``(n, d)``.
+    :param matrix: ``k(X, X)`` as an operator, without batch.
     :param noise: ``(n,)`` variances.
-    :param inducing_points: ``(r, d)``.
-    :param neighbours: M, or n where that is less; 0 for FITC.
-    :param matrix: ``k(X, X)`` as an operator; only neighbours need it.
+    :param inducing_points: ``(r, d)``, as the kernel sees them.
+    :param neighbours: M.  Variances are exact where there are no more points.
     :raises NumericalError: for a matrix that is not positive definite.
     """
 
-    def __init__(
-        self,
-        block: Any,
-        x: Tensor,
-        noise: Tensor,
-        inducing_points: Tensor,
-        neighbours: int = 0,
-        matrix: KernelMatrix | None = None,
-    ) -> None:
-        self.block, self.inducing_points, self.x, self.noise = block, inducing_points, x, noise
-        self.neighbours = min(neighbours, len(x))
-        core = block(inducing_points, inducing_points)
-        try:
-            self.root = shifted_cholesky(core, torch.finfo(core.dtype).eps)
-        except NumericalError as error:
-            raise NumericalError(_NOT_DEFINITE, see="not-definite") from error
-        if neighbours:
-            assert matrix is not None
-            self._features = torch.cat([self._half(x[rows]).mT for rows in spans(len(x), _ROWS)])
-            self._remainder = FullScale(matrix, noise, self._features, _EARLIER)
-            self.inner_root = self._remainder.root
-            return
-        inner = torch.eye(len(core), dtype=core.dtype, device=core.device)
-        for rows in spans(len(x), _ROWS):
-            half = self._half(x[rows])  # (r, rows): half^T half = Q
-            diagonal = noise[rows] + (block(x[rows], None) - half.square().sum(dim=0)).clamp_(min=0)
-            inner += (half / diagonal) @ half.mT
-        self.inner_root, bad = torch.linalg.cholesky_ex(inner)
-        if int(bad):
-            raise NumericalError(_NOT_DEFINITE, see="not-definite")
+    def __init__(self, matrix: KernelMatrix, noise: Tensor, inducing_points: Tensor, neighbours: int) -> None:
+        self.block, self.inducing_points, self.x, self.noise = matrix.entries, inducing_points, matrix.x1, noise
+        n = len(self.x)
+        self.neighbours = min(neighbours, n)
+        core = self.block(inducing_points, inducing_points)
+        self.root = shifted_cholesky(core, torch.finfo(core.dtype).eps)
+        self._features = torch.cat([self._half(self.x[rows]).mT for rows in spans(n, _ROWS)])
+        earlier = n if self.neighbours == n else _EARLIER
+        self._remainder = FullScale(matrix, noise, self._features, earlier)
+        self.inner_root = self._remainder.root
 
     def _half(self, x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.root, self.block(self.inducing_points, x), upper=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return variances ``(m,)`` of the latent function at x ``(m, d)``, differentiable in x where ``block`` is."""
+        """Return variances ``(m,)`` of the latent function at x ``(m, d)``, differentiable in x."""
         parts = [self._variance(x[rows]) for rows in spans(len(x), self._rows)]
         return torch.cat(parts) if parts else x.new_zeros(0, dtype=self.root.dtype)
 
@@ -107,18 +70,14 @@ class LowRankVariance:
     @property
     def _rows(self) -> int:
         """Number of points at once."""
-        if not self.neighbours:
-            return _ROWS
         return max(1, _ENTRIES // max(len(self.x), self.neighbours * (self.neighbours + len(self.root))))
 
     def _variance(self, x: Tensor, left_out: Tensor | None = None) -> Tensor:
         """Return variances ``(p,)`` at x, without the training points ``left_out`` that they are."""
         half, prior = self._half(x), self.block(x, None)
-        rest, explained = (prior - half.square().sum(dim=0)).clamp(min=0), torch.zeros_like(prior)
-        if self.neighbours:
-            near = self._nearest(x, left_out)
-            weights, explained = self._conditioned(x, half, near)
-            half = half - (self._features[near].mT @ weights).squeeze(-1).mT
+        rest, near = (prior - half.square().sum(dim=0)).clamp(min=0), self._nearest(x, left_out)
+        weights, explained = self._conditioned(x, half, near)
+        half = half - (self._features[near].mT @ weights).squeeze(-1).mT
         known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
         variance = (rest - explained).clamp(min=0) + known.square().sum(dim=0)
         if left_out is not None:  # the low-rank part knows the point itself
