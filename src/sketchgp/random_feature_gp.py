@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import gpytorch
@@ -28,7 +27,7 @@ from .solvers.streams.doubly_stochastic import DoublyStochastic
 from .solvers.streams.learner import Extra, Learner
 from .solvers.streams.problem import RandomFeatureProblem, Targets
 
-_VARIANCES = ("samples", "features", "none")
+_VARIANCES = ("samples", "none")
 _ROWS = 1024  # points that are predicted at once
 _FREQUENCIES = 64  # of a function from the prior
 
@@ -48,10 +47,6 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
 
     Variances are, by ``variance``:
 
-    - ``"features"``: those of Bayesian linear regression on the features, ``phi(x)^T (N I + sum_i phi_i phi_i^T /
-      noise)^-1 phi(x)``, from their covariance that is added up over rows when they are first seen (``n N^2``
-      operations, 8 N^2 bytes).  Far from the data they are right as N grows, and with far fewer features than data they
-      are too small.
     - ``"samples"``: the mean square of the errors that the learner itself makes with ``variance_samples`` functions
       that are drawn from the exact prior, in place of the data: as many further outputs, which are learned in the same
       steps (O(N S) memory).  No bias, a relative deviation of ``(2 / S)^1/2``; features that are too few, and a
@@ -77,7 +72,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         mean: Any,
         kernel: Any,
         solver: DoublyStochastic | None = None,
-        variance: Literal["samples", "features", "none"] = "samples",
+        variance: Literal["samples", "none"] = "samples",
         variance_samples: int = 64,
     ) -> None:
         super().__init__()
@@ -134,15 +129,8 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     def _started(self, problem: RandomFeatureProblem, learner: Learner) -> None:
         assert isinstance(problem.targets, Targets)
         self._outputs = problem.targets.columns = learner.columns
-        total = learner.how.total
         self._method = self.variance
-        if self._method == "features":
-            if total is None:
-                raise InputError(
-                    "variance='features' expects a number of features; use 'samples' with num_features=None."
-                )
-            learner.gram = torch.zeros(2 * total, 2 * total, dtype=torch.float64, device=learner.coefficients.device)
-        elif self._method == "samples":
+        if self._method == "samples":
             self._restarted(learner)
             learner.widen(learner.columns + self.variance_samples)
 
@@ -174,7 +162,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
 
     @property
     def variance_method(self) -> str:
-        """Method of variances: ``"features"``, ``"samples"`` or ``"none"``; empty before anything was learned."""
+        """Method of variances: ``"samples"`` or ``"none"``; empty before anything was learned."""
         self._known()
         return self._method
 
@@ -211,25 +199,28 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
             squares = in_chunks(lambda some: deviations(some).square().mean(dim=-1), [x], rows, "variance", show)
             latent = torch.cat(squares).to(x.dtype)
             latent = latent.unsqueeze(-1).expand_as(mean) if mean.dim() > 1 else latent
-            error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
+            error = torch.full_like(latent, math.sqrt(2 / self.variance_samples))
             return Prediction(mean, latent, latent + self.likelihood.noise, method, None, self.report, error)
 
-    def deviations(self, steps: int | None = None) -> Deviations:
-        """Return functions whose mean squares are the variances.
+    def deviations(self, steps: int | None = None) -> Callable[[Tensor], Tensor]:
+        """Return functions whose mean squares are the variances, from points ``(..., p, d)`` to ``(..., p, S)``.
 
         :param steps: that had been done when a prediction was made, whose variance is asked for.
         :raises InputError: where there are none, or more was learned since that prediction.
         """
         learner = self._known()
         if learner is None or self._method == "none":
-            raise InputError("This model was told variance='none'; make one with 'features' or 'samples', and learn.")
+            raise InputError("This model was told variance='none'; make one with 'samples', and learn.")
         if steps is not None and steps != learner.steps:
             raise InputError("The model has learned more since this prediction was made; call it again.")
-        if self._method == "features":
-            return _deviations_of_features(learner, float(self.likelihood.noise.detach()))
         paths, columns = self._paths, slice(self._outputs, None)
         assert paths is not None
-        return Deviations(paths.samples, lambda x: paths(x) - self._values(learner, x, columns))
+
+        def values(x: Tensor) -> Tensor:
+            drawn = paths(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], paths.samples)
+            return drawn - self._values(learner, x, columns)
+
+        return values
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -244,33 +235,3 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     def forward(self, x: Tensor) -> MultivariateNormal:
         """The prior at x, as GPyTorch's models have it."""
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-@dataclass(frozen=True)
-class Deviations:
-    """Functions whose mean squares are the variances.
-
-    :ivar samples: S, how many.
-    :ivar values: gives their values ``(p, S)`` at points ``(p, d)``.
-    """
-
-    samples: int
-    values: Callable[[Tensor], Tensor]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the values at x ``(..., p, d)``, shape ``(..., p, S)``."""
-        return self.values(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], self.samples)
-
-
-def _deviations_of_features(learner: Learner, noise: float) -> Deviations:
-    """Return ``S^1/2 phi(x)^T L^-T`` with ``L L^T = N I + gram / noise``, S = N."""
-    assert learner.gram is not None
-    samples, matrix = len(learner.gram), learner.gram / noise
-    matrix.diagonal().add_(samples)
-    factor = torch.linalg.cholesky(matrix)
-
-    def values(x: Tensor) -> Tensor:
-        phi = learner.all_features(learner.features.prepare(x)).to(torch.float64)
-        return torch.linalg.solve_triangular(factor, phi.mT, upper=False).mT * samples**0.5
-
-    return Deviations(samples, values)

@@ -693,12 +693,6 @@ BREAKS = (
         "all rows have one noise where errors are learned",
     ),
     Break(
-        "matrix.diagonal().add_(samples)",
-        "matrix.diagonal().add_(1)",
-        ("test_doubly_stochastic.py",),
-        "variances of features have another prior",
-    ),
-    Break(
         "weights = of_mean[index].unsqueeze(1) - weights",
         "weights = of_mean[index].unsqueeze(1) + weights",
         ("test_posterior_samples.py",),

@@ -192,8 +192,8 @@ class PathwiseFormula(Formula):
         """Return ``E / sqrt(S)`` in float64, differentiable in x; it is kept unless it requires gradients."""
         if self._root is not None:
             return self._root
-        errors = self.errors()
-        root = errors(self.x) / errors.samples**0.5
+        values = self.errors()(self.x)
+        root = values / values.shape[-1] ** 0.5
         self._root = None if root.requires_grad else root
         return root
 

@@ -28,8 +28,7 @@ class Prediction(Shown):
 
     ``variance_method`` is ``"exact"`` (one linear solve a point, to an error below a hundredth of the noise),
     ``"low_rank"`` or ``"samples"`` (see :func:`sketchgp.accelerate`), ``"dtc"`` (of an
-    :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), ``"features"``
-    (of a :class:`sketchgp.RandomFeatureGP`), or ``"none"``.
+    :class:`sketchgp.InducingPointGP`, whose samples' solve ``model.variance_solution.report`` is of), or ``"none"``.
     ``variance_standard_error`` is the relative one of each ``variance``, of its shape; None where they are not by
     samples or low-rank.
     ``variance_check`` compares those with exact ones at ``points`` test points (None where ``"auto"`` did so in an

@@ -19,7 +19,6 @@ from ..solvers.streams.learner import Extra, Learner
 from ..solvers.streams.problem import Batch, RandomFeatureProblem, runs_once, same_points
 
 _ROWS = 2048  # points at once
-_LATER = ("gram", "fresh")  # optional tensors of a learner
 _CENTRE = 1024  # rows of the first batch whose mean is the origin of phases
 
 
@@ -118,13 +117,13 @@ class Streamed:
             targets = problem.targets.encode(owner, problem.y, problem.x)
             compare_ranks(owner, lambda: {"the batch": tensor_mark(problem.x, problem.y)})  # type: ignore[arg-type]
             extra = self._extra()
-            places = learner.rows + torch.arange(len(targets))
             if extra is not None:
-                numbers = places.to(targets.device) if rows is None else row_numbers(problem.x, targets)
+                places = learner.rows + torch.arange(len(targets), device=targets.device)
+                numbers = places if rows is None else row_numbers(problem.x, targets)
                 targets = learner.with_more(targets, extra, problem.x, numbers)
             learner.widen(targets.shape[1])
-            new = places < (float("inf") if rows is None else rows)
-            learner.step(problem.x, targets, problem.noise / (rows or learner.rows + len(targets)), new=new)
+            ridge = problem.noise / (rows or learner.rows + len(targets))
+            learner.step(problem.x, targets, ridge, new=learner.room(len(targets), rows))
         return self
 
     def forget(self) -> Any:
@@ -221,7 +220,6 @@ class Streamed:
         learner = self._learner
         assert learner is not None
         tensors = {"origin": learner.features.origin, "coefficients": learner.coefficients, "average": learner.average}
-        tensors |= {name: t for name in _LATER if (t := getattr(learner, name)) is not None}
         numbers = {name: getattr(learner, name) for name in Learner.counters}
         steps = {"pairs": learner.how.pairs, "total": learner.how.total}
         return {"learned": self._learned, "tensors": tensors, "numbers": numbers, **steps, "own": self._own_state()}
@@ -255,8 +253,7 @@ class Streamed:
         learner = self.solver.restored(
             self.covar_module, tensors["origin"], self._loss(), state["pairs"], state["total"], tensors["average"]
         )
-        learner.coefficients, learner.gram = tensors["coefficients"], tensors.get("gram")
-        learner.fresh = tensors["fresh"].cpu() if "fresh" in tensors else None
+        learner.coefficients = tensors["coefficients"]
         for name, value in numbers.items():
             setattr(learner, name, value)
         self._restarted(learner)

@@ -31,11 +31,6 @@ class Made(NamedTuple):
     dtype: torch.dtype
     points: int
 
-    def rows(self, which: slice) -> Made:
-        """Return the values of some of the points."""
-        count = len(range(self.points)[which])
-        return Made([part[which] for part in self.parts], self.coefficients, self.dtype, count)
-
 
 class _Term(NamedTuple):
     """One summand of the kernel.

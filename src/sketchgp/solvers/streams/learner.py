@@ -16,7 +16,6 @@ from ...space import Space
 from .problem import Squared
 
 _ENTRIES = 2**21  # of features at points at once
-_COUNTED = 512  # rows at all features at once
 _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / (k + r)
 _FIRST = 0.5  # preconditioned step, of a whole one
 _SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
@@ -46,23 +45,21 @@ class Learner:
 
     Where ranks work together (:func:`sketchgp.distributed.sharded`), each evaluates features at its own rows of a
     batch.  Values of f, the slope and the matrix of a step are added up, ``(b + 2 |j|) c`` numbers and ``|j|^2``
-    (``|j| b`` where b < |j|), the step is then taken by all alike.  What is counted for ``gram`` is not shared out.
+    (``|j| b`` where b < |j|), the step is then taken by all alike.
 
     :param features: pairs ``phi_l``; :param columns: c of f.
 
     :ivar coefficients: ``(pairs, 2, c)`` float64, to be multiplied by ``decay``; :ivar average: of the iterates.
     :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time;
-        :ivar taken: rows of all batches so far; :ivar rows: those that were new.
-    :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row; :ivar
-        fresh: ``(n,)`` bool, their rows that were not seen yet, None where all were.
-    :ivar gram: ``(N, N)`` float64, ``sum phi(x) phi(x)^T`` over the rows of batches that are counted; None where none
-        are; :ivar fetched: numbers that were asked of the last step.
+        :ivar taken: rows of all batches so far; :ivar rows: different ones, those of tensors all at once.
+    :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row.
+    :ivar fetched: numbers that were asked of the last step.
     """
 
     counters = (
         "decay", "place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles",
     )  # fmt: skip
-    arrays = ("coefficients", "average", "gram", "fresh")
+    arrays = ("coefficients", "average")
 
     def __init__(self, features: RandomFeatures, loss: Squared, steps: Steps, columns: int) -> None:
         self.features, self.loss, self.how = features, loss, steps
@@ -72,10 +69,8 @@ class Learner:
         self.decay = 1.0
         self.place = self.steps = self.visited = self.taken = self.rows = self.first = 0
         self.mark = ""
-        self.fresh: Tensor | None = None
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
-        self.gram: Tensor | None = None
         self.fetched: list[Tensor] = []
 
     @property
@@ -103,7 +98,11 @@ class Learner:
         mark = tensor_mark(*data) if data else ""
         if mark == "" or mark != self.mark:
             self.mark, self.first = mark, self.rows
-            self.fresh = torch.ones(len(data[0]), dtype=torch.bool) if data else None
+            self.rows += len(data[0]) if data else 0
+
+    def room(self, rows: int, most: int | None) -> int:
+        """Return how many of so many rows may be new ones, where there are no more than ``most`` in all."""
+        return rows if most is None else min(rows, max(0, most - self.rows))
 
     def step(
         self,
@@ -111,14 +110,14 @@ class Learner:
         y: Tensor,
         ridge: float,
         whole: bool = False,
-        new: Tensor | None = None,
+        new: int = 0,
         asks: Callable[[Tensor], list[Tensor]] | None = None,
     ) -> Tensor:
         """One doubly stochastic step on a batch; f before it, ``(b, c)``.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
-        :param new: ``(b,)`` bool, the rows that were not seen before; None where all were.
+        :param new: how many rows of a stream were not seen before.
         :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`fetched` then.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
@@ -134,8 +133,6 @@ class Learner:
         newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
         self._look(f, newton, [] if asks is None else asks(f))
         self._grow(which.stop)
-        if self.gram is not None and new is not None:
-            self._count(self.features.prepare(x) if space.shared else made, new)
         steady = self.loss.steady if whole and self.how.preconditioned else None
         if newton is not None:
             self._preconditioned(which, newton, slope, steady)
@@ -143,7 +140,7 @@ class Learner:
             self._plain(which, phi, slope, ridge, len(x))
         self.steps += 1
         self.taken += len(x)
-        self.rows += 0 if new is None else int(new.sum())
+        self.rows += new
         self.visited += which.stop - which.start
         self.place = which.stop % self.how.total if self.how.total else which.stop
         weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
@@ -195,19 +192,6 @@ class Learner:
         if more > 0:
             zeros = self.coefficients.new_zeros(more, 2, self.columns)
             self.coefficients, self.average = (torch.cat([t, zeros]) for t in (self.coefficients, self.average))
-
-    def _count(self, made: Made, new: Tensor) -> None:
-        assert self.gram is not None and self.how.total is not None
-        for start in range(0, made.points, _COUNTED):
-            some = slice(start, start + _COUNTED)
-            if bool(new[some].any()):
-                phi = self.all_features(made.rows(some))[new[some].to(self.gram.device)]
-                self.gram += (phi.mT @ phi).to(torch.float64)
-
-    def all_features(self, made: Made) -> Tensor:
-        """``(p, N)``, pair by pair."""
-        assert self.how.total is not None
-        return torch.stack(self.features.pairs(made, 0, self.how.total), dim=2).flatten(1)
 
     def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the

@@ -110,12 +110,9 @@ class Learning(ByEpochs):
             sums.append(self.losses_of_none + self._loss(torch.zeros_like(f), targets))
             return sums
 
-        learner.step(x, targets, problem.noise / n, whole, self._new(places), counted)
+        learner.step(x, targets, problem.noise / n, whole, self._new(len(x)), counted)
         self.losses, self.losses_of_none = sums
         self.fetched = learner.fetched
-        if learner.fresh is not None:
-            learner.fresh[places] = False
-            learner.fresh = learner.fresh if bool(learner.fresh.any()) else None
         self.window += 1
         self.ended = self.batch_ends(len(x))
         if self.ended:
@@ -125,13 +122,10 @@ class Learning(ByEpochs):
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
         return self.learner.loss.value(f, y)[: self._shown]
 
-    def _new(self, places: Tensor) -> Tensor | None:
-        """Which of a batch's rows were not seen before: of tensors by their places, of a stream those of the first time
-        through, as many as there are said to be."""
-        if self.problem.streamed:
-            room = float("inf") if self.problem.rows is None else self.problem.rows - self.learner.rows
-            return places - self.rows < room if self.epoch == 0 else None
-        return None if self.learner.fresh is None else self.learner.fresh[places]
+    def _new(self, rows: int) -> int:
+        """Return how many rows of a stream's batch count as new: those of its first time through, up to the n that it
+        is said to have."""
+        return self.learner.room(rows, self.problem.rows) if self.problem.streamed and self.epoch == 0 else 0
 
     def _numbers(self, x: Tensor, targets: Tensor, places: Tensor) -> Tensor:
         """Return numbers that rows are known by; where rows of a stream may come again, made of their contents."""
