@@ -374,7 +374,7 @@ def test_categories_missing_values_and_names_of_rows(tmp_path, capsys):
     new = tmp_path / "new.csv"
     lines = [";".join(map(str, row)) for row in zip(*(fresh[name] for name in list(fresh)[::-1]), strict=True)]
     new.write_text("\n".join([";".join(list(fresh)[::-1]), *lines]), encoding="utf-16")
-    assert run(capsys, "predict", model, new, "--output", output)[0] == 0
+    assert run(capsys, "predict", model, new, "--output", output, "--encoding", "utf-16")[0] == 0
     found = predictions(output)
     assert [row["name"] for row in found] == fresh["name"]
     errors = np.array([float(row["mean"]) for row in found]) - fresh["price"]
@@ -597,14 +597,11 @@ def test_quick_demo(tmp_path, capsys):
 @pytest.mark.slow
 def test_demo_without_the_side_of_gpytorch(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sketchgp.cli.demo.evaluate_defaults", None)
-    monkeypatch.setattr("sketchgp.cli.demo.EVERY", 0.001)
     small = replace(QUICK_DEMO, rows=600, tuning=200, steps=6, comparison=200)
     monkeypatch.setattr("sketchgp.cli.demo.QUICK", small)
     code, out, _ = run(capsys, "demo", "--quick", "--skip-gpytorch", "--output", tmp_path)
     assert code == 0 and (tmp_path / "sketchgp-demo.png").exists()
     assert "GPyTorch's defaults" not in out and "see --skip-gpytorch" not in out
-    for step in ("fits to fewer rows", "step 5 done, loss", "the mean", "variances"):
-        assert f"  ... {step}" in out  # a line now and then, before the first step of the fit too
 
 
 def test_the_usual_demo_is_of_fewer_rows_than_the_full_one(tmp_path, capsys, monkeypatch):

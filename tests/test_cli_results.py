@@ -1,7 +1,6 @@
-"""What the commands measure and draw: memory, residuals, scores, GPyTorch's own solves, the picture."""
+"""What the commands measure and draw: residuals, scores, GPyTorch's own solves, the picture."""
 
 import math
-import time
 
 import gpytorch
 import pytest
@@ -17,7 +16,6 @@ from sketchgp.cli.regression import (
     copy_hyperparameters,
     format_table,
     negative_log_density,
-    resident_sizes,
     rmse,
     true_residual,
 )
@@ -52,20 +50,8 @@ def test_true_residual_leaves_the_model_as_it_is():
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_peak_memory_sees_an_allocation_that_is_gone_at_the_end():
-    with resident_sizes() as quiet:
-        pass
-    if not quiet:
-        pytest.skip("this system does not tell")
-    with resident_sizes() as sizes:
-        block = torch.ones(100_000_000 // 4)
-        time.sleep(0.05)
-        del block
-    assert max(sizes) > max(quiet) + 80_000_000
-
-
 def test_table_is_aligned_and_shows_what_is_missing():
-    text = format_table([Row("a long name", 48_546, 12, 9.1e-4, 3.14, 2.0, 2_500_000_000, 0.1, -0.8), Row("b", 7)])
+    text = format_table([Row("a long name", 48_546, 12, 9.1e-4, 3.14, 2.0, 0.1, -0.8), Row("b", 7)])
     lines = text.splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == [
@@ -77,12 +63,10 @@ def test_table_is_aligned_and_shows_what_is_missing():
         "9.1e-04",
         "3.1",
         "2.0",
-        "2.50",
-        "GB",
         "0.1000",
         "-0.800",
     ]
-    assert lines[3].split() == ["b", "7"] + ["-"] * 7
+    assert lines[3].split() == ["b", "7"] + ["-"] * 6
 
 
 def test_scores():
@@ -133,11 +117,11 @@ def test_watching_gpytorch_changes_nothing_and_sees_all():
             mean = make()(x_test).mean
     (solve,) = solves
     torch.testing.assert_close(mean, expected, atol=1e-7, rtol=0)
-    assert solve.columns == 1
-    assert solve.iterations >= 11  # linear_cg runs no fewer
-    assert solve.residuals[0] == pytest.approx(1.0)
-    assert solve.residuals[-1] < gpytorch.settings.eval_cg_tolerance.value()
-    assert solve.seconds == sorted(solve.seconds)
+    seconds, residuals = zip(*solve, strict=True)
+    assert len(solve) >= 12  # linear_cg runs at least 11 iterations
+    assert residuals[0] == pytest.approx(1.0)
+    assert residuals[-1] < gpytorch.settings.eval_cg_tolerance.value()
+    assert seconds == tuple(sorted(seconds))
 
 
 def test_watching_keeps_gpytorchs_preconditioner():
@@ -154,7 +138,7 @@ def test_watching_keeps_gpytorchs_preconditioner():
             watch_linear_cg() as solves,
         ):
             assert make()(x_test).mean.isfinite().all()
-            return solves[0].iterations
+            return len(solves[0])
 
     assert iterations(40) < iterations(0)
 

@@ -153,7 +153,8 @@ BAD = {
     "no rows": ("x,y\n", ["no rows"]),
     "an open quote": ('x,y\n1,2\n"3,4\n', ["cannot be read"]),
     "bytes of another encoding": ("größe,y\n1,2\n".encode("latin-1"), ["utf-8", "--encoding cp1252"]),
-    "UTF-16 without its mark": ("x,y\n1,2\n".encode("utf-16-le"), ["zero bytes", "--encoding utf-16-le"]),
+    "UTF-16": ("x,y\n1,2\n".encode("utf-16"), ["utf-8", "--encoding"]),
+    "UTF-16 without its mark": ("x,y\n1,2\n".encode("utf-16-le"), ["no column 'y'"]),
 }  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def test_what_is_refused(read, case):
 
 @pytest.mark.parametrize(
     ("encoding", "told"),
-    [("utf-8", None), ("utf-8-sig", "utf-8"), ("utf-16", None), ("latin-1", "latin-1"), ("utf-16-le", "utf-16-le")],
+    [("utf-8", None), ("utf-8-sig", "utf-8"), ("utf-16", "utf-16"), ("latin-1", "latin-1"), ("utf-16-le", "utf-16-le")],
 )
 def test_encodings(read, encoding, told):
     options = [] if told is None else ["--encoding", told]

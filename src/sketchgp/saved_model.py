@@ -21,7 +21,7 @@ from .accelerate import accelerate
 from .cli.columns import MARKS, Rules, Table
 from .cli.features import MISSING, UNKNOWN, Feature, encode
 from .cli.options import Output
-from .cli.regression import Regression, Scaling, true_residual
+from .cli.regression import Regression, Scaling
 from .cli.tables import in_memory, require_file
 from .errors import InputError
 from .models.accelerated.posterior import use_weights
@@ -31,10 +31,7 @@ from .settings import Variance
 FORMAT = "sketchgp regression"
 VERSION = 4  # 1 was a pickled dictionary without a digest, 2 knew numbers only, 3 no other marks than MARKS
 _HYPERPARAMETER = "hyperparameter."
-_ENTRIES = 2**24  # of the kernel matrix, evaluated to check the weights
-_LEAST_ROWS = 16
-_WORDS = ("kernel", "target", "residual", "missing")  # fields that the file holds as the model does
-_RESIDUAL_SLACK = 1e-4  # what the rounding of another machine may change a residual by
+_WORDS = ("kernel", "target", "missing")  # fields that the file holds as the model does
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class SavedModel:
     :param features: the columns, in the order of the model's inputs.
     :param target: column name.
     :param scaling: of the inputs and the target.
-    :param residual: of ``weights``, as :func:`weights_residual` has it.
     :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
     :param missing: what is done about missing values, one of ``features.MISSING``.
     :param id: the column that names the rows, if there is one.
@@ -60,7 +56,6 @@ class SavedModel:
     features: tuple[Feature, ...]
     target: str
     scaling: Scaling
-    residual: float
     fill: Tensor
     missing: str = "error"
     id: str | None = None
@@ -101,8 +96,7 @@ def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> N
 def read_model(path: str | Path) -> SavedModel:
     """Read and check a file written by ``save_model``; unpickle nothing but tensors.
 
-    The file's digest is checked, and the weights are checked against the training data: their residual has to be what
-    the file says.
+    The file's digest is checked.
 
     :raises InputError: the file is missing, damaged, of another kind or version, or its parts do not fit together; the
         message names the file and the part.
@@ -132,13 +126,6 @@ def read_model(path: str | Path) -> SavedModel:
     return _saved_model(path, {"marks": MARKS, **described, **tensors})
 
 
-def weights_residual(model: Regression, weights: Tensor) -> float:
-    """Return the relative residual of weights ``(n,)`` on all rows, or on a fixed choice of rows where n is large."""
-    n = len(weights)
-    count = min(n, max(_LEAST_ROWS, _ENTRIES // n))
-    return true_residual(model, weights, torch.linspace(0, n - 1, count, dtype=torch.float64).round().long())
-
-
 def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
     """Return the model of a file's fields, which fit together; the digest says that they are what was written.
 
@@ -157,17 +144,11 @@ def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
             marks=tuple(contents["marks"]),
             **{name: contents[name] for name in (*_WORDS, "weights", "fill")},
         )
-        residual = weights_residual(model, saved.weights)
         width = sum(feature.width for feature in features)
         if {width} != {len(scaling.x_mean), len(scaling.x_std), len(saved.fill), contents["train_x"].shape[1]}:
             raise ValueError(f"the columns have {width} inputs, and those of the model are others")
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{path}: damaged ({type(error).__name__}: {error}); make it anew with fit") from error
-    if not residual <= 2 * saved.residual + _RESIDUAL_SLACK:
-        raise InputError(
-            f"{path}: its weights do not solve its training data: the residual is {residual:.1e}, where the file says "
-            f"{saved.residual:.1e}; make it anew with the command fit"
-        )
     return saved
 
 

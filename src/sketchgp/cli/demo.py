@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +17,6 @@ import linear_operator
 import torch
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
-from tqdm import tqdm
 
 from ..accelerate import accelerate
 from ..datasets import load_diamonds
@@ -41,11 +40,9 @@ from .regression import (
     split_rows,
     true_residual,
     tune,
-    working,
 )
 
 KERNEL = "matern52"
-EVERY = 4.0  # seconds without a line
 STORED_MATRIX = 2 * 2**30  # bytes one stored matrix may take: keeps the demo within 8 GB on any machine
 SMALL = (
     ". On so few rows a product with K takes milliseconds, and most of sketchgp's time goes into its preconditioner, "
@@ -55,7 +52,7 @@ FOOTNOTES = (
     "true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the weights w. "
     "mean s: seconds to the mean of all test rows.\n"
     "var. s: seconds for their variances on top (sketchgp: low-rank, all {tests:,}; GPyTorch: exact, the first "
-    "{variances} only). peak memory: of the process, in that row's phase.\n"
+    "{variances} only).\n"
     "RMSE: of the standardised target, where predicting the mean scores 1. NLL: negative log predictive density a row, "
     "in nats, over the first {variances} test rows."
 )
@@ -114,7 +111,7 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
         "model: gpytorch.models.ExactGP, constant mean, Matern-5/2 with one lengthscale a feature, "
         f"float32, {torch.get_num_threads()} thread(s)"
     )
-    model = tune(x[train], y[train], KERNEL, sizes.tuning, sizes.steps, seed, every=EVERY)
+    model = tune(x[train], y[train], KERNEL, sizes.tuning, sizes.steps, seed)
     lengthscales = ", ".join(f"{value:.2g}" for value in model.covar_module.base_kernel.lengthscale.flatten().tolist())
     noise, scale = model.likelihood.noise.item(), model.covar_module.outputscale.item()
     print(f"  noise {noise:.2e}, output scale {scale:.2f}, lengthscales {lengthscales}")
@@ -122,9 +119,8 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     few = train[torch.randperm(len(train), generator=generator(seed, "fewer rows of the demo"))[: sizes.comparison]]
     print(f"sketchgp, on a random {len(few):,} of the training rows ...")
     faster = accelerate(copy_hyperparameters(model, x[few], y[few], KERNEL))
-    part = evaluate(faster, test_x, test_y, "sketchgp", "low_rank", sizes.variances, EVERY)
-    with working("checking the residual", EVERY):
-        residual = true_residual(faster, faster.prediction_strategy.mean_cache)
+    part = evaluate(faster, test_x, test_y, "sketchgp", "low_rank", sizes.variances)
+    residual = true_residual(faster, faster.prediction_strategy.mean_cache)
     part = replace(part, row=replace(part.row, residual=residual))
     print(part)
     default: Row | None = None
@@ -132,17 +128,15 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     if not alone:
         print("GPyTorch with its defaults, on the same rows ...")
         untouched = copy_hyperparameters(model, x[few], y[few], KERNEL)
-        with working("GPyTorch", EVERY):
-            default, solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
+        default, solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
         print(f"  {default.iterations} iterations, {default.mean_seconds or 0:.1f} s to the mean")
         solves += [] if solve is None else [solve]
 
     print(f"sketchgp, on all {len(train):,} training rows ...")
-    full = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances, EVERY)
+    full = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances)
     print(full)
     rows = torch.randperm(len(train), generator=generator(seed, "rows of the demo's check"))[:500]
-    with working("checking the residual", EVERY):
-        residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
+    residual = true_residual(model, model.prediction_strategy.mean_cache, rows)
     print(
         f"  checked with GPyTorch's kernel in float64 on {len(rows)} random rows (a sample: a few rows can carry much "
         f"of it): residual {residual:.1e}\n\n"
@@ -182,8 +176,7 @@ def _draw(picture: Output, solves: list[SolveReport], model: Regression, sizes: 
         print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
         return
     print("drawing how the solves converge, and one without a preconditioner ...")
-    with working("conjugate gradients without a preconditioner", EVERY):
-        solves = [*solves, _solve_plainly(model, gpytorch.settings.eval_cg_tolerance.value(), sizes)]
+    solves = [*solves, _solve_plainly(model, gpytorch.settings.eval_cg_tolerance.value(), sizes)]
     figure = new_figure((11.5, 5.8), 150)
     axes = figure.subplots(1, 2, sharey=True)
     for ax in axes:
@@ -211,48 +204,29 @@ def _solve_plainly(model: Regression, tol: float, sizes: Sizes) -> SolveReport:
         return solver.solve(problem, preconditioner=None).report
 
 
-@dataclass
-class WatchedSolve:
-    """One call of ``linear_operator.utils.linear_cg``.
-
-    ``residuals[k]`` is the mean over the columns of the relative residual of GPyTorch's recurrence after k
-    iterations (the number that it stops on), ``seconds[k]`` the time since the watch began.
-    """
-
-    columns: int
-    residuals: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def iterations(self) -> int:
-        return len(self.residuals) - 1
-
-
 @contextmanager
-def watch_linear_cg() -> Iterator[list[WatchedSolve]]:
+def watch_linear_cg() -> Iterator[list[list[tuple[float, float]]]]:
     """Collect every solve by conjugate gradients that GPyTorch does in the block.
 
+    A solve is a list of pairs, one before the first and one after each iteration: the seconds since the watch began,
+    and the mean over the columns of the relative residual of the recurrence, the number that GPyTorch stops on.
     ``linear_cg`` applies its preconditioner to the residual once before the first and once in every
     iteration, so a wrapper around that preconditioner sees all residuals and changes nothing.
     """
-    solves: list[WatchedSolve] = []
+    solves: list[list[tuple[float, float]]] = []
     start = time.perf_counter()
     original = linear_operator.utils.linear_cg
 
-    def watched(matmul_closure: Any, rhs: Tensor, *rest: Any, **options: Any) -> Any:
-        solve = WatchedSolve(columns=rhs.shape[-1] if rhs.dim() > 1 else 1)
-        solves.append(solve)
-        inner: Callable[[Tensor], Tensor] | None = options.pop("preconditioner", None)
-        with tqdm(desc=f"GPyTorch, {solve.columns} column(s)", unit=" iterations", disable=None, leave=False) as bar:
+    def watched(*arguments: Any, **options: Any) -> Any:
+        steps: list[tuple[float, float]] = []
+        solves.append(steps)
+        inner: Callable[[Tensor], Tensor] = options.pop("preconditioner", None) or torch.clone
 
-            def preconditioner(residual: Tensor) -> Tensor:
-                solve.residuals.append(residual.norm(dim=-2).mean().item())
-                solve.seconds.append(time.perf_counter() - start)
-                bar.set_postfix_str(f"residual {solve.residuals[-1]:.1e}", refresh=False)
-                bar.update()
-                return residual.clone() if inner is None else inner(residual)
+        def preconditioner(residual: Tensor) -> Tensor:
+            steps.append((time.perf_counter() - start, residual.norm(dim=-2).mean().item()))
+            return inner(residual)
 
-            return original(matmul_closure, rhs, *rest, preconditioner=preconditioner, **options)
+        return original(*arguments, preconditioner=preconditioner, **options)
 
     linear_operator.utils.linear_cg = watched
     try:
@@ -286,18 +260,19 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
     row = replace(row, residual=residual)
     if not solves:
         return row, None
-    solve, tol = solves[0], gpytorch.settings.eval_cg_tolerance.value()  # that of the mean
+    tol = gpytorch.settings.eval_cg_tolerance.value()
+    seconds, residuals = zip(*solves[0], strict=True)  # of the mean
     report = SolveReport(
         solver="GPyTorch, its defaults",
         size=row.n,
         n=row.n,
         residual=torch.tensor([residual]),
-        history=torch.tensor(solve.residuals).unsqueeze(1),
+        history=torch.tensor(residuals).unsqueeze(1),
         tol=tol,
         converged=residual <= tol,
         reason=Reason.REACHED if residual <= tol else Reason.ITERATIONS,
-        seconds=solve.seconds[-1] - solve.seconds[0],
-        setup_seconds=solve.seconds[0],
-        work={"iterations": solve.iterations},
+        seconds=seconds[-1] - seconds[0],
+        setup_seconds=seconds[0],
+        work={"iterations": len(seconds) - 1},
     )
-    return replace(row, iterations=solve.iterations), report
+    return replace(row, iterations=report.iterations), report

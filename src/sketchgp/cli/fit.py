@@ -17,7 +17,7 @@ from ..accelerate import accelerate
 from ..errors import InputError
 from ..plotting.models import draw_calibration
 from ..preconditioners import RPCholesky
-from ..saved_model import SavedModel, save_model, weights_residual
+from ..saved_model import SavedModel, save_model
 from ..style import COLORS, finish, new_figure
 from .columns import Rules, Table
 from .features import Feature, learn, summary, training_inputs, without_missing
@@ -62,16 +62,13 @@ def run(options: argparse.Namespace) -> None:
     if len(test):
         _print_results(outcome, y[test], inputs.y[test], scaling, options.target)
     if saving is not None:
-        print("checking the weights that are saved ...")
-        weights = model.prediction_strategy.weights.to(torch.float64)
         saved = SavedModel(
             model=model,
-            weights=weights,
+            weights=model.prediction_strategy.weights.to(torch.float64),
             kernel=options.kernel,
             features=tuple(features),
             target=options.target,
             scaling=scaling,
-            residual=weights_residual(model, weights),
             fill=inputs.fill,
             missing=options.missing,
             id=options.id,

@@ -66,7 +66,7 @@ _TABLE: _Options = {
         f"texts that stand for a missing value beside the empty cell (the model's, or {','.join(MARKS)})",
         _NAMES,
     ),
-    "--encoding": ("of text: latin-1, cp1252, ... (UTF-8, or UTF-16 with its mark)", {"metavar": "NAME"}),
+    "--encoding": ("of text: latin-1, cp1252, ... (utf-8)", {"metavar": "NAME"}),
     "--separator": ("between cells: , ; | or tab (what fits the first lines)", {"type": _separator, **_MARK}),
     "--no-header": ("no line of names; the columns are c1, c2, ...", {"dest": "header", "action": "store_false"}),
     "--decimal": ("mark of decimals: . or , (a point)", {"choices": (".", ","), **_MARK}),

@@ -22,7 +22,6 @@ _SHOWN = 10
 def run(options: argparse.Namespace) -> None:
     """Run the command; see the module's docstring."""
     output = claim(options, "output", "model", "data")
-    print(f"reading {options.model} and checking its weights ...")
     saved = read_model(options.model)
     missing = options.missing or saved.missing
     source = opened(options)
@@ -39,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     use_weights(accelerate(saved.model), saved.weights)
     print(
         f"{options.model}: {saved.kernel} model of {saved.target!r} on {saved.weights.shape[0]:,} training "
-        f"rows (residual {saved.residual:.1e}); predicting {table.rows:,} rows"
+        f"rows; predicting {table.rows:,} rows"
     )
     result = predict_rows(saved, table, missing, options.unknown, rules)
     for name, count in result.strangers.items():

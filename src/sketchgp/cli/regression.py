@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +14,8 @@ import torch
 from torch import Tensor
 
 from ..accelerate import accelerate
-from ..cards import shows_progress
 from ..errors import InputError
 from ..fit import fit
-from ..memory import peak_memory
 from ..plotting.models import within
 from ..predict import Prediction, predict
 from ..random_streams import generator
@@ -161,7 +157,7 @@ class Row:
     """One line of the table of results; None is shown as ``-``.
 
     ``mean_seconds`` is the time to the mean of all test rows (with the preconditioner's set-up),
-    ``variance_seconds`` the time their variances take on top; ``memory`` is in bytes.
+    ``variance_seconds`` the time their variances take on top.
     """
 
     what: str
@@ -170,7 +166,6 @@ class Row:
     residual: float | None = None
     mean_seconds: float | None = None
     variance_seconds: float | None = None
-    memory: int | None = None
     rmse: float | None = None
     nll: float | None = None
 
@@ -182,7 +177,6 @@ _HEADINGS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "residual": ("true residual", "{:.1e}".format),
     "mean_seconds": ("mean s", "{:.1f}".format),
     "variance_seconds": ("var. s", "{:.1f}".format),
-    "memory": ("peak memory", lambda size: f"{size / 1e9:.2f} GB"),
     "rmse": ("RMSE", "{:.4f}".format),
     "nll": ("NLL", "{:.3f}".format),
 }
@@ -199,49 +193,6 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
-@contextmanager
-def repeatedly(seconds: float, do: Callable[[], object]) -> Iterator[None]:
-    """Call a function every so many seconds of the block, in a thread."""
-    done = threading.Event()
-
-    def repeat() -> None:
-        while not done.wait(seconds):
-            do()
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-@contextmanager
-def resident_sizes() -> Iterator[list[int]]:
-    """Collect sizes of the resident memory of this process in the block, in bytes; the largest is its peak.
-
-    On Linux a thread samples the resident set every 10 ms, so each phase gets its own peak. Elsewhere the
-    process's high-water mark since its start is all there is.
-    """
-    sizes = _resident()
-    with repeatedly(0.01, lambda: sizes.extend(_resident())) if sizes else nullcontext():
-        yield sizes
-    if not sizes and (peak := peak_memory(torch.device("cpu"))):
-        sizes.append(peak)
-
-
-def _resident() -> list[int]:
-    """Return the resident memory in bytes, as a list that is empty where the system does not say."""
-    try:
-        import resource
-
-        with open("/proc/self/statm") as file:
-            return [int(file.read().split()[1]) * resource.getpagesize()]
-    except (OSError, ImportError):
-        return []
-
-
 def measure(
     what: str,
     model: Regression,
@@ -255,19 +206,17 @@ def measure(
     :param y: test targets ``(m,)``; :param predict_mean: of all of them.
     :param predict_variance: with the noise, of the first ``rows_for_nll`` rows at least.
     """
-    with resident_sizes() as sizes:
-        start = time.perf_counter()
-        mean = predict_mean()
-        middle = time.perf_counter()
-        variance = predict_variance()
-        end = time.perf_counter()
+    start = time.perf_counter()
+    mean = predict_mean()
+    middle = time.perf_counter()
+    variance = predict_variance()
+    end = time.perf_counter()
     part = slice(rows_for_nll)
     return Row(
         what,
         model.train_targets.shape[0],
         mean_seconds=middle - start,
         variance_seconds=end - middle,
-        memory=max(sizes, default=None),
         rmse=rmse(mean, y),
         nll=negative_log_density(mean[part], variance[part], y[part]),
     )
@@ -288,7 +237,6 @@ def tune(
     iterations: int,
     seed: int,
     lengthscale: float | None = None,
-    every: float = 30.0,
 ) -> Regression:
     """Return a regression on all rows, its hyperparameters tuned on a random subset of them.
 
@@ -299,7 +247,6 @@ def tune(
     :param iterations: the most steps of L-BFGS.
     :param seed: of the subset and of the probes.
     :param lengthscale: to start from, as of :class:`Regression`.
-    :param every: seconds between two lines of progress.
     :returns: the model, accelerated, in eval mode and conditioned on all rows.
     """
     n = x.shape[0]
@@ -309,13 +256,7 @@ def tune(
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
     print(f"tuning the hyperparameters by marginal likelihood on {which} ...")
     start = time.perf_counter()
-    with working("fits to fewer rows, from several starts", every) as say:
-        history = fit(
-            model,
-            iterations=iterations,
-            seed=seed,
-            callback=lambda step, loss: say(f"step {step} done, loss {loss:.3f} per row"),
-        )
+    history = fit(model, iterations=iterations, seed=seed)
     print(
         f"  tuned on {which}: {len(history.losses)} steps ({history.reason}), loss {history.losses[0]:.3f} -> "
         f"{history.best_loss:.3f} per row, {time.perf_counter() - start:.0f} s"
@@ -324,22 +265,6 @@ def tune(
         print(f"  the noise ended at its limit, {limit:g} of the target's variance: error bars may be too wide")
     model.set_train_data(x, y, strict=False)
     return model.eval()
-
-
-@contextmanager
-def working(what: str, every: float) -> Iterator[Callable[[str], None]]:
-    """Print a line every so many seconds of the block, where no progress bar is seen: in a log, or through a pipe.
-
-    :param what: the text of the line.
-    :param every: seconds.
-    :returns: what replaces the text.
-    """
-    if shows_progress(None):
-        yield lambda text: None
-        return
-    texts, start = [what], time.perf_counter()
-    with repeatedly(every, lambda: print(f"  ... {texts[0]}, {time.perf_counter() - start:.0f} s")):
-        yield lambda text: texts.__setitem__(0, text)
 
 
 @dataclass(frozen=True)
@@ -375,7 +300,6 @@ def evaluate(
     what: str,
     variance: Variance = "auto",
     rows_for_nll: int | None = None,
-    every: float = 30.0,
 ) -> Outcome:
     """Predict test rows by an accelerated model, and return the row of the table with the predictions.
 
@@ -385,18 +309,16 @@ def evaluate(
     :param what: name of the row.
     :param variance: as in ``sketchgp.predict``; low-rank variances are compared with exact ones at a few rows.
     :param rows_for_nll: use only the first so many test rows for the NLL (for a comparison on the same rows).
-    :param every: seconds between two lines of progress.
     """
     predictions: list[Prediction] = []
 
     def predict_with(variance: Variance | None) -> Tensor:
-        say("the mean" if variance is None else "variances")
         predictions.append(predict(model, x, variance=variance))
         result = predictions[-1].mean if variance is None else predictions[-1].observation_variance
         assert result is not None
         return result
 
-    with record_solves() as solves, working("the mean", every) as say:
+    with record_solves() as solves:
         row = measure(what, model, y, lambda: predict_with(None), lambda: predict_with(variance), rows_for_nll)
     solve = solves[0] if solves else None
     if solve is not None:

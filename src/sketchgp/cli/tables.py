@@ -27,7 +27,7 @@ _SNIFFED = 50  # lines that are looked at to find the separator
 class Text:
     """Options for reading a text file.
 
-    :param encoding: None is UTF-8, or UTF-16 where the file begins with its mark.
+    :param encoding: None is UTF-8.
     :param separator: between cells; None is the one that fits the first lines.
     :param header: whether the first line has the names of the columns; they are c1, c2, ... where it has not.
     :param comma: whether decimals have a comma, which then separates cells only where nothing else does.
@@ -162,7 +162,7 @@ def _imported(path: Path, module: str) -> Any:
 def _open_text(path: Path, text: Text) -> Source:
     """Return the columns of a text file, as text; pandas reads it, and refuses lines with too many cells."""
     pandas = _imported(path, "pandas")
-    encoding = text.encoding or _encoding(path)
+    encoding = text.encoding or "utf-8-sig"
     with open(path, newline="", encoding=encoding) as file:
         separator = text.separator or _separator(path, list(islice(file, _SNIFFED)), text.comma)
     frame = pandas.read_csv(
@@ -199,17 +199,6 @@ def _separator(path: Path, lines: list[str], comma: bool) -> str:
     if len(best) > 1:
         raise InputError(f"{path}: cells could be separated by {some(best)}; say which with --separator")
     return best[0] if best else ","
-
-
-def _encoding(path: Path) -> str:
-    with open(path, "rb") as file:
-        begin = file.read(4096)
-    if begin[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return "utf-16"
-    if b"\0" in begin:
-        which = "utf-16-be" if begin[:1] == b"\0" else "utf-16-le"
-        raise InputError(f"{path}: not text in UTF-8: it holds zero bytes; if it is UTF-16, say --encoding {which}")
-    return "utf-8-sig"
 
 
 def _open_parquet(path: Path, text: Text) -> Source:
