@@ -173,7 +173,7 @@ class Bound(LogDensity):
         preconditioner = self._preconditioner(kernel, noise, prior.detach())
         accurate = operator.rebuilt(kernel, DiagLinearOperator(noise.to(kernel.dtype)))
         args = accurate.representation()
-        solver = dataclasses.replace(operator.acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+        solver = operator.acceleration.column_gradients()
         return _InvQuadLogdet.apply(
             self, solver, operator.system(), accurate.representation_tree(), preconditioner, len(args),
             columns.to(torch.float64), prior, *args, *preconditioner.tensors,

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..errors import NumericalError
 from .history import SETTLED, UNSURE
-from .objective import Objective
 from .record import Evaluation
 from .steps import NOT_FINITE, Steps
 from .variables import Variables
@@ -52,9 +51,9 @@ class _End(Exception):
 
 
 def minimise(
-    objective: Objective, steps: Steps, learning_rate: float | None, inverse_hessian: InverseHessian | None
+    steps: Steps, learning_rate: float | None, inverse_hessian: InverseHessian | None
 ) -> InverseHessian | None:
-    """Minimise an objective in place, by Adam or L-BFGS as the history of its steps says.
+    """Minimise the objective of some steps in place, by Adam or L-BFGS as their history says.
 
     :param learning_rate: step size of Adam, in the unconstrained parameters.
     :param inverse_hessian: the inverse Hessian in the objective's :class:`Variables`, approximately, where it is known.
@@ -62,13 +61,14 @@ def minimise(
     :raises NumericalError: if the first loss is not finite.
     """
     if steps.history.optimizer == "adam":
-        adam(objective, steps, learning_rate or 0.1)
+        adam(steps, learning_rate or 0.1)
         return inverse_hessian
-    return lbfgs(objective, steps, inverse_hessian)
+    return lbfgs(steps, inverse_hessian)
 
 
-def adam(objective: Objective, steps: Steps, learning_rate: float) -> None:
+def adam(steps: Steps, learning_rate: float) -> None:
     """Minimise in place by Adam."""
+    objective = steps.objective
     optimizer = torch.optim.Adam(objective.parameters, lr=learning_rate)
     while True:
         evaluation = objective.evaluate()
@@ -145,8 +145,8 @@ class _Point:
 class _Search:
     """The state of one run of L-BFGS: its evaluations, the latest of them kept, and the point of its last step."""
 
-    def __init__(self, objective: Objective, steps: Steps) -> None:
-        self.objective, self.steps, self.variables = objective, steps, Variables(objective)
+    def __init__(self, steps: Steps) -> None:
+        self.objective, self.steps, self.variables = steps.objective, steps, Variables(steps.objective)
         self._latest: list[_Point] = []
         self.point = self.evaluate(self.variables())
 
@@ -248,13 +248,13 @@ class _Search:
             history.reason = STEEP
 
 
-def lbfgs(objective: Objective, steps: Steps, inverse_hessian: InverseHessian | None = None) -> InverseHessian | None:
+def lbfgs(steps: Steps, inverse_hessian: InverseHessian | None) -> InverseHessian | None:
     """Minimise in place by Newton steps, where an inverse Hessian is known, and then by L-BFGS.
 
     :returns: the inverse Hessian at the end, as far as the steps tell; None where nothing is known of it.
     :raises NumericalError: if the first loss is not finite.
     """
-    search, ended = _Search(objective, steps), False
+    search, ended = _Search(steps), False
     if search.note(search.point):
         return inverse_hessian
     if inverse_hessian is not None:

@@ -44,6 +44,10 @@ class Objective:
         event = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
         self.rows = model.train_targets.shape[-event:].numel()
 
+    def by(self, density: LogDensity) -> Objective:
+        """Return the losses of the same model by another density."""
+        return Objective(self.model, self.mll, density)
+
     @property
     def width(self) -> float | None:
         """Distance to which the exact loss may lie below the latest one; None where that is no bound."""

@@ -144,14 +144,15 @@ def exact_objective(model: Any, mll: Any) -> Objective:
 
     They are in the model's own dtype where it cannot be copied, or where its ``forward`` holds what no copy converts.
     """
+    given = Objective(model, mll, Exact())
     if all(t.dtype == torch.float64 for t in (*model.parameters(), *model.train_inputs, model.train_targets)):
-        return Objective(model, mll, Exact())
+        return given
     try:
         twin = _in_float64(mll)
         with torch.no_grad(), twin.model.__dict__[ATTRIBUTE].by(Exact()):
             _ = twin.model(*twin.model.train_inputs).variance  # fails unless all of it is in float64 now
     except (RuntimeError, TypeError):
-        return Objective(model, mll, Exact())
+        return given
     return Objective(twin.model, twin, Exact())
 
 

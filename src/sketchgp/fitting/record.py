@@ -65,8 +65,7 @@ class Evaluations:
         self.record, self.density = record, density
         self.cache = cache if density is None or density.cache is None else density.cache
         self._state: dict[str, Tensor] = {}  # of the density, after the latest evaluation
-        self.points, self.gradients = list[Tensor](), list[Tensor]()
-        self.evaluations = list[Evaluation]()
+        self.kept = list[tuple[Tensor, Tensor, Evaluation]]()  # each with its point and its gradient
         self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
 
     def find(self, point: Tensor) -> tuple[Evaluation, Tensor, bool] | None:
@@ -75,18 +74,19 @@ class Evaluations:
         It is None where the earlier run has not come to this point.
         """
         index = self.next
-        if index >= len(self.points):
+        if index >= len(self.kept):
             return None
-        if not torch.equal(self.points[index], point):  # with another SciPy, say, the steps differ from here on
-            del self.points[index:], self.gradients[index:], self.evaluations[index:]
+        there, gradient, evaluation = self.kept[index]
+        if not torch.equal(there, point):  # with another SciPy, say, the steps differ from here on
+            del self.kept[index:]
             return None
         self.next += 1
-        last = bool(self._state) and self.next == len(self.points)
-        return self.evaluations[index], self.gradients[index], last or index == self.chosen
+        last = bool(self._state) and self.next == len(self.kept)
+        return evaluation, gradient, last or index == self.chosen
 
     def replayed(self) -> None:
         """Restore the state of the density where the latest recorded evaluation was found."""
-        if self.next == len(self.points) and self.density is not None and self._state:
+        if self.next == len(self.kept) and self.density is not None and self._state:
             self.density.restore(self._state)
 
     def selections(self) -> int:
@@ -96,47 +96,41 @@ class Evaluations:
     def add(self, point: Tensor, evaluation: Evaluation, gradient: Tensor, selections: int) -> None:
         """Keep an evaluation; ``selections`` is their number before it."""
         if self.selections() != selections:
-            self.chosen = len(self.points)
-        self.points.append(point)
-        self.gradients.append(gradient)
-        self.evaluations.append(evaluation)
-        self.next = len(self.points)
+            self.chosen = len(self.kept)
+        self.kept.append((point, gradient, evaluation))
+        self.next = len(self.kept)
         self._state = {} if self.density is None else self.density.state()
         self.record.save(rarely=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a file keeps; none before there is an evaluation."""
-        if not self.points:
+        if not self.kept:
             return {}
-        began, none = self.record.began, torch.zeros(0, 0, dtype=torch.float64)
-        numbers = [
-            [
-                one.clock - began,
-                math.nan if one.width is None else one.width,
-                *(getattr(one, name) for name in _NUMBERS),
-            ]
-            for one in self.evaluations
-        ]
-        probes = [torch.stack(one.probes) if one.probes else none for one in self.evaluations]
+        points, gradients, evaluations = zip(*self.kept, strict=True)
+        numbers = []
+        for one in evaluations:
+            width = math.nan if one.width is None else one.width
+            numbers.append([one.clock - self.record.began, width, *(getattr(one, name) for name in _NUMBERS)])
         return {
-            "points": torch.stack(self.points),
-            "gradients": torch.stack(self.gradients),
+            "points": torch.stack(points),
+            "gradients": torch.stack(gradients),
             "numbers": torch.tensor(numbers, dtype=torch.float64),
             "chosen": torch.tensor(self.chosen),
             **{f"left.{key}": part for key, part in self._state.items()},
-            **{f"probes of {index}": part for index, part in enumerate(probes) if len(part)},
+            **{f"probes of {index}": torch.stack(one.probes) for index, one in enumerate(evaluations) if one.probes},
         }
 
     def restore(self, kept: dict[str, Tensor]) -> None:
         """Take over the evaluations of an earlier run."""
-        self.points, self.gradients = list(kept["points"]), list(kept["gradients"])
         self.chosen = int(kept["chosen"])
         self._state = {key.removeprefix("left."): part for key, part in kept.items() if key.startswith("left.")}
-        for index, (clock, width, *row) in enumerate(kept["numbers"].tolist()):
+        rows = zip(kept["points"], kept["gradients"], kept["numbers"].tolist(), strict=True)
+        for index, (point, gradient, (clock, width, *row)) in enumerate(rows):
             numbers = dict(zip(_NUMBERS, row, strict=True))
             numbers["iterations"] = int(numbers["iterations"])
             numbers |= {"clock": self.record.began + clock, "width": None if math.isnan(width) else width}
-            self.evaluations.append(Evaluation(probes=tuple(kept.get(f"probes of {index}", ())), **numbers))
+            probes = tuple(kept.get(f"probes of {index}", ()))
+            self.kept.append((point, gradient, Evaluation(probes=probes, **numbers)))
 
 
 class Record:
@@ -160,14 +154,13 @@ class Record:
         self._stages: dict[str, Evaluations] = {}
         self._kept: dict[str, dict[str, Tensor]] = {}
 
-    def begin(self) -> float:
-        """Take over the contents of the file, and return ``began``.
+    def begin(self) -> None:
+        """Take over the contents of the file.
 
         :raises InputError: where the file is of another fit.
         """
         if self.checkpoint is not None and self.checkpoint.exists():
             self._load(self.checkpoint)
-        return self.began
 
     def evaluations(self, cache: Any, density: LogDensity | None = None) -> Evaluations | None:
         """Return the evaluations of the next objective, in their order; None without a file."""

@@ -200,10 +200,10 @@ class Fit:
             stage.objective = exact_objective(base.model, base.mll)
         elif stage.kind == "bound" and acceleration is not None:
             held = stage.history.optimizer == "lbfgs"
-            stage.objective = Objective(base.model, base.mll, new_bound(base, self.choices.objective, held=held))
+            stage.objective = base.by(new_bound(base, self.choices.objective, held=held))
         elif stage.kind == "samples" and acceleration is not None:
             samples = Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes)
-            stage.objective = Objective(base.model, base.mll, samples)
+            stage.objective = base.by(samples)
 
     def _away_from_flatness(self, stage: Stage) -> str:
         """Give lengthscales the size of the data where the loss is flat otherwise; return why it still is."""
@@ -330,8 +330,7 @@ class Fit:
             stage.steps = self._steps(stage, bar)
             try:
                 stage.judge_revived()
-                rate, before = self.choices.learning_rate, stage.inverse_hessian
-                stage.inverse_hessian = minimise(stage.objective, stage.steps, rate, before)
+                stage.inverse_hessian = minimise(stage.steps, self.choices.learning_rate, stage.inverse_hessian)
             except TooWide:
                 stage.history.reason = WIDENED
             finally:
@@ -346,9 +345,8 @@ class Fit:
 
     def _steps(self, stage: Stage, bar: Any) -> Steps:
         """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
-        history, acceleration, near = stage.history, stage.base.acceleration, stage.inverse_hessian is not None
-        steps = Steps(stage.objective, history, stage.limit, stage.tol, bar, self.callback, self.record.began, near)
-        steps.best = stage.best or steps.best
+        history, acceleration = stage.history, stage.base.acceleration
+        steps = Steps(stage, bar, self.callback, self.record.began)
         if history.optimizer == "lbfgs" and stage.kind == "bound" and len(history.restarts) < _RESTARTS:
             steps.widest = WIDTH
         if history.optimizer == "lbfgs" and stage.kind == "probes":
@@ -460,7 +458,7 @@ def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:
     """Return the choices of an accelerated model that a loss depends on."""
     if acceleration is None:
         return ()
-    solver = dataclasses.replace(acceleration.conjugate_gradients(), max_seconds=None, checkpoint=None)
+    solver = acceleration.column_gradients()
     return acceleration.preconditioner, solver, acceleration.matmul, acceleration.matmul_precision
 
 

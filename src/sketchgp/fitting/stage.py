@@ -123,7 +123,7 @@ class Stage:
             self.go_on_with(self.base, "probes", note, restart)
         else:
             note = f"after {done} steps the bound left {gap}: its pivots were chosen anew"
-            self.go_on_with(self._by(new_bound(self.base, asked)), "bound", note, restart)
+            self.go_on_with(self.base.by(new_bound(self.base, asked)), "bound", note, restart)
 
     def leave_long_solves(self) -> None:
         """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
@@ -149,7 +149,7 @@ class Stage:
             return False
         if self.base.acceleration is None or self.kind != "probes" or _AT_LAST in history.notes:
             return False
-        self.go_on_with(self._by(new_bound(self.base)), "bound", _AT_LAST)
+        self.go_on_with(self.base.by(new_bound(self.base)), "bound", _AT_LAST)
         return True
 
     def judge_end(self, seed: int, count: int) -> None:
@@ -159,9 +159,6 @@ class Stage:
         """
         self.history.by_other_probes = self._by_other_probes(seed, count)
         self.history.bracket = self._bracket()
-
-    def _by(self, bound: Bound) -> Objective:
-        return Objective(self.base.model, self.base.mll, bound)
 
     def _by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
         """Return the loss by probes that no step has seen, and its standard error; None without probes.
@@ -173,7 +170,7 @@ class Stage:
             return None
         acceleration.forget()  # for pivots of these parameters, whatever the fit was begun with
         with acceleration.fixed_probes(seed + _OTHERS, count):
-            result = Objective(self.base.model, self.base.mll, Probes(watched=True)).evaluate()
+            result = self.base.by(Probes(watched=True)).evaluate()
         return (result.value, standard_error(result.probes)) if result.probes and math.isfinite(result.value) else None
 
     def _bracket(self) -> tuple[float, float] | None:
@@ -195,7 +192,7 @@ class Stage:
             bound = self.bound if candidate is base else None
             bound = new_bound(base, limited=False) if bound is None else bound
             bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
-            bounded = Objective(candidate.model, candidate.mll, bound)
+            bounded = candidate.by(bound)
             with shortfall_counted():
                 value = bounded.evaluate(gradient=False).value
             if bounded.width is not None and math.isfinite(value - bounded.width):

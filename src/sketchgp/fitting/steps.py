@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ..density import standard_error
-from .history import DEAR, SETTLED, STOPPED, WIDENED, FitHistory
-from .objective import Objective
+from .history import DEAR, SETTLED, STOPPED, WIDENED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
@@ -25,41 +23,32 @@ _IN_VAIN = ((4, 1.0), (2, 0.1))
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
-@dataclass
 class Steps:
-    """The steps of one fit, or of one of its runs.
+    """The steps of one run of an optimiser in a stage of a fit.
 
-    :param limit: the most steps.
-    :param tol: the loss has settled when the improvement is smaller.  An estimated loss has settled, too, when the
-        improvement is smaller than half its own standard error.  The same probes make all losses, so that this is far
-        smaller than the standard error of a loss, and falls with the length of the steps.
+    A loss has settled when the improvement is smaller than the stage's tolerance.  An estimated loss has settled, too,
+    when the improvement is smaller than half its own standard error.  The same probes make all losses, so that this is
+    far smaller than the standard error of a loss, and falls with the length of the steps.
+
+    :param stage: the :class:`.stage.Stage`.
     :param bar: a progress bar.
     :param callback: called with step and loss.
     :param began: time at which the fit began, by ``time.perf_counter``.
-    :param near: whether the run begins near a minimum.
-    :param widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
-        its first step.
-    :param dearest: a run ends where an evaluation takes more products with the kernel matrix.
 
     :ivar first: number of steps before this run.
     :ivar best: the parameters of the best step, of this run or the one before.
+    :ivar widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
+        its first step.
+    :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
     """
 
-    objective: Objective
-    history: FitHistory
-    limit: int
-    tol: float
-    bar: Any
-    callback: Callable[[int, float], Any] | None
-    began: float
-    near: bool
-    widest: float = math.inf
-    dearest: float = math.inf
-
-    def __post_init__(self) -> None:
-        self.first, self.best = len(self.history.losses), self.objective.state()
+    def __init__(self, stage: Any, bar: Any, callback: Callable[[int, float], Any] | None, began: float) -> None:
+        self.objective, self.history, self.limit, self.tol = stage.objective, stage.history, stage.limit, stage.tol
+        self.bar, self.callback, self.began = bar, callback, began
+        self.first, self.best = len(self.history.losses), stage.best or self.objective.state()
+        self.widest = self.dearest = math.inf
         span = _SPAN.get(self.history.objective, _ESTIMATED)
-        self._span = min(span, _NEAR) if self.near else span
+        self._span = span if stage.inverse_hessian is None else min(span, _NEAR)
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
         self._since: list[Evaluation] = []  # evaluations since the last step: those of a line search
 
