@@ -113,8 +113,10 @@ class Objective:
                 else self.acceleration.by(self.density)
             )
             with torch.inference_mode(False), torch.set_grad_enabled(gradient), by:
-                output = self.model(*self.model.train_inputs)
-                loss = -self.mll(output, self.model.train_targets, *_likelihood_inputs(self.model)).sum()
+                output, seen = self.model(*self.model.train_inputs), self.model.train_inputs
+                if hasattr(self.model, "transform_inputs"):  # likelihoods get what the model's forward sees
+                    seen = [self.model.transform_inputs(x) for x in seen]
+                loss = -self.mll(output, self.model.train_targets, *seen).sum()
                 if gradient:
                     loss.backward()
         except (NumericalError, NanError, NotPSDError):
@@ -143,34 +145,32 @@ class Objective:
     def into_bounds(self) -> None:
         """Move parameters into the bounds that no transform enforces (BoTorch's constraints)."""
         with torch.no_grad():
-            for parameter, constraint in zip(self.parameters, self.constraints(), strict=True):
+            for _, parameter, constraint in self.hyperparameters():
                 if constraint is not None and not constraint.enforced:
                     ends = (bound.to(parameter) for bound in (constraint.lower_bound, constraint.upper_bound))
                     parameter.copy_(parameter.clamp(*ends))
 
-    def constraints(self) -> list[Any]:
-        """Return the constraint of each parameter; None where it has none."""
-        known = {id(p): constraint for _, p, constraint in self.model.named_parameters_and_constraints()}
-        return [known.get(id(p)) for p in self.parameters]
+    def hyperparameters(self) -> list[tuple[str, Tensor, Any]]:
+        """Return the name (without ``raw_``) of each of the parameters, itself, and its constraint or None."""
+        named = self.model.named_parameters_and_constraints()
+        return [(name.replace("raw_", ""), p, constraint) for name, p, constraint in named if p.requires_grad]
 
     @torch.no_grad()
     def named(self, state: list[Tensor]) -> dict[str, tuple[float, ...]]:
         """Return the hyperparameters of a :meth:`state` by name, except those of many numbers."""
-        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         values_by_name = {}
-        for name, parameter, constraint in self.model.named_parameters_and_constraints():
-            if id(parameter) in places and parameter.numel() <= _MANY_NUMBERS:
-                value = state[places[id(parameter)]]
+        for value, (name, _, constraint) in zip(state, self.hyperparameters(), strict=True):
+            if value.numel() <= _MANY_NUMBERS:
                 value = value if constraint is None else constraint.transform(value)
-                values_by_name[name.replace("raw_", "")] = tuple(value.reshape(-1).tolist())
+                values_by_name[name] = tuple(value.reshape(-1).tolist())
         return values_by_name
 
     @torch.no_grad()
     def at_limits(self) -> dict[str, float]:
         """Return the limits of hyperparameters that are as small, or as large, as their constraint allows, by name."""
-        fitted, limits = {id(p) for p in self.parameters}, {}
-        for name, parameter, constraint in self.model.named_parameters_and_constraints():
-            if id(parameter) not in fitted or constraint is None:
+        limits = {}
+        for name, parameter, constraint in self.hyperparameters():
+            if constraint is None:
                 continue
             value = constraint.transform(parameter)
             lower, upper = constraint.lower_bound.to(value), constraint.upper_bound.to(value)
@@ -178,19 +178,13 @@ class Objective:
                 size = torch.minimum(limit.abs(), upper - lower)
                 near = ((value - limit).abs() <= _AT * size) & torch.isfinite(limit) & (limit != 0)
                 if bool(near.any()):
-                    limits[name.replace("raw_", "")] = float(limit.expand_as(value)[near][0])
+                    limits[name] = float(limit.expand_as(value)[near][0])
         return limits
 
     def clear(self) -> None:
         """Forget the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _likelihood_inputs(model: Any) -> list[Tensor]:
-    """Return the inputs that a likelihood may ask for (task numbers), as the model's forward sees them."""
-    transform = getattr(model, "transform_inputs", None)
-    return [x if transform is None else transform(x) for x in model.train_inputs]
 
 
 class ModelState:

@@ -122,7 +122,7 @@ class Fit:
             self.record.begin()
             if self.acceleration is not None:  # fits are the same whatever went before
                 self.acceleration.doubled, self.acceleration.solutions = False, None
-                self.acceleration.forget()
+                self.acceleration.cache.clear()
             self.model.train()
             self._run_all(self._plan())
             if self.acceleration is not None and self.acceleration.doubled:
@@ -319,7 +319,7 @@ class Fit:
         if stage.history.reason == STOPPED and not stage.full:
             raise _Stopped
         if not stage.full and stage.base.acceleration is not None:
-            stage.base.acceleration.release()  # the record knows it
+            stage.base.acceleration.cache.release()  # the record knows it
         if stage.several and not stage.full:
             return self._other_starts(stage.base.mll, stage) or stage
         return stage
@@ -362,11 +362,8 @@ class Fit:
         if acceleration is None:
             yield
             return
-        cache = acceleration.cache if stage.history.optimizer == "lbfgs" else None
-        with (
-            acceleration.fixed_probes(self.choices.seed, self.choices.num_probes),
-            nullcontext() if cache is None else cache.holding(),
-        ):
+        held = acceleration.cache.holding() if stage.history.optimizer == "lbfgs" else nullcontext()
+        with acceleration.fixed_probes(self.choices.seed, self.choices.num_probes), held:
             yield
         density = stage.objective.density
         acceleration.solutions = None if density is None else density.solutions
@@ -378,7 +375,8 @@ class Fit:
             return True
         if stage.flat and history.reason == SETTLED:
             history.reason = FLAT if starts.flatness(self.model, choices.seed) else SETTLED
-        stage.judge_end(choices.seed, choices.num_probes)
+        history.by_other_probes = stage.by_other_probes(choices.seed, choices.num_probes)
+        history.bracket = stage.bracket()
         return stage.take_tight_bound()
 
     def _from_another_start(self, stage: Stage) -> bool:

@@ -129,7 +129,7 @@ class Stage:
         """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
         assert self.steps is not None and self.base.acceleration is not None
         self.base.restore(self.steps.best)
-        self.base.acceleration.release()
+        self.base.acceleration.cache.release()
         done = len(self.history.losses)
         self.go_on_with(
             exact_objective(self.base.model, self.base.mll),
@@ -152,28 +152,22 @@ class Stage:
         self.go_on_with(self.base.by(new_bound(self.base)), "bound", _AT_LAST)
         return True
 
-    def judge_end(self, seed: int, count: int) -> None:
-        """Record what the loss at the hyperparameters that the model has is worth.
-
-        :param seed: the seed of the fit; ``count`` is the number of its probes.
-        """
-        self.history.by_other_probes = self._by_other_probes(seed, count)
-        self.history.bracket = self._bracket()
-
-    def _by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
+    def by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
         """Return the loss by probes that no step has seen, and its standard error; None without probes.
 
         A fit of many parameters follows the errors of its own probes: its losses are too low.
+
+        :param seed: the seed of the fit; ``count`` is the number of its probes.
         """
         acceleration = self.base.acceleration
         if acceleration is None or self.kind != "probes":
             return None
-        acceleration.forget()  # for pivots of these parameters, whatever the fit was begun with
+        acceleration.cache.clear()  # for pivots of these parameters, whatever the fit was begun with
         with acceleration.fixed_probes(seed + _OTHERS, count):
             result = self.base.by(Probes(watched=True)).evaluate()
         return (result.value, standard_error(result.probes)) if result.probes and math.isfinite(result.value) else None
 
-    def _bracket(self) -> tuple[float, float] | None:
+    def bracket(self) -> tuple[float, float] | None:
         """Return the two ends of the exact loss in the model's dtype; None where they are not known."""
         base, objective, history, acceleration = self.base, self.objective, self.history, self.base.acceleration
         if self.bound is not None and history.widths[-1] is None:
@@ -187,7 +181,7 @@ class Stage:
             return (value, value) if math.isfinite(value) else None
         if acceleration is None or self.kind in ("given", "samples") or why_no_bound(acceleration):
             return None
-        acceleration.release()  # F is the largest array there is, and another one is to come
+        acceleration.cache.release()  # F is the largest array there is, and another one is to come
         for candidate in (base, exact_objective(base.model, base.mll)):
             bound = self.bound if candidate is base else None
             bound = new_bound(base, limited=False) if bound is None else bound

@@ -135,11 +135,9 @@ def set_scale(model: Any, variance: float, apart: float = 1.0) -> bool:
 
 def prior_variance(model: Any) -> float:
     """Return the mean prior variance of a few training points; 0 where it is not known."""
-
-    def mean_of(prior: Any) -> float:
-        return float(prior.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1).double().mean())
-
-    return _told(model, mean_of, slice(_SOME)) or 0.0  # ``prior.variance`` warns of small ones
+    # ``prior.variance`` warns of small ones
+    variances = _told(model, lambda prior: prior.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1), slice(_SOME))
+    return 0.0 if variances is None else float(variances.double().mean())
 
 
 @torch.no_grad()

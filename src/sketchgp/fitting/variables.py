@@ -34,10 +34,11 @@ class Variables:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
-        self._names = {id(p): name for name, p in objective.model.named_parameters()}
-        self._constraints = objective.constraints()
+        named = objective.hyperparameters()
+        self._names, self._constraints = [name for name, *_ in named], [constraint for *_, constraint in named]
         self._logs = [_positive(constraint) for constraint in self._constraints]
-        self._inputs = self._units_of_inputs()
+        seen = inputs_seen(objective.model).values()  # by the kernels
+        self._inputs = [*self._deviations(), *(x.std(dim=0, correction=0) for x in seen)]
         self._sizes = [self._size(p, log) for p, log in zip(objective.parameters, self._logs, strict=True)]
         self._centred = self._centred_means()
         parts = [self._bounds(*pair) for pair in enumerate(self._constraints)]
@@ -47,7 +48,7 @@ class Variables:
         size = self.objective.parameters[index].numel()
         ends: tuple[Any, Any] = (-math.inf, math.inf)
         if self._logs[index]:
-            smallest, largest = self._units("lengthscale" in self._names[id(self.objective.parameters[index])])
+            smallest, largest = self._units("lengthscale" in self._names[index])
             least = smallest * (_LEAST if float(constraint.lower_bound.max()) == 0 else _ABOVE)
             now, room = self._of(index), math.log(_ROOM)
             lower, upper = np.full(size, math.log(least)), np.full(size, math.log(_MOST * largest))
@@ -66,11 +67,6 @@ class Variables:
         sizes = torch.cat([*self._inputs, torch.ones(1).double()]) if of_inputs else self._square().reshape(1)
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
         return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
-
-    def _units_of_inputs(self) -> list[Tensor]:
-        """Return the deviations of the inputs, and of the inputs that the kernels see."""
-        seen = inputs_seen(self.objective.model).values()
-        return [*self._deviations(), *(x.std(dim=0, correction=0) for x in seen)]
 
     def _centred_means(self) -> dict[int, tuple[int, Tensor]]:
         """Return, by the place of the constant of a linear mean, that of the weights and the centre ``(d,)``."""
@@ -156,7 +152,7 @@ class Variables:
                     raw = self._raw(torch.from_numpy(limit))[index].reshape(-1)[int(there.argmax())]
                     constraint = self._constraints[index]
                     value = raw if constraint is None else constraint.transform(raw).reshape(-1)[0]
-                    result[self._names[id(parameter)].replace("raw_", "")] = float(value)
+                    result[self._names[index]] = float(value)
         return result
 
     def put(self, vector: np.ndarray) -> None:

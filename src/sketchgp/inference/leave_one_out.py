@@ -121,14 +121,9 @@ class ProbedDiagonal:
         return self.samples.mean(dim=1)
 
     @cached_property
-    def variance_of_mean(self) -> Tensor:
-        """``(n,)``, unbiased."""
-        return self.samples.var(dim=1) / self.samples.shape[1]
-
-    @cached_property
     def _noise(self) -> Tensor:
-        """Variance of ``mean / fit``, ``(n,)``."""
-        return self.variance_of_mean / self.fit.square()
+        """Variance of ``mean / fit``, ``(n,)``, unbiased."""
+        return self.samples.var(dim=1) / self.samples.shape[1] / self.fit.square()
 
     @cached_property
     def _squares(self) -> Tensor:

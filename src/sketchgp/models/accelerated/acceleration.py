@@ -55,7 +55,7 @@ class Acceleration:
     variance_samples: int = 128
     probe_seed: int | None = 0
     probe_count: int | None = None
-    cache: PreconditionerCache | None = field(init=False, repr=False)
+    cache: PreconditionerCache = field(init=False, repr=False)
     doubled: bool = field(default=False, init=False, compare=False)
     density: LogDensity = field(default_factory=Probes, init=False, repr=False, compare=False)
     solutions: Solutions | None = field(default=None, init=False, repr=False, compare=False)
@@ -64,7 +64,7 @@ class Acceleration:
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self.density = Probes()
-        self.cache = None if self.preconditioner is None else PreconditionerCache(self.preconditioner)
+        self.cache = PreconditionerCache(self.preconditioner or Preconditioner())
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
@@ -134,13 +134,11 @@ class Acceleration:
 
     def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
         """Return the solver of the posterior mean of n points and, where it was chosen automatically, the reason."""
-        if isinstance(self.solver, ConjugateGradients):
-            return self._gradients_of_mean(self.solver.tol), ""
-        if not isinstance(self.solver, str):
-            return self._with_tolerance(self.solver, evaluation=True), ""
-        chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)
+        chosen, why = self.solver, ""
+        if isinstance(chosen, str):
+            chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)
         if isinstance(chosen, ConjugateGradients):
-            return self._gradients_of_mean(None), why
+            return self._gradients_of_mean(chosen.tol), why
         return self._with_tolerance(chosen, evaluation=True), why
 
     def own_solver(self) -> Solver[FullProblem]:
@@ -165,37 +163,23 @@ class Acceleration:
 
     def preconditions(self) -> bool:
         """Return True if there is to be a preconditioner, by the choice and the setting in force."""
-        return self.cache is not None and settings.max_preconditioner_size.value() > 0
+        return self.preconditioner is not None and settings.max_preconditioner_size.value() > 0
 
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
         """Return the preconditioner of ``operator + diag(noise)``, or None where there is to be none.
 
         Under ``deterministic_probes`` pivots are kept, so that losses are one function of the hyperparameters.
         """
-        if self.cache is None or not self.preconditions():
+        if not self.preconditions():
             return None
         with self.cache.holding() if settings.deterministic_probes.on() else nullcontext():
             return self.cache.get(operator, noise, differentiable)
 
     def preconditioned(self, built: LowRankPlusDiagonal | None) -> dict[str, Any]:
         """Return a preconditioner as arguments of conjugate gradients: with its name, and whether it lies below A."""
-        if built is None or self.cache is None:
+        if built is None:
             return {"preconditioner": None}
         return {"preconditioner": built, "name": self.cache.choice.name, "below": self.cache.choice.below}
-
-    def forget(self) -> None:
-        """Forget the preconditioner and its pivots."""
-        if self.cache is not None:
-            self.cache.clear()
-
-    def release(self) -> None:
-        """Give the memory of the preconditioner back; it is built anew at its next use."""
-        if self.cache is not None:
-            self.cache.release()
-
-    def setup_seconds(self) -> float:
-        """Return the time spent building preconditioners since the last call."""
-        return 0.0 if self.cache is None else self.cache.take_seconds()
 
     @torch.no_grad()
     def solve(
@@ -209,7 +193,7 @@ class Acceleration:
         if not isinstance(solver, ConjugateGradients):
             return _solve_from(solver, system, rhs, start)
         chosen = self.preconditioned(self.build(system.operator, system.noise, differentiable=False))
-        value, report, _ = solver.run(system, rhs, setup_seconds=self.setup_seconds(), **chosen, **options)
+        value, report, _ = solver.run(system, rhs, setup_seconds=self.cache.take_seconds(), **chosen, **options)
         return value, report
 
 

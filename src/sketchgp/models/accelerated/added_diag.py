@@ -214,7 +214,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         :raises LostToRoundingError: there.
         """
         acceleration = self.acceleration
-        options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.setup_seconds()}
+        options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.cache.take_seconds()}
         value, report, matrices, vectors = acceleration.conjugate_gradients(self.evaluation).tridiagonalize(
             self.system(), columns, columns=probes, judged=judged, **options
         )

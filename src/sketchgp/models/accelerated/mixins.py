@@ -67,7 +67,7 @@ class AcceleratedModel(_Accelerated):
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         if is_accelerated(self) and _places(self) != before:  # not so for model.to(x), as acquisition functions call it
             self._clear_cache()  # type: ignore[attr-defined]  # a cached solution has the old dtype and device
-            self.__dict__[ATTRIBUTE].forget()
+            self.__dict__[ATTRIBUTE].cache.clear()
         return result
 
     def extra_repr(self) -> str:
@@ -211,7 +211,8 @@ class AcceleratedDistribution(_Accelerated):
         """The variances, in the shape of the mean."""
         covariance = self.lazy_covariance_matrix  # type: ignore[attr-defined]
         least = settings.min_variance.value(covariance.dtype)
-        if posterior_part(covariance) is None or least != _MIN_VARIANCE.get(covariance.dtype):
+        latent = covariance.latent if isinstance(covariance, NoisyCovariance) else covariance
+        if not isinstance(latent, LazyCovariance) or least != _MIN_VARIANCE.get(covariance.dtype):
             return super().variance  # type: ignore[misc]
         variance = covariance.diagonal(dim1=-1, dim2=-2).expand(self.loc.shape)  # type: ignore[attr-defined]
         if not isinstance(self, MultitaskMultivariateNormal):
@@ -242,12 +243,6 @@ def _places(model: Any) -> list[tuple[Any, ...]]:
     data = [] if model.train_inputs is None else [*model.train_inputs, model.train_targets]
     tensors = [*model.parameters(), *model.buffers(), *data]
     return [(t.device, t.dtype, t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
-
-
-def posterior_part(covariance: Any) -> LazyCovariance | None:
-    """Return the posterior covariance in one that may have noise added, and None in others."""
-    part = covariance.latent if isinstance(covariance, NoisyCovariance) else covariance
-    return part if isinstance(part, LazyCovariance) else None
 
 
 def accelerated_class(base: type, mixin: type) -> type:
