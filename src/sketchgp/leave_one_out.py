@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,9 +171,9 @@ def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
     model.eval()
     with torch.no_grad():
         residual, variance = model._left_out()
-        density = -0.5 * (variance.log() + residual.square() / variance + math.log(2 * math.pi))
-        rows = torch.stack([residual, variance, density, torch.zeros_like(residual)])
-        return _in_dtype(targets.dtype, targets.to(torch.float64), rows, _averages(residual, density), 0, None, None)
+        everything, known = torch.ones_like(targets, dtype=torch.bool), targets.to(torch.float64)
+        data = TrainingData(None, residual, everything, known, torch.ones_like(known))
+        return _result(model, data, residual / variance, 1 / variance, None, None, None)
 
 
 def _result(
@@ -183,43 +182,21 @@ def _result(
     weights: Tensor,
     diagonal: Tensor,
     probed: ProbedDiagonal | None,
-    report: SolveReport,
-    mean_report: SolveReport | None,
-) -> LeaveOneOut:
-    """Return the predictions from w and the a_i, with the standard errors of the probes."""
-    weights = weights / data.scale
-    relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
-    variance = (1 + relative.square()) / diagonal  # mean of 1 / a for an uncertain a
-    residual, density = weights * variance, log_density(diagonal, weights)
-    averages = _averages(residual, density) if probed is None else totals(probed, weights)
-    rows = torch.stack([data.spread(values) for values in (residual, variance, density, relative)])
-    count = 0 if probed is None else probed.samples.shape[1]
-    return _in_dtype(model.train_targets.dtype, data.targets, rows, averages, count, report, mean_report)
-
-
-def _averages(residual: Tensor, density: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return mean squared error and mean log density of exact predictions, with their standard errors."""
-    return (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
-
-
-def _in_dtype(
-    dtype: torch.dtype,
-    targets: Tensor,
-    rows: Tensor,
-    averages: tuple[tuple[float, float], tuple[float, float]],
-    num_probes: int,
     report: SolveReport | None,
     mean_report: SolveReport | None,
 ) -> LeaveOneOut:
-    """Return the predictions in the dtype of the model.
-
-    :param targets: ``(n,)`` float64.
-    :param rows: ``(4, n)`` float64: residuals, variances, log densities, and relative standard errors of the variances.
-    :param averages: the mean squared error and the mean log density, each with its standard error.
-    """
-    residual, variance, density, relative = rows
+    """Return the predictions from w and the a_i in the dtype of the model, with the standard errors of the probes."""
+    weights, dtype = weights / data.scale, model.train_targets.dtype
+    relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
+    variance = (1 + relative.square()) / diagonal  # mean of 1 / a for an uncertain a
+    residual, density = weights * variance, log_density(diagonal, weights)
+    if probed is None:
+        squared, likely = (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
+    else:
+        squared, likely = totals(probed, weights)
+    residual, variance, density, relative = map(data.spread, (residual, variance, density, relative))
     errors = variance * relative, residual.abs() * relative
-    each = (values.to(dtype) for values in (targets - residual, variance, residual, density, *errors))
-    squared, likely = averages
-    fields: list[Any] = [*each, *squared, *likely, num_probes == 0, num_probes, report, mean_report]
+    each = (values.to(dtype) for values in (data.targets - residual, variance, residual, density, *errors))
+    count = 0 if probed is None else probed.samples.shape[1]
+    fields: list[Any] = [*each, *squared, *likely, count == 0, count, report, mean_report]
     return LeaveOneOut(*fields)

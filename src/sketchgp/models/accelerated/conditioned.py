@@ -280,7 +280,7 @@ def _ratios(values: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:
 class TrainingData:
     """The observed rows of a model's training data.
 
-    :ivar training: A, without batch.
+    :ivar training: A, without batch; None for a model with a closed form.
     :ivar residual: targets less prior means, ``(n,)`` float64.
     :ivar observed: of all rows, whether they are observed.
     :ivar targets: of all rows, float64, in units of the data.
@@ -288,7 +288,7 @@ class TrainingData:
         BoTorch's ``Standardize`` divided by.
     """
 
-    training: Training
+    training: Any
     residual: Tensor
     observed: Tensor
     targets: Tensor
