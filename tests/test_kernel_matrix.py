@@ -45,7 +45,7 @@ class _Call(torch.nn.Module):
 
 def evaluate(operator: KernelMatrix) -> torch.Tensor:
     """The dense matrix by calling the kernel once, with the operator's own tensors as inputs and parameters."""
-    named = {f"kernel.{name}": value for name, value in zip(operator.names, operator.parameters, strict=True)}
+    named = {f"kernel.{name}": value for name, value in zip(operator.pairs.names, operator.parameters, strict=True)}
     return functional_call(_Call(operator.kernel), named, (operator.x1, operator.x2))
 
 

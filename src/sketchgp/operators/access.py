@@ -300,18 +300,6 @@ class AccurateProduct:
         assert total is not None
         return total
 
-    @torch.no_grad()
-    def rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """``K[indices] vectors``, ``(..., b, t)`` in float64, for indices ``(b,)``."""
-        total = vectors.new_zeros(())
-        for scale, operator in self._terms:
-            if isinstance(operator, KernelMatrix):
-                product = operator.rows(indices).product(vectors)
-            else:
-                product = columns(operator, indices).mT.to(torch.float64) @ vectors
-            total = total + product * scale
-        return total
-
 
 def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
     """``K vectors`` for vectors ``(..., n, t)`` in float64, as in :class:`AccurateProduct`, and differentiable."""
@@ -323,7 +311,7 @@ def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
 
 
 def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """``matrix @ vectors`` for float64 vectors, of a stored matrix of any dtype."""
+    """``matrix @ vectors``, of a stored matrix of any dtype; vectors have the same, or float64."""
     if matrix.dtype == vectors.dtype:
         return matrix @ vectors
     batch = torch.Size(matrix.shape[:-2]).numel()
@@ -333,7 +321,7 @@ def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 class RowProduct:
-    """``(indices, v) -> K[indices] v`` for one symmetric ``(n, n)`` operator; not batched, no autograd.
+    """``(indices, v) -> K[indices] v`` for a symmetric ``(..., n, n)`` operator, without autograd.
 
     Kernel matrices are evaluated by their engine, ``len(indices) n`` entries a call, or read where they are stored.
     Sums and multiples are taken part by part.
@@ -362,14 +350,14 @@ class RowProduct:
 
     @torch.no_grad()
     def __call__(self, indices: Tensor, vectors: Tensor, columns: Tensor | None = None) -> Tensor:
-        """``K[indices] v``, or ``K[indices, columns] v``, ``(b, t)`` in float64.
+        """``K[indices] v``, ``(..., b, t)``, or ``K[indices, columns] v``, ``(b, t)``, in float64.
 
-        :param indices: ``(b,)``; :param columns: ``(m,)``.
-        :param vectors: float64, ``(n, t)`` or ``(m, t)``.
+        :param indices: ``(b,)``; :param columns: ``(m,)``, where there is no batch.
+        :param vectors: float64, ``(..., n, t)`` or ``(m, t)``.
         """
-        total = vectors.new_zeros(len(indices), vectors.shape[-1])
+        total = vectors.new_zeros(())
         for scale, operator in self._terms:
-            total += self._product(operator, indices, vectors, columns).to(torch.float64) * scale
+            total = total + self._product(operator, indices, vectors, columns).to(torch.float64) * scale
         return total
 
     @torch.no_grad()
@@ -417,7 +405,7 @@ def _stored(operator: LinearOperator) -> Tensor | None:
     """The dense matrix of an operator that keeps one, whole."""
     if isinstance(operator, DenseLinearOperator):
         return operator.tensor
-    if not isinstance(operator, KernelMatrix) or operator.ranks() is not None:
+    if not isinstance(operator, KernelMatrix) or operator.pairs.ranks() is not None:
         return None
     return DENSE.kept(operator.pairs) if choose(operator.pairs) is DENSE else None
 
@@ -438,10 +426,8 @@ def _engine(matrix: KernelMatrix) -> str:
 
 def _gathered(matrix: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
     step = max(1, _GATHERED.get(matrix.device.type, 2**26) // matrix.shape[-1])
-    parts = [matrix.index_select(0, indices[rows]) for rows in spans(len(indices), step)]
-    if vectors.dtype == torch.float64:
-        return torch.cat([dense_product(part, vectors) for part in parts])
-    return torch.cat([part @ vectors for part in parts])
+    some = (matrix.index_select(-2, indices[rows]) for rows in spans(len(indices), step))
+    return torch.cat([dense_product(part, vectors) for part in some], dim=-2)
 
 
 _EPS = torch.finfo(torch.float64).eps

@@ -13,7 +13,6 @@ from linear_operator.utils.broadcasting import _matmul_broadcast_shape
 from torch import Tensor
 
 from ..checks import inputs, instance
-from ..distributed import Shards
 from ..errors import InputError
 from ..row_sources import RowSource
 from .centre import Centre
@@ -122,11 +121,6 @@ class KernelMatrix(LinearOperator):
         return self.pairs.kernel
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parameters in ``kernel.named_parameters()``."""
-        return self.pairs.names
-
-    @property
     def expression(self) -> Expression | None:
         """The kernel as a sum of products of profiles; None where it is called as it is."""
         return self.pairs.expression
@@ -138,10 +132,6 @@ class KernelMatrix(LinearOperator):
     @property
     def engine(self) -> str:
         return self.pairs.engine
-
-    def ranks(self) -> Shards | None:
-        """Return the ranks that products are shared out to now; None for this process alone."""
-        return self.pairs.ranks()
 
     def at(self, x1: Tensor, x2: Tensor, same: bool = False, centre: Centre | None = None) -> KernelMatrix:
         """Return the operator of other points ``(..., n, d)`` and ``(..., m, d)`` with the same kernel, whose active

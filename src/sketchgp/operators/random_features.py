@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,25 +84,29 @@ class PriorPaths:
 
         Paths of rough kernels have rough gradients, which do not exist in the limit for Matern 1/2 and Laplace.
         """
-        parts = []
+        parts = [x.new_zeros(0, self.samples, dtype=torch.float64)]
         for span in spans(len(x), max(_ROWS, _INPUTS // max(1, x.shape[1]))):
-            prepared = self._prepare(x[span])
-            total = x.new_zeros(span.stop - span.start, self.samples, dtype=torch.float64)
-            for coefficient, waves in zip(prepared.coefficients, self.terms, strict=True):
-                total = total + coefficient.sqrt() * waves(prepared.features, x.dtype)
-            parts.append(total)
-        return torch.cat(parts) if parts else x.new_zeros(0, self.samples, dtype=torch.float64)
+            parts.append(self._summed(x[span], (span.stop - span.start, self.samples), _Waves.__call__))
+        return torch.cat(parts)
 
     def each(self, x: Tensor) -> Tensor:
         """Every function at points of its own, x ``(S, p, d)``: ``(S, p)``, float64, differentiable in x."""
-        parts = []
+        parts = [x.new_zeros(self.samples, 0, dtype=torch.float64)]
         for span in spans(x.shape[1], max(1, _INPUTS // (self.samples * max(1, x.shape[2])))):
-            prepared = self._prepare(x[:, span].reshape(-1, x.shape[2]))
-            total = x.new_zeros(self.samples, span.stop - span.start, dtype=torch.float64)
-            for coefficient, waves in zip(prepared.coefficients, self.terms, strict=True):
-                total = total + coefficient.sqrt() * waves.each(prepared.features, x.dtype)
-            parts.append(total)
-        return torch.cat(parts, dim=1) if parts else x.new_zeros(self.samples, 0, dtype=torch.float64)
+            points = x[:, span].reshape(-1, x.shape[2])
+            parts.append(self._summed(points, (self.samples, span.stop - span.start), _Waves.each))
+        return torch.cat(parts, dim=1)
+
+    def _summed(self, x: Tensor, shape: tuple[int, int], values: Callable[..., Tensor]) -> Tensor:
+        """The sum of all terms at points ``(p, d)``, of this shape.
+
+        :param values: of the waves of one term, from the features.
+        """
+        prepared = self._prepare(x)
+        total = x.new_zeros(shape, dtype=torch.float64)
+        for coefficient, waves in zip(prepared.coefficients, self.terms, strict=True):
+            total = total + coefficient.sqrt() * values(waves, prepared.features, x.dtype)
+        return total
 
 
 @dataclass(frozen=True)

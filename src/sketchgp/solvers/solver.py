@@ -135,8 +135,8 @@ def kernel_of(matrix: KernelMatrix) -> Any:
 
     :raises InputError: where the kernel's parameters are not the matrix's any more.
     """
-    kernel, own = matrix.kernel, parameters_of(matrix.kernel)
-    if any(not torch.equal(own[name], value) for name, value in zip(matrix.names, matrix.parameters, strict=True)):
+    kernel, own, names = matrix.kernel, parameters_of(matrix.kernel), matrix.pairs.names
+    if any(not torch.equal(own[name], value) for name, value in zip(names, matrix.parameters, strict=True)):
         raise InputError(
             "The kernel's parameters changed since its matrix was made; call model.train() and model.eval(), then "
             "the model again."

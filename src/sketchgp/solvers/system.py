@@ -106,7 +106,7 @@ class System:
     def sampled_rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
         """Rows ``(..., b, t)`` of ``A vectors`` in float64, of one system or a batch; not counted as work."""
         rows = self.diagonal[..., indices, :] * vectors[..., indices, :]
-        return self._float64.rows(indices, vectors) + rows
+        return self._accurate_rows(indices, vectors) + rows
 
     @cached_property
     def _float64(self) -> AccurateProduct:
