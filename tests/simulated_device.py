@@ -162,10 +162,10 @@ class _InPlace:
 
 
 @contextmanager
-def simulated_device(monkeypatch, capability=(9, 0)):
+def simulated_device(monkeypatch):
     """Within the block the device can be used; gives the :class:`Counter` of what waited, by place."""
     free = {"mem_get_info": (2**30, 2**31), "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0}
-    free["get_device_capability"] = capability
+    free["get_device_capability"] = (9, 0)
     for name, answer in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -98,15 +98,6 @@ def test_a_solver_waits_once_an_iteration(name, waits):
     assert relative(solution.value.cpu(), _solved(name, 2 * few, torch.float32, device=False).value) < 1e-3
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((8, 9), "float32"), ((9, 0), "float64")])
-def test_slow_float64_is_avoided(capability, expected, monkeypatch):
-    """The entries of normal equations where a device has few float64 units; what is solved is the same."""
-    with simulated_device(monkeypatch, capability):
-        found = _solved("KRILL", 6, torch.float32, device=True, tol=1e-5)
-    assert found.report.dtype == expected
-    assert relative(found.value.inner, _solved("KRILL", 6, torch.float32, device=False, tol=1e-5).value) < 1e-3
-
-
 @pytest.mark.parametrize("method", ["accelerated", "block", "greedy"])
 def test_pivots_wait_once_a_round(method, waits, monkeypatch):
     """In tiles of the matrix, of which it takes several to hold the columns of a round."""

@@ -39,7 +39,6 @@ _ROWS = 64  # that drift is measured in: the estimate's standard deviation is a 
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
 _LONG = 100  # iterations of a float32 cycle: to a goal of energies, another one would take as long
-_NEAR, _THERE = 0.95, 0.98  # of the tolerance: where it is looked for what rounding adds, and what both may come to
 _GONE = 0.05  # of its residual, by which rounding has taken a recurrence off: a new cycle early on costs few iterations
 _CYCLE_REDUCTION = 1e-4  # a float32 recurrence is not trusted to reduce the residual further than this
 _GROWTH = 0.1  # a recurrence residual that grew above its least by this over the unit roundoff is diverging
@@ -285,9 +284,6 @@ class Gradients(Cycles):
         if self.goal is not None:
             going_on &= ~((self.current <= self._aimed) & self._explained(self.current))
         self.active = usable & going_on[..., index]
-        near = torch.zeros_like(self.active)
-        if self.goal is None and self.predictions is None and not self.exact and not recorded:
-            near = self.active & (self.current[..., index] <= _NEAR * self.tol[..., index])
         self.sz = following
         if recorded and (note := self.lanczos.add(alpha, beta, z, self._sizes(), index)):
             self.notes.append(note)
@@ -304,7 +300,7 @@ class Gradients(Cycles):
                 self.watch.add(alpha, beta, index)
                 other = broken | self.watch.below
         flags = torch.stack([finite, broken, growing, (self.active & drifted).any(), other])
-        ended = self._look(flags, near, drifted)
+        ended = self._look(flags)
         if self.lost and self.by_energy:
             self._begin_anew()
         elif ended or self.lost:
@@ -332,47 +328,32 @@ class Gradients(Cycles):
             return vectors
         return self.space.apply_inverse(self.preconditioner, vectors)
 
-    def _look(self, flags: Tensor, near: Tensor, drifted: Tensor) -> bool:
+    def _look(self, flags: Tensor) -> bool:
         """Return whether the cycle ends after an iteration; all numbers are fetched from the device at once.
 
         :param flags: ``(5,)`` whether numbers are finite, a curvature was not positive, a residual grows, rounding has
             taken over, or made another matrix.
-        :param near: columns that are to be looked at more closely; :param drifted: those where rounding has.
         :raises NumericalError: for NaN or infinity.
         """
-        facts, keep, any_near, self.current_on_cpu = fetched(flags, self._still_active(), near.any(), self.current)
+        facts, keep, self.current_on_cpu = fetched(flags, self._still_active(), self.current)
         finite, broken, growing, drifting, self.lost = facts.bool().tolist()
         require_finite(finite)
         if self.exact and broken and _NOT_DEFINITE not in self.notes:
             self.notes.append(_NOT_DEFINITE)
         self.open_columns = keep.bool()
-        if bool(any_near):
-            self._end(near)
-            keep, drift = fetched(self._still_active(), (self.active & drifted).any())
-            self.open_columns, drifting = keep.bool(), bool(drift)
         return not bool(self.open_columns.any()) or growing or drifting
 
     def _drifted(self) -> Tensor:
         """Return the columns worked on whose residual rounding has moved so far that going on is in vain.
 
-        That is by a twentieth of it, and so far that where it is to come to would not do.
+        That is by a twentieth of it, and so far that where it is to come to would not do.  It is estimated from some
+        rows of the true residual.
         """
-        gap = self._gap(self.iterate())
-        allowed = torch.maximum(_GONE * self.current, 1.4 * self._aimed)[..., self.index]
-        return gap > allowed
-
-    def _end(self, near: Tensor) -> None:
-        """End columns whose value, rounded as it will be returned, is at the tolerance by some of its rows."""
-        tol, current = self.tol[..., self.index], self.current[..., self.index]
-        gap = self._gap(self.iterate().to(self.out_dtype).to(torch.float64))
-        self.active = self.active & ~(near & (torch.hypot(current, 1.25 * gap) <= _THERE * tol))
-
-    def _gap(self, value: Tensor) -> Tensor:
-        """Estimate how far the recurrence's residual is from a value's, for the columns worked on, ``(..., t)``."""
         rows, space, index = self.drift_rows, self.space, self.index
-        product = self.system.sampled_rows(rows, space.whole(value[..., index]))
+        product = self.system.sampled_rows(rows, space.whole(self.iterate()[..., index]))
         difference = space.rows(self.b[..., index], rows) - product - space.rows(self.s, rows)
-        return difference.norm(dim=-2) * (self.system.n / len(rows)) ** 0.5 / self.norm[..., index]
+        gap = difference.norm(dim=-2) * (self.system.n / len(rows)) ** 0.5 / self.norm[..., index]
+        return gap > torch.maximum(_GONE * self.current, 1.4 * self._aimed)[..., index]
 
     def _sizes(self) -> Tensor:
         """Norms of the residuals worked on in the inverse preconditioner; infinite where one has ended."""
