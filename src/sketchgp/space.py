@@ -240,9 +240,6 @@ class ShardedRows:
     def detach(self) -> ShardedRows:
         return self
 
-    def to(self, *args: Any) -> ShardedRows:
-        return ShardedRows(self.own.to(*args), self.n, self.shards)
-
 
 class Transposed:
     """``F.mT`` of :class:`ShardedRows`."""

@@ -16,7 +16,6 @@ from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
-from gpytorch.kernels import PeriodicKernel
 from torch import Tensor
 
 from ...errors import InputError, warn
@@ -91,15 +90,11 @@ def _say(engine: Engine, device: torch.device, fault: str) -> None:
 
 def _kind(pairs: Pairs, columns: int, gradient: bool) -> tuple[Hashable, ...]:
     assert pairs.expression is not None
-    d = pairs.x1.shape[-1]
-    atoms = []
-    for atom in pairs.expression.atoms:
-        sizes = [(d if dims is None else len(dims)) * (1 + isinstance(k, PeriodicKernel)) for k, dims in atom.leaves]
-        atoms.append((atom.profile.name, sum(sizes)))
-    tensors = (pairs.x1, pairs.x2, *pairs.parameters)
-    differentiated = (pairs.x1 is pairs.x2, *[t.requires_grad for t in tensors]) if gradient else None
+    sizes = [features.left.shape[-1] for features in pairs.prepared().features]
+    atoms = zip([atom.profile.name for atom in pairs.expression.atoms], sizes, strict=True)
+    differentiated = (pairs.x1 is pairs.x2, *[t.requires_grad for t in pairs.tensors]) if gradient else None
     width = min(1 << max(columns - 1, 0).bit_length(), 256)  # up to a power of two they share the same code
-    types = (pairs.precision, pairs.same, *[(t.dtype, t.dim() > 2) for t in tensors])
+    types = (pairs.precision, pairs.same, *[(t.dtype, t.dim() > 2) for t in pairs.tensors])
     return (pairs.device, tuple(atoms), pairs.expression.terms, types, width, differentiated)
 
 

@@ -299,10 +299,6 @@ def _with_blocks(run: Callable[[Blocks], T], choices: list[Blocks]) -> T:
     return run(choices[-1])
 
 
-def _cores(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 class _Launch:
     """One kernel on a device: the grid, and how the columns are shared out."""
 
@@ -312,7 +308,8 @@ class _Launch:
         self.plan, self.blocks, self.device = plan, blocks, device
         self.row_blocks, self.column_blocks = -(-rows // blocks.rows), -(-columns // blocks.columns)
         programs = self.row_blocks * items * parts
-        splits = min(-(-_PROGRAMS * _cores(device) // programs), self.column_blocks)
+        cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        splits = min(-(-_PROGRAMS * cores // programs), self.column_blocks)
         self.steps = -(-self.column_blocks // splits)
         self.splits = -(-self.column_blocks // self.steps)  # no share is empty
         self.numbers = {
