@@ -41,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {"lbfgs": {"tol": 1e-6}, "adam": {"optimize
     ("ard", "unit", "optimizer"),
     [
         (None, 1e6, "lbfgs"),
-        (2, 1e-6, "lbfgs"),
         (2, (1e7, 1.0), "lbfgs"),
         (2, (1.0, 1e-7), "adam"),
     ],
