@@ -34,7 +34,7 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
     features = (Feature("a"), Feature("b, or c", "category", ("no", "other")))
     fill = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
-    return SavedModel(model, weights, kernel, features, "price", scaling, fill, "mean", "row", ("n.d.",))
+    return SavedModel(model, weights, kernel, features, "price", scaling, fill, "mean", ("n.d.",))
 
 
 @each("kernel", list(KERNELS))
@@ -45,7 +45,7 @@ def test_round_trip(tmp_path, kernel, dtype):
     save_model(path, saved)
     loaded = read_model(path)
     assert (loaded.kernel, loaded.features, loaded.target) == (kernel, saved.features, "price")
-    assert (loaded.missing, loaded.id, loaded.marks) == ("mean", "row", ("n.d.",))
+    assert (loaded.missing, loaded.marks) == ("mean", ("n.d.",))
     assert (loaded.scaling.y_mean, loaded.scaling.y_std) == (3.5, 0.25)
     for one, other in [
         (loaded.weights, saved.weights),

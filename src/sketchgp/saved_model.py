@@ -46,7 +46,6 @@ class SavedModel:
     :param scaling: of the inputs and the target.
     :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
     :param missing: what is done about missing values, one of ``features.MISSING``.
-    :param id: the column that names the rows, if there is one.
     :param marks: texts that stand for a missing value.
     """
 
@@ -58,7 +57,6 @@ class SavedModel:
     scaling: Scaling
     fill: Tensor
     missing: str = "error"
-    id: str | None = None
     marks: tuple[str, ...] = MARKS
 
 
@@ -76,7 +74,6 @@ def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> N
         "features": [asdict(feature) for feature in saved.features],
         "y_mean": saved.scaling.y_mean,
         "y_std": saved.scaling.y_std,
-        "id": saved.id or "",
         "marks": list(saved.marks),
     }
     tensors = {
@@ -140,7 +137,6 @@ def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
             model=model.eval(),
             features=features,
             scaling=scaling,
-            id=contents["id"] or None,
             marks=tuple(contents["marks"]),
             **{name: contents[name] for name in (*_WORDS, "weights", "fill")},
         )
@@ -167,43 +163,38 @@ class Predicted:
     strangers: dict[str, int]
 
 
-def expected(
-    saved: SavedModel, missing: str, caller: str, numbers: Sequence[str] = (), names: Sequence[str] = (), **more: Any
-) -> Rules:
+def expected(saved: SavedModel, missing: str, numbers: Sequence[str] = (), **more: Any) -> Rules:
     """Return what a table that is predicted has to hold.
 
     :param missing: what is done about missing values.
-    :param numbers: columns of numbers beside the features, :param names: and of names of rows; both may lack values.
+    :param numbers: columns of numbers beside the features, which may lack values.
     :param more: of :class:`Rules`.
     """
     features = [feature.name for feature in saved.features]
     return Rules(
         numbers=(*(feature.name for feature in saved.features if feature.kind == "number"), *numbers),
         text={feature.name: feature.categories for feature in saved.features if feature.kind != "number"},
-        names=names,
-        may_lack=(*(features if missing != "error" else ()), *numbers, *names),
-        caller=caller,
+        may_lack=(*(features if missing != "error" else ()), *numbers),
+        fitting=False,
         **{"marks": saved.marks, **more},
     )
 
 
 def predict_rows(
-    saved: SavedModel, table: Table, missing: str, unknown: str, rules: Rules, variance: Variance | None = "auto"
+    saved: SavedModel, table: Table, missing: str, unknown: str, variance: Variance | None = "auto"
 ) -> Predicted:
     """Return the predictions of a table's rows; the saved model has to be accelerated and to know its weights.
 
     :raises InputError: for categories that the model does not know, and where no row can be predicted.
     """
-    python, refused = rules.caller == "python", missing == "error"
-    way = ("unknown='missing'" + " and missing='drop' or 'mean'" * refused) if python else (
-        "--unknown missing" + " and --missing drop or mean" * refused)  # fmt: skip
-    encoded, strangers = encode(saved.features, table, "error" if refused else unknown, way)
+    encoded, strangers = encode(saved.features, table, "error" if missing == "error" else unknown)
     x = torch.from_numpy(encoded)
     lacking = x.isnan().any(1)
     complete = ~lacking if missing == "drop" else torch.ones_like(lacking)
     if not complete.any():
-        mean = "missing='mean'" if python else "--missing mean"
-        raise InputError(f"{table.path}: a value is missing in every row; {mean} predicts them nonetheless")
+        raise InputError(
+            f"{table.path}: a value is missing in every row; missing set to mean predicts them nonetheless"
+        )
     scaling, dtype = saved.scaling, saved.model.train_targets.dtype
     inputs = scaling.scale_x(torch.where(x.isnan(), saved.fill, x)[complete], dtype)
     predicted = predict(saved.model, inputs, variance=variance)
@@ -270,9 +261,8 @@ class LoadedModel:
         owner = "LoadedModel.predict"
         policy = checks.word(owner, "missing", missing, MISSING, optional=True) or self._saved.missing
         checks.word(owner, "unknown", unknown, UNKNOWN)
-        rules = expected(self._saved, policy, "python")
-        rows = in_memory(self._columns(table), self.features, rules)
-        return predict_rows(self._saved, rows, policy, unknown, rules, variance).prediction
+        rows = in_memory(self._columns(table), self.features, expected(self._saved, policy))
+        return predict_rows(self._saved, rows, policy, unknown, variance).prediction
 
     def _columns(self, table: Any) -> Any:
         """Return the columns by name."""

@@ -34,7 +34,7 @@ _SIGNS, _UNITS = r"[<>≤≥~≈±(]*\s*[$€£¥]?\s*[-+−]?\s*[$€£¥]?", r
 _ALMOST = re.compile(rf"{_SIGNS}\s*\.?\d[\d.,'’\s_]*(e[-+]?\d+)?\s*{_UNITS}", re.IGNORECASE)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+")  # decimals, or groups of thousands
 _NO_DATES = "a date or a time; put a number in its place, such as the days since the first one"
-_OPTIONS = {"numeric": "numbers", "categorical": "categories", "id": "names of rows", "drop": "leave it out"}
+_OPTIONS = {"numeric": "numbers", "categorical": "categories", "drop": "leave it out"}
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,18 @@ class Rules:
 
     :param numbers: columns of numbers, and :param text: of text, each with the texts that are values of it even where
         they are marks; other columns are decided by their values.
-    :param names: columns that are read as they are written.
     :param may_lack: columns in which values may be missing.
     :param marks: texts that stand for a missing value, in any case; an empty cell always does.
     :param decimal: mark of decimals; None is a point, unless it could as well be a mark of thousands.
-    :param caller: ``fit``, ``predict`` or ``python``, for the advice in messages.
+    :param fitting: whether the options of ``fit`` are advice in messages.
     """
 
     numbers: Collection[str] = ()
     text: Mapping[str, Collection[str]] = field(default_factory=dict)
-    names: Collection[str] = ()
     may_lack: Collection[str] = ()
     marks: tuple[str, ...] = MARKS
     decimal: str | None = None
-    caller: str = "fit"
+    fitting: bool = True
 
     @cached_property
     def folded_marks(self) -> set[str]:
@@ -80,7 +78,7 @@ class Rules:
     def remedy(self, name: str, *first: str, numeric: bool = True) -> str:
         """Return what to do about a column: some advice, and the options of ``fit`` that say what the column is."""
         parts = list(first)
-        if self.caller == "fit" and name not in self.numbers:
+        if self.fitting and name not in self.numbers:
             options = [option for option in _OPTIONS if numeric or option != "numeric"]
             parts += [f"--{option} {shlex.quote(name)} ({_OPTIONS[option]})" for option in options]
         return ", or ".join(parts)
@@ -168,7 +166,7 @@ class _Column:
         series, numeric = _series(name, values), name in rules.numbers
         dtype = series.dtype
         self.integers = dtype.kind in "iu"
-        self.is_text = name in rules.text or name in rules.names or (dtype.name == "category" and not numeric)
+        self.is_text = name in rules.text or (dtype.name == "category" and not numeric)
         if (dtype.kind in "iuf" or (dtype.kind == "b" and numeric)) and not self.is_text:
             self.cells = series.to_numpy(np.float64, na_value=np.nan).copy()
             self.cells[np.isin(self.cells, list(rules.missing_numbers))] = np.nan
@@ -188,7 +186,7 @@ class _Column:
             return "date"
         if isinstance(cell, type):
             return "other"
-        if self.name in rules.names or cell in rules.text.get(self.name, ()):
+        if cell in rules.text.get(self.name, ()):
             return "text"
         value = rules.number(cell) if isinstance(cell, str) else float(cell)
         if cell.lower() in rules.folded_marks if isinstance(cell, str) else value in rules.missing_numbers:
@@ -247,7 +245,7 @@ class _Column:
             advice = ["write plain numbers"]
             if self.separator and kinds["almost"]:
                 advice.append("say --decimal , where decimals have a comma")
-            if rules.caller != "python" and len(odd) <= 4 and not kinds["almost"]:
+            if rules.fitting and len(odd) <= 4 and not kinds["almost"]:
                 advice.append(f"say --missing-marks {shlex.quote(','.join([*marks, *odd]))} (missing values)")
             remedy = rules.remedy(name, *advice, numeric=False)
             faults.append(f"holds {where}, where plain numbers are expected; {remedy}")
@@ -259,9 +257,10 @@ class _Column:
                 f"holds {self.where(pointed)}: decimals or thousands? Say --decimal ., or leave marks of thousands out"
             )
         if kinds["missing"] and name not in rules.may_lack:
-            how = "missing='drop' or missing='mean'" if rules.caller == "python" else (
-                "--missing drop or --missing mean, or name the marks with --missing-marks")  # fmt: skip
-            faults.append(f"lacks a value: {self.where(kinds['missing'])}; fill it in, remove the row, or say {how}")
+            faults.append(
+                f"lacks a value: {self.where(kinds['missing'])}; fill it in, remove the row, or set the option missing "
+                f"to drop or mean{', or name the marks with --missing-marks' * rules.fitting}"
+            )
         return faults
 
     def _doubt(self) -> str:

@@ -83,8 +83,8 @@ def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> lis
             quoted = shlex.quote(name)
             faults.append(
                 f"column {name!r} is text with {len(different):,} different values in {len(present):,} rows, such as "
-                f"{some(different, 3)}: too many to be categories. Leave it out with --drop {quoted}, keep it as the "
-                f"name of each row with --id {quoted}, or insist with --categorical {quoted}"
+                f"{some(different, 3)}: too many to be categories. Leave it out with --drop {quoted}, or insist with "
+                f"--categorical {quoted}"
             )
         else:
             features.append(Feature(name, "category", tuple(different)))
@@ -93,14 +93,12 @@ def learn(table: Table, names: Sequence[str], categorical: Sequence[str]) -> lis
     return features
 
 
-def encode(
-    features: Sequence[Feature], table: Table, unknown: str = "error", way: str = "--unknown missing"
-) -> tuple[np.ndarray, dict[str, int]]:
+def encode(features: Sequence[Feature], table: Table, unknown: str = "error") -> tuple[np.ndarray, dict[str, int]]:
     """Return the inputs of all features beside each other, ``(rows, d)``, and for each column with categories that the
     model does not know, in how many rows.
 
     :param unknown: ``"error"`` to refuse a category that the model does not know, ``"missing"`` to take it for a
-        missing value; :param way: how the latter is said.
+        missing value.
     :raises InputError: for values that features cannot have; the message names them all.
     """
     parts, strangers, faults = [], {}, []
@@ -118,8 +116,8 @@ def encode(
         elif unknown == "error":
             faults.append(
                 f"column {feature.name!r} holds {where}: categories that the model has not seen; it knows "
-                f"{some(feature.categories)}. Mend the cells, fit with such rows, or take them for missing values with "
-                + way
+                f"{some(feature.categories)}. Mend the cells, fit with such rows, or take them for missing values: set "
+                "the option unknown to missing, and missing to drop or mean"
             )
         else:
             strangers[feature.name] = int(rows.sum())

@@ -71,7 +71,6 @@ def run(options: argparse.Namespace) -> None:
             scaling=scaling,
             fill=inputs.fill,
             missing=options.missing,
-            id=options.id,
             marks=marks,
         )
         save_model(saving.path, saved, saving.overwrite)
@@ -132,16 +131,15 @@ def _read(options: argparse.Namespace) -> tuple[Table, list[Feature], tuple[str,
     features = learn(table, columns, options.categorical)
     for name in (feature.name for feature in features if feature.kind == "number"):
         if rows > 2 and (np.diff(table.columns[name]) == 1).all():
-            print(f"note: column {name!r} counts the rows; if it is no feature, leave it out with --id {name}")
+            print(f"note: column {name!r} counts the rows; if it is no feature, leave it out with --drop {name}")
     print(f"  {rows:,} rows and {len(wanted)} columns in {time.perf_counter() - began:.1f} s")
     return table, features, rules.marks
 
 
 def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) -> list[str]:
     target, features, drop = options.target, options.features, options.drop
-    apart = [] if options.id is None else [options.id]
     declared = {"--numeric": options.numeric, "--categorical": options.categorical}
-    others = {"--features": features or [], "--drop": drop, "--id": apart}
+    others = {"--features": features or [], "--drop": drop}
     for option, named in {"--target": [target], **others, **declared}.items():
         source.require(named, option, rules)
         if target in named and option in others:
@@ -154,9 +152,9 @@ def _choose_features(source: Source, options: argparse.Namespace, rules: Rules) 
             "sketchgp.OneHot and sketchgp.RandomFeatureClassifier in Python"
         )
     for name in source.columns:
-        if features is None and name not in source.default_features and name not in (target, *drop, *apart):
+        if features is None and name not in source.default_features and name not in (target, *drop):
             print(f"note: column {name!r} is left out; name it in --features to use it")
-    chosen = [name for name in (features or source.default_features) if name not in (target, *drop, *apart)]
+    chosen = [name for name in (features or source.default_features) if name not in (target, *drop)]
     if not chosen:
         raise InputError(f"{source.path}: no columns are left to predict {target!r} from")
     for option, named in declared.items():

@@ -57,7 +57,6 @@ def _separator(text: str) -> str:
 _Options = dict[str, tuple[str, dict[str, Any]]]
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _NAMES: dict[str, Any] = {"type": names, "metavar": "A,B,C"}
-_COLUMN: dict[str, Any] = {"metavar": "COLUMN"}
 _MARK: dict[str, Any] = {"metavar": "MARK"}
 _COUNT: dict[str, Any] = {"type": _positive, "metavar": "N"}
 _TABLE: _Options = {
@@ -93,10 +92,9 @@ _COMMANDS: dict[str, tuple[str, _Options]] = {
         "ExactGP (one lengthscale an input) by marginal likelihood on a random subset, condition it on all training "
         "rows with sketchgp and report the error on held-out rows.",
         {
-            "--target": ("the column to predict", {"required": True, **_COLUMN}),
+            "--target": ("the column to predict", {"required": True, "metavar": "COLUMN"}),
             "--features": ("columns to predict from (all others)", _NAMES),
             "--drop": ("columns to leave out", {"default": [], **_NAMES}),
-            "--id": ("names the rows: no feature, and written by predict", _COLUMN),
             "--categorical": ("columns of categories, as those of text are", {"default": [], **_NAMES}),
             "--numeric": ("columns of numbers, where that is not certain", {"default": [], **_NAMES}),
             "--missing": (
@@ -125,7 +123,6 @@ _COMMANDS: dict[str, tuple[str, _Options]] = {
         {
             "model": ("a model saved by the command fit", {"type": Path, "metavar": "FILE"}),
             "--output": ("write all rows here (columns mean, std)", {"type": Path, "metavar": "CSV"}),
-            "--id": ("write this column, too (the one named to fit)", _COLUMN),
             "--missing": (
                 "missing values: end with an error, predict nothing for the row, or take the mean (as in fit)",
                 {"choices": MISSING},

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import csv
 
 import torch
 from torch import Tensor
 
 from ..accelerate import accelerate
-from ..errors import InputError
 from ..models.accelerated.posterior import use_weights
 from ..saved_model import SavedModel, expected, predict_rows, read_model
 from .columns import some
@@ -25,22 +23,17 @@ def run(options: argparse.Namespace) -> None:
     saved = read_model(options.model)
     missing = options.missing or saved.missing
     source = opened(options)
-    labelled = saved.id if options.id is None and saved.id in source.columns else options.id
     target = [saved.target] if saved.target in source.columns else []  # rows to predict are those without it
-    names = [] if labelled is None else [labelled]
-    rules = expected(saved, missing, "predict", target, names, **notation(options))
+    rules = expected(saved, missing, target, **notation(options))
     features = [feature.name for feature in saved.features]
     source.require(features, "columns of the model", rules)
-    source.require(names, "--id", rules)
-    if labelled in (*features, saved.target):
-        raise InputError(f"--id: {labelled!r} is a column that the model uses or predicts")
-    table = source.read([*features, *target, *names], rules)
+    table = source.read([*features, *target], rules)
     use_weights(accelerate(saved.model), saved.weights)
     print(
         f"{options.model}: {saved.kernel} model of {saved.target!r} on {saved.weights.shape[0]:,} training "
         f"rows; predicting {table.rows:,} rows"
     )
-    result = predict_rows(saved, table, missing, options.unknown, rules)
+    result = predict_rows(saved, table, missing, options.unknown)
     for name, count in result.strangers.items():
         print(f"note: column {name!r} has categories that the model has not seen in {count:,} row(s); these are "
               "taken for missing values")  # fmt: skip
@@ -51,14 +44,11 @@ def run(options: argparse.Namespace) -> None:
     mean, variance = result.prediction.mean, result.prediction.observation_variance
     assert variance is not None
     std = variance.clamp_min(0).sqrt()
-    labels = None
-    if labelled is not None:  # a column without any name is one of numbers that are missing
-        labels = [cell if isinstance(cell, str) else "" for cell in table.columns[labelled]]
     if output is not None:
-        _write(output, mean, std, labelled, labels)
+        _write(output, mean, std)
         print(f"written: {options.output}")
     else:
-        _show(mean, std, labels)
+        _show(mean, std)
     if target:
         print(_against(torch.from_numpy(table.columns[saved.target]), mean, std, saved))
 
@@ -79,23 +69,18 @@ def _against(y: Tensor, mean: Tensor, std: Tensor, saved: SavedModel) -> str:
     )
 
 
-def _show(mean: Tensor, std: Tensor, labels: list[str] | None) -> None:
-    count = min(_SHOWN, len(mean))
-    names = [str(row + 1) for row in range(count)] if labels is None else labels[:count]
-    width = max([8, *map(len, names)])
-    print(f"{'row':>{width}}  {'mean':>14}  {'std':>12}")
-    for row, name in enumerate(names):
+def _show(mean: Tensor, std: Tensor) -> None:
+    print(f"{'row':>8}  {'mean':>14}  {'std':>12}")
+    for row in range(min(_SHOWN, len(mean))):
         numbers = ("-", "-") if mean[row].isnan() else (f"{mean[row].item():.6g}", f"{std[row].item():.4g}")
-        print(f"{name:>{width}}  {numbers[0]:>14}  {numbers[1]:>12}")
+        print(f"{row + 1:>8}  {numbers[0]:>14}  {numbers[1]:>12}")
     if len(mean) > _SHOWN:
         print(f"... {len(mean) - _SHOWN:,} more rows; --output predictions.csv writes them all")
 
 
-def _write(output: Output, mean: Tensor, std: Tensor, labelled: str | None, labels: list[str] | None) -> None:
-    """Write the columns mean, std, and before them the one that names the rows; empty where there is no prediction."""
-    columns = [["" if value != value else f"{value:.9g}" for value in column.tolist()] for column in (mean, std)]
-    names = [] if labelled is None else [labelled]
+def _write(output: Output, mean: Tensor, std: Tensor) -> None:
+    """Write the columns mean and std; empty where there is no prediction."""
     with output.open("w") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*names, "mean", "std"])
-        writer.writerows(zip(*([] if labels is None else [labels]), *columns, strict=True))
+        file.write("mean,std\n")
+        for pair in zip(mean.tolist(), std.tolist(), strict=True):
+            file.write(",".join("" if value != value else f"{value:.9g}" for value in pair) + "\n")
