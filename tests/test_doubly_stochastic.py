@@ -51,15 +51,20 @@ def gp(solver=SMALL, noise=0.2, dtype=torch.float64, kernel=None, **choices):
     return RandomFeatureGP(likelihood.to(dtype), mean.to(dtype), kernel, solver, **choices).to(dtype).eval()
 
 
+def all_features(learner, x):
+    """``(p, N)``, pair by pair."""
+    return torch.stack(learner.features.pairs(learner.features.prepare(x), 0, learner.total), dim=2).flatten(1)
+
+
 def ridge(learner, kernel_noise, x, y):
     """Coefficients ``(N, t)`` of the ridge regression on the learner's features, pair by pair."""
-    phi = learner.all_features(learner.features.prepare(x))
+    phi = all_features(learner, x)
     matrix = phi.mT @ phi + kernel_noise * phi.shape[1] * torch.eye(phi.shape[1], dtype=phi.dtype)
     return torch.linalg.solve(matrix, phi.mT @ y.reshape(len(y), -1))
 
 
 def values(learner, coefficients, x):
-    return learner.all_features(learner.features.prepare(x)) @ coefficients
+    return all_features(learner, x) @ coefficients
 
 
 # --- what is converged to, and how fast ---------------------------------------------------------------------------
@@ -157,7 +162,7 @@ def test_logistic_losses_end_at_their_minimum(loss):
     solver = dataclasses.replace(SMALL, batch_size=N, epochs=150)
     learner = solver.learner(problem)
     _, a = solver.learn(learner, problem)
-    phi = learner.all_features(learner.features.prepare(X))
+    phi = all_features(learner, X)
     hot = (labels.unsqueeze(1) == torch.tensor(problem.targets.classes)).double()
     share = torch.sigmoid(phi @ a) if loss == "logistic" else (phi @ a).softmax(dim=1)
     slope, shrink = phi.mT @ (share - hot), 1.0 * 256 * a
@@ -171,7 +176,7 @@ def test_support_vectors():
     solver = dataclasses.replace(SMALL, batch_size=N, epochs=400)
     learner = solver.learner(problem)
     _, a = solver.learn(learner, problem)
-    phi, sign = learner.all_features(learner.features.prepare(X)), 2 * labels.double() - 1
+    phi, sign = all_features(learner, X), 2 * labels.double() - 1
 
     def objective(w):
         return (1 - sign * (phi @ w)).clamp_min(0).sum() + 128 * w.square().sum()

@@ -84,7 +84,8 @@ def columns_at(name, problem, x):
     """The functions whose coefficients a solution is, at x: float64."""
     if name in STREAMS:
         learner = SOLVERS[name][0].learner(problem)
-        return learner.all_features(learner.features.prepare(x.to(problem.x.dtype))).double()
+        members = learner.features.pairs(learner.features.prepare(x.to(problem.x.dtype)), 0, learner.total)
+        return torch.stack(members, dim=2).flatten(1).double()
     where = problem.x if name in FULL else problem.inducing_points
     return problem.kernel.double()(x.double(), where.double()).to_dense()
 

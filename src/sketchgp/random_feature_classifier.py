@@ -15,7 +15,7 @@ from .errors import InputError
 from .models.streamed import Streamed
 from .solvers.problem import check_kernel
 from .solvers.streams.doubly_stochastic import DoublyStochastic
-from .solvers.streams.problem import CLASSIFICATION, Labels, RandomFeatureProblem
+from .solvers.streams.problem import CLASSIFICATION, Labels
 
 
 class RandomFeatureClassifier(Streamed, gpytorch.Module):
@@ -43,6 +43,8 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
     :raises InputError: for what is something else.
     """
 
+    _targets: Labels
+
     def __init__(
         self,
         kernel: Any,
@@ -60,37 +62,27 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
         if isinstance(classes, str) or not (classes is None or isinstance(classes, Iterable)):
             raise refusal(owner, "classes", "integers or texts", classes, optional=True)
         self._given = classes if classes is None or torch.is_tensor(classes) else list(classes)
-        self._labels = self._fresh()
         self._begin(solver)
 
-    def _fresh(self) -> Labels:
+    def _new_targets(self) -> Labels:
         labels = Labels(0.0 if self.loss == "multinomial" else -1.0)
         if self._given is not None:
             cpu = torch.device("cpu")
             labels.classes = labels.codes(type(self).__name__, "classes", self._given, cpu).unique().tolist()
         return labels
 
-    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
-        self._known()
-        self._labels.owner = owner
-        return RandomFeatureProblem(self.covar_module, x, y, self.noise, self.loss, rows, self._labels)
-
-    def _loss(self) -> str:
-        return self.loss
+    def _ridge(self) -> float:
+        return self.noise
 
     def _mark(self) -> str:
         return f"{super()._mark()} {self.loss} {self.noise}"
-
-    def forget(self) -> Any:
-        self._labels = self._fresh()
-        return super().forget()
 
     @property
     def classes(self) -> Any:
         """``(c,)`` the labels that are known, in the order of the columns of scores: an int64 tensor, or a numpy array
         of texts."""
         self._known()
-        labels = self._labels
+        labels = self._targets
         if labels.names:
             return np.array([labels.names[code] for code in labels.classes])
         return torch.tensor(labels.classes, dtype=torch.int64)
@@ -129,7 +121,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
     # --- saving ---------------------------------------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
-        return {"classes": list(self._labels.classes), "names": list(self._labels.names)}
+        return {"classes": list(self._targets.classes), "names": list(self._targets.names)}
 
     def _set_own_state(self, own: dict[str, Any]) -> None:
-        self._labels.classes, self._labels.names = list(own["classes"]), list(own.get("names", []))
+        self._targets.classes, self._targets.names = list(own["classes"]), list(own.get("names", []))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import gpytorch
@@ -17,15 +17,15 @@ from .errors import InputError
 from .models.inducing_covariance import PathwiseFormula, independent
 from .models.lazy_covariance import LazyCovariance
 from .models.prediction import Prediction, check_choice, in_chunks
-from .models.streamed import Mapped, Streamed
+from .models.streamed import Streamed
 from .operators.expression import recognise_waves
 from .operators.random_features import PriorPaths
 from .operators.spectrum import Philox
 from .random_streams import generator
 from .solvers.problem import check_kernel
 from .solvers.streams.doubly_stochastic import DoublyStochastic
-from .solvers.streams.learner import Extra, Learner
-from .solvers.streams.problem import RandomFeatureProblem, Targets
+from .solvers.streams.learner import Learner
+from .solvers.streams.problem import Targets
 
 _VARIANCES = ("samples", "none")
 _ROWS = 1024  # points that are predicted at once
@@ -66,6 +66,8 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     :raises InputError: for what is something else.
     """
 
+    _targets: Targets
+
     def __init__(
         self,
         likelihood: Any,
@@ -91,10 +93,6 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         recognise_waves(kernel)
         self.likelihood, self.mean_module, self.covar_module = likelihood, mean, kernel
         self._begin(solver)
-        self._outputs: int | None = None
-        self._several = False
-        self._method = ""
-        self._paths: PriorPaths | None = None
         self._noises = Philox(self.solver.seed, "noises of functions that a learner's errors are seen with")
 
     def _parts(self) -> tuple[Any, ...]:
@@ -102,69 +100,42 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
 
     # --- learning -------------------------------------------------------------------------------------------
 
-    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
-        self._known()
-        noise, targets = float(self.likelihood.noise.detach()), Targets(self._outputs, owner)
-        if torch.is_tensor(x):
-            problem = RandomFeatureProblem(self.covar_module, x, y, noise, rows=rows, targets=targets)
-            assert torch.is_tensor(problem.x) and problem.y is not None
-            problem.y = self._residual(problem.x, problem.y)
-        else:
-            stream = Mapped(x, self._residual) if isinstance(x, Iterable) and y is None else x
-            problem = RandomFeatureProblem(self.covar_module, stream, y, noise, rows=rows, targets=targets)
-        return problem
+    def _new_targets(self) -> Targets:
+        self._paths: PriorPaths | None = None
+        return Targets(self._prior_mean)
 
-    def _residual(self, x: Tensor, y: Tensor) -> Tensor:
-        """Targets less prior means."""
-        if not y.is_floating_point() or y.dim() not in (1, 2) or len(y) != len(x) or not len(x):
-            return y  # which is refused where batches are looked at
-        if self._outputs is None and self._learner is None:
-            self._several = y.dim() > 1
-        if self._several != (y.dim() > 1):
-            wanted = "(b, t), as before" if self._several else "(b,), as before"
-            raise InputError(f"{type(self).__name__}: y expects shape {wanted}, got {tuple(y.shape)}.")
-        mean = self.mean_module(x.unsqueeze(-1) if x.dim() == 1 else x).detach()
-        return y - (mean.unsqueeze(-1) if y.dim() > 1 else mean)
+    def _prior_mean(self, x: Tensor) -> Tensor:
+        return self.mean_module(x)
 
-    def _started(self, problem: RandomFeatureProblem, learner: Learner) -> None:
-        assert isinstance(problem.targets, Targets)
-        self._outputs = problem.targets.columns = learner.columns
-        self._method = self.variance
-        if self._method == "samples":
-            self._restarted(learner)
+    def _ridge(self) -> float:
+        return float(self.likelihood.noise.detach())
+
+    def _started(self, learner: Learner) -> None:
+        self._targets.columns = learner.columns
+        self._restarted(learner)
+        if self._paths is not None:
             learner.widen(learner.columns + self.variance_samples)
 
     def _restarted(self, learner: Learner) -> None:
-        if self._method == "samples":
+        if self.variance == "samples":
             stream = generator(self.solver.seed, "functions that a learner's errors are seen with")
             self._paths = PriorPaths(
                 self.covar_module, learner.features.origin, self.variance_samples, stream, _FREQUENCIES
             )
-
-    def _extra(self) -> Extra | None:
-        return None if self._method != "samples" else self._samples
+            learner.more = self._samples
 
     def _samples(self, x: Tensor, numbers: Tensor) -> Tensor:
         """Noisy values of the functions from the prior, ``(b, S)``; the noise of a row hangs on its number."""
         assert self._paths is not None
         unit = torch.special.ndtri(self._noises(numbers, self.variance_samples))
-        return self._paths(x) + unit * float(self.likelihood.noise.detach()) ** 0.5
-
-    def _held(self, held_out: Any) -> Any:
-        pair = isinstance(held_out, tuple | list) and len(held_out) == 2 and all(torch.is_tensor(t) for t in held_out)
-        return (held_out[0], self._residual(*held_out)) if pair else held_out
-
-    def forget(self) -> Any:
-        self._outputs, self._method, self._paths = None, "", None
-        return super().forget()
+        return self._paths(x) + unit * self._ridge() ** 0.5
 
     # --- predictions ----------------------------------------------------------------------------------------
 
     @property
     def variance_method(self) -> str:
         """Method of variances: ``"samples"`` or ``"none"``; empty before anything was learned."""
-        self._known()
-        return self._method
+        return "" if self._known() is None else self._own_state()["method"]
 
     def __call__(self, x: Tensor) -> Any:  # type: ignore[override]
         """The posterior at x ``(..., p, d)``, differentiable in x; variances are computed when they are read.
@@ -175,13 +146,12 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         if self.training:
             raise InputError(f"{owner} has no marginal likelihood to be trained by; call model.eval() for predictions.")
         learner, x = self._points(owner, x)
-        assert self._outputs is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
             prior = self.mean_module(x)
-            mean = self._values(learner, x, slice(0, self._outputs)).to(x.dtype) + prior.unsqueeze(-1)
+            mean = self._values(learner, x, slice(0, self._targets.columns)).to(x.dtype) + prior.unsqueeze(-1)
         steps = learner.steps
         covariance = LazyCovariance(PathwiseFormula(x, lambda: self.deviations(steps)))
-        return independent(mean, covariance, self._several)
+        return independent(mean, covariance, self._targets.several)
 
     def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
         """Return the :class:`Prediction` at x; see :func:`sketchgp.predict`."""
@@ -209,12 +179,11 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         :raises InputError: where there are none, or more was learned since that prediction.
         """
         learner = self._known()
-        if learner is None or self._method == "none":
+        paths, columns = self._paths, slice(self._targets.columns, None)
+        if learner is None or paths is None:
             raise InputError("This model was told variance='none'; make one with 'samples', and learn.")
         if steps is not None and steps != learner.steps:
             raise InputError("The model has learned more since this prediction was made; call it again.")
-        paths, columns = self._paths, slice(self._outputs, None)
-        assert paths is not None
 
         def values(x: Tensor) -> Tensor:
             drawn = paths(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], paths.samples)
@@ -225,12 +194,13 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     # --- saving ---------------------------------------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
-        return {"outputs": self._outputs, "several": self._several, "method": self._method}
+        method = "none" if self._paths is None else "samples"
+        return {"outputs": self._targets.columns, "several": self._targets.several, "method": method}
 
     def _set_own_state(self, own: dict[str, Any]) -> None:
         if self.variance != own["method"]:
             raise InputError(f"What was loaded has variance={own['method']!r}, and this model {self.variance!r}.")
-        self._outputs, self._several, self._method = own["outputs"], own["several"], own["method"]
+        self._targets.columns, self._targets.several = own["outputs"], own["several"]
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         """The prior at x, as GPyTorch's models have it."""

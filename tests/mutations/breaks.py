@@ -675,8 +675,8 @@ BREAKS = (
         "the arc-cosine kernel of order 1 has a wrong sign",
     ),
     Break(
-        "self.level = 2 * how.total * ridge",
-        "self.level = how.total * ridge",
+        "self.level = features * ridge",
+        "self.level = features * ridge / 2",
         ("test_doubly_stochastic.py",),
         "the ridge is half of what was asked for",
     ),

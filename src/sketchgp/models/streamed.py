@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,24 +11,25 @@ from torch import Tensor
 from .. import checks
 from ..errors import InputError
 from ..fingerprint import module_mark, row_numbers, tensor_mark
+from ..operators.feature_map import RandomFeatures
 from ..operators.tiles import spans
 from ..report import SolveReport
 from ..solvers.loop import Progress, compare_ranks
 from ..solvers.streams.doubly_stochastic import DoublyStochastic
-from ..solvers.streams.learner import Extra, Learner
-from ..solvers.streams.problem import Batch, RandomFeatureProblem, runs_once, same_points
+from ..solvers.streams.learner import Learner
+from ..solvers.streams.problem import LOSSES, Batch, Labels, RandomFeatureProblem, Targets, same_points
 
 _ROWS = 2048  # points at once
-_CENTRE = 1024  # rows of the first batch whose mean is the origin of phases
 
 
 class Streamed:
     """A mixin of modules with ``learn``, ``partial_fit``, and the function that they learn.
 
-    :ivar solver: how it is learned; :ivar report: of the last ``learn``.
+    :ivar loss: a name; :ivar solver: how it is learned; :ivar report: of the last ``learn``.
     """
 
     covar_module: Any
+    loss: Any = "squared"
     solver: DoublyStochastic
     report: SolveReport | None
 
@@ -40,25 +41,33 @@ class Streamed:
         self._learner: Learner | None = None
         self._learned: str = ""  # marks of what it was learned with
         self._loaded: dict[str, Any] | None = None
+        self._targets = self._new_targets()
 
     # --- what differs between models ------------------------------------------------------------------------
 
-    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+    def _new_targets(self) -> Targets | Labels:
+        """Return how targets are read, before any was seen."""
+        raise NotImplementedError
+
+    def _ridge(self) -> float:
+        """Return the noise of the problem."""
         raise NotImplementedError
 
     def _parts(self) -> tuple[Any, ...]:
         """Return the modules that the function depends on."""
         return (self.covar_module,)
 
-    def _started(self, problem: RandomFeatureProblem, learner: Learner) -> None:
+    def _started(self, learner: Learner) -> None:
         """Prepare the model for a learner that was just made."""
 
-    def _extra(self) -> Extra | None:
-        return None
+    def _restarted(self, learner: Learner) -> None:
+        """Prepare the model for a learner that was loaded."""
 
-    def _held(self, held_out: Any) -> Any:
-        """Return held-out points and targets as the problem has them."""
-        return held_out
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _set_own_state(self, own: dict[str, Any]) -> None:
+        pass
 
     # --- learning -------------------------------------------------------------------------------------------
 
@@ -95,9 +104,7 @@ class Streamed:
             problem = self._problem(owner, x, y, rows)
             self.solver.validate(problem)
             learner = self._learner_for(problem)
-            self.report, _ = self.solver.learn(
-                learner, problem, callback, self._held(held_out), progress, self._extra(), owner
-            )
+            self.report, _ = self.solver.learn(learner, problem, callback, held_out, progress, owner)
         return self.report
 
     def partial_fit(self, x: Tensor, y: Any, rows: int | None = None) -> Any:
@@ -111,25 +118,29 @@ class Streamed:
         owner = f"{type(self).__name__}.partial_fit"
         with torch.no_grad():
             problem = self._problem(owner, x, y, None)
-            assert torch.is_tensor(problem.x) and problem.y is not None
+            points, y = problem.x, problem.y
+            assert torch.is_tensor(points) and y is not None
             learner = self._learner_for(problem, rows, one=True)
-            same_points(owner, problem.x, learner.features.origin)
-            targets = problem.targets.encode(owner, problem.y, problem.x)
-            compare_ranks(owner, lambda: {"the batch": tensor_mark(problem.x, problem.y)})  # type: ignore[arg-type]
-            extra = self._extra()
-            if extra is not None:
-                places = learner.rows + torch.arange(len(targets), device=targets.device)
-                numbers = places if rows is None else row_numbers(problem.x, targets)
-                targets = learner.with_more(targets, extra, problem.x, numbers)
-            learner.widen(targets.shape[1])
+            same_points(owner, points, learner.features.origin)
+            own = problem.targets.encode(owner, y, points)
+            compare_ranks(owner, lambda: {"the batch": tensor_mark(points, y)})
+            places = learner.rows + torch.arange(len(own), device=own.device)
+            numbers = (lambda: places) if rows is None else (lambda: row_numbers(points, own))
+            targets = learner.all_columns(own, points, numbers)
             ridge = problem.noise / (rows or learner.rows + len(targets))
-            learner.step(problem.x, targets, ridge, new=learner.room(len(targets), rows))
+            learner.step(points, targets, ridge, new=learner.room(len(targets), rows))
         return self
 
     def forget(self) -> Any:
         """Forget everything that was learned, so that another kernel or solver may follow, and return the model."""
         self._learner, self._loaded, self._learned, self.report = None, None, "", None
+        self._targets = self._new_targets()
         return self
+
+    def _problem(self, owner: str, x: Any, y: Any, rows: int | None) -> RandomFeatureProblem:
+        self._known()
+        self._targets.owner = owner
+        return RandomFeatureProblem(self.covar_module, x, y, self._ridge(), self.loss, rows, self._targets)
 
     def _learner_for(self, problem: RandomFeatureProblem, rows: int | None = None, one: bool = False) -> Learner:
         """Return the present learner, or a new one.
@@ -140,18 +151,11 @@ class Streamed:
         if learner is None:
             if one:
                 assert torch.is_tensor(problem.x)
-                columns = 1 if problem.y is None or problem.y.dim() < 2 else problem.y.shape[1]
-                columns = columns if problem.loss == "squared" else problem.targets.columns or 0
-                origin = problem.x[:_CENTRE].mean(dim=0, keepdim=True)
-                learner = self.solver.learner_about(problem, origin, rows, columns)
+                learner = self.solver.learner_from(problem, problem.x, problem.y, rows)
             else:
                 learner = self.solver.learner(problem)
+            self._started(learner)
             self._learner, self._learned = learner, self._mark()
-            try:
-                self._started(problem, learner)
-            except InputError:
-                self.forget()
-                raise
         return learner
 
     def _known(self) -> Learner | None:
@@ -221,19 +225,13 @@ class Streamed:
         assert learner is not None
         tensors = {"origin": learner.features.origin, "coefficients": learner.coefficients, "average": learner.average}
         numbers = {name: getattr(learner, name) for name in Learner.counters}
-        steps = {"pairs": learner.how.pairs, "total": learner.how.total}
+        steps = {"pairs": learner.pairs, "total": learner.total}
         return {"learned": self._learned, "tensors": tensors, "numbers": numbers, **steps, "own": self._own_state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.forget()
         if state["learned"]:
             self._loaded, self._learned = state, state["learned"]
-
-    def _own_state(self) -> dict[str, Any]:
-        return {}
-
-    def _set_own_state(self, own: dict[str, Any]) -> None:
-        pass
 
     def _restored(self, state: dict[str, Any]) -> Learner:
         """Return the learner of a state, once kernel and everything else exist.
@@ -250,32 +248,11 @@ class Streamed:
                 "(num_features, features, preconditioned, block_size, seed), or in another dtype; make the model with "
                 "those."
             )
-        learner = self.solver.restored(
-            self.covar_module, tensors["origin"], self._loss(), state["pairs"], state["total"], tensors["average"]
-        )
-        learner.coefficients = tensors["coefficients"]
+        features = RandomFeatures(self.covar_module, tensors["origin"], self.solver.seed)
+        columns = tensors["average"].shape[2]
+        learner = Learner(features, LOSSES[self.loss], self.solver, state["pairs"], state["total"], columns)
+        learner.coefficients, learner.average = tensors["coefficients"], tensors["average"]
         for name, value in numbers.items():
             setattr(learner, name, value)
         self._restarted(learner)
         return learner
-
-    def _loss(self) -> str:
-        return "squared"
-
-    def _restarted(self, learner: Learner) -> None:
-        """Prepare the model for a learner that was loaded."""
-
-
-class Mapped:
-    """A stream whose targets are mapped as its batches are read."""
-
-    def __init__(self, stream: Iterable[Any], change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.stream, self.change = stream, change
-        self.once = runs_once(stream)
-
-    def __iter__(self) -> Iterator[Any]:
-        for pair in self.stream:
-            if isinstance(pair, tuple | list) and len(pair) == 2 and all(torch.is_tensor(t) for t in pair):
-                yield pair[0], self.change(pair[0], pair[1])
-            else:
-                yield pair

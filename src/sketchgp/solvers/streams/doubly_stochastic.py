@@ -26,7 +26,7 @@ from ...settings import agreed
 from ..choices import Budgeted, require_repeating
 from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
-from .learner import Extra, Learner, Steps
+from .learner import Learner
 from .learning import FeatureHeldOut, Learning
 from .problem import LOSSES, Labels, RandomFeatureProblem, same_points
 
@@ -152,16 +152,16 @@ class DoublyStochastic(Budgeted):
         """
         x, y = problem.first() if problem.streamed else (problem.x, problem.y)
         assert torch.is_tensor(x)
-        rows = problem.rows if problem.streamed else len(x)
-        columns = problem.targets.columns
-        if problem.loss == "squared":
-            assert y is not None
-            columns = y.reshape(len(y), -1).shape[1]
-        return self.learner_about(problem, x[:_CENTRE].mean(dim=0, keepdim=True), rows, columns or 0)
+        return self.learner_from(problem, x, y, problem.rows if problem.streamed else len(x))
 
-    def learner_about(self, problem: RandomFeatureProblem, origin: Tensor, rows: int | None, columns: int) -> Learner:
-        """:param origin: ``(1, d)``; :param rows: n, where it is known; :param columns: of the function."""
-        features = RandomFeatures(problem.kernel, origin, self.seed)
+    def learner_from(self, problem: RandomFeatureProblem, x: Tensor, y: Tensor | None, rows: int | None) -> Learner:
+        """Return a function that is 0, for a problem of which a first batch is known.
+
+        :param rows: n, where it is known.
+        """
+        assert y is not None
+        columns = y.reshape(len(y), -1).shape[1] if problem.loss == "squared" else problem.targets.columns or 0
+        origin = x[:_CENTRE].mean(dim=0, keepdim=True)
         total = self.num_features
         if total == "auto":
             total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
@@ -170,19 +170,8 @@ class DoublyStochastic(Budgeted):
         assert total is None or isinstance(total, int)
         block = self.block_size or self._block(origin.device)
         pairs = max(1, (block if total is None else min(block, total)) // 2)
-        return Learner(features, LOSSES[problem.loss], self._steps(pairs, total and total // 2), columns)
-
-    def _steps(self, pairs: int, total: int | None) -> Steps:
-        return Steps(pairs, total, self.preconditioned, self.step_scale, self.averaging)
-
-    def restored(
-        self, kernel: Any, origin: Tensor, loss: str, pairs: int, total: int | None, average: Tensor
-    ) -> Learner:
-        """A learner with an average ``(pairs, 2, c)`` that was saved."""
-        features = RandomFeatures(kernel, origin, self.seed)
-        learner = Learner(features, LOSSES[loss], self._steps(pairs, total), average.shape[2])
-        learner.average = average
-        return learner
+        features = RandomFeatures(problem.kernel, origin, self.seed)
+        return Learner(features, LOSSES[problem.loss], self, pairs, total and total // 2, columns)
 
     def _block(self, device: torch.device) -> int:
         if not self.preconditioned:
@@ -203,7 +192,6 @@ class DoublyStochastic(Budgeted):
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
         progress: bool | None = None,
-        extra: Extra | None = None,
         owner: str = "DoublyStochastic.solve",
     ) -> tuple[SolveReport, Tensor]:
         """Go on with a learner, which is changed; the report, and the coefficients ``(N, c)``."""
@@ -219,7 +207,7 @@ class DoublyStochastic(Budgeted):
                 f"{owner}: epochs={epochs} expects a stream that starts anew at each, as a DataLoader or a list does "
                 "and a generator does not; got one that can be gone through once."
             )
-        method = Learning(self, problem, learner, batch, epochs, extra)
+        method = Learning(self, problem, learner, batch, epochs)
         value, report = self._execute(
             method, epochs, lambda: self._checkpoint_marks(problem, learner), lambda: self._facts(learner, method),
             progress, began=began, callback=callback, held_out=error, keep_interrupted=True,
@@ -265,17 +253,17 @@ class DoublyStochastic(Budgeted):
             "the training inputs": tensor_mark(x),
             "the kernel": kernel_mark(problem.kernel, learner.features.origin),
             _LEARNED: tensor_mark(learner.coefficients, learner.average) + f" {learner.steps}",
-            **solve_marks(torch.tensor(float(problem.noise)), y, f"{self._described()} {problem.loss} {learner.how}"),
+            **solve_marks(torch.tensor(float(problem.noise)), y, f"{self._described()} {problem.loss} {learner.pairs}"),
         }
 
     def _facts(self, learner: Learner, method: Learning) -> dict[str, Any]:
-        size = 2 * learner.how.pairs
+        size = 2 * learner.pairs
         details: dict[str, float | str] = {"features": method.size, "block_size": size}
-        if not learner.how.preconditioned:
+        if not self.preconditioned:
             details |= {"first_step": learner.first_step, "theta": learner.first_step * learner.settles}
         again = "Call learn again to go on."
         return {
-            "preconditioner": f"covariance of {size} features" if learner.how.preconditioned else "none",
+            "preconditioner": f"covariance of {size} features" if self.preconditioned else "none",
             "dtype": str(learner.features.origin.dtype).removeprefix("torch."),
             "details": details,
             "notes": ["the loss is that of batches before their own steps", *method.notes],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +26,6 @@ _SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
 Extra = Callable[[Tensor, Tensor], Tensor]  # points, their numbers -> more columns of targets
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Choices of the solver for a step, once the automatic ones are made.
-
-    :ivar pairs: of features of a step, at most; :ivar total: pairs in all, None for new ones at every step.
-    """
-
-    pairs: int
-    total: int | None
-    preconditioned: bool
-    scale: float
-    averaging: bool
-
-
 class Learner:
     """``f(x) = sum_l phi_l(x)^T a_l``, the features made anew where they are needed.
 
@@ -48,7 +34,10 @@ class Learner:
     (``|j| b`` where b < |j|), the step is then taken by all alike.
 
     :param features: pairs ``phi_l``; :param columns: c of f.
+    :param choices: the solver; :param pairs: of features of a step, at most; :param total: pairs in all, None for new
+        ones at every step.
 
+    :ivar more: gives further columns of targets, or None.
     :ivar coefficients: ``(pairs, 2, c)`` float64, to be multiplied by ``decay``; :ivar average: of the iterates.
     :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time;
         :ivar taken: rows of all batches so far; :ivar rows: different ones, those of tensors all at once.
@@ -61,8 +50,11 @@ class Learner:
     )  # fmt: skip
     arrays = ("coefficients", "average")
 
-    def __init__(self, features: RandomFeatures, loss: Squared, steps: Steps, columns: int) -> None:
-        self.features, self.loss, self.how = features, loss, steps
+    def __init__(
+        self, features: RandomFeatures, loss: Squared, choices: Any, pairs: int, total: int | None, columns: int
+    ) -> None:
+        self.features, self.loss, self.choices, self.pairs, self.total = features, loss, choices, pairs, total
+        self.more: Extra | None = None
         device = features.origin.device
         self.coefficients = torch.zeros(0, 2, columns, dtype=torch.float64, device=device)
         self.average = self.coefficients.clone()
@@ -84,14 +76,19 @@ class Learner:
             pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
             self.coefficients, self.average = pads
 
-    @staticmethod
-    def with_more(targets: Tensor, extra: Extra, x: Tensor, numbers: Tensor) -> Tensor:
-        """Append further columns to targets ``(b, t)``; each of several ranks has those of its rows, and zeros."""
-        own = Space.of(len(x)).span
-        made = extra(x[own], numbers[own])
-        more = made.new_zeros(len(x), made.shape[1])
-        more[own] = made
-        return torch.cat([targets, more], dim=1)
+    def all_columns(self, targets: Tensor, x: Tensor, numbers: Callable[[], Tensor]) -> Tensor:
+        """Append further columns to targets ``(b, t)``, and make f as wide; each rank has those of its rows, and zeros.
+
+        :param numbers: gives numbers that the rows are known by.
+        """
+        if self.more is not None:
+            own = Space.of(len(x)).span
+            made = self.more(x[own], numbers()[own])
+            more = made.new_zeros(len(x), made.shape[1])
+            more[own] = made
+            targets = torch.cat([targets, more], dim=1)
+        self.widen(targets.shape[1])
+        return targets
 
     def begin(self, *data: Tensor) -> None:
         """Learning of these tensors, x and y, begins or goes on; none for a stream."""
@@ -130,10 +127,13 @@ class Learner:
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
         weights = self.loss.weights(f, y[own])
         slope, f = self._slope(space, phi, f, y[own])
-        newton = _Newton(self.how, phi, weights, ridge, len(x), whole) if self.how.preconditioned else None
+        newton = None
+        if self.choices.preconditioned:
+            assert self.total is not None
+            newton = _Newton(phi, weights, ridge, 2 * self.total, len(x), whole)
         self._look(f, newton, [] if asks is None else asks(f))
         self._grow(which.stop)
-        steady = self.loss.steady if whole and self.how.preconditioned else None
+        steady = self.loss.steady if whole and self.choices.preconditioned else None
         if newton is not None:
             self._preconditioned(which, newton, slope, steady)
         else:
@@ -142,8 +142,8 @@ class Learner:
         self.taken += len(x)
         self.rows += new
         self.visited += which.stop - which.start
-        self.place = which.stop % self.how.total if self.how.total else which.stop
-        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.how.averaging and steady is None else 1.0
+        self.place = which.stop % self.total if self.total else which.stop
+        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.choices.averaging and steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
         return f
 
@@ -175,17 +175,17 @@ class Learner:
 
     def _preconditioned(self, which: slice, newton: _Newton, slope: Tensor, steady: float | None) -> None:
         """Change the coefficients of some pairs by a step of Newton's kind."""
-        pairs = self.how.total or 1
+        pairs = self.total or 1
         passes = min(self.visited / pairs, self.taken / (2 * pairs))
-        step = self.how.scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
+        step = self.choices.step_scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
         a = self.coefficients[which]
         change = newton.change(slope, a.transpose(0, 1).reshape(len(slope), -1), step)
         self.coefficients[which] = a - change.reshape(2, len(a), self.columns).transpose(0, 1)
 
     def _pairs(self) -> slice:
         """Return the pairs that the step changes."""
-        stop = self.place + self.how.pairs
-        return slice(self.place, min(stop, self.how.total) if self.how.total else stop)
+        stop = self.place + self.pairs
+        return slice(self.place, min(stop, self.total) if self.total else stop)
 
     def _grow(self, pairs: int) -> None:
         more = pairs - len(self.coefficients)
@@ -214,7 +214,7 @@ class Learner:
         gram = phi.mT @ phi if len(phi) > phi.shape[1] else phi @ phi.mT
         largest = float(torch.linalg.eigvalsh(gram.to(torch.float64))[-1]) / phi.numel()
         mean = float(phi.square().mean())
-        self.first_step = self.how.scale / max(self.loss.curvature * largest + ridge, 1e-300)
+        self.first_step = self.choices.step_scale / max(self.loss.curvature * largest + ridge, 1e-300)
         calm = max(1.0, phi.shape[1] * (largest / max(mean, 1e-300)) ** 2)
         self.settles = min(_SETTLED / (self.first_step * ridge), calm) if ridge > 0 else calm
 
@@ -237,14 +237,15 @@ class _Newton:
     and c its mean diagonal.  The fixed point is that of the ridge regression on all N features, whatever the matrix
     is: it is damped where batches are small, as what b rows say of other points is then mostly noise.
 
-    :param phi: of this rank's rows of the batch, of ``rows`` in all.
+    :param phi: of this rank's rows of the batch, of ``rows`` in all; :param features: N.
     :ivar info: not 0 where the matrix is not positive definite.
     """
 
-    def __init__(self, how: Steps, phi: Tensor, weights: Tensor | None, ridge: float, rows: int, whole: bool) -> None:
-        assert how.total is not None
+    def __init__(
+        self, phi: Tensor, weights: Tensor | None, ridge: float, features: int, rows: int, whole: bool
+    ) -> None:
         space, self.rows = Space.of(rows), rows
-        self.level = 2 * how.total * ridge
+        self.level = features * ridge
         weighed = phi if weights is None else phi * weights.to(phi.dtype).sqrt().unsqueeze(1)
         size = weighed.shape[1]
         if space.shared and size > rows:
@@ -258,7 +259,7 @@ class _Newton:
             mean = gram.diagonal().sum(dtype=torch.float64) / (rows * size)
         damped = torch.zeros_like(mean) + self.level
         if not whole:
-            damped = torch.maximum(damped, _DAMPED * 2 * how.total * mean / rows)
+            damped = torch.maximum(damped, _DAMPED * features * mean / rows)
         self.damped = damped + torch.finfo(phi.dtype).eps * size * mean.clamp(min=1e-300)
         self.wide = weighed.to(torch.float64) if gram is None else None
         matrix = self.wide @ self.wide.mT if self.wide is not None else gram.to(torch.float64)  # type: ignore[union-attr]

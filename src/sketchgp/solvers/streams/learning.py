@@ -16,7 +16,7 @@ from ...random_streams import generator
 from ...report import Reason
 from ...space import Space
 from ..loop import ByEpochs, HeldOut, Outcome
-from .learner import Extra, Learner
+from .learner import Learner
 from .problem import Batch, Labels, RandomFeatureProblem, same_points
 
 _WINDOW = 32  # the most batches between two estimates
@@ -28,7 +28,6 @@ class Learning(ByEpochs):
 
     :param choices: the solver; :param learner: that goes on from where it is.
     :param batch_size: rows of a batch of tensors, at most; :param epochs: the most.
-    :param extra: makes further columns of targets.
     """
 
     saved = (
@@ -45,7 +44,6 @@ class Learning(ByEpochs):
         learner: Learner,
         batch_size: int,
         epochs: int,
-        extra: Extra | None = None,
     ) -> None:
         total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
         super().__init__(problem, generator(choices.seed + learner.steps, "doubly stochastic gradients: rows"), total)
@@ -53,7 +51,7 @@ class Learning(ByEpochs):
         self.device = learner.coefficients.device
         if problem.loss != "squared":
             self.measure = "wrong held-out labels"
-        self.choices, self.most, self.extra = choices, epochs, extra
+        self.choices, self.most = choices, epochs
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
@@ -78,7 +76,7 @@ class Learning(ByEpochs):
     @property
     def size(self) -> int:  # type: ignore[override]
         """Features so far, or in all."""
-        return 2 * (self.learner.how.total or len(self.learner.coefficients))
+        return 2 * (self.learner.total or len(self.learner.coefficients))
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -95,11 +93,9 @@ class Learning(ByEpochs):
         learner, problem = self.learner, self.problem
         owner = f"batch {self.seen} of epoch {self.epoch}"
         same_points(owner, x, learner.features.origin)
-        targets = problem.targets.encode(owner, y, x)
+        own = problem.targets.encode(owner, y, x)
         whole = not problem.streamed and len(x) == self.total
-        if self.extra is not None:
-            targets = learner.with_more(targets, self.extra, x, self._numbers(x, targets, places))
-        learner.widen(targets.shape[1])
+        targets = learner.all_columns(own, x, lambda: self._numbers(x, own, places))
         n = self.total or learner.rows + len(x)
         if not self.window:
             self.losses = self.losses_of_none = torch.zeros_like(self.losses)
@@ -213,7 +209,7 @@ class Learning(ByEpochs):
 
     @property
     def _pairs(self) -> int:
-        return self.learner.how.total or max(1, len(self.learner.coefficients))
+        return self.learner.total or max(1, len(self.learner.coefficients))
 
     @property
     def entries(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,13 +96,35 @@ LOSSES: dict[str, Squared] = {"squared": Squared(), **CLASSIFICATION}
 class Targets:
     """Targets of a regression as columns, ``(b, t)`` float64.
 
-    :param owner: whom errors name.
+    :param mean: prior means ``(b,)`` of points ``(b, d)``, which are subtracted; None for 0.
+    :ivar columns: t, None before the first batch; :ivar several: whether targets came as ``(b, t)``.
+    :ivar owner: whom errors name.
     """
 
-    def __init__(self, columns: int | None = None, owner: str = "RandomFeatureProblem") -> None:
-        self.columns, self.owner = columns, owner
+    def __init__(self, mean: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.mean, self.owner = mean, "RandomFeatureProblem"
+        self.columns: int | None = None
+        self.several = False
 
-    def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
+    def read(self, owner: str, y: Any, x: Tensor) -> Tensor:
+        """Return targets ``(b,)`` or ``(b, t)`` of points x less their means.
+
+        :raises InputError: for anything else than a tensor of a row each, shaped as before.
+        """
+        checks.tensor(owner, "y", y, (1, 2))
+        if len(y) != len(x) or y.device != x.device:
+            raise InputError(f"{owner}: y expects {len(x)} rows on {x.device}, got {len(y)} on {y.device}.")
+        if self.columns is None:
+            self.several = y.dim() > 1
+        if self.several != (y.dim() > 1):
+            wanted = "(b, t), as before" if self.several else "(b,), as before"
+            raise InputError(f"{owner}: y expects shape {wanted}, got {tuple(y.shape)}.")
+        if self.mean is None:
+            return y
+        mean = self.mean(x).detach()
+        return y - (mean.unsqueeze(-1) if self.several else mean)
+
+    def encode(self, owner: str, y: Tensor, x: Tensor) -> Tensor:
         """Return the columns of a batch x, as many as before.
 
         :raises InputError: for another number of columns.
@@ -149,13 +171,18 @@ class Labels:
             values = np.array([self.names.index(one) for one in different.tolist()])[places.reshape(values.shape)]
         return torch.as_tensor(values.astype(np.int64), device=device)
 
-    def encode(self, owner: str, y: Any, x: Tensor) -> Tensor:
-        """Return the columns of a batch x; a label that is new makes a new one.
+    def read(self, owner: str, y: Any, x: Tensor) -> Tensor:
+        """Return the labels of points x as integers.
 
-        :raises InputError: for anything else than an integer of a row each.
+        :raises InputError: for anything else than a label of a row each.
         """
+        y = self.codes(owner, "y", y, x.device)
         if y.shape != (len(x),) or y.device != x.device:
             raise InputError(f"{owner}: y expects shape ({len(x)},) on {x.device}, got {tuple(y.shape)} on {y.device}.")
+        return y
+
+    def encode(self, owner: str, y: Tensor, x: Tensor) -> Tensor:
+        """Return the columns of a batch x; a label that is new makes a new one."""
         seen = [int(one) for one in y.unique().tolist()]
         self.classes += [one for one in seen if one not in self.classes]
         hot = y.unsqueeze(1) == sent(torch.tensor(self.classes), y.device)
@@ -214,8 +241,11 @@ class RandomFeatureProblem:
 
     @property
     def once(self) -> bool:
-        """Return whether the stream can be gone through once only, as a generator."""
-        return bool(getattr(self.x, "once", False)) or runs_once(self.x)
+        """Return whether a stream can be gone through once only: a generator, or an object that holds one."""
+        if isinstance(self.x, Iterator):
+            return True
+        known = isinstance(self.x, Tensor | list | tuple | DataLoader)  # whose workers would start for nothing
+        return not known and iter(self.x) is iter(self.x)
 
     def first(self) -> Batch:
         """The first batch of a stream, which is not taken from it.
@@ -240,14 +270,7 @@ class RandomFeatureProblem:
         if torch.is_tensor(x) and x.dim() == 1:
             x = x.unsqueeze(-1)
         checks.tensor(owner, "x", x, (2,))
-        if self.loss == "squared":
-            checks.tensor(owner, "y", y, (1, 2))
-        else:
-            assert isinstance(self.targets, Labels)
-            y = self.targets.codes(owner, "y", y, x.device)
-        if len(y) != len(x) or y.device != x.device:
-            raise InputError(f"{owner}: y expects {len(x)} rows on {x.device}, got {len(y)} on {y.device}.")
-        return x, y
+        return x, self.targets.read(owner, y, x)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of a stream from its beginning, each checked; those without rows are left out.
@@ -269,14 +292,6 @@ class RandomFeatureProblem:
             first = x if first is None else first
             same_points(owner, x, first)
             yield x, y
-
-
-def runs_once(stream: Any) -> bool:
-    """Return whether a stream cannot be gone through again, as a generator, or an object that holds one."""
-    if isinstance(stream, Iterator):
-        return True
-    known = isinstance(stream, list | tuple | DataLoader)  # whose workers would start for nothing
-    return not known and isinstance(stream, Iterable) and iter(stream) is iter(stream)
 
 
 def same_points(owner: str, x: Tensor, first: Tensor) -> None:
