@@ -116,7 +116,7 @@ class Costs:
 
 def _share(part: Any) -> float:
     """Return the share of all pairs of points that a product evaluates; several ranks share out all of them."""
-    if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.ranks() is not None:
+    if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.pairs.ranks() is not None:
         return 1.0
     near = nearby(part.pairs)
     return 1.0 if near is None else near.share
