@@ -598,9 +598,11 @@ def test_demo_without_the_side_of_gpytorch(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sketchgp.cli.demo.evaluate_defaults", None)
     small = replace(QUICK_DEMO, rows=600, tuning=200, steps=6, comparison=200)
     monkeypatch.setattr("sketchgp.cli.demo.QUICK", small)
+    monkeypatch.setattr("sketchgp.cli.EVERY", 0.01)
     code, out, _ = run(capsys, "demo", "--quick", "--skip-gpytorch", "--output", tmp_path)
     assert code == 0 and (tmp_path / "sketchgp-demo.png").exists()
     assert "GPyTorch's defaults" not in out and "see --skip-gpytorch" not in out
+    assert "  ... 0 s\n" in out
 
 
 def test_the_usual_demo_is_of_fewer_rows_than_the_full_one(tmp_path, capsys, monkeypatch):

@@ -5,17 +5,42 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from ..cards import shows_progress
 from ..errors import SketchGPError
 
 __all__ = ["main"]
+EVERY = 4.0  # seconds between two lines of a command in a log
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
     """Print a warning as one line, without its place in the package."""
     print(f"warning: {message}", file=sys.stderr)
+
+
+@contextmanager
+def _signs_of_life() -> Iterator[None]:
+    """Print the time every few seconds of the block, where no progress bar is seen: in a log, or through a pipe."""
+    done, start = threading.Event(), time.perf_counter()
+
+    def repeat() -> None:
+        while not done.wait(EVERY):
+            print(f"  ... {time.perf_counter() - start:.0f} s")
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    if not shows_progress(None):
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            importlib.import_module(f".{options.command}", __name__).run(options)
+            with _signs_of_life():
+                importlib.import_module(f".{options.command}", __name__).run(options)
             return 0
     except SketchGPError as error:
         print(f"error: {error}", file=sys.stderr)
