@@ -14,7 +14,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
-from .checks import count, found, instance, points_like, refusal, tensor, word
+from .checks import count, found, inputs, instance, points_like, tensor, word
 from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
@@ -46,6 +46,7 @@ from .solvers.automatic import automatic_inducing_solver
 from .solvers.inducing.problem import InducingPoints, check_points, plain_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
+from .solvers.streams.problem import same_points
 
 _ROWS = 8192  # points that are predicted at once
 _LEFT_OUT = 4096  # points that are left out at once
@@ -335,14 +336,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
         :raises InputError: for points that do not fit the training inputs.
         """
-        if not torch.is_tensor(x) or x.layout != torch.strided:
-            raise refusal(type(self).__name__, "x", "a dense tensor of points", x)
-        x = x.unsqueeze(-1) if x.dim() == 1 else x
-        train = self._x
-        if x.shape[-1] != train.shape[-1] or 0 in x.shape[:-1]:
-            raise InputError(f"x expects points, at least one, of {train.shape[-1]} features; got {tuple(x.shape)}.")
-        if x.dtype != train.dtype or x.device != train.device:
-            raise InputError(f"x expects {train.dtype} on {train.device}, got {x.dtype} on {x.device}.")
+        owner, x = type(self).__name__, x.unsqueeze(-1) if torch.is_tensor(x) and x.dim() == 1 else x
+        same_points(owner, inputs(owner, "x", x), self._x)
         if self.training:
             return self._prior(x)
         if gpytorch.settings.prior_mode.on():

@@ -194,7 +194,7 @@ class Streamed:
         checks.inputs(owner, "x", x)
         if not bool(torch.isfinite(x).all()):
             raise InputError(f"{owner}: x holds NaN or infinity.")
-        same_points(owner, x.reshape(-1, x.shape[-1]), learner.features.origin)
+        same_points(owner, x, learner.features.origin)
         return learner, x
 
     def _values(self, learner: Learner, x: Tensor, columns: slice = slice(None)) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,28 +59,27 @@ class Acceleration:
     doubled: bool = field(default=False, init=False, compare=False)
     density: LogDensity = field(default_factory=Probes, init=False, repr=False, compare=False)
     solutions: Solutions | None = field(default=None, init=False, repr=False, compare=False)
-    lock: threading.RLock = field(init=False, repr=False, compare=False)
+    lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.lock = threading.RLock()
-        self.density = Probes()
         self.cache = PreconditionerCache(self.preconditioner or Preconditioner())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
     @contextmanager
-    def by(self, density: LogDensity) -> Iterator[None]:
-        """Compute log densities of the model by another density inside the block."""
-        before, self.density = self.density, density
+    def _with(self, **values: Any) -> Iterator[None]:
+        """Have other values of some attributes inside the block."""
+        before = {name: getattr(self, name) for name in values}
+        self.__dict__.update(values)
         try:
             yield
         finally:
-            self.density = before
+            self.__dict__.update(before)
+
+    def by(self, density: LogDensity) -> AbstractContextManager[None]:
+        """Compute log densities of the model by another density inside the block."""
+        return self._with(density=density)
 
     def probe_choice(self) -> tuple[int | None, int]:
         """Return the seed of fixed probes, or None for fresh ones, and their number."""
@@ -89,15 +88,9 @@ class Acceleration:
             seed = 0
         return seed, self.probe_count or settings.num_trace_samples.value()
 
-    @contextmanager
-    def fixed_probes(self, seed: int, count: int) -> Iterator[None]:
+    def fixed_probes(self, seed: int, count: int) -> AbstractContextManager[None]:
         """Estimate all log determinants inside the block with the same ``count`` probe vectors."""
-        before = self.probe_seed, self.probe_count
-        self.probe_seed, self.probe_count = seed, count
-        try:
-            yield
-        finally:
-            self.probe_seed, self.probe_count = before
+        return self._with(probe_seed=seed, probe_count=count)
 
     def solver_for(
         self, purpose: Purpose, n: int, device: torch.device, evaluation: bool = True

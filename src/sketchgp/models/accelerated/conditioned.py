@@ -43,6 +43,7 @@ class Conditioned:
     :param observed: which targets are observed among all ``(N,)``; None where none is missing.
     :param dtype: of predictions.
 
+    :ivar training: the training data as a linear system; None where GPyTorch needs none.
     :ivar plain: whether the covariance of any two inputs is known: one plain kernel without batch.
     """
 
@@ -50,11 +51,11 @@ class Conditioned:
         self.model, self.observed, self.dtype = model, observed, dtype
         ours = isinstance(noisy, AcceleratedAddedDiagLinearOperator)
         remembered = remembered_by(strategy_of(model)) if ours else None
-        self.training = Training(noisy, model.__dict__[ATTRIBUTE], remembered)
+        self.training: Any = Training(noisy, model.__dict__[ATTRIBUTE], remembered)
         self.plain = self.training.plain and model.train_inputs[0].dim() == 2
 
     @classmethod
-    def of(cls, model: Any) -> Conditioned | Closed:
+    def of(cls, model: Any) -> Conditioned:
         """Return a model with its training data as one linear system, or as GPyTorch's strategy knows it.
 
         :raises InputError: for a model whose class has a ``__call__`` of its own.
@@ -240,19 +241,11 @@ def _noisy(model: Any, observed: Tensor | None) -> Any:
     return noisy if observed is None else observed_part(noisy, observed, model.__dict__[ATTRIBUTE])
 
 
-class Closed:
+class Closed(Conditioned):
     """A model that GPyTorch conditions by a formula of its own: with a linear or an inducing-point kernel."""
 
-    training = None
-
     def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def method(self, chosen: str, x: Tensor) -> str:
-        """Return ``"exact"``; as :meth:`Conditioned.method`."""
-        if chosen in ("low_rank", "samples"):
-            raise refuse(chosen)
-        return "exact"
+        self.model, self.training, self.plain = model, None, False
 
     def variances(self, x: Tensor, method: str, named: bool, batch_size: int | None, show: bool) -> dict[str, Any]:
         """Return latent variances at x; as :meth:`Conditioned.variances`."""
@@ -265,9 +258,6 @@ class Closed:
 
         parts = in_chunks(compute, [x], batch_size or EXACT_ROWS, "variance", show)
         return {"variance": torch.cat([one for one, _ in parts], dim=-parts[-1][1])}
-
-    def mean_error_bound(self, x: Tensor, mean: Tensor, bound: float) -> None:
-        """Return None, as nothing is known."""
 
 
 def _ratios(values: Tensor, exact: Tensor, prefix: str) -> dict[str, float]:

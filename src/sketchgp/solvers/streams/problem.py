@@ -295,9 +295,9 @@ class RandomFeatureProblem:
 
 
 def same_points(owner: str, x: Tensor, first: Tensor) -> None:
-    """:raises InputError: unless x ``(b, d)`` has the features, dtype and device of those before."""
-    if x.shape[1] != first.shape[1] or x.dtype != first.dtype or x.device != first.device:
+    """:raises InputError: unless x ``(..., b, d)`` has the features, dtype and device of those before."""
+    if x.shape[-1] != first.shape[-1] or x.dtype != first.dtype or x.device != first.device:
         raise InputError(
-            f"{owner}: x expects {first.shape[1]} features, {first.dtype} on {first.device}, as before; got "
-            f"{x.shape[1]} features, {x.dtype} on {x.device}."
+            f"{owner}: x expects {first.shape[-1]} features, {first.dtype} on {first.device}, as before; got "
+            f"{x.shape[-1]} features, {x.dtype} on {x.device}."
         )
