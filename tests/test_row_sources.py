@@ -16,6 +16,7 @@ import torch
 
 import sketchgp
 from sketchgp import InputError, RowSource
+from sketchgp.row_sources.tables import Array
 from sketchgp.settings import memory_budget
 
 N, D = 600, 40
@@ -40,22 +41,6 @@ def mapped(path, x):
     return np.load(path / "x.npy", mmap_mode="r")
 
 
-class Slices:
-    """What h5py and zarr have in common: shape, dtype, and slices of consecutive rows."""
-
-    def __init__(self, x, log=None):
-        self.x, self.shape, self.dtype, self.log = x.numpy(), tuple(x.shape), x.numpy().dtype, log
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, rows):
-        assert isinstance(rows, slice)
-        if self.log is not None:
-            self.log.append((rows.start, threading.current_thread()))
-        return self.x[rows]
-
-
 def parquet(path, x):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -72,7 +57,6 @@ def all_sources(path, x):
     return {
         "memmap": mapped(path, x),
         "an .npy file": str(path / "x.npy"),
-        "slices": Slices(x),
         "a tensor": x,
         "parquet": dataset,
         "a directory of it": path / "parts",
@@ -123,7 +107,7 @@ def test_what_fits_is_read_whole_and_what_does_not_stays(tmp_path):
         assert torch.equal(whole.x, x) and torch.equal(whole.y, y)
         assert isinstance(streamed.x, RowSource) and torch.equal(streamed.y, y)
     with memory_budget(SMALL):  # whole numbers come in the dtype of the targets
-        counts = sketchgp.FullProblem(matern().float(), Slices((10 * x).int()), y.float(), 0.1)
+        counts = sketchgp.FullProblem(matern().float(), mapped(tmp_path, (10 * x).int()), y.float(), 0.1)
     assert counts.x.dtype == torch.float32 and torch.equal(counts.x[:5], (10 * x[:5]).int().float())
 
 
@@ -234,12 +218,18 @@ def test_nan_is_found_where_it_is_read(tmp_path):
         sketchgp.FullProblem(matern(), on_disk, y, 0.1)
 
 
-def test_blocks_are_read_ahead_by_one_thread_that_ends(tmp_path):
+def test_blocks_are_read_ahead_by_one_thread_that_ends(monkeypatch):
     x, y = data()
-    log = []
+    log, rows = [], Array.rows
+
+    def logged(table, start, stop):
+        log.append((start, threading.current_thread()))
+        return rows(table, start, stop)
+
+    monkeypatch.setattr(Array, "rows", logged)
     before = threading.active_count()
     with memory_budget(SMALL):
-        problem = sketchgp.FullProblem(matern(), Slices(x, log), y, 0.1)
+        problem = sketchgp.FullProblem(matern(), RowSource(x), y, 0.1)
     log.clear()
     solution = sketchgp.Solution(y, None, problem)
     solution.predict(x[:3])
@@ -314,7 +304,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         for wrong, message in {
             lambda: problem.system("dense"): "all rows in memory",
             lambda: sketchgp.FullProblem(matern().float(), on_disk, y.float(), 0.1): "one dtype and device",
-            lambda: sketchgp.FullProblem(matern(), Slices(x[:, :0]), y, 0.1): "at least one row and one column",
+            lambda: RowSource(x[:, :0]): "at least one row and one column",
             lambda: sketchgp.FullProblem(matern(), on_disk, y[1:], 0.1): "one row per row of x",
             lambda: sketchgp.FullProblem(matern(), x.numpy(), y, 0.1): "x expects a tensor of shape",
             lambda: sketchgp.InducingPointProblem(matern(), on_disk, None, 0.1, x[:9]): "y expects the targets",

@@ -90,9 +90,8 @@ class RowSource:
     Problems make a source of a ``numpy.memmap`` and of whatever else they find on disk; making it oneself is for
     choosing columns, dtype or device.
 
-    :param data: a ``numpy.memmap`` or array, a CPU tensor, a table or dataset of pyarrow's, any object with ``shape``,
-        ``dtype`` and slices ``data[start:stop]`` (of h5py and zarr, say), or the path of an ``.npy`` file or of what
-        ``pyarrow.dataset.dataset`` opens.
+    :param data: a ``numpy.memmap`` or array, a CPU tensor, a table or dataset of pyarrow's, or the path of an ``.npy``
+        file or of what ``pyarrow.dataset.dataset`` opens.
     :param columns: names, of pyarrow's, or indices of the columns to read; None for all.
     :param dtype: float32 or float64, that of the rows; None for the table's own, float64 where it has neither.
     :param device: that of the rows.
@@ -286,19 +285,9 @@ def _block(x: RowSource, span: slice) -> tuple[slice, Tensor]:
     return span, x[span]
 
 
-def is_source(value: Any, dims: tuple[int, ...] = (2,)) -> bool:
-    """Return whether the rows may stay where they are.
-
-    That holds for a :class:`RowSource` and objects it is made of, other than arrays and tensors in memory.
-
-    :param dims: the numbers of dimensions that other objects with slices may have.
-    """
-    if isinstance(value, RowSource | np.memmap):
-        return True
-    if isinstance(value, np.ndarray) or torch.is_tensor(value):
-        return False
-    sliced = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__", "__len__"))
-    return is_arrow(value) or (sliced and isinstance(value.shape, tuple) and len(value.shape) in dims)
+def is_source(value: Any) -> bool:
+    """Return whether the rows may stay where they are: those of a :class:`RowSource`, or of what is on disk."""
+    return isinstance(value, RowSource | np.memmap) or is_arrow(value)
 
 
 def whole_or_source(value: Any, like: Any) -> Any:
@@ -320,7 +309,7 @@ def whole_targets(value: Any, like: Any) -> Any:
     """
     if isinstance(value, RowSource):
         return value.whole()
-    if not is_source(value, dims=(1, 2)):
+    if not is_source(value):
         return value
     if is_arrow(value):
         return _made(value, like).whole()

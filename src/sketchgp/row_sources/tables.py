@@ -1,4 +1,4 @@
-"""What rows can be read from: arrays that are sliced, and tables and datasets of Arrow."""
+"""What rows can be read from: arrays of numpy, and tables and datasets of Arrow."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 from ..checks import refusal, unmasked
 from ..errors import InputError
 
-_NEAR = 2**16  # bytes between two rows that are read along with them, where single rows cannot be picked
 _NO_ARROW = "reading Parquet needs pyarrow: python -m pip install 'sketchgp[arrow]', or save the rows as an .npy file"
-_READING = threading.Lock()  # few readers of files may be used by two threads at once
+_READING = threading.Lock()  # one thread at a time decodes Parquet
 
 
 class Table(Protocol):
@@ -72,52 +71,28 @@ def check_numbers(dtype: np.dtype[Any], what: str) -> None:
 
 
 class Array:
-    """Any object with ``shape``, ``dtype`` and slices: ``numpy.memmap``, a dataset of h5py, an array of zarr, a tensor.
-
-    What picks single rows by an array of indices is trusted to do so only where it is numpy's; of others consecutive
-    rows are read, with those between rows that are near.
+    """An array of numpy, such as a ``numpy.memmap``, or a tensor.
 
     :param columns: indices of those to read; None for all.
     """
 
     def __init__(self, data: Any, columns: Sequence[str | int] | None) -> None:
-        if hasattr(data, "detach"):
-            data = data.detach().numpy()
-        if hasattr(data, "toarray"):  # a sparse matrix of scipy
-            raise refusal("RowSource", "data", "a dense table", data, hint=" Use data.toarray().")
-        data = unmasked("RowSource", "data", data)
-        shape = tuple(getattr(data, "shape", ()))
-        if len(shape) != 2:
-            raise InputError(f"RowSource: data expects a table of shape (n, d), got {type(data).__name__} of {shape}.")
-        self.data = data
-        self.columns = None if columns is None else _indices(columns, shape[1])
-        self.shape = (int(shape[0]), int(shape[1]) if self.columns is None else len(self.columns))
-        first = self._read(slice(0, 1))
-        if first.shape != (min(1, shape[0]), shape[1]):
-            raise InputError(f"RowSource: data expects rows of {shape[1]} numbers, got a slice of shape {first.shape}.")
-        check_numbers(first.dtype, "RowSource: data")
-        self.dtype = first.dtype
-
-    def _read(self, rows: slice) -> np.ndarray:
-        if isinstance(self.data, np.ndarray):
-            return np.asarray(self.data[rows])
-        with _READING:
-            return np.asarray(self.data[rows])
-
-    def _chosen(self, result: np.ndarray) -> np.ndarray:
-        return result if self.columns is None else result[:, self.columns]
+        data = unmasked("RowSource", "data", data.detach().numpy() if hasattr(data, "detach") else data)
+        if not isinstance(data, np.ndarray) or data.ndim != 2:
+            raise refusal("RowSource", "data", "a table of shape (n, d) of numpy or pyarrow, or its path", data)
+        check_numbers(data.dtype, "RowSource: data")
+        self.data, self.dtype = data, data.dtype
+        self.columns = None if columns is None else _indices(columns, data.shape[1])
+        self.shape = (data.shape[0], data.shape[1] if self.columns is None else len(self.columns))
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        return self._chosen(self._read(slice(start, stop)))
+        return self._chosen(self.data[start:stop])
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        if isinstance(self.data, np.ndarray):
-            return self._chosen(np.asarray(self.data[indices]))
-        if not len(indices):
-            return self.rows(0, 0)
-        near = max(1, _NEAR // max(1, self.dtype.itemsize * self.shape[1]))
-        runs = np.split(indices, np.flatnonzero(np.diff(indices) > near) + 1)
-        return np.concatenate([self.rows(run[0], run[-1] + 1)[run - run[0]] for run in runs])
+        return self._chosen(self.data[indices])
+
+    def _chosen(self, result: np.ndarray) -> np.ndarray:
+        return np.asarray(result if self.columns is None else result[:, self.columns])
 
 
 class ArrowTable:
