@@ -11,11 +11,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tqdm import tqdm
+
 from ..cards import shows_progress
 from ..errors import SketchGPError
 
 __all__ = ["main"]
-EVERY = 4.0  # seconds between two lines of a command in a log
+EVERY = 4.0  # seconds between two lines of a command where no bar may be seen
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
@@ -24,16 +26,16 @@ def _show_warning(message: Warning | str, *where: object, **more: object) -> Non
 
 
 @contextmanager
-def _signs_of_life() -> Iterator[None]:
-    """Print the time every few seconds of the block, where no progress bar is seen: in a log, or through a pipe."""
+def _signs_of_life(wanted: bool) -> Iterator[None]:
+    """Print the time every few seconds of the block, above the progress bar if there is one."""
     done, start = threading.Event(), time.perf_counter()
 
     def repeat() -> None:
         while not done.wait(EVERY):
-            print(f"  ... {time.perf_counter() - start:.0f} s")
+            tqdm.write(f"  ... {time.perf_counter() - start:.0f} s")
 
     thread = threading.Thread(target=repeat, daemon=True)
-    if not shows_progress(None):
+    if wanted:
         thread.start()
     try:
         yield
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            with _signs_of_life():
+            with _signs_of_life(options.command == "demo" or not shows_progress(None)):
                 importlib.import_module(f".{options.command}", __name__).run(options)
             return 0
     except SketchGPError as error:
