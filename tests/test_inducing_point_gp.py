@@ -372,7 +372,7 @@ def test_gradients_that_there_are_not():
 
 def test_the_mean_of_several_outputs_needs_no_statistics(monkeypatch):
     model, _, _ = _model(columns=3)
-    monkeypatch.setattr(InducingPointGP, "_statistics", None)
+    monkeypatch.setattr(InducingPointGP, "_swept", None)
     assert predict(model, TEST, variance=None).mean.shape == (11, 3)
     monkeypatch.undo()
     twice = MultitaskMultivariateNormal.from_independent_mvns([_model()[0].eval()(TEST), _model()[0].eval()(TEST)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import gpytorch
@@ -240,17 +241,11 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
         :raises InputError: for a kernel without random features.
         """
-        return self._errors().solution
-
-    def _errors(self, asked: Any = None) -> ErrorPaths:
-        return self._remember("errors", self._drawn, asked)
+        return self._remember("errors", self._drawn).solution
 
     def _drawn(self) -> ErrorPaths:
         noise, z = self.noise().to(torch.float64), self.inducing_points.detach()
         return ErrorPaths(self.covar_module, self._x, z, noise, self.variance_samples, self._solve)
-
-    def _statistics(self, asked: Any = None) -> Collapsed:
-        return self._remember("statistics", self._swept, asked)
 
     def _swept(self) -> Collapsed:
         """Return the statistics for variances of DTC.
@@ -349,9 +344,10 @@ class InducingPointGP(gpytorch.models.ExactGP):
         mean = self._mean(x)
         state = self._kept["state"]
         if self._variance_method() == "samples":
-            covariance = LazyCovariance(PathwiseFormula(x, lambda: self._errors(state)))
+            covariance = LazyCovariance(PathwiseFormula(x, partial(self._remember, "errors", self._drawn, state)))
         else:
-            covariance = LazyCovariance(SparseFormula(x, self.covar_module, lambda: self._statistics(state)))
+            swept = partial(self._remember, "statistics", self._swept, state)
+            covariance = LazyCovariance(SparseFormula(x, self.covar_module, swept))
         return independent(mean, covariance, self.train_targets.dim() > 1)
 
     def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
@@ -389,7 +385,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         With ``A = Q + D`` the inverse has ``1 / d_i - |B^-1/2 L^-1 k(z, x_i)|^2 / d_i^2`` on its diagonal.  The
         variance of a prediction is ``k - q`` larger than that of a model with the covariance Q.
         """
-        statistics, x = self._statistics(), self._x
+        statistics, x = self._remember("statistics", self._swept), self._x
         prior = Access(KernelMatrix.of(self.covar_module, x, engine="tiled")).diagonal()
         noise = statistics.noise
         diagonal, weights, beyond = (torch.empty_like(noise) for _ in range(3))

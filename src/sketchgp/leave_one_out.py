@@ -18,6 +18,7 @@ from .memory import require_memory
 from .models.accelerated.conditioned import TrainingData, check_inputs
 from .models.accelerated.posterior import solution_report, strategy_of
 from .models.accelerated.strategy import AcceleratedPredictionStrategy
+from .models.accelerated.targets import refuse_missing
 from .report import SolveReport
 from .settings import memory_budget
 from .solvers import Cholesky, System
@@ -166,8 +167,7 @@ def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
         raise InputError(f"leave_one_out: an {name} is always exact; exact expects True or None, got False.")
     if targets.dim() != 1:
         raise InputError(f"leave_one_out: model expects one output, targets (n,), got {tuple(targets.shape)}.")
-    if bool(torch.isnan(targets).any()):
-        raise InputError("The training targets hold NaN; give the model the observed rows by set_train_data.")
+    refuse_missing("leave_one_out", targets)
     model.eval()
     with torch.no_grad():
         residual, variance = model._left_out()

@@ -21,6 +21,7 @@ from .models.accelerated.conditioned import Conditioned, check_inputs
 from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import calls_its_own_way, solution_report
 from .models.accelerated.sample_solve import SampleSolve
+from .models.accelerated.targets import refuse_missing
 from .operators import KernelMatrix
 from .operators.expression import recognise_waves
 from .operators.generic_tiles import of_all_dims
@@ -79,10 +80,7 @@ def sample_posterior(
     seed = checked_seed(_OWNER, "seed", seed)
     frequencies = count(_OWNER, "frequencies", frequencies, optional=True)
     check_inputs(_OWNER, model)
-    if bool(torch.isnan(model.train_targets).any()):
-        raise InputError(
-            f"{_OWNER}: the training targets hold NaN; give the model the observed rows by set_train_data."
-        )
+    refuse_missing(_OWNER, model.train_targets)
     model.eval()
     make = _of_inducing_points if sparse else _of_accelerated
     with torch.inference_mode(False), torch.no_grad():

@@ -20,7 +20,7 @@ from ...operators.access import Access
 from .acceleration import choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
 from .mixins import AcceleratedDistribution, accelerated_class
-from .targets import check_value, marginal_of_all, observed_part, observed_targets
+from .targets import check_value, marginal_of_all, observed_part, observed_targets, refuse_missing
 
 
 class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
@@ -92,11 +92,7 @@ class LeaveOneOutPseudoLikelihood(gpytorch.mlls.LeaveOneOutPseudoLikelihood):
         if isinstance(output, MultitaskMultivariateNormal):
             raise InputError("LeaveOneOutPseudoLikelihood expects a model of one output.")
         check_value(target, output.event_shape)
-        if bool(torch.isnan(target).any()):
-            raise InputError(
-                "LeaveOneOutPseudoLikelihood expects targets without NaN; give the model the observed rows by "
-                "set_train_data."
-            )
+        refuse_missing("LeaveOneOutPseudoLikelihood", target)
         residual = target.to(torch.float64) - output.mean.to(torch.float64)
         weights, samples = _solved(operator, residual)
         density = expected_log_density(samples, _fit(operator, samples.detach().mean(dim=-1)), weights)

@@ -149,6 +149,12 @@ def check_reduced(n: int) -> None:
         )
 
 
+def refuse_missing(owner: str, targets: Tensor) -> None:
+    """:raises InputError: where targets are NaN."""
+    if bool(torch.isnan(targets).any()):
+        raise InputError(f"{owner} expects targets without NaN; give the model the observed rows by set_train_data.")
+
+
 def observed_targets(targets: Tensor, event: torch.Size) -> Tensor:
     """Return where every element of the batch has a target, a bool tensor of the shape ``event``.
 
