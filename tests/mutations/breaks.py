@@ -921,10 +921,10 @@ BREAKS = (
         "a solve that fell short does not warn",
     ),
     Break(
-        "(0.5 * (log - ratio * inverse) for log",
-        "(0.5 * (log + ratio * inverse) for log",
+        "0.5 * (1 + ratio), -0.5 * (0.5 + ratio)",
+        "0.5 * (1 - ratio), -0.5 * (0.5 + ratio)",
         LEAVE_ONE_OUT,
-        "a term of the log density has a wrong sign",
+        "wrong sign of the quadratic form in the densities of rows that are left out",
     ),
     Break(
         "        return torch.sparse.mm(self._turned, near - far)",

@@ -10,8 +10,9 @@ of a matrix", 2007).  The preconditioner is no such B where the noise is small: 
 above ``A^-1``, and the deviation becomes 4 times (noise 1e-2) to 400 times (1e-4) that of plain probes (kin8nm, 2,000
 points, rank 448).  With :class:`.full_scale.FullScale` it is 0.4 to 0.5 times of it.
 
-What is computed from the a_i is not linear in them.  Around the values ``f_i`` of a fit through all rows quadratics are
-put in its place, whose means are known: that of ``(x_i - f_i)^2`` is ``(a_i - f_i)^2`` and the variance of x_i.
+What is computed from the a_i is not linear in them.  Its Taylor polynomials of second order around the values ``f_i``
+of a fit through all rows are put in its place.  Their means are known: that of ``(x_i - f_i)^2`` is ``(a_i - f_i)^2``
+and the variance of x_i.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from ..operators import KernelMatrix
@@ -37,8 +37,6 @@ _COLUMNS = 512  # columns of an inverse at once
 _ROUNDS = 50  # rounds of a fit
 _STEP = 2.0  # largest step of the logarithm in a round
 _FITTED = 4  # coefficients of a fit, at most
-_NODES = 40  # nodes of a quadrature
-_LEAST = 1e-3  # of a deviation: below it quadratics are Taylor's to six digits
 
 
 @torch.no_grad()
@@ -201,46 +199,24 @@ def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:
     return 0.5 * (diagonal.log() - weights.square() / diagonal - math.log(2 * math.pi))
 
 
-def quadratics(spread: Tensor) -> Tensor:
-    """Return coefficients ``(3, 3)`` of 1, d and d^2 for the functions ``x^-2``, ``x^-1``, ``log x`` of ``x = 1 + d``.
-
-    The mean of a quadratic in d can be estimated without bias from unbiased samples of d.  These are the nearest ones
-    in the mean square for a log-normal x of mean 1 and the variance ``spread``, and have the same means; where the
-    spread is small they are Taylor's.
-    """
-    nodes, masses = (torch.from_numpy(part).to(spread) for part in hermegauss(_NODES))
-    masses = (masses / masses.sum()).sqrt()
-    deviation = spread.sqrt().clamp(min=_LEAST)
-    width = deviation.square().log1p().sqrt()
-    x = (width * nodes - width.square() / 2).exp()
-    powers = torch.arange(3, device=nodes.device)
-    design = ((x - 1) / deviation).unsqueeze(1) ** powers * masses.unsqueeze(1)
-    functions = torch.stack([x**-2, 1 / x, x.log()], dim=1) * masses.unsqueeze(1)
-    return torch.linalg.lstsq(design, functions).solution.mT / deviation**powers
-
-
 def totals(probed: ProbedDiagonal, weights: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return mean squared error and mean log predictive density, left one out, with standard errors.
 
     :param weights: w, ``(n,)``.
     """
-    fit = probed.fit
-    square, ratio = (weights / fit).square(), weights.square() / fit
-    constant = 0.5 * (fit.log() - math.log(2 * math.pi))
+    square, ratio = (weights / probed.fit).square(), weights.square() / probed.fit
+    error, error_deviation = probed.total(square, -2 * square, 3 * square)
+    density, density_deviation = probed.total(*_expansion(probed.fit, weights))
+    # what a quadratic leaves out where values are log-normal about the fit
+    of_squares, of_ratios = float(probed.spread_of(square)), float(probed.spread_of(ratio))
+    missing = error * ((1 + of_squares) ** 3 - 1 - 3 * of_squares), (of_ratios - math.log1p(of_ratios)) / 4
+    return (error, math.hypot(error_deviation, missing[0])), (density, math.hypot(density_deviation, missing[1]))
 
-    def error(spread: Tensor) -> tuple[float, float]:
-        return probed.total(*(square * part for part in quadratics(spread)[0]))
 
-    def density(spread: Tensor) -> tuple[float, float]:
-        _, of_inverse, of_log = quadratics(spread)
-        value, first, second = (0.5 * (log - ratio * inverse) for log, inverse in zip(of_log, of_inverse, strict=True))
-        return probed.total(constant + value, first, second)
-
-    results, none = [], torch.zeros_like(probed.spread)
-    for quantity, shares in ((error, square), (density, ratio)):
-        (value, deviation), (taylor, _) = quantity(probed.spread_of(shares)), quantity(none)
-        results.append((value, math.hypot(deviation, value - taylor)))  # the error of the quadratics may be as large
-    return results[0], results[1]
+def _expansion(fit: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the coefficients of 1, d and d^2 in log predictive densities for ``a_i = fit_i (1 + d)``."""
+    ratio = weights.square() / fit
+    return log_density(fit, weights), 0.5 * (1 + ratio), -0.5 * (0.5 + ratio)
 
 
 def expected_log_density(samples: Tensor, fit: Tensor, weights: Tensor) -> Tensor:
@@ -253,6 +229,5 @@ def expected_log_density(samples: Tensor, fit: Tensor, weights: Tensor) -> Tenso
     """
     relative = samples / fit.unsqueeze(-1) - 1
     mean, noise = relative.mean(dim=-1), relative.var(dim=-1) / samples.shape[-1]
-    ratio = weights.square() / fit
-    each = log_density(fit, weights) + 0.5 * (1 + ratio) * mean - 0.5 * (0.5 + ratio) * (mean.square() - noise)
-    return each.sum(dim=-1)
+    value, first, second = _expansion(fit, weights)
+    return (value + first * mean + second * (mean.square() - noise)).sum(dim=-1)
