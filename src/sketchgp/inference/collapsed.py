@@ -49,7 +49,7 @@ class _Statistics(torch.autograd.Function):
             weighted = half * precision[span]
             s.addmm_(weighted, half.mT)
             c.addmm_(weighted, residual[span])
-        s, c = tall.total(s), tall.total(c)
+        s, c = tall.space.total(s), tall.space.total(c)
         ctx.matrix, ctx.shards = matrix.detach(), in_force()
         ctx.save_for_backward(x, root, precision, residual, s, c, *inputs)
         return s, c

@@ -213,18 +213,10 @@ class TallMatrix:
         return Space.of(self.shape[0])
 
     def own_tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield :meth:`tiles` of this rank's rows; sums over them are completed by :meth:`total`."""
+        """Yield :meth:`tiles` of this rank's rows; sums over them are completed by the total of :attr:`space`."""
         space, (n, m) = self.space, self.shape
         yield from self.tiles(within=space.span)
         self.evaluated.entries += (n - space.height) * m
-
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of what each rank has of :meth:`own_tiles`."""
-        return self.space.total(part)
-
-    def completed(self, values: Tensor) -> Tensor:
-        """All of ``(n, t)`` values of which each rank has those of the rows of :meth:`own_tiles`."""
-        return self.space.whole(values[self.own])
 
     def joined(self, values: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
         """All of ``(n, t)`` values of which each rank gives those of its rows ``own``, and the sum of parts ``(p, t)``:
@@ -254,7 +246,7 @@ class TallMatrix:
         out = vectors.new_zeros(self.shape[1], vectors.shape[-1])
         for span, tile in self.own_tiles():
             out.addmm_(tile.mT, vectors[span])
-        return self.total(out)
+        return self.space.total(out)
 
     def gram(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``T^T (T v)`` and ``|T v|^2`` of each column: ``(m, t)`` to ``(m, t)`` and ``(t,)``, in one sweep."""
@@ -264,7 +256,7 @@ class TallMatrix:
             squares += image.square().sum(dim=0)
             out.addmm_(tile.mT, image)
         if self.space.shared:
-            both = self.total(torch.cat([out, squares.unsqueeze(0)]))
+            both = self.space.total(torch.cat([out, squares.unsqueeze(0)]))
             out, squares = both[:-1], both[-1]
         return out, squares
 

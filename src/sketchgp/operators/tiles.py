@@ -128,7 +128,7 @@ def shrinking(device: torch.device, shape: Callable[[], Shape], compute: Callabl
 
 
 _FEW = 64  # columns up to which a product is thin
-_GROUP = 4  # of columns, that matrix products take at once
+GROUP = 4  # of columns, that matrix products take at once
 _ROWS = 512  # of the matrix, that one of a batch of products takes
 
 
@@ -150,7 +150,7 @@ def thin_product(matrix: Any, vectors: Tensor) -> Tensor:
         or not 1 < t <= _FEW
     ):
         return matrix @ vectors
-    rows = torch.nn.functional.pad(vectors.mT, (0, 0, 0, -t % _GROUP)).contiguous()
+    rows = torch.nn.functional.pad(vectors.mT, (0, 0, 0, -t % GROUP)).contiguous()
     whole = len(matrix) // _ROWS * _ROWS
     if whole == 0 or matrix.stride(-1) != 1:
         return (rows @ matrix.mT)[:t].mT.contiguous()

@@ -182,8 +182,8 @@ def krill_preconditioner(
         embedding.add_product(stacked[:rows], span, tile)
         if targets is not None and sketched is not None:
             embedding.add_product(sketched[:rows], span, targets[span].to(stacked))
-    stacked = tall.total(stacked)
-    sketched = None if sketched is None else tall.total(sketched)
+    stacked = tall.space.total(stacked)
+    sketched = None if sketched is None else tall.space.total(sketched)
     stacked[rows:] = root_of(matrix) * matrix.level**0.5
     packed, scales = torch.geqrf(stacked)
     root = packed[:m].triu()

@@ -17,7 +17,7 @@ from ..fast_tiles import FastGradient, FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
 from ..pairs import Pairs, far_rows
-from ..tiles import Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
+from ..tiles import GROUP, Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
 from .base import Engine, Gradients, Live, folds
 
 
@@ -266,7 +266,6 @@ def coincident(pairs: Pairs, rows: slice, columns: slice) -> Tensor | int | None
     return sent(torch.stack([i[inside] - rows.start, j[inside] - columns.start]), pairs.device)
 
 
-_GROUP = 4  # of columns, that matrix products take at once
 _FEW = {torch.float32: 8, torch.float64: 256}  # columns up to which they lie across
 
 
@@ -284,7 +283,7 @@ class TileSums:
         self.columns = t = rhs.shape[-1]
         self.across = rhs.device.type == "cpu" and rhs.dim() == 2 and 1 < t <= _FEW.get(rhs.dtype, 0)
         if self.across:
-            more = -t % _GROUP if t > 2 else 0
+            more = -t % GROUP if t > 2 else 0
             self.rhs = torch.nn.functional.pad(rhs.mT, (0, 0, 0, more)).contiguous()
             self.out = rhs.new_zeros(t + more, rows)
         else:
