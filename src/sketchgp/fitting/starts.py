@@ -49,9 +49,10 @@ def flatness(model: Any, seed: int) -> str:
 
     Correlations of some rows and their nearest neighbours are looked at; "" for models of which no rows can be taken.
     """
-    x = _floating(model)
-    if x is None or model.train_targets.dim() != 1 or len(x) < 3:
+    inputs = [part for part in model.train_inputs if part.is_floating_point()]
+    if len(inputs) != 1 or inputs[0].dim() != 2 or model.train_targets.dim() != 1 or len(inputs[0]) < 3:
         return ""
+    x = inputs[0].detach().double().cpu()
     chosen = _neighbours(x, seed)
     covariance = _told(model, lambda prior: prior.covariance_matrix.double(), chosen)
     if covariance is None or covariance.shape != (len(chosen), len(chosen)):
@@ -283,14 +284,6 @@ def inside(values: Tensor, constraint: Any) -> Tensor:
     lower, upper = (float(bound.max()) for bound in (constraint.lower_bound, constraint.upper_bound))
     room = 1e-3 * (upper - lower) if upper < float("inf") else 1e-3 * abs(lower)
     return values.clamp(lower + room, upper - room)
-
-
-def _floating(model: Any) -> Tensor | None:
-    """Return the real-valued inputs, ``(n, d)`` float64 on the CPU; None for a batch or several of them."""
-    inputs = [part for part in model.train_inputs if part.is_floating_point()]
-    if len(inputs) != 1 or inputs[0].dim() != 2:
-        return None
-    return inputs[0].detach().double().cpu()
 
 
 def _neighbours(x: Tensor, seed: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
 from ..lazy_covariance import LazyCovariance
-from .acceleration import Purpose, choices_of
+from .acceleration import Acceleration, Purpose, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
 from .posterior_covariance import Solved, conditioned
 from .targets import observed_part, observed_rows
@@ -70,8 +70,9 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
         :param points: as in :meth:`AcceleratedAddedDiagLinearOperator.solve_for`; asked if there is something to solve.
         """
-        kind = _kind()
-        with self._lock(), own_solves() as solves:
+        kind, acceleration = _kind(), self._acceleration
+        # of two threads, the second waits for the solution of the first
+        with nullcontext() if acceleration is None else acceleration.lock, own_solves() as solves:
             try:
                 weights = get_from_cache(self, _WEIGHTS, *kind)
             except CachingError:
@@ -80,10 +81,10 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
             self.report = merged(solves)
         return weights
 
-    def _lock(self) -> AbstractContextManager[Any]:
-        """Return the lock of the model: of two threads, the second waits for the solution of the first."""
-        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
-        return nullcontext() if acceleration is None else acceleration.lock
+    @property
+    def _acceleration(self) -> Acceleration | None:
+        """The choices of the model."""
+        return choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
 
     def set_weights(self, weights: Tensor) -> None:
         """Put a solution where :attr:`weights` looks for it."""
@@ -185,9 +186,8 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
 
     def _of_observed(self, noisy: Any, observed: Tensor) -> Any:
         """Return ``K + noise`` of the observed targets."""
-        acceleration = choices_of(self.train_prior_dist.lazy_covariance_matrix, self.likelihood)
-        assert acceleration is not None  # the strategy is an accelerated model's
-        return observed_part(noisy, observed, acceleration)
+        assert self._acceleration is not None  # the strategy is an accelerated model's
+        return observed_part(noisy, observed, self._acceleration)
 
     def _noisy(self) -> Any:
         """Return ``K + noise`` of the training data, evaluated."""

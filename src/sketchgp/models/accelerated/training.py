@@ -130,10 +130,6 @@ class Training:
         with torch.no_grad():
             return self.acceleration.build(self.system.operator, self.system.noise, differentiable=False)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return self.acceleration.preconditioned(self.preconditioner)
-
     # --- solves ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -174,8 +170,9 @@ class Training:
     def _solved_by_gradients(
         self, solver: ConjugateGradients, c: Tensor, goal: Goal
     ) -> tuple[explained.Explained, SolveReport]:
+        options = self.acceleration.preconditioned(self.preconditioner)
         with shortfall_counted():
-            result, report = explained.solve(self.system, c, solver, goal, **self._options)
+            result, report = explained.solve(self.system, c, solver, goal, **options)
         return self._finished(result, report, c), report
 
     def _solved_by_structure(self, c: Tensor, prior: Tensor) -> explained.Explained:
