@@ -38,33 +38,25 @@ def count(owner: str, name: str, value: Any, *, least: int = 1, most: int | None
 
     :param optional: whether None is as good.
     """
-    if value is None and optional:
-        return None
     found = _integer(value)
-    if found is None or found < least or (most is not None and found > most):
-        if most is not None:
-            kind = f"{least} or {most}" if most == least + 1 else f"an integer from {least} to {most}"
-        else:
-            kind = {0: "an integer of at least 0", 1: "a positive integer"}.get(
-                least, f"an integer of at least {least}"
-            )
-        raise refusal(owner, name, kind, value, optional)
-    return found
+    kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    if most is not None:
+        kind = f"{least} or {most}" if most == least + 1 else f"an integer from {least} to {most}"
+    right = found is not None and least <= found and (most is None or found <= most)
+    return _accept(owner, name, value, found, right, kind, optional)
 
 
 def counts(owner: str, name: str, value: Any, *, least: int = 1) -> tuple[int, ...]:
     """A sequence of integers, each of at least ``least``."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise refusal(owner, name, "a sequence of integers", value)
-    return tuple(count(owner, name, one, least=least) for one in value)
+    return tuple(count(owner, name, one, least=least) for one in _sequence(owner, name, value, "integers"))
 
 
 def seed(owner: str, name: str, value: Any, *, least: int = -(2**63)) -> int:
     """An integer that seeds a ``torch.Generator``, from ``least`` to below 2^63."""
     found = _integer(value)
-    if found is None or not least <= found < 2**63:
-        raise refusal(owner, name, "an integer of at least 0" if least == 0 else "an integer below 2^63", value)
-    return found
+    kind = "an integer of at least 0" if least == 0 else "an integer below 2^63"
+    right = found is not None and least <= found < 2**63
+    return int(_accept(owner, name, value, found, right, kind, False))
 
 
 def number(
@@ -83,18 +75,16 @@ def number(
 
     :param finite: whether infinity is refused; :param optional: whether None is as good.
     """
-    if value is None and optional:
-        return None
     found = _plain(value)
-    right = isinstance(found, Real) and not isinstance(found, bool) and not math.isnan(found)
-    if right and not (
-        (above is not None and not found > above)
-        or (least is not None and not found >= least)
-        or (below is not None and not found < below)
-        or (most is not None and not found <= most)
-        or (finite and math.isinf(found))
-    ):
-        return found if isinstance(found, int | float) else float(found)
+    real = isinstance(found, Real) and not isinstance(found, bool) and not math.isnan(found)
+    right = (
+        real
+        and (above is None or found > above)
+        and (least is None or found >= least)
+        and (below is None or found < below)
+        and (most is None or found <= most)
+        and not (finite and math.isinf(found))
+    )
     if above is not None and below is not None:
         kind = f"a number between {above:g} and {below:g}"
     elif least is not None and most is not None:
@@ -105,14 +95,18 @@ def number(
         kind = f"a number of at least {least:g}"
     else:
         kind = "a finite number" if finite else "a number"
-    raise refusal(owner, name, kind, value, optional)
+    plain = found if not right or isinstance(found, int | float) else float(found)
+    return _accept(owner, name, value, plain, right, kind, optional)
 
 
 def numbers(owner: str, name: str, value: Any) -> tuple[float, ...]:
     """A sequence of real numbers."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise refusal(owner, name, "a sequence of numbers", value)
-    return tuple(number(owner, f"{name}[{i}]", one) for i, one in enumerate(value))
+    return tuple(number(owner, f"{name}[{i}]", one) for i, one in enumerate(_sequence(owner, name, value, "numbers")))
+
+
+def _sequence(owner: str, name: str, value: Any, kind: str) -> Any:
+    right = isinstance(value, Iterable) and not isinstance(value, str)
+    return _accept(owner, name, value, value, right, f"a sequence of {kind}", False)
 
 
 def tolerance(owner: str, name: str, value: Any, *, words: tuple[str, ...] = (), optional: bool = False) -> Any:
@@ -127,41 +121,34 @@ def tolerance(owner: str, name: str, value: Any, *, words: tuple[str, ...] = (),
 
 def flag(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
     """True or False."""
-    if value is None and optional:
-        return None
     found = _plain(value)
-    if not isinstance(found, bool):
-        raise refusal(owner, name, "True or False", value, optional)
-    return found
+    return _accept(owner, name, value, found, isinstance(found, bool), "True or False", optional)
 
 
 def word(owner: str, name: str, value: Any, allowed: Sequence[str], *, optional: bool = False) -> Any:
     """One of some words."""
-    if value is None and optional:
-        return None
-    if not isinstance(value, str) or value not in allowed:
-        words = [repr(one) for one in allowed]
-        kind = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
-        raise refusal(owner, name, kind, value, optional)
-    return str(value)
+    words = [repr(one) for one in allowed]
+    kind = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+    right = isinstance(value, str) and value in allowed
+    return _accept(owner, name, value, str(value) if right else value, right, kind, optional)
 
 
 def path(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
     """A path in the file system."""
-    if value is None and optional:
-        return None
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise refusal(owner, name, "a path", value, optional)
-    return value
+    right = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+    return _accept(owner, name, value, value, right, "a path", optional)
 
 
 def function(owner: str, name: str, value: Any, *, optional: bool = True) -> Any:
     """Something to call."""
-    if value is None and optional:
-        return None
-    if not callable(value):
-        raise refusal(owner, name, "a function", value, optional)
-    return value
+    return _accept(owner, name, value, value, callable(value), "a function", optional)
+
+
+def _accept(owner: str, name: str, value: Any, found: Any, right: bool, kind: str, optional: bool) -> Any:
+    """Return what was found in a value where it is right, and None where that is as good."""
+    if right or (value is None and optional):
+        return found
+    raise refusal(owner, name, kind, value, optional)
 
 
 def instance(owner: str, name: str, value: Any, classes: Any, kind: str, hint: str = "") -> Any:

@@ -909,8 +909,8 @@ BREAKS = (
         "damaged numbers are read without a word",
     ),
     Break(
-        "if found is None or found < least or",
-        "if found is None or found < 0 or",
+        "right = found is not None and least <= found and",
+        "right = found is not None and 0 <= found and",
         ("test_misuse.py",),
         "zero is taken for a positive integer",
     ),
