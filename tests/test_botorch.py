@@ -397,7 +397,7 @@ def test_sketchgp_fit_of_a_multi_task_gp() -> None:
     model, _ = multitask()
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.002), []
     with dense():
-        for _ in range(5):
+        for _ in range(3):
             value, gradient = task_marginal(model)
             losses.append(-float(value))
             for name, parameter in model.named_parameters():
@@ -406,7 +406,7 @@ def test_sketchgp_fit_of_a_multi_task_gp() -> None:
     model, _ = multitask()
     sketchgp.accelerate(model)
     with iterative(tol=1e-6):
-        history = sketchgp.fit(model, iterations=5, learning_rate=0.002, objective="probes", num_probes=40)
+        history = sketchgp.fit(model, iterations=3, learning_rate=0.002, objective="probes", num_probes=40)
     assert max(abs(a - b) for a, b in zip(history.losses, losses, strict=True)) < 1e-2
 
 
@@ -417,7 +417,7 @@ def test_fit_gpytorch_mll_of_a_multi_task_gp() -> None:
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
     with iterative(tol=1e-6), warnings.catch_warnings():
         warnings.simplefilter("ignore", OptimizationWarning)
-        fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": 4}})
+        fit_gpytorch_mll(mll, optimizer_kwargs={"options": {"maxiter": 2}})
         assert float(task_marginal(model)[0]) > start
 
 
