@@ -37,7 +37,7 @@ from sketchgp import LaplaceKernel
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.engines import DENSE
 from sketchgp.operators.expression import recognise
-from sketchgp.operators.fast_tiles import Distances
+from sketchgp.operators.fast_tiles import Distances, FastTiles
 from test_kernel_matrix import check_bilinear_derivative, evaluate, pytestmark, separate  # noqa: F401
 
 # --- the reference ----------------------------------------------------------------------------------------------
@@ -367,6 +367,15 @@ def test_the_variance_of_every_point_is_the_same(name, many_tiles):
     assert (operator.block(picked, picked.flip(0)).flip(1).diagonal() == diagonal[0]).all()
     expected = reference(make(name, d), points(1, d), points(1, d))
     assert float(diagonal[0]) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_the_diagonal_of_a_tile_that_begins_left_of_it():
+    """As the rows of a rank do; every entry beside the diagonal keeps its distance."""
+    kernel, x = make("matern12"), points(30)
+    operator = KernelMatrix.of(kernel, x, engine="tiled").detach()
+    made = FastTiles(operator.expression, operator.pairs.prepared(), (30, 30), same=True)
+    for rows, columns in ((slice(7, 30), slice(0, 25)), (slice(4, 22), slice(9, 30))):
+        assert relative(made.tile(rows, columns) * made.outputscale, reference(kernel, x, x)[rows, columns]) < 1e-12
 
 
 def test_near_pairs_are_few_at_short_lengthscales(many_tiles):
