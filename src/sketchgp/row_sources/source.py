@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,26 +37,14 @@ def ahead(reads: Iterable[Callable[[], Result]]) -> Iterator[Result]:
     if second is None:
         yield first()
         return
-    with _Reader() as submit:
-        waiting: deque[Future[Result]] = deque((submit(first), submit(second)))
+    with ThreadPoolExecutor(1, "sketchgp-rows", _use, (_streams(),)) as thread:
+        waiting = deque((thread.submit(first), thread.submit(second)))
         for read in left:
             yield waiting.popleft().result()
-            waiting.append(submit(read))
+            waiting.append(thread.submit(read))
         yield waiting.popleft().result()
         last = waiting.popleft().result()
     yield last  # the thread has ended, whether anybody asks for more or not
-
-
-class _Reader:
-    """One thread, which ends with the block, whether everything was read or not."""
-
-    def __enter__(self) -> Callable[[Callable[[], Result]], Future[Result]]:
-        streams = _streams()
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="sketchgp-rows", initializer=_use, initargs=(streams,))
-        return self.pool.submit
-
-    def __exit__(self, *_: object) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _streams() -> list[torch.cuda.Stream]:
@@ -108,14 +96,13 @@ class RowSource:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._table = table_of(data, columns)
+        self._table, self._columns = table_of(data, columns)
         own = {kind: ours for ours, kind in _TYPES.items()}.get(self._table.dtype.newbyteorder("="), torch.float64)
         self.dtype = own if dtype is None else check_dtype("RowSource", "dtype", dtype)
         if self.dtype not in _TYPES:
             raise InputError(f"RowSource: dtype expects float32 or float64, got {dtype}.")
         self.device = torch.empty(0, device=device).device
         self._span = slice(0, self._table.shape[0])
-        self._columns: np.ndarray | None = None  # those that were selected; None for all
         if 0 in self.shape:
             raise InputError(f"RowSource: data expects at least one row and one column, got shape {tuple(self.shape)}.")
         self._block_bytes = max(_LEAST_BYTES, min(_MOST_BYTES, memory_budget.value(self.device) // _SHARE))

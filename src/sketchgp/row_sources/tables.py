@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,26 +16,17 @@ _NO_ARROW = "reading Parquet needs pyarrow: python -m pip install 'sketchgp[arro
 _READING = threading.Lock()  # one thread at a time decodes Parquet
 
 
-class Table(Protocol):
-    """``(n, d)`` numbers; :ivar dtype: of numpy."""
+def table_of(data: Any, columns: Sequence[str | int] | None) -> tuple[Array | ArrowTable, np.ndarray | None]:
+    """Return a table, and indices of the columns to select of what it reads; None for all.
 
-    shape: tuple[int, int]
-    dtype: np.dtype[Any]
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Consecutive rows ``(stop - start, d)``."""
-
-    def take(self, indices: np.ndarray) -> np.ndarray:
-        """Rows ``(k, d)`` for indices ``(k,)`` that increase."""
-
-
-def table_of(data: Any, columns: Sequence[str | int] | None) -> Table:
-    """:raises InputError: for what is no table of numbers."""
+    :raises InputError: for what is no table of numbers, and columns that it does not have.
+    """
     if isinstance(data, str | Path):
         data = _opened(Path(data))
     if is_arrow(data):
-        return ArrowTable(data, columns)
-    return Array(data, columns)
+        return ArrowTable(data, columns), None
+    table = Array(data)
+    return table, None if columns is None else _indices(columns, table.shape[1])
 
 
 def is_arrow(data: Any) -> bool:
@@ -71,28 +62,22 @@ def check_numbers(dtype: np.dtype[Any], what: str) -> None:
 
 
 class Array:
-    """An array of numpy, such as a ``numpy.memmap``, or a tensor.
+    """An array of numpy, such as a ``numpy.memmap``, or a tensor."""
 
-    :param columns: indices of those to read; None for all.
-    """
-
-    def __init__(self, data: Any, columns: Sequence[str | int] | None) -> None:
+    def __init__(self, data: Any) -> None:
         data = unmasked("RowSource", "data", data.detach().numpy() if hasattr(data, "detach") else data)
         if not isinstance(data, np.ndarray) or data.ndim != 2:
             raise refusal("RowSource", "data", "a table of shape (n, d) of numpy or pyarrow, or its path", data)
         check_numbers(data.dtype, "RowSource: data")
-        self.data, self.dtype = data, data.dtype
-        self.columns = None if columns is None else _indices(columns, data.shape[1])
-        self.shape = (data.shape[0], data.shape[1] if self.columns is None else len(self.columns))
+        self.data, self.dtype, self.shape = data, data.dtype, data.shape
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        return self._chosen(self.data[start:stop])
+        """Consecutive rows ``(stop - start, d)``."""
+        return np.asarray(self.data[start:stop])
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        return self._chosen(self.data[indices])
-
-    def _chosen(self, result: np.ndarray) -> np.ndarray:
-        return np.asarray(result if self.columns is None else result[:, self.columns])
+        """Rows ``(k, d)`` for indices ``(k,)`` that increase."""
+        return np.asarray(self.data[indices])
 
 
 class ArrowTable:
