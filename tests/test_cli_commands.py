@@ -588,9 +588,6 @@ def test_quick_demo(tmp_path, capsys):
     assert "tuned on a random subset of 500 of the 1,800 training rows" in out
     assert (tmp_path / "sketchgp-demo.png").read_text() == "mine"
     assert (tmp_path / "sketchgp-demo-2.png").read_bytes()[:4] == b"\x89PNG"
-    result = out[out.index("Result:") :]
-    seconds = [float(part.split()[0]) for part in result.split("iterations and ")[1:]]
-    assert (seconds[1] > seconds[0]) == ("On so few rows" in result) or seconds[0] == seconds[1]
 
 
 @pytest.mark.slow

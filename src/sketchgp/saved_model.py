@@ -152,13 +152,11 @@ def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
 class Predicted:
     """Predictions of all rows of a table, in the target's units, NaN where a row gets none.
 
-    :param complete: which rows are predicted, ``(rows,)`` boolean.
     :param lacking: number of rows that lack a value.
     :param strangers: by column, the number of rows with a category that the model does not know.
     """
 
     prediction: Prediction
-    complete: Tensor
     lacking: int
     strangers: dict[str, int]
 
@@ -211,7 +209,7 @@ def predict_rows(
     powers |= {"mean_error_bound": 1, "mean_error_bound_deviations": 0}
     scaled = {name: of_all_rows(getattr(predicted, name), scaling.y_std**power) for name, power in powers.items()}
     prediction = replace(predicted, mean=of_all_rows(scaling.unscale_mean(predicted.mean)), **scaled)
-    return Predicted(prediction, complete, int(lacking.sum()), strangers)
+    return Predicted(prediction, int(lacking.sum()), strangers)
 
 
 def load_model(path: str | os.PathLike[str]) -> LoadedModel:

@@ -15,7 +15,6 @@ RING: dict[str, Any] = {
     "markeredgewidth": 2,
     "linestyle": "none",
 }  # around a value that counts
-_SHORT = 40  # points up to which each has a dot
 
 
 def new_figure(size: tuple[float, float], dpi: int = 120) -> Any:
@@ -43,18 +42,6 @@ def axes_for(owner: str, ax: Any, size: tuple[float, float] = (7.5, 4.2)) -> Any
     if not all(hasattr(ax, name) for name in ("plot", "set_xlabel", "figure")):
         raise InputError(f"{owner}: ax expects matplotlib axes, or None, got {found(ax)}.")
     return ax
-
-
-def residuals(ax: Any, x: Any, y: Any, color: str, label: str, final: float | None, **line: Any) -> None:
-    """Draw the residuals of a solve, with dots where they are few, and a ring at the residual of its result.
-
-    :param line: properties of the line.
-    """
-    if len(x) > 1:
-        dots = "." if len(x) <= _SHORT else ""
-        ax.plot(x, y, color=color, label=label, **{"linewidth": 1.8, "marker": dots, "markersize": 6, **line})
-    if final is not None and len(x):
-        ax.plot(x[-1:], [final], color=color, zorder=100, label=label if len(x) < 2 else None, **RING)
 
 
 def finish(ax: Any, title: str = "", x: str = "", y: str = "", grid: str = "both", legend: bool = True) -> Any:

@@ -44,10 +44,6 @@ from .regression import (
 
 KERNEL = "matern52"
 STORED_MATRIX = 2 * 2**30  # bytes one stored matrix may take: keeps the demo within 8 GB on any machine
-SMALL = (
-    ". On so few rows a product with K takes milliseconds, and most of sketchgp's time goes into its preconditioner, "
-    "and into a residual checked in float64; both pay from several thousand rows on"
-)
 FOOTNOTES = (
     "true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the weights w. "
     "mean s: seconds to the mean of all test rows.\n"
@@ -151,15 +147,14 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
 
 def _verdict(full: Outcome, part: Outcome, default: Row | None, unit: float) -> str:
     """Return the result of this run in one sentence, whichever way it falls."""
-    comparison = small = ""
+    comparison = ""
     if default is not None and part.solve is not None:
         comparison = f"; on those rows GPyTorch's defaults took {_effort(default)}, sketchgp {_effort(part.row)}"
-        small = SMALL if (part.row.mean_seconds or 0.0) > (default.mean_seconds or 0.0) else ""
     solved = "solved" if full.solve is None or full.solve.converged else "not solved to its tolerance"
     return (
         f"Result: the exact GP on all {full.row.n:,} rows was {solved} in {full.row.mean_seconds:.0f} s and predicts a "
         f"diamond's price to about {100 * (full.row.rmse or 0.0) * unit:.1f}% (RMSE {full.row.rmse:.4f}, against "
-        f"{part.row.rmse:.4f} with {part.row.n:,} rows){comparison}{small}."
+        f"{part.row.rmse:.4f} with {part.row.n:,} rows){comparison}."
     )
 
 

@@ -16,8 +16,9 @@ from ..random_streams import generator
 from ..report import SolveReport
 from ..row_sources import RowSource
 from ..solvers import FullProblem, Solution
-from ..style import COLORS, axes_for, finish, level, residuals
+from ..style import COLORS, RING, axes_for, finish, level
 
+_SHORT = 40  # points up to which each has a dot
 _LEAST_SHARE = 1e-16  # of the largest eigenvalue, below which rounding is all that is seen
 
 
@@ -41,7 +42,12 @@ def convergence(reports: Any, ax: Any = None, by: Literal["iterations", "seconds
         start, span = (0, report.iterations or last) if by == "iterations" else (report.setup_seconds, report.seconds)
         x = [start + span * place / max(1, last) for place in range(len(worst))]
         label = _name(report) if alike else f"{_name(report)}, {report.sizes}"
-        residuals(ax, x, worst, color, label, report.max_residual)
+        if last > 0:
+            dots = "." if last < _SHORT else ""
+            ax.plot(x, worst, color=color, label=label, linewidth=1.8, marker=dots, markersize=6)
+        if x:
+            alone = label if last == 0 else None
+            ax.plot(x[-1:], [report.max_residual], color=color, zorder=100, label=alone, **RING)
     tolerances = {report.tol for report in found if report.judged == "residual" and len(report.history) > 1}
     for tol in sorted(tolerances - {float("inf")}):
         level(ax, tol, f"tolerance {tol:.0e}")
