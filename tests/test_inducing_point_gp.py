@@ -429,7 +429,7 @@ def test_one_dimension():
         ({"y": normal(N) / 0}, "NaN"),
         ({"kernel": RBFKernel(batch_shape=torch.Size([2]))}, "batch_shape"),
         ({"kernel": gpytorch.kernels.LinearKernel()}, "structure of its own"),
-        ({"x": [points(4)]}, "train_x and train_y expect tensors"),
+        ({"x": [points(4)]}, "train_x expects a tensor"),
         ({"likelihood": MultitaskGaussianLikelihood(num_tasks=2)}, "got MultitaskGaussianLikelihood"),
     ],
 )

@@ -15,7 +15,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
-from .checks import count, found, inputs, instance, points_like, tensor, word
+from .checks import count, inputs, instance, points_like, tensor, word
 from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
@@ -131,15 +131,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
                 f"{in_words(memory_budget.value(train_x.device))}; tune on some of the rows, and solve an "
                 "InducingPointProblem, which reads them as they are needed, for the mean."
             )
-        if not torch.is_tensor(train_x) or not torch.is_tensor(train_y):
-            raise InputError(
-                f"{owner}: train_x and train_y expect tensors, got {found(train_x)} and {found(train_y)}; for a stream "
-                "of batches solve an InducingPointProblem."
-            )
-        if train_x.dim() == 1:
-            train_x = train_x.unsqueeze(-1)
-        if torch.is_tensor(z) and z.dim() == 1:
-            z = z.unsqueeze(-1)
+        train_x, z = (t.unsqueeze(-1) if torch.is_tensor(t) and t.dim() == 1 else t for t in (train_x, z))
         check_kernel(owner, kernel)
         check_data(owner, kernel, train_x, train_y, ("train_x", "train_y"))
         check_points(owner, "train_x", train_x, tensor(owner, "inducing_points", z, (2,)))

@@ -142,14 +142,11 @@ class PosteriorSamples:
         return self._outputs[0].prior.samples
 
     def __getitem__(self, index: int | slice) -> PosteriorSamples:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-        else:
-            start = range(len(self))[index]
-            stop, step = start + 1, 1
-        if step != 1 or stop <= start:
+        chosen = range(len(self))[index]
+        chosen = range(chosen, chosen + 1) if isinstance(chosen, int) else chosen
+        if chosen.step != 1 or not chosen:
             raise InputError(f"samples[...] expects a slice without step, of at least one of {len(self)}; got {index}.")
-        outputs = [out.part(slice(start, stop)) for out in self._outputs]
+        outputs = [out.part(slice(chosen.start, chosen.stop)) for out in self._outputs]
         return PosteriorSamples(self._prior, outputs, self.several, self.report, self._name)
 
     def __repr__(self) -> str:
