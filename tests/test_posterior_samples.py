@@ -453,7 +453,7 @@ REFUSED = {
     "no model": (lambda: None, "model expects"),
     "several tasks": (_several_tasks, "one plain kernel and no batch"),
     "batch": (_batch, "one plain kernel and no batch"),
-    "missing targets": (_missing, "hold NaN"),
+    "missing targets": (_missing, "targets without NaN"),
     "covariances added": (_covariances_added, "one plain kernel and no batch"),
     "linear kernel": (lambda: _model(LinearKernel().double()), "one plain kernel"),
     "polynomial": (lambda: _model(PolynomialKernel(power=2).double()), "known of RBF, Matern"),
