@@ -507,31 +507,6 @@ def test_killed_and_resumed(tmp_path, streamed, choices):
         other.learn(*data)
 
 
-def test_held_out_points_decide_when_to_stop():
-    labels = (Y > 0.9).long()
-    patient = dataclasses.replace(SMALL, patience=2, epochs=200, step_scale=1.5)
-    model = RandomFeatureClassifier(a_kernel(scale=300.0), noise=1e-3, solver=patient)
-    report = model.learn(X, labels, held_out=(TEST, (torch.sin(5 * TEST[:, 0]) + TEST[:, 1] > 0.9).long()))
-    errors = [float(error) for *_, error in report.held_out]
-    assert report.reason is Reason.EARLY and report.work["epochs"] < 200
-    wrong = (model.predict(TEST) != (torch.sin(5 * TEST[:, 0]) + TEST[:, 1] > 0.9).long()).double().mean()
-    assert float(wrong) == pytest.approx(min(errors))
-    with pytest.raises(InputError, match="patience expects held_out"):
-        gp(patient).learn(X, Y)
-
-
-def test_the_best_goes_on_with_later_features_and_classes():
-    """With 0 where there was nothing then."""
-    labels = torch.cat([(Y[:60] > 0.8).long(), torch.full((60,), 7)])
-    growing = DoublyStochastic(num_features=None, preconditioned=False, block_size=16, epochs=9, patience=1)
-    for solver in (dataclasses.replace(SMALL, patience=1), growing):
-        model = RandomFeatureClassifier(a_kernel(), solver=solver)
-        model.learn(stream([2] * 60, X, labels), held_out=(X[:60], labels[:60]))
-        assert model.report.reason is Reason.EARLY and model.scores(TEST).shape == (15, 3)
-        model.partial_fit(X[:30], labels[:30])
-        assert model.probabilities(TEST).shape == (15, 3)
-
-
 def test_no_step_at_all():
     model = gp(dataclasses.replace(SMALL, max_seconds=1e-9))
     with pytest.warns(ConvergenceWarning, match="relative residual 1.0e"):

@@ -167,7 +167,6 @@ SIGNATURES = {
         "max_iterations": None,
         "step_scale": 1.0,
         "averaging": True,
-        "patience": None,
         "seed": 0,
     },
     "RandomFeatureProblem": {"kernel": ..., "x": ..., "y": ..., "noise": ..., "loss": "squared", "rows": None},

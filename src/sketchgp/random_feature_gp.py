@@ -111,7 +111,6 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         return float(self.likelihood.noise.detach())
 
     def _started(self, learner: Learner) -> None:
-        self._targets.columns = learner.columns
         self._restarted(learner)
         if self._paths is not None:
             learner.widen(learner.columns + self.variance_samples)

@@ -28,7 +28,7 @@ from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .learner import Learner
 from .learning import FeatureHeldOut, Learning
-from .problem import LOSSES, Labels, RandomFeatureProblem, same_points
+from .problem import LOSSES, Labels, RandomFeatureProblem, Targets, same_points
 
 _LEAST, _MOST = 2048, 16384  # automatic features
 _OF_ROWS = 32  # times n^1/2
@@ -82,8 +82,6 @@ class DoublyStochastic(Budgeted):
     :param max_iterations: the most steps; None for no limit.
     :param step_scale: a factor of the computed step.
     :param averaging: use an average of the iterates that forgets early ones, instead of the last.
-    :param patience: windows (an epoch, or 32 batches) without a lower held-out error after which to stop, with what was
-        the best; None for all epochs, and the last.
     :param seed: of features and orders of rows.
     """
 
@@ -98,14 +96,13 @@ class DoublyStochastic(Budgeted):
     max_iterations: int | None = None
     step_scale: float = 1.0
     averaging: bool = True
-    patience: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_features != "auto":
             settle(self, count, "num_features", optional=True, least=2)
         settle(self, count, "block_size", optional=True, least=2)
-        settle(self, count, "batch_size", "epochs", "max_iterations", "patience", optional=True)
+        settle(self, count, "batch_size", "epochs", "max_iterations", optional=True)
         settle(self, flag, "preconditioned", "averaging")
         settle(self, number, "step_scale", above=0, finite=True)
         settle(self, checks.seed, "seed")
@@ -160,7 +157,9 @@ class DoublyStochastic(Budgeted):
         :param rows: n, where it is known.
         """
         assert y is not None
-        columns = y.reshape(len(y), -1).shape[1] if problem.loss == "squared" else problem.targets.columns or 0
+        if isinstance(problem.targets, Targets):
+            problem.targets.columns = y.reshape(len(y), -1).shape[1]
+        columns = problem.targets.columns or 0
         origin = x[:_CENTRE].mean(dim=0, keepdim=True)
         total = self.num_features
         if total == "auto":
@@ -224,17 +223,13 @@ class DoublyStochastic(Budgeted):
 
     def _held_out(self, owner: str, learner: Learner, problem: RandomFeatureProblem, held_out: Any) -> HeldOut | None:
         if held_out is None:
-            if self.patience is not None:
-                raise InputError(f"{owner}: patience expects held_out points to be patient about, got none.")
             return None
         if not isinstance(held_out, tuple | list) or len(held_out) != 2:
             raise checks.refusal(owner, "held_out", "a pair of points and targets", held_out, True)
         x, y = problem.checked(f"{owner}: held_out", *held_out)
         same_points(f"{owner}: held_out", x, learner.features.origin)
         if not isinstance(problem.targets, Labels):
-            wanted = problem.targets.columns or y.reshape(len(y), -1).shape[1]
-            if y.reshape(len(y), -1).shape[1] != wanted:
-                raise InputError(f"{owner}: held_out targets expect {wanted} column(s), got shape {tuple(y.shape)}.")
+            y = problem.targets.encode(f"{owner}: held_out", y, x)
         return FeatureHeldOut(learner, problem, x, y)
 
     def _checkpoint_marks(

@@ -32,8 +32,7 @@ class Learning(ByEpochs):
 
     saved = (
         *(f"learner.{name}" for name in (*Learner.counters, *Learner.arrays, "entries")),
-        "labels", "best", "order", "losses", "losses_of_none", "epoch", "seen", "rows", "total", "window", "least",
-        "waited",
+        "labels", "order", "losses", "losses_of_none", "epoch", "seen", "rows", "total", "window",
     )  # fmt: skip
     letter = "features"
 
@@ -55,7 +54,6 @@ class Learning(ByEpochs):
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
-        self.best: Tensor | None = None
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
         self.fetched: list[Tensor] | None = None  # the losses, on the CPU, after a step
@@ -86,7 +84,7 @@ class Learning(ByEpochs):
     @property
     def _shown(self) -> int:
         """Columns of the residual."""
-        return 1 if self.problem.loss != "squared" else self.problem.targets.columns or self.learner.columns
+        return 1 if self.problem.loss != "squared" else self.problem.targets.columns
 
     def step(self) -> bool:
         x, y, places = self._next()
@@ -166,10 +164,6 @@ class Learning(ByEpochs):
                 f"of f = 0 is {float(losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
                 see="diverges",
             )
-        if held_out is not None and self.improves(held_out, self.choices.patience is not None):
-            self.best = self.learner.average.clone()
-        if self.choices.patience is not None and self.waited >= self.choices.patience:
-            return Reason.EARLY
         return Reason.FINISHED if self._done else None
 
     @property
@@ -179,21 +173,13 @@ class Learning(ByEpochs):
         enough = most is not None and self.iterations >= most
         return enough or self.epoch >= self.most
 
-    @property
-    def judges_held_out(self) -> bool:  # type: ignore[override]
-        return self.choices.patience is not None
-
     def resume(self, ended: Reason | None) -> Reason | None:
-        return Reason.EARLY if ended is Reason.EARLY else Reason.FINISHED if self._done else None
+        return Reason.FINISHED if self._done else None
 
     def close(self) -> bool:
         return self.window > 0
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        if self.best is not None:  # of features and classes that there were then
-            last = self.learner.average
-            self.learner.average = torch.zeros_like(last)
-            self.learner.average[: len(self.best), :, : self.best.shape[2]] = self.best
         residual = self.root_of_ratio(self.losses, self.losses_of_none)
         return Outcome(self.weights(), residual, False, reason, {"tol": float("inf"), "residual_rows": 0})
 
@@ -224,7 +210,7 @@ class FeatureHeldOut(HeldOut):
     """Coefficients ``(N, c)`` to an error on points of the user's: of targets the root mean square of each column, of
     labels the share that is wrong, ``(1,)``.
 
-    :param x: ``(p, d)``; :param y: targets or labels.
+    :param x: ``(p, d)``; :param y: columns of targets, or labels.
     """
 
     def __init__(self, learner: Learner, problem: RandomFeatureProblem, x: Tensor, y: Tensor) -> None:
@@ -243,5 +229,4 @@ class FeatureHeldOut(HeldOut):
         if isinstance(self.problem.targets, Labels):
             predicted = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
             return (predicted != self.y).double().mean().reshape(1).cpu()
-        wanted = self.y.reshape(len(f), -1).to(torch.float64)
-        return (f[:, : wanted.shape[1]] - wanted).square().mean(dim=0).sqrt().cpu()
+        return (f[:, : self.y.shape[1]] - self.y).square().mean(dim=0).sqrt().cpu()
